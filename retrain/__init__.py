@@ -1,0 +1,1 @@
+"""`retrain`: RL post-training for language models as one asyncio program."""

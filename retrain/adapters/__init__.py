@@ -1,0 +1,1 @@
+"""Who executes a batch and serves the samples: one folder per backend, one face (base.py)."""

@@ -1,0 +1,97 @@
+"""The face of a backend: an Adapter updates the weights and serves samples of them.
+
+A backend's `options.py` holds what a config may say about it and its Capabilities; it imports
+nothing heavy, so that `--dry-run` and the start-up checks load no model code.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from retrain.sampler import Sampler, Tokenizer
+from retrain.types import Batch, Metrics
+
+SHARED_LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro", "dpo"})
+"""Losses with one meaning on every backend; summed over tokens, normalised by us."""
+
+TRL_LOSSES = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "vespo"})
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can honour; a config that asks for more is refused at start-up."""
+
+    losses: frozenset[str]
+    surrogate_losses: frozenset[str] = frozenset()
+    """Losses computed on our side: forward, then a weighted backward of dL/dlogp."""
+    custom_losses: bool = False
+    """A user's own function of log-probs can be trained."""
+    per_token_advantages: bool = True
+    reference_kl: bool = False
+    tuning: frozenset[Literal["full", "lora"]] = frozenset({"full", "lora"})
+    resume: Literal["exact", "weights", "none"] = "exact"
+    max_staleness: int | None = None
+    """None: no limit."""
+    sampling: frozenset[str] = frozenset(
+        {"max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed"}
+    )
+    """Fields of SamplingParams that have an effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterState:
+    """What `save` left behind: files in `folder`, and small JSON-able facts beside them."""
+
+    folder: Path
+    data: Mapping[str, Any] = field(default_factory=dict)  # JSON values
+
+
+class Adapter(ABC):
+    """Updates the weights and serves samples of them; an async context manager.
+
+    Entering loads or connects, leaving frees every thread, connection and remote session.
+    The pipe awaits one of update, publish, save and load at a time, beside any number of samples.
+    Every method raises AdapterError when the backend fails.
+    """
+
+    capabilities: Capabilities
+    sampler: Sampler
+    tokenizer: Tokenizer
+    context_length: int
+    """Tokens that prompt and completion may have together."""
+
+    @abstractmethod
+    async def update(self, batch: Batch) -> Metrics:
+        """One optimizer step; reports `loss`, `grad_norm` and `learning_rate` at least."""
+
+    @abstractmethod
+    async def publish(self) -> int:
+        """Make the sampler serve the present weights; their version, one higher each time."""
+
+    @abstractmethod
+    async def save(self, folder: Path) -> AdapterState:
+        """Write weights, optimizer, scheduler and RNG so that `load` continues bit-exactly."""
+
+    @abstractmethod
+    async def load(self, state: AdapterState) -> None:
+        """Continue from `state`; the sampler serves it and the version is the saved one."""
+
+    async def export(self, folder: Path) -> Path | None:
+        """Write the model for others to load; None where the weights stay with the service."""
+        return None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None

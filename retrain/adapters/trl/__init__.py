@@ -1,0 +1,1 @@
+"""TRL's GRPO on this machine: CUDA, or the CPU as the embedded default."""

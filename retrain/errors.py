@@ -1,0 +1,80 @@
+"""What can go wrong, as one tree.
+
+    RetrainError
+    ├── ConfigError (ValueError)              the run's description is wrong; exit 2
+    │   ├── PluginError                       a plug-in can't be found, or its keys don't fit
+    │   └── PromptError                       a prompt file or row can't be used
+    ├── RunError                              the run can't go on; exit 1
+    │   ├── AdapterError                      the backend failed
+    │   │   └── NonFiniteError                a loss, gradient or weight is NaN or infinite
+    │   ├── DeadlineError (TimeoutError)      an adapter's await outlived its deadline
+    │   │   └── StallError                    nothing moved for a while
+    │   ├── NoSignalError                     nothing to learn from: all fail, or all are flat
+    │   └── CheckpointError                   a checkpoint can't be written, read or continued from
+    └── UserCodeError                         an environment or reward failed: one rollout's matter
+
+User code raises plain Python errors; `blame` turns one into a UserCodeError that names whose code
+it was and where, and the pipe records that as the rollout's outcome.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+
+class RetrainError(Exception):
+    """Anything that `retrain` raises on purpose."""
+
+
+class ConfigError(RetrainError, ValueError):
+    """The description of the run is wrong: what was got, what was expected, what to do."""
+
+
+class PluginError(ConfigError):
+    """A plug-in can't be found, or its keys don't fit its constructor."""
+
+
+class PromptError(ConfigError):
+    """A prompt file or one of its rows can't be used."""
+
+
+class RunError(RetrainError):
+    """The run can't go on; its last checkpoint stays good."""
+
+
+class AdapterError(RunError):
+    """The backend failed."""
+
+
+class NonFiniteError(AdapterError):
+    """A loss, gradient or weight is NaN or infinite."""
+
+
+class DeadlineError(RunError, TimeoutError):
+    """An await on an adapter outlived its deadline."""
+
+
+class StallError(DeadlineError):
+    """Nothing moved for `deadlines.stall` seconds."""
+
+
+class NoSignalError(RunError):
+    """There is nothing to learn from."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint can't be written, read or continued from."""
+
+
+class UserCodeError(RetrainError):
+    """An environment or a reward failed; the message names it, the cause is its exception."""
+
+
+def blame(owner: str, error: BaseException) -> UserCodeError:
+    """The error of a user's `owner` ("reward 'slot_match'"), with the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    wrapped = UserCodeError(f"{owner} raised {type(error).__name__}: {error}{where}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,58 @@
+"""The Sampler: where tokens come from. Ids in, ids out, each with its log-prob and version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from retrain.types import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample; what a backend can't honour is refused at start-up."""
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy; log-probs are then those of the distribution at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    stop: tuple[str, ...] = ()
+    """A completion ends with the token that completes one of these strings (kept in its ids)."""
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    """Completion i of a request draws from (seed, i): the same whatever shares its batch."""
+
+
+class Sampler(Protocol):
+    """Serves completions of the weights that were published last."""
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
+    ) -> list[Completion]:
+        """`n` completions of one prompt, which is prefilled once.
+
+        A completion in flight when new weights are published ends on those it began with.
+        """
+        ...
+
+
+class Tokenizer(Protocol):
+    """ids <-> text and the chat template: the part of a Hugging Face tokenizer that is used."""
+
+    eos_token_id: int | None
+    chat_template: Any  # a Jinja string; some tokenizers hold a mapping of named ones
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **kwargs: Any,  # template variables such as enable_thinking
+    ) -> Any: ...  # the text, when tokenize is False

@@ -1,0 +1,201 @@
+"""The values that flow through the pipe, in the order in which they appear.
+
+Row -> Prompt (with its Ticket) -> Turn... -> Trajectory -> Group -> Sample... -> Batch -> Metrics.
+
+A token is sampled once and never encoded again: `Completion` holds the ids, log-probs and weight
+version that the sampler returned, and everything downstream is made of those very numbers.
+`Sample` checks on creation that its streams have one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+
+Metrics = dict[str, float]
+
+Outcome = Literal["ok", "invalid", "infra_error", "timeout"]
+"""`ok` alone enters group statistics; the others are masked and counted, never scored as 0."""
+
+StopReason = Literal["stop", "length", "context"]
+"""`stop`: a stop token or string; `length`: max_tokens; `context`: the model's context is full."""
+
+
+class Message(TypedDict):
+    """One chat message; `tool_calls` and `tool_call_id` follow the chat-template convention."""
+
+    role: str
+    content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+class Ticket(NamedTuple):
+    """A prompt's identity in a run: ledger, resume and promise P1 count tickets, not texts."""
+
+    epoch: int
+    row: int
+    attempt: int = 0
+    """0 at first; one higher each time that the prompt is issued again."""
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.row}.{self.attempt}"
+
+    @classmethod
+    def parse(cls, text: str) -> Ticket:
+        """The ticket that `str()` wrote."""
+        epoch, row, attempt = text.split(".")
+        return cls(int(epoch), int(row), int(attempt))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a rollout starts from; `id` is the text of its ticket."""
+
+    id: str
+    messages: Sequence[Message]
+    answer: Any = None  # whatever the data set holds: only the user's own reward reads it
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The last user message's text (of the last message, when no user speaks)."""
+        for message in reversed(self.messages):
+            if message["role"] == "user":
+                return message["content"]
+        return self.messages[-1]["content"] if self.messages else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled continuation."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Natural log of the probability, under the distribution that was sampled from; (T,)."""
+    text: str
+    """Decoded without special tokens."""
+    stop_reason: StopReason
+    version: int
+    """The weights' version that sampled it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange: the ids the sampler saw, what it said, what the environment answered."""
+
+    prompt_ids: Sequence[int]
+    completion: Completion
+    observation: Sequence[Message] = ()
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One rollout of one prompt: filled turn by turn, then scored."""
+
+    prompt: Prompt
+    turns: list[Turn] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Reward by component, unweighted; `environment` is the sum of the step rewards."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Whatever the environment's steps reported, merged; `error` holds a failure's cause."""
+    outcome: Outcome = "ok"
+    reward: float = 0.0
+    """The weighted sum of the components; meaningless unless the outcome is `ok`."""
+    messages: Sequence[Message] = ()
+    """The whole conversation, the model's replies and the observations included."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time spent by stage (`sample`, `environment`, `reward`), in seconds."""
+
+    @property
+    def completion(self) -> str:
+        """The last turn's text, empty when nothing was sampled."""
+        return self.turns[-1].completion.text if self.turns else ""
+
+    @property
+    def versions(self) -> list[int]:
+        """The weights' version of each turn."""
+        return [turn.completion.version for turn in self.turns]
+
+
+@dataclass(slots=True)
+class Group:
+    """The G trajectories of one prompt: what a group-relative advantage is taken over."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket.parse(self.prompt.id)
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        """The trajectories that may enter group statistics."""
+        return [t for t in self.trajectories if t.outcome == "ok"]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest weights' version among the sampled tokens; None if nothing was sampled."""
+        return min((v for t in self.trajectories for v in t.versions), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One training sequence; every stream has its length T.
+
+    Raises ValueError when the streams' lengths differ.
+    """
+
+    token_ids: Sequence[int]
+    loss_mask: Sequence[int]
+    """1 where the model sampled the token itself, else 0 (prompt, tool and user tokens)."""
+    logprobs: Sequence[float]
+    """The sampler's log-prob of each token; 0.0 where the mask is 0."""
+    advantages: Sequence[float]
+    """Credit of each token; 0.0 where the mask is 0."""
+    versions: Sequence[int]
+    """Weights' version that sampled each token; -1 where the mask is 0."""
+    streams: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Further per-token values, such as `reference_logprobs`."""
+    group_id: str = ""
+    """The text of the prompt's ticket."""
+    run_id: str = ""
+    """The rollout: a rollout whose history was rewritten makes several samples of one run_id."""
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        named = {
+            "loss_mask": self.loss_mask,
+            "logprobs": self.logprobs,
+            "advantages": self.advantages,
+            "versions": self.versions,
+            **self.streams,
+        }
+        wrong = {name: len(stream) for name, stream in named.items() if len(stream) != length}
+        if wrong:
+            raise ValueError(
+                f"a sample of group {self.group_id!r} has {length} token_ids, but {wrong}: "
+                "every stream of a sample must have the length of token_ids"
+            )
+
+
+class Denominators(NamedTuple):
+    """What a loss over the whole batch is divided by, so that micro-batches sum to the whole."""
+
+    tokens: int
+    """Tokens with loss_mask 1."""
+    sequences: int
+    """Samples with at least one such token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one optimizer step trains on."""
+
+    samples: Sequence[Sample]
+    loss: str
+    loss_config: Mapping[str, Any]  # the loss's own keys, checked against Capabilities at start-up
+    denominators: Denominators
