@@ -64,7 +64,7 @@ class Prompt:
         """The last user message's text (of the last message, when no user speaks)."""
         for message in reversed(self.messages):
             if message["role"] == "user":
-                return message["content"]
+                return str(message["content"])
         return self.messages[-1]["content"] if self.messages else ""
 
 

@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
+from pydantic import BaseModel, ConfigDict
+
+from retrain.config import RunConfig
 from retrain.sampler import Sampler, Tokenizer
 from retrain.types import Batch, Metrics
 
@@ -95,3 +98,23 @@ class Adapter(ABC):
         trace: TracebackType | None,
     ) -> None:
         return None
+
+
+class AdapterOptions(BaseModel):
+    """A backend's keys in the YAML. Its module imports nothing heavy.
+
+    `backend.type` names such a class: `trl`, `tinker`, `weaver`, or a user's `path.py:MyOptions`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    adapter: ClassVar[str]
+    """`module:Class` of the Adapter, imported when the run starts and called with
+    (options, config)."""
+
+    def capabilities(self) -> Capabilities:
+        """What this backend can honour under these options."""
+        raise NotImplementedError(f"{type(self).__name__} must say its capabilities()")
+
+    def problems(self, config: RunConfig) -> list[str]:
+        """What of `config` this backend refuses beyond its capabilities; empty when all is well."""
+        return []
