@@ -54,7 +54,7 @@ def test_a_reward_that_is_not_finite_is_an_error_that_names_it(algorithm, bad):
 
 def test_batch_scaling_divides_by_the_std_of_the_whole_batch():
     credit = GRPO(scale="batch").advantages([group(1, 0), group(4, 0)])
-    whole = std([1, 0, 4, 0]) + 1e-4  # sqrt(10.75 - 4 * ... ) by definition, ddof 1
+    whole = std([1, 0, 4, 0]) + 1e-4
     assert whole == pytest.approx(1.8930 + 1e-4, abs=1e-4)
     assert credit == [[0.5 / whole, -0.5 / whole], [2 / whole, -2 / whole]]
 
