@@ -1,0 +1,66 @@
+"""Samples as a remote service takes them: shifted by one, so that position t predicts target t.
+
+One function, `shift`, is the only place where tokens and targets are lined up, for every loss and
+both services. With T tokens in the sample every stream of the datum has T - 1 values:
+
+    inputs[t]  = token_ids[t]          the context that predicts
+    targets[t] = token_ids[t + 1]      what is predicted
+    logprobs[t], advantages[t], mask[t] and each further stream belong to targets[t]
+
+so a value always keeps to the token that it was made for. The first token of a sample has no
+context and is never a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from retrain.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One shifted training sequence; every stream has length T - 1."""
+
+    inputs: Sequence[int]
+    targets: Sequence[int]
+    mask: Sequence[float]
+    """1.0 where the target was sampled by the model, else 0.0."""
+    logprobs: Sequence[float]
+    """The sampler's log-prob of each target; 0.0 where the mask is 0."""
+    advantages: Sequence[float]
+    """Credit of each target; 0.0 where the mask is 0."""
+    streams: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The sample's further streams, such as `reference_logprobs`."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether any target carries a loss."""
+        return any(self.mask)
+
+
+def shift(sample: Sample) -> Datum:
+    """The datum of one sample.
+
+    Values under a mask of 0 become 0.0, so that a service which knows no mask trains the same
+    tokens. Raises ValueError when the sample has fewer than two tokens: nothing to predict.
+    """
+    if len(sample.token_ids) < 2:
+        raise ValueError(
+            f"a sample of group {sample.group_id!r} has {len(sample.token_ids)} tokens: at least "
+            "two are needed, one to predict from and one to predict"
+        )
+    mask = [1.0 if kept else 0.0 for kept in sample.loss_mask[1:]]
+    return Datum(
+        inputs=list(sample.token_ids[:-1]),
+        targets=list(sample.token_ids[1:]),
+        mask=mask,
+        logprobs=_masked(sample.logprobs[1:], mask),
+        advantages=_masked(sample.advantages[1:], mask),
+        streams={name: list(stream[1:]) for name, stream in sample.streams.items()},
+    )
+
+
+def _masked(values: Sequence[float], mask: Sequence[float]) -> list[float]:
+    return [float(value) if kept else 0.0 for value, kept in zip(values, mask, strict=True)]

@@ -1,0 +1,77 @@
+"""The one shift function: what each stream's value belongs to, over random samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.adapters.datums import shift
+from retrain.types import Sample
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    length = draw(st.integers(2, 30))
+
+    def stream(values: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(values, min_size=length, max_size=length))
+
+    finite = st.floats(-50, 50)
+    return Sample(
+        token_ids=stream(st.integers(0, 200_000)),
+        loss_mask=stream(st.integers(0, 1)),
+        logprobs=stream(finite),
+        advantages=stream(finite),
+        versions=stream(st.integers(-1, 9)),
+        streams={"reference_logprobs": stream(finite)},
+        group_id="0.0.0",
+    )
+
+
+def test_a_worked_example_is_shifted_by_one() -> None:
+    sample = Sample(
+        token_ids=[7, 8, 9, 10],
+        loss_mask=[0, 0, 1, 1],
+        logprobs=[0.0, 0.0, -0.5, -0.25],
+        advantages=[0.0, 0.0, 2.0, 3.0],
+        versions=[-1, -1, 4, 4],
+        streams={"reference_logprobs": [0.0, -0.1, -0.2, -0.3]},
+    )
+    datum = shift(sample)
+    assert datum.inputs == [7, 8, 9]
+    assert datum.targets == [8, 9, 10]
+    assert datum.mask == [0.0, 1.0, 1.0]
+    assert datum.logprobs == [0.0, -0.5, -0.25]
+    assert datum.advantages == [0.0, 2.0, 3.0]
+    assert datum.streams == {"reference_logprobs": [-0.1, -0.2, -0.3]}
+    assert datum.trained
+
+
+@given(samples())
+def test_every_target_keeps_its_own_values_and_follows_its_own_context(sample: Sample) -> None:
+    datum = shift(sample)
+    assert [datum.inputs[0], *datum.targets] == list(sample.token_ids)
+    assert [*datum.inputs, datum.targets[-1]] == list(sample.token_ids)
+    for t in range(len(datum.targets)):
+        kept = sample.loss_mask[t + 1]
+        assert datum.mask[t] == kept
+        assert datum.logprobs[t] == (sample.logprobs[t + 1] if kept else 0.0)
+        assert datum.advantages[t] == (sample.advantages[t + 1] if kept else 0.0)
+        assert datum.streams["reference_logprobs"][t] == sample.streams["reference_logprobs"][t + 1]
+
+
+@given(samples())
+def test_all_streams_of_a_datum_have_one_length(sample: Sample) -> None:
+    datum = shift(sample)
+    streams = (datum.targets, datum.mask, datum.logprobs, datum.advantages)
+    assert {len(stream) for stream in (*streams, *datum.streams.values())} == {len(datum.inputs)}
+    assert datum.trained == any(sample.loss_mask[1:])
+
+
+def test_a_sample_of_one_token_is_refused() -> None:
+    lonely = Sample([5], [1], [-0.1], [1.0], [0], group_id="0.3.0")
+    with pytest.raises(ValueError, match=r"group '0\.3\.0' has 1 tokens: at least two"):
+        shift(lonely)
