@@ -1,0 +1,388 @@
+"""The HTTP transport of the remote adapters: one typed call, retried by rule, inside a deadline.
+
+- A call is sent again only if the service can't have acted on it (refused connection, 429) or if
+  its caller marked it idempotent; everything else fails at once (`RemoteError.may_have_acted`).
+- Each attempt and the whole call have a time limit (`Call.timeout`, `RetryPolicy.total`).
+- Secrets are sent as headers and never appear in a repr, a log or an error (`_redacted`).
+
+httpx's transports are used without its client: the client's cookies, redirects and header merging
+cost more CPU than the request itself, and its pool collapses near 300 requests in flight. Any
+`httpx.AsyncBaseTransport` fits; by default aiohttp carries the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import logging
+import os
+import random
+import time
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from retrain.errors import AdapterError, ConfigError
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+Fault = Literal["user", "server", "unknown"]
+log = logging.getLogger(__name__)
+
+MAX_RETRY_AFTER = 60.0
+"""Seconds; a service that asks for a longer pause is asked again after this one."""
+KEEPALIVE = 4.0
+"""Seconds that an idle connection is kept: below the 5 s after which uvicorn closes its end."""
+
+
+class RemoteError(AdapterError):
+    """A service refused a call, failed it, or could not be reached."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        code: str = "",
+        retryable: bool = False,
+        may_have_acted: bool = False,
+        request_id: str = "",
+        fault: Fault = "unknown",
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP status; None when no reply came, or when a job failed behind a good reply."""
+        self.code = code
+        """`timeout`, `connect`, `disconnect`, `malformed`, or the service's own word."""
+        self.retryable = retryable
+        """The same call may succeed later."""
+        self.may_have_acted = may_have_acted
+        """The service may have done what was asked: only an idempotent call is sent again."""
+        self.request_id = request_id
+        """The service's name of the request, for its support; empty when it gave none."""
+        self.fault = fault
+        self.retry_after = retry_after
+        """Seconds the service asked to wait; None when it did not."""
+
+    def __str__(self) -> str:
+        facts = [str(self.status) if self.status else "", self.code]
+        facts += [f"request {self.request_id}" if self.request_id else ""]
+        known = ", ".join(fact for fact in facts if fact)
+        return f"{self.args[0]} [{known}]" if known else str(self.args[0])
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often, and after which pauses, a call is sent again."""
+
+    attempts: int = 11
+    first: float = 0.5
+    """Seconds before the second attempt; doubled each time, with 25 % of jitter."""
+    cap: float = 10.0
+    total: float = 300.0
+    """Seconds that all attempts of one call may take together."""
+
+    def pause(self, attempt: int, asked: float | None = None) -> float:
+        """Seconds to wait after attempt number `attempt` (from 0)."""
+        if asked is not None:
+            return min(max(asked, 0.0), MAX_RETRY_AFTER)
+        doubled: float = self.first * 2.0 ** min(attempt, 30)
+        return min(doubled, self.cap) * random.uniform(0.75, 1.25)
+
+
+NO_RETRY = RetryPolicy(attempts=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request; `path` is relative to the transport's base URL."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    idempotent: bool = True
+    """Sending it twice has the effect of sending it once."""
+    timeout: float = 60.0
+    """Seconds that one attempt may take."""
+    policy: RetryPolicy | None = None
+    """By default the transport's."""
+
+    @classmethod
+    def json(cls, method: str, path: str, payload: Any, **rest: Any) -> Call:
+        """A call with a JSON body; `rest` are further fields. NaN and infinity are refused."""
+        body = json.dumps(payload, separators=(",", ":"), allow_nan=False).encode()
+        headers = {"Content-Type": "application/json", **rest.pop("headers", {})}
+        return cls(method, path, body=body, headers=headers, **rest)
+
+
+class Transport:
+    """Sends calls to one service. An async context manager: leaving closes its connections."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str] | None = None,
+        policy: RetryPolicy | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        max_connections: int = 1000,
+    ) -> None:
+        """`secrets` are headers too (API keys), kept out of every message.
+
+        Raises ConfigError on a URL that is not http(s) or that holds a password.
+        """
+        self.url = checked_url(url)
+        self.policy = policy or RetryPolicy()
+        self.secrets = dict(secrets or {})
+        """Header name -> value; a refreshed token is written here."""
+        self.refresh: Callable[[], Awaitable[None]] | None = None
+        """Renews an expired token; awaited once a call, when the service says `invalid_token`."""
+        self.retries: Counter[str] = Counter()
+        """Attempts that were repeated, by code or status."""
+        self._headers = dict(headers or {})
+        self._http = transport or aiohttp_transport(self.url, max_connections)
+        self._urls: dict[str, httpx.URL] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    async def __aenter__(self) -> Transport:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._http.aclose()
+
+    async def send(self, call: Call, decode: Callable[[httpx.Response], T]) -> T:
+        """`decode` of the first good reply (status below 300).
+
+        A ValueError of `decode` counts as a malformed reply. Raises RemoteError when the service
+        refuses the call, or when attempts or time have run out.
+        """
+        policy = call.policy or self.policy
+        ends = time.monotonic() + policy.total
+        refreshed = False
+        attempt = 0
+        while True:
+            try:
+                return await self._attempt(call, decode, ends - time.monotonic())
+            except RemoteError as error:
+                if error.code == "invalid_token" and self.refresh and not refreshed:
+                    refreshed = True
+                    await self.refresh()
+                    continue
+                pause = self._pause_before_retry(error, call, attempt, ends)
+                self.retries[error.code or str(error.status)] += 1
+                log.debug("%s; again in %.2f s", error, pause)
+                await asyncio.sleep(pause)
+                attempt += 1
+
+    def _pause_before_retry(
+        self, error: RemoteError, call: Call, attempt: int, ends: float
+    ) -> float:
+        """Seconds to wait; raises `error` where the call must not be sent again."""
+        policy = call.policy or self.policy
+        safe = call.idempotent or not error.may_have_acted
+        pause = policy.pause(attempt, error.retry_after)
+        in_time = attempt + 1 < policy.attempts and time.monotonic() + pause < ends
+        if error.retryable and safe and in_time:
+            return pause
+        if attempt:
+            error.add_note(f"gave up after {attempt + 1} attempts")
+        raise error
+
+    async def _attempt(self, call: Call, decode: Callable[[httpx.Response], T], left: float) -> T:
+        import httpx
+
+        limit = min(call.timeout, max(left, 0.001))
+        what = f"{call.method} {call.path}"
+        try:
+            async with asyncio.timeout(limit):
+                response = await self._http.handle_async_request(self._request(call, limit))
+                try:
+                    await response.aread()
+                finally:
+                    await response.aclose()
+        except (TimeoutError, httpx.RequestError, httpx.InvalidURL, OSError) as error:
+            raise self._unreachable(what, error, limit) from error
+        if response.status_code >= 300:
+            raise self._refused(what, response)
+        try:
+            return decode(response)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RemoteError(
+                f"{what}: {self.url} sent a reply that can't be read: {self._redacted(str(error))}",
+                code="malformed",
+                retryable=True,
+                may_have_acted=True,
+                fault="server",
+            ) from error
+
+    def _request(self, call: Call, limit: float) -> httpx.Request:
+        import httpx
+
+        url = self._urls.get(call.path)
+        if url is None:
+            url = httpx.URL(f"{self.url}/{call.path}")
+            if len(self._urls) < 256:  # paths with ids in them would grow it without end
+                self._urls[call.path] = url
+        return httpx.Request(
+            call.method,
+            url,
+            headers={**self._headers, **self.secrets, **call.headers},
+            content=call.body,
+            extensions={"timeout": {"connect": min(limit, 10.0)}},
+        )
+
+    def _unreachable(self, what: str, error: Exception, limit: float) -> RemoteError:
+        if isinstance(error, TimeoutError):
+            message = f"{what}: {self.url} did not answer within {limit:g} s"
+            return RemoteError(message, code="timeout", retryable=True, may_have_acted=True)
+        sent = not never_sent(error)
+        detail = self._redacted(str(error)) or type(error).__name__
+        message = f"{what}: {'lost' if sent else 'could not reach'} {self.url}: {detail}"
+        code = "disconnect" if sent else "connect"
+        return RemoteError(message, code=code, retryable=True, may_have_acted=sent)
+
+    def _refused(self, what: str, response: httpx.Response) -> RemoteError:
+        body = error_body(response.content)
+        status = response.status_code
+        headers = response.headers
+        retryable = status in (408, 425, 429) or status >= 500
+        if "x-should-retry" in headers:
+            retryable = headers["x-should-retry"] == "true"
+        code = body.code
+        if 'error="invalid_token"' in headers.get("www-authenticate", ""):
+            code = "invalid_token"
+        advice = "; check the API key" if status in (401, 403) else ""
+        return RemoteError(
+            f"{what}: {self.url} answered: {self._redacted(body.message) or 'nothing'}{advice}",
+            status=status,
+            code=code,
+            retryable=retryable,
+            may_have_acted=status == 408 or status >= 500,
+            request_id=headers.get("x-request-id") or headers.get("request-id") or "",
+            fault=body.fault or ("server" if status == 408 or status >= 500 else "user"),
+            retry_after=retry_after(headers),
+        )
+
+    def _redacted(self, text: str) -> str:
+        for secret in filter(None, self.secrets.values()):
+            text = text.replace(secret, "***").replace(secret.removeprefix("Bearer "), "***")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBody:
+    message: str
+    code: str = ""
+    fault: Fault | None = None
+
+
+def error_body(content: bytes) -> ErrorBody:
+    """What the body of an error says, in whichever of the usual shapes it came."""
+    text = content[:2000].decode(errors="replace").strip()
+    try:
+        body = json.loads(content)
+    except ValueError:
+        return ErrorBody(text)
+    if isinstance(body, dict) and isinstance(body.get("error"), dict):
+        body = body["error"]
+    if not isinstance(body, dict):
+        return ErrorBody(text)
+    names = ("message", "error_message", "error", "detail")
+    message = next((body[name] for name in names if body.get(name)), text)
+    fault = body.get("category") or body.get("fault")
+    return ErrorBody(
+        message if isinstance(message, str) else json.dumps(message),
+        str(body.get("code") or ""),
+        fault if fault in ("user", "server") else None,
+    )
+
+
+def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
+    """Seconds that `Retry-After` (seconds or a date) or `retry-after-ms` asks for."""
+    try:
+        if "retry-after-ms" in headers:
+            return float(headers["retry-after-ms"]) / 1000.0
+        return float(headers["retry-after"])
+    except KeyError:
+        return None
+    except ValueError:
+        pass
+    try:
+        date = email.utils.parsedate_to_datetime(headers["retry-after"])
+    except (KeyError, ValueError):
+        return None
+    return max(0.0, date.timestamp() - (time.time() if now is None else now))
+
+
+def never_sent(error: BaseException) -> bool:
+    """True when no byte of the request can have reached the service.
+
+    httpx-aiohttp 0.2 calls every lost connection a ConnectTimeout, also one that was lost after
+    the request was sent, so aiohttp's own exception decides where there is one.
+    """
+    import httpx
+
+    cause = error.__cause__
+    if cause is not None and type(cause).__module__.startswith("aiohttp"):
+        names = {kind.__name__ for kind in type(cause).__mro__}
+        return bool(names & {"ClientConnectorError", "ConnectionTimeoutError", "InvalidURL"})
+    return isinstance(
+        error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.InvalidURL)
+    )
+
+
+def checked_url(url: str) -> str:
+    """`url` without its trailing slash; raises ConfigError unless it can be a base URL."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"url: got {url!r}, expected http(s)://host[:port][/path], or `local`")
+    if parts.username or parts.password:
+        raise ConfigError(
+            f"url: {parts.hostname} comes with a password; put the key in the environment instead"
+        )
+    return url.rstrip("/")
+
+
+def aiohttp_transport(url: str, max_connections: int) -> httpx.AsyncBaseTransport:
+    """A transport that keeps its pace with thousands of requests in flight.
+
+    Raises ConfigError when the `remote` extra is not installed.
+    """
+    try:
+        import httpx
+        from httpx_aiohttp import AiohttpTransport
+    except ImportError as error:
+        raise ConfigError(
+            f"a remote backend needs {error.name}, which is not installed: "
+            "pip install 'retrain[remote]'"
+        ) from error
+    # aiohttp would look the proxy up for each request, in a thread: once is enough.
+    parts = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and urllib.request.proxy_bypass(parts.hostname or ""):
+        proxy = None
+    limits = httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEPALIVE)
+    return AiohttpTransport(limits=limits, proxy=httpx.Proxy(proxy) if proxy else None)
+
+
+def api_key(variable: str, *, required: bool) -> str:
+    """The key that the environment holds; raises ConfigError when a required one is missing."""
+    key = os.environ.get(variable, "").strip()
+    if required and not key:
+        raise ConfigError(f"{variable} is not set: export {variable}=... with your API key")
+    return key

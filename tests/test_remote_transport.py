@@ -1,0 +1,263 @@
+"""The transport of the remote adapters: what is sent again, what never is, and what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from retrain.adapters.remote import (
+    Call,
+    RemoteError,
+    RetryPolicy,
+    Transport,
+    checked_url,
+    error_body,
+    retry_after,
+)
+from retrain.errors import ConfigError
+
+SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def transport(answer: Answer, **keys: object) -> Transport:
+    return Transport(
+        "http://service/base/",
+        transport=httpx.MockTransport(answer),
+        **{"policy": SOON, **keys},  # type: ignore[arg-type] - a test passes what it varies
+    )
+
+
+def scripted(*answers: httpx.Response | Exception) -> tuple[Answer, list[httpx.Request]]:
+    """Answers in order, the last one for ever; the requests that came."""
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        next_one = answers[min(len(seen), len(answers)) - 1]
+        if isinstance(next_one, Exception):
+            raise next_one
+        return next_one
+
+    return answer, seen
+
+
+def body(response: httpx.Response) -> object:
+    return json.loads(response.content)
+
+
+async def test_a_call_carries_its_path_body_and_headers() -> None:
+    answer, seen = scripted(httpx.Response(200, json={"ok": 1}))
+    async with transport(answer, headers={"A": "b"}, secrets={"X-API-Key": "k"}) as remote:
+        assert await remote.send(Call.json("POST", "api/x", {"y": 2}), body) == {"ok": 1}
+    assert str(seen[0].url) == "http://service/base/api/x"
+    assert json.loads(seen[0].content) == {"y": 2}
+    assert (seen[0].headers["a"], seen[0].headers["x-api-key"]) == ("b", "k")
+    assert seen[0].headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        httpx.Response(500),
+        httpx.Response(503),
+        httpx.Response(429),
+        httpx.Response(408),
+        httpx.ReadError("lost"),
+        httpx.ConnectError("refused"),
+        httpx.Response(200, content=b"{half"),
+    ],
+)
+async def test_an_idempotent_call_is_sent_again(failure: httpx.Response | Exception) -> None:
+    answer, seen = scripted(failure, httpx.Response(200, json=1))
+    async with transport(answer) as remote:
+        assert await remote.send(Call("GET", "x"), body) == 1
+    assert len(seen) == 2
+    assert remote.retries.total() == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "sent"),
+    [
+        (httpx.Response(500), 1),
+        (httpx.Response(503), 1),
+        (httpx.Response(408), 1),
+        (httpx.ReadError("lost"), 1),
+        (httpx.RemoteProtocolError("lost"), 1),
+        (httpx.Response(200, content=b"{half"), 1),
+        (httpx.Response(429), 2),
+        (httpx.ConnectError("refused"), 2),
+    ],
+)
+async def test_a_call_that_is_not_idempotent_is_sent_again_only_if_it_cannot_have_acted(
+    failure: httpx.Response | Exception, sent: int
+) -> None:
+    answer, seen = scripted(failure, httpx.Response(200, json=1))
+    async with transport(answer) as remote:
+        call = Call("POST", "x", idempotent=False)
+        if sent == 1:
+            with pytest.raises(RemoteError):
+                await remote.send(call, body)
+        else:
+            await remote.send(call, body)
+    assert len(seen) == sent
+
+
+@pytest.mark.parametrize("status", [301, 302, 400, 401, 403, 404, 409, 410, 422])
+async def test_a_refusal_is_final(status: int) -> None:
+    answer, seen = scripted(httpx.Response(status, json={"detail": "no such loss"}))
+    async with transport(answer) as remote:
+        with pytest.raises(RemoteError, match="no such loss") as raised:
+            await remote.send(Call("GET", "x"), body)
+    assert (raised.value.status, raised.value.fault, len(seen)) == (status, "user", 1)
+
+
+async def test_x_should_retry_overrides_the_status() -> None:
+    answer, seen = scripted(httpx.Response(500, headers={"x-should-retry": "false"}))
+    async with transport(answer) as remote:
+        with pytest.raises(RemoteError):
+            await remote.send(Call("GET", "x"), body)
+    assert len(seen) == 1
+
+
+async def test_attempts_end_and_the_error_says_how_many_there_were() -> None:
+    answer, seen = scripted(httpx.Response(502, headers={"x-request-id": "r7"}))
+    async with transport(answer) as remote:
+        with pytest.raises(RemoteError, match="request r7") as raised:
+            await remote.send(Call("GET", "x"), body)
+    assert len(seen) == SOON.attempts
+    assert raised.value.__notes__ == ["gave up after 4 attempts"]
+    assert raised.value.fault == "server"
+
+
+async def test_a_pause_that_would_outlive_the_deadline_ends_the_call_at_once() -> None:
+    answer, seen = scripted(httpx.Response(429, headers={"Retry-After": "59"}))
+    async with transport(answer, policy=RetryPolicy(total=5.0)) as remote:
+        with pytest.raises(RemoteError) as raised:
+            await remote.send(Call("GET", "x"), body)
+    assert len(seen) == 1
+    assert raised.value.retry_after == 59.0
+
+
+async def test_a_silent_service_is_a_timeout_not_a_hang() -> None:
+    async def never(request: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with transport(never, policy=RetryPolicy(attempts=1)) as remote:
+        with pytest.raises(RemoteError, match=r"did not answer within 0\.01 s") as raised:
+            await remote.send(Call("GET", "x", timeout=0.01), body)
+    assert (raised.value.code, raised.value.may_have_acted) == ("timeout", True)
+
+
+async def test_an_expired_token_is_renewed_once() -> None:
+    expired = httpx.Response(401, headers={"WWW-Authenticate": 'Bearer error="invalid_token"'})
+    answer, seen = scripted(expired, httpx.Response(200, json=1), expired)
+    async with transport(answer, secrets={"X-API-Key": "old"}) as remote:
+
+        async def refresh() -> None:
+            remote.secrets["X-API-Key"] = "new"
+
+        remote.refresh = refresh
+        await remote.send(Call("POST", "x", idempotent=False), body)
+        assert [r.headers["x-api-key"] for r in seen] == ["old", "new"]
+        with pytest.raises(RemoteError):
+            await remote.send(Call("GET", "x"), body)
+    assert len(seen) == 4
+
+
+async def test_a_key_is_in_no_repr_and_no_error() -> None:
+    def echo(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, text=f"bad key {request.headers['authorization']}")
+
+    async with transport(echo, secrets={"Authorization": "Bearer tml-secret"}) as remote:
+        with pytest.raises(RemoteError) as raised:
+            await remote.send(Call("GET", "x"), body)
+    assert "tml-secret" not in f"{raised.value!r}{raised.value}{remote!r}"
+    assert "check the API key" in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["service:80", "ftp://x", "https://", "http://u:p@x"])
+def test_a_bad_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        checked_url(url)
+    assert "u:p" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "code", "fault"),
+    [
+        (b'{"detail": "a"}', "a", "", None),
+        (b'{"error": {"message": "a", "code": "c"}}', "a", "c", None),
+        (b'{"error": "a", "category": "user"}', "a", "", "user"),
+        (b'{"type": "RequestFailedResponse", "error_message": "a"}', "a", "", None),
+        (b'{"detail": [{"loc": 1}]}', '[{"loc": 1}]', "", None),
+        (b"<html>", "<html>", "", None),
+        (b"[1]", "[1]", "", None),
+        (b"", "", "", None),
+    ],
+)
+def test_error_bodies_of_every_shape_are_read(
+    content: bytes, message: str, code: str, fault: str | None
+) -> None:
+    read = error_body(content)
+    assert (read.message, read.code, read.fault) == (message, code, fault)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"retry-after": "2.5"}, 2.5),
+        ({"retry-after-ms": "250"}, 0.25),
+        ({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT"}, 90.0),
+        ({"retry-after": "soon"}, None),
+    ],
+)
+def test_retry_after_is_read_in_its_three_forms(
+    headers: dict[str, str], seconds: float | None
+) -> None:
+    assert retry_after(headers, now=10.0) == seconds
+
+
+def test_pauses_double_up_to_the_cap_and_obey_the_service() -> None:
+    policy = RetryPolicy(first=1.0, cap=4.0)
+    for attempt, middle in enumerate([1.0, 2.0, 4.0, 4.0]):
+        assert 0.75 * middle <= policy.pause(attempt) <= 1.25 * middle
+    assert policy.pause(3, asked=0.2) == 0.2
+    assert policy.pause(0, asked=1e9) == 60.0
+
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def loopback(handle: Handler) -> AsyncIterator[str]:
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_a_connection_lost_after_the_request_was_sent_may_have_acted() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async with loopback(hang_up) as url, Transport(url, policy=RetryPolicy(attempts=1)) as remote:
+        with pytest.raises(RemoteError) as raised:
+            await remote.send(Call("POST", "x", idempotent=False), body)
+    assert (raised.value.code, raised.value.may_have_acted) == ("disconnect", True)
+
+
+async def test_a_refused_connection_cannot_have_acted() -> None:
+    async with loopback(lambda reader, writer: asyncio.sleep(0)) as url:
+        pass  # closed again: nobody listens on that port
+    async with Transport(url, policy=RetryPolicy(attempts=1)) as remote:
+        with pytest.raises(RemoteError, match="could not reach") as raised:
+            await remote.send(Call("POST", "x", idempotent=False), body)
+    assert (raised.value.code, raised.value.may_have_acted) == ("connect", False)
