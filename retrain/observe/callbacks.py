@@ -1,0 +1,193 @@
+"""Hooks into a run, and what a run ends with.
+
+    class Printer(Callback):
+        def on_step_end(self, trainer, step, metrics):
+            print(step, metrics["reward/mean"])
+
+- Callbacks are called in the order given, one at a time; a hook may be `def` or `async def`.
+- They watch and may ask the run to stop: metrics are a copy of their own.
+- One that raises ends the run with its own exception, which a note attributes; `on_train_end` is
+  still called on all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, Protocol
+
+from retrain.config import RunConfig
+from retrain.observe.run_dir import RunDirectory
+from retrain.types import Metrics
+
+Status = Literal["completed", "solved", "interrupted", "failed"]
+"""`solved`: every group was flat at the top reward before the steps ran out."""
+
+
+class Run(Protocol):
+    """What a callback may see of the run under way: the `trainer` of every hook."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        ...
+
+    @property
+    def total_steps(self) -> int: ...
+    @property
+    def version(self) -> int:
+        """The weights' version that the sampler serves."""
+        ...
+
+    @property
+    def run_dir(self) -> RunDirectory: ...
+    def request_stop(self) -> None:
+        """End after the step under way, with a checkpoint."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What a run ended with."""
+
+    status: Status
+    total_steps: int
+    """Optimizer steps done, those before a resume included."""
+    total_epochs: int
+    run_dir: Path
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last step's."""
+    history: Sequence[Mapping[str, float]] = ()
+    """Every step's metrics, in order."""
+    best_checkpoint_path: Path | None = None
+
+    @property
+    def first_tenth_reward(self) -> float:
+        """Mean of `reward/mean` over the first tenth of the steps; NaN without a step."""
+        return tenths(self.history)[0]
+
+    @property
+    def last_tenth_reward(self) -> float:
+        """Mean of `reward/mean` over the last tenth of the steps; NaN without a step."""
+        return tenths(self.history)[1]
+
+
+def tenths(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """`reward/mean` over the first and the last tenth of the steps, at least one step each."""
+    rewards = [row["reward/mean"] for row in history if _known(row.get("reward/mean"))]
+    if not rewards:
+        return math.nan, math.nan
+    length = max(1, len(rewards) // 10)
+    return fmean(rewards[:length]), fmean(rewards[-length:])
+
+
+class Callback:
+    """Override what you need; every hook may be sync or async.
+
+    A sync hook runs on the event loop: one that waits for a disk or a network should be async.
+    """
+
+    def on_train_begin(self, trainer: Run) -> Any:  # any: None, or an awaitable of it
+        """Once, before the first rollout."""
+
+    def on_step_begin(self, trainer: Run, step: int) -> Any:
+        """Before the optimizer step `step` (1 is the first) waits for its batch."""
+
+    def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> Any:
+        """After the new weights are served; `metrics` is the line of metrics.jsonl."""
+
+    def on_epoch_end(self, trainer: Run, epoch: int, metrics: Metrics) -> Any:
+        """After the last prompt of an epoch was issued."""
+
+    def on_eval_end(self, trainer: Run, step: int, metrics: Metrics) -> Any:
+        """After the held-out prompts were evaluated with the weights of `step`."""
+
+    def on_checkpoint(self, trainer: Run, step: int, path: Path) -> Any:
+        """After the checkpoint at `path` is complete."""
+
+    def on_train_end(self, trainer: Run, result: TrainingResult) -> Any:
+        """Once, however the run ends, before the run directory is closed."""
+
+
+class Callbacks:
+    """Calls a list of callbacks in order.
+
+    Raises TypeError when one of them is a class, or not a Callback.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        for callback in callbacks:
+            _check(callback)
+        self._callbacks = tuple(callbacks)
+
+    async def on_train_begin(self, trainer: Run) -> None:
+        await self._call("on_train_begin", trainer)
+
+    async def on_step_begin(self, trainer: Run, step: int) -> None:
+        await self._call("on_step_begin", trainer, step)
+
+    async def on_step_end(self, trainer: Run, step: int, metrics: Mapping[str, float]) -> None:
+        await self._call("on_step_end", trainer, step, metrics)
+
+    async def on_epoch_end(self, trainer: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        await self._call("on_epoch_end", trainer, epoch, metrics)
+
+    async def on_eval_end(self, trainer: Run, step: int, metrics: Mapping[str, float]) -> None:
+        await self._call("on_eval_end", trainer, step, metrics)
+
+    async def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
+        await self._call("on_checkpoint", trainer, step, path)
+
+    async def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
+        """Every callback's `on_train_end`, whatever the others do; then the first error."""
+        first: Exception | None = None
+        for callback in self._callbacks:
+            try:
+                await _invoke(callback, "on_train_end", trainer, result)
+            except Exception as error:  # noqa: BLE001 - raised below, once all have been called
+                first = first or error
+        if first is not None:
+            raise first
+
+    async def _call(self, hook: str, *arguments: object) -> None:
+        for callback in self._callbacks:
+            await _invoke(callback, hook, *(_own_copy(argument) for argument in arguments))
+
+
+async def _invoke(callback: Callback, hook: str, *arguments: object) -> None:
+    try:
+        returned = getattr(callback, hook)(*arguments)
+        if inspect.isawaitable(returned):
+            await returned
+    except Exception as error:
+        error.add_note(f"raised by the callback {type(callback).__name__}.{hook}")
+        raise
+
+
+def _own_copy(argument: object) -> object:
+    if isinstance(argument, Mapping):
+        return {key: float(value) for key, value in argument.items()}
+    return argument
+
+
+def _check(callback: object) -> None:
+    if isinstance(callback, type):
+        raise TypeError(
+            f"callbacks: got the class {callback.__name__}, expected an instance; "
+            f"write {callback.__name__}()"
+        )
+    if not isinstance(callback, Callback):
+        raise TypeError(
+            f"callbacks: got {callback!r}, expected an instance of retrain.Callback; "
+            "let its class inherit from Callback"
+        )
+
+
+def _known(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)

@@ -1,0 +1,199 @@
+"""Append-only files of JSON lines: what survives a kill is whole lines, in the order written.
+
+- Lines wait in memory and reach the OS in large writes: `flush` survives a kill -9, `sync` a power
+  cut. A file may end in a torn line; `repair` cuts it off, and `read_lines` passes over it.
+- Every line is valid JSON whatever a user's environment put into it: NaN and infinities become
+  null and the line's `nonfinite` says which, other values are written by their `repr`.
+- Any thread may write; lines never mix.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import RunError
+
+CHUNK_LINES = 512
+"""A write of this many lines, or ..."""
+CHUNK_SECONDS = 1.0
+"""... of lines this old, goes out by itself; a reader of a live run lags no further."""
+MAX_DEPTH = 32
+
+
+class Journal:
+    """One append-only file; raises RunError, naming it, when the disk refuses a write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        except OSError as error:
+            raise _refused(path, error) from error
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._unwritten = b""
+        self._flushed = time.monotonic()
+
+    def write(self, line: Mapping[str, Any]) -> None:  # any: users' values are made JSON here
+        """Add one line."""
+        text = encode(line)
+        with self._lock:
+            self._lines.append(text)
+            if len(self._lines) >= CHUNK_LINES or time.monotonic() - self._flushed >= CHUNK_SECONDS:
+                self._flush()
+
+    def flush(self) -> None:
+        """Hand everything so far to the OS."""
+        with self._lock:
+            self._flush()
+
+    def sync(self) -> None:
+        """Hand everything so far to the disk; blocks, so call it from a thread."""
+        self.flush()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _refused(self.path, error) from error
+
+    def close(self) -> None:
+        """Flush and close; a second call does nothing."""
+        if self._file.closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        if self._lines:
+            # a lone surrogate becomes its JSON escape, so the bytes stay valid UTF-8 and JSON
+            text = "\n".join(self._lines) + "\n"
+            self._unwritten += text.encode("utf-8", "backslashreplace")
+            self._lines = []
+        try:
+            while self._unwritten:  # what a full disk left over goes out with the next flush
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            raise _refused(self.path, error) from error
+
+
+def encode(line: Mapping[str, Any]) -> str:  # any: see Journal.write
+    """`line` as one line of valid JSON."""
+    try:
+        return _ENCODER.encode(line)
+    except (ValueError, TypeError, RecursionError):  # NaN, odd keys, cycles: the slow way round
+        nonfinite: dict[str, str] = {}
+        plain = {str(key): _plain(value, str(key), nonfinite) for key, value in line.items()}
+        if nonfinite:
+            plain["nonfinite"] = nonfinite
+        return _ENCODER.encode(plain)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
+    """The whole lines of a journal, of a live one too; nothing when there is no such file.
+
+    A torn last line is passed over. Raises RunError on any other line that is not JSON.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise RunError(
+                    f"{path}, line {number}: expected one JSON object, got {line[:80]!r}; "
+                    "the file was damaged: remove that line to read the rest"
+                ) from error
+
+
+def repair(path: Path) -> int:
+    """Cut a torn last line off; the number of bytes that went."""
+    if not path.exists():
+        return 0
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        end, block = size, 1 << 16
+        while end > 0:
+            start = max(0, end - block)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
+    return size - end
+
+
+def plain(value: Any) -> Any:  # any: users' values in, JSON values out
+    """`value` with everything that JSON lacks replaced: NaN by None, other objects by `repr`."""
+    return _plain(value, "", {})
+
+
+def _plain(value: Any, path: str, nonfinite: dict[str, str], depth: int = 0) -> Any:
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        nonfinite[path] = str(float(value))
+        return None
+    if depth >= MAX_DEPTH:
+        return _shown(value)
+    if isinstance(value, Mapping):
+        return {
+            key if isinstance(key, str) else _shown(key): _plain(
+                item, f"{path}.{key}", nonfinite, depth + 1
+            )
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [
+            _plain(item, f"{path}.{index}", nonfinite, depth + 1)
+            for index, item in enumerate(value)
+        ]
+    return _plain(_default(value), path, nonfinite, depth + 1)
+
+
+def _default(value: Any) -> Any:
+    """A JSON value in the place of one that the encoder doesn't know."""
+    if isinstance(value, Integral):  # numpy's numbers among them
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return _shown(value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001 - a user's __repr__ may raise anything
+        return f"<{type(value).__name__}: its repr raised {type(error).__name__}>"
+
+
+def _refused(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"can't write {path}: {error.strerror or error}; free some space or choose another "
+        "run directory, then go on with --resume"
+    )
+
+
+_ENCODER = json.JSONEncoder(
+    separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_default
+)

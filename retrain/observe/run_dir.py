@@ -1,0 +1,277 @@
+"""The run directory: what a run leaves behind, file by file, and who may write it.
+
+    config.yaml      the resolved configuration, without secrets
+    events.jsonl     {"event": kind, "time": seconds since 1970, ...}: everything that happened
+    metrics.jsonl    one object a step
+    rollouts.jsonl   one object a rollout
+    checkpoints/     written by checkpoint.py
+
+- One process at a time: `open` holds a lock that the kernel frees, however the process ends.
+- The files only grow. A resume adds `resumed{from_step}`, and `surviving` says what that voids.
+- `metrics` closes a step: every line before it has then reached the OS.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from retrain.config import RunConfig
+from retrain.errors import ConfigError, RunError
+from retrain.observe.journal import Journal, plain, read_lines, repair
+from retrain.types import Group, Trajectory
+
+EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
+MAX_CAUSES = 64
+"""Different error texts that a tally tells apart."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What went wrong since this process began, by cause."""
+
+    drops: Counter[str] = field(default_factory=Counter)
+    """Groups, by the cause of their `dropped` event."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Rollouts, by outcome."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Failed rollouts, by the first line of their error."""
+
+
+class RunDirectory:
+    """The open run directory of the one process that may write it."""
+
+    def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.resumed = resumed
+        self.tally = Tally()
+        self._lock = lock
+        self._events = Journal(path / EVENTS)
+        self._metrics = Journal(path / METRICS)
+        self._rollouts = Journal(path / ROLLOUTS)
+        self._journals = (self._rollouts, self._events, self._metrics)
+
+    @classmethod
+    def open(cls, path: Path, config: RunConfig, *, resume: bool = False) -> RunDirectory:
+        """Create or, with `resume`, continue the run directory at `path`.
+
+        Raises ConfigError when it holds a run already (without `resume`), holds none (with it),
+        can't be written, or is in use by another process.
+        """
+        path = path.absolute()
+        if resume and not (path / EVENTS).exists():
+            raise ConfigError(f"{path} holds no run to resume: check --run-dir, or leave --resume")
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
+        except OSError as error:
+            raise ConfigError(
+                f"can't write the run directory {path}: {error.strerror or error}; "
+                "choose another with --run-dir"
+            ) from error
+        try:
+            return cls._open_locked(path, lock, config, resume)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @classmethod
+    def _open_locked(cls, path: Path, lock: int, config: RunConfig, resume: bool) -> RunDirectory:
+        if not resume and (path / EVENTS).exists():
+            raise ConfigError(
+                f"{path} holds a run already: continue it with --resume, choose another place "
+                "with --run-dir, or delete it"
+            )
+        for name in (EVENTS, METRICS, ROLLOUTS):
+            repair(path / name)
+        _write_config(path / CONFIG, config)
+        return cls(path, lock, resumed=resume)
+
+    def event(self, kind: str, /, **fields: object) -> None:
+        """Append one event; times in `fields` are seconds since 1970, tickets their text."""
+        if kind == "dropped":
+            self.tally.drops[str(fields.get("cause", "unknown"))] += 1
+        self._events.write({"event": kind, "time": time.time(), **fields})
+
+    def rollouts(self, group: Group, *, step: int | None = None) -> None:
+        """Append every rollout of a group; `step` is the one that trained it, if any."""
+        for index, trajectory in enumerate(group.trajectories):
+            self.tally.outcomes[trajectory.outcome] += 1
+            if trajectory.outcome != "ok":
+                self._count_error(trajectory)
+            self._rollouts.write(_rollout(trajectory, index, step))
+
+    def metrics(self, row: Mapping[str, float]) -> None:
+        """Append one step's metrics, and flush all files."""
+        self._metrics.write(row)
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand everything so far to the OS: it survives a kill -9."""
+        for journal in self._journals:
+            journal.flush()
+
+    def sync(self) -> None:
+        """Hand everything so far to the disk; blocks, so call it from a thread."""
+        for journal in self._journals:
+            journal.sync()
+
+    def close(self) -> None:
+        """Flush, close and unlock; raises the first RunError once everything is closed."""
+        first: RunError | None = None
+        for journal in self._journals:
+            try:
+                journal.close()
+            except RunError as error:
+                first = first or error
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        if first is not None:
+            raise first
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _count_error(self, trajectory: Trajectory) -> None:
+        cause = str(trajectory.info.get("error") or trajectory.outcome).partition("\n")[0][:200]
+        errors = self.tally.errors
+        errors[cause if cause in errors or len(errors) < MAX_CAUSES else "other errors"] += 1
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
+    """Every event of a run directory, in order, void ones included; a torn last line is not."""
+    return read_lines(path / EVENTS)
+
+
+def surviving(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events that count: those that no later `resumed{from_step}` voids.
+
+    A checkpoint holds the run as it was at its `snapshot{step}` event, which is on the disk before
+    the checkpoint exists. A resume from it voids every event since that one, its own `resumed`
+    excepted: what was issued or sampled while the checkpoint was being written is done again too.
+    Where there is no such snapshot, the cut is at the `checkpoint{step}` event, then at the first
+    event of a later step; `from_step` 0 starts anew and voids all.
+    """
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "resumed":
+            del kept[_cut(kept, int(event["from_step"])) :]
+        kept.append(event)
+    return kept
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a run directory, each once: a step done again after a resume replaces its
+    first row and voids the later ones."""
+    rows: list[dict[str, Any]] = []
+    for row in read_lines(path / METRICS):
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+def _cut(events: list[dict[str, Any]], from_step: int) -> int:
+    """How many of `events` the checkpoint of `from_step` knows."""
+    for kind in ("snapshot", "checkpoint"):
+        for index in range(len(events) - 1, -1, -1):
+            if events[index]["event"] == kind and events[index].get("step") == from_step:
+                return index + 1
+    if from_step == 0:
+        return 0
+    later = (i for i, event in enumerate(events) if (event.get("step") or 0) > from_step)
+    return next(later, len(events))
+
+
+def _rollout(trajectory: Trajectory, index: int, step: int | None) -> dict[str, Any]:
+    ok = trajectory.outcome == "ok"
+    completions = [turn.completion for turn in trajectory.turns]
+    line: dict[str, Any] = {
+        "ticket": trajectory.prompt.id,
+        "index": index,
+        "step": step,
+        "messages": trajectory.messages,
+        "rewards": trajectory.rewards,
+        "reward": trajectory.reward if ok else None,
+        "outcome": trajectory.outcome,
+        "error": None if ok else trajectory.info.get("error"),
+        "versions": [completion.version for completion in completions],
+        "tokens": sum([len(completion.token_ids) for completion in completions]),
+        "stop_reasons": [completion.stop_reason for completion in completions],
+        "seconds": trajectory.seconds,
+    }
+    if trajectory.prompt.answer is not None:
+        line["answer"] = trajectory.prompt.answer
+    if trajectory.prompt.metadata:
+        line["metadata"] = trajectory.prompt.metadata
+    if trajectory.info:
+        line["info"] = trajectory.info
+    return line
+
+
+def _lock(path: Path) -> int:
+    """A file descriptor that holds the directory's lock until it is closed."""
+    lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 64).decode(errors="replace").strip() or "another process"
+        os.close(lock)
+        raise ConfigError(
+            f"the run directory {path} is in use by {holder}: end that run first, or choose "
+            "another place with --run-dir"
+        ) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()}\n".encode(), 0)
+    return lock
+
+
+_SECRET_KEY = re.compile(
+    r"api_?key|secret|passw(or)?d|credential|authorization|(access|auth|bearer|hf)_?token|^token$",
+    re.IGNORECASE,
+)
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def _write_config(path: Path, config: RunConfig) -> None:
+    text = yaml.safe_dump(_without_secrets(plain(config.model_dump())), sort_keys=False)
+    note = f"# The resolved configuration; its relative paths start at {config.base_dir.absolute()}"
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(f"{note}\n{text}", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            f"can't write {path}: {error.strerror or error}; choose another place with --run-dir"
+        ) from error
+
+
+def _without_secrets(value: Any) -> Any:  # any: JSON values
+    """`value` without what a user wrote into it that no file should hold."""
+    if isinstance(value, dict):
+        return {
+            key: "(hidden)"
+            if isinstance(item, str) and _SECRET_KEY.search(key)
+            else _without_secrets(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    return _URL_LOGIN.sub("(hidden)@", value) if isinstance(value, str) else value
