@@ -261,8 +261,12 @@ class Transport:
         status = response.status_code
         headers = response.headers
         retryable = status in (408, 425, 429) or status >= 500
+        if body.retryable is not None:
+            retryable = body.retryable
         if "x-should-retry" in headers:
             retryable = headers["x-should-retry"] == "true"
+        # A service that says "503, try again" turned the call away before it did anything.
+        turned_away = status == 503 and body.retryable is True
         code = body.code
         if 'error="invalid_token"' in headers.get("www-authenticate", ""):
             code = "invalid_token"
@@ -272,10 +276,10 @@ class Transport:
             status=status,
             code=code,
             retryable=retryable,
-            may_have_acted=status == 408 or status >= 500,
-            request_id=headers.get("x-request-id") or headers.get("request-id") or "",
+            may_have_acted=(status == 408 or status >= 500) and not turned_away,
+            request_id=headers.get("x-request-id") or headers.get("request-id") or body.request_id,
             fault=body.fault or ("server" if status == 408 or status >= 500 else "user"),
-            retry_after=retry_after(headers),
+            retry_after=body.retry_after if (asked := retry_after(headers)) is None else asked,
         )
 
     def _redacted(self, text: str) -> str:
@@ -289,6 +293,10 @@ class ErrorBody:
     message: str
     code: str = ""
     fault: Fault | None = None
+    retryable: bool | None = None
+    """None when the body does not say."""
+    request_id: str = ""
+    retry_after: float | None = None
 
 
 def error_body(content: bytes) -> ErrorBody:
@@ -305,11 +313,31 @@ def error_body(content: bytes) -> ErrorBody:
     names = ("message", "error_message", "error", "detail")
     message = next((body[name] for name in names if body.get(name)), text)
     fault = body.get("category") or body.get("fault")
+    retryable = body.get("retryable")
     return ErrorBody(
         message if isinstance(message, str) else json.dumps(message),
-        str(body.get("code") or ""),
+        _code(body, message),
         fault if fault in ("user", "server") else None,
+        retryable if isinstance(retryable, bool) else None,
+        str(body.get("request_id") or ""),
+        _asked_pause(body.get("details")),
     )
+
+
+def _code(body: Mapping[str, Any], message: Any) -> str:
+    """The service's word for the failure: `code`, or `error` where the message stands apart."""
+    word = body.get("code") or body.get("error_code") or body.get("error")
+    return str(word) if word and word is not message and isinstance(word, (str, int)) else ""
+
+
+def _asked_pause(details: Any) -> float | None:
+    """The pause in seconds that the details of an error ask for (Weaver's 429)."""
+    if not isinstance(details, dict):
+        return None
+    for name, unit in (("retry_after_seconds", 1.0), ("retry_after_milliseconds", 1e-3)):
+        if isinstance(details.get(name), (int, float)):
+            return float(details[name]) * unit
+    return None
 
 
 def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
