@@ -1,23 +1,37 @@
-"""What a run is: the YAML's models. Every default is a vetted run; an unknown key is an error."""
+"""What a run is: the YAML's models, and how one is read.
+
+Every default is a vetted run; an unknown key is an error. `load_config` reads a file,
+`parse_config` any mapping; both raise one ConfigError that lists every problem. A plug-in's own
+keys are checked when it is bound (`plugins.bind`), since its constructor is their schema.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from retrain.config_errors import problems_of
+from retrain.config_keys import secrets
+from retrain.config_yaml import Marks, apply_override, parse_override, read_config_file
+from retrain.errors import ConfigError
+
+Listed = Field(strict=False)
+"""A YAML list is read into a tuple, its items as strictly as the rest."""
 
 
 class Section(BaseModel):
-    """Frozen, and closed: extra keys are forbidden."""
+    """Frozen, and closed: extra keys are forbidden, and a text or `true` is no number."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Plugin(BaseModel):
     """`type` names a class or function; the other keys are its constructor's arguments."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     type: str
 
     @property
@@ -50,7 +64,7 @@ class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Listed] = ()
 
 
 class ChatConfig(Section):
@@ -145,7 +159,7 @@ class RunConfig(Section):
     """`tiny`, a local folder, or a Hugging Face id."""
     prompts: Plugin
     environment: Plugin = Plugin(type="single_turn")
-    rewards: tuple[RewardConfig, ...] = ()
+    rewards: Annotated[tuple[RewardConfig, ...], Listed] = ()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     backend: Plugin = Plugin(type="trl")
     sampling: SamplingConfig = SamplingConfig()
@@ -156,9 +170,110 @@ class RunConfig(Section):
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
-    loggers: tuple[Plugin, ...] = ()
+    loggers: Annotated[tuple[Plugin, ...], Listed] = ()
     """Further sinks of the metrics: tensorboard, wandb, or your own."""
-    run_dir: Path | None = None
+    run_dir: Annotated[Path, Field(strict=False)] | None = None
     """Overrides runs/NAME."""
     base_dir: Path = Field(default=Path(), exclude=True)
     """The config file's folder: relative paths are looked up there, then in the working folder."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a YAML file describes, changed by `dotted.key=value` arguments.
+
+    Raises ConfigError with every problem of the file and of the arguments.
+    """
+    file = Path(path)
+    mapping, marks = read_config_file(file)
+    mapping = _spelt_out(mapping)
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            keys, value = parse_override(text)
+            apply_override(mapping, keys, value)
+            marks.pop(".".join(keys), None)
+        except ConfigError as error:
+            problems += error.problems
+    config = _checked(mapping, file.resolve().parent, problems, marks, source=str(file))
+    return config if config.name else config.model_copy(update={"name": file.stem})
+
+
+def parse_config(mapping: Mapping[str, Any], base_dir: str | Path | None = None) -> RunConfig:
+    """The run that a mapping describes; relative paths are looked up in `base_dir`.
+
+    Takes any Mapping, such as omegaconf's. Raises ConfigError with every problem.
+    """
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"expected a mapping of the config's keys, got {type(mapping).__name__}")
+    folder = Path(base_dir).resolve() if base_dir is not None else Path.cwd()
+    return _checked(_plain(mapping), folder, [], {}, source="")
+
+
+def _checked(
+    mapping: dict[str, Any], base_dir: Path, problems: list[str], marks: Marks, source: str
+) -> RunConfig:
+    mapping = _spelt_out(mapping)
+    hidden = list(secrets(mapping))
+    problems += [f"{_line(path, marks)}{path}: {_NO_SECRETS}" for path in hidden]
+    if mapping.pop("base_dir", None) is not None:
+        problems.append("base_dir: unknown key; it is always the config file's folder")
+    try:
+        config = RunConfig.model_validate(mapping)
+    except ValidationError as error:
+        found = problems_of(error, RunConfig, hidden)
+        problems += [f"{_line(text.partition(':')[0], marks)}{text}" for text in found]
+    if problems:
+        raise ConfigError(*problems, source=source)
+    return config.model_copy(update={"base_dir": base_dir})
+
+
+_NO_SECRETS = (
+    "a secret doesn't belong in a config: remove it, and set the environment variable that the "
+    "service documents, such as TINKER_API_KEY or WEAVER_API_KEY"
+)
+_SHORT = {"environment": "type", "algorithm": "type", "backend": "type", "chat": "template"}
+_DATA_FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
+
+
+def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Short forms in full: `environment: echo`, `rewards: exact`, `prompts: file.jsonl`."""
+    full = dict(mapping)
+    for key, inner in _SHORT.items():
+        if isinstance(full.get(key), str):
+            full[key] = {inner: full[key]}
+    for key in ("rewards", "loggers"):
+        listed = full.get(key)
+        if isinstance(listed, str | Mapping):
+            listed = [listed]
+        if isinstance(listed, list):
+            full[key] = [{"type": item} if isinstance(item, str) else item for item in listed]
+    if "prompts" in full:
+        full["prompts"] = _prompts(full["prompts"])
+    if isinstance(full.get("eval"), dict) and "prompts" in full["eval"]:
+        full["eval"] = {**full["eval"], "prompts": _prompts(full["eval"]["prompts"])}
+    sampling = full.get("sampling")
+    if isinstance(sampling, dict) and isinstance(sampling.get("stop"), str):
+        full["sampling"] = {**sampling, "stop": [sampling["stop"]]}
+    return full
+
+
+def _prompts(value: Any) -> Any:
+    if isinstance(value, str) and value.endswith(_DATA_FILES):
+        return {"type": "file", "path": value}
+    if isinstance(value, list):
+        return {"type": "list", "rows": value}
+    return {"type": value} if isinstance(value, str) else value
+
+
+def _plain(value: Any) -> Any:
+    """Mappings as dicts with text keys, sequences as lists: what YAML would have given."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _line(path: str, marks: Marks) -> str:
+    """ "line 7: " where the file has that path."""
+    return f"line {marks[path]}: " if path in marks else ""

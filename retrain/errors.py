@@ -28,7 +28,22 @@ class RetrainError(Exception):
 
 
 class ConfigError(RetrainError, ValueError):
-    """The description of the run is wrong: what was got, what was expected, what to do."""
+    """The description of the run is wrong: what was got, what was expected, what to do.
+
+    Holds every problem that was found, so that a user mends them in one go.
+    """
+
+    def __init__(self, *problems: str, source: str = "") -> None:
+        super().__init__(*problems)
+        self.problems = problems
+        self.source = source
+        """The file that the problems are in."""
+
+    def __str__(self) -> str:
+        head = f"{self.source}: " if self.source else ""
+        if len(self.problems) == 1:
+            return head + self.problems[0]
+        return f"{head}{len(self.problems)} problems" + "".join(f"\n  {p}" for p in self.problems)
 
 
 class PluginError(ConfigError):
