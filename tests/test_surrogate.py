@@ -1,0 +1,177 @@
+"""The closed forms of dL/dlogp, held to torch autograd over the losses of the engine."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from retrain.adapters.datums import Datum
+from retrain.adapters.schedule import learning_rate
+from retrain.adapters.surrogate import LOSS_KEYS, drift, surrogate
+from retrain.engine.losses import LOSS_DEFAULTS, loss_metrics, shared_loss
+from retrain.errors import ConfigError, NonFiniteError
+
+CASES = [
+    ("importance_sampling", {}),
+    ("ppo", {}),
+    ("ppo", {"epsilon": 0.1, "epsilon_high": 0.3}),
+    ("cispo", {}),
+    ("cispo", {"epsilon": 0.2, "epsilon_high": 0.2}),
+    ("cross_entropy", {}),
+    ("dro", {}),
+    ("dro", {"beta": 0.7}),
+    ("dpo", {"beta": 0.3}),
+]
+
+
+def datums(seed: int, rows: int = 4, length: int = 6) -> tuple[list[Datum], list[list[float]]]:
+    """Random datums in pairs (+ and - advantages), and the learner's log-probs."""
+    draw = random.Random(seed)
+    made, learner = [], []
+    for row in range(rows):
+        mask = [float(draw.random() < 0.7) for _ in range(length)]
+        mask[-1] = 1.0
+        sign = 1.0 if row % 2 == 0 else -1.0
+        made.append(
+            Datum(
+                inputs=[1] * length,
+                targets=[2] * length,
+                mask=mask,
+                logprobs=[-draw.uniform(0.1, 2.0) * m for m in mask],
+                advantages=[sign * draw.uniform(0.2, 1.5) * m for m in mask],
+                streams={
+                    "reference_logprobs": [-draw.uniform(0.1, 2.0) for _ in mask],
+                    "pair_ids": [float(row // 2)] * length,
+                },
+            )
+        )
+        learner.append([-draw.uniform(0.1, 2.0) for _ in mask])
+    return made, learner
+
+
+@pytest.mark.parametrize(("loss", "config"), CASES)
+@pytest.mark.parametrize("seed", range(3))
+def test_value_gradient_and_metrics_equal_autograds(
+    loss: str, config: dict[str, float], seed: int
+) -> None:
+    rows, learner = datums(seed)
+
+    def tensor(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    lp = tensor(learner).requires_grad_()
+    value, sums = shared_loss(
+        loss,
+        config,
+        lp,
+        tensor([d.logprobs for d in rows]),
+        tensor([d.advantages for d in rows]),
+        tensor([d.mask for d in rows]),
+        {name: tensor([d.streams[name] for d in rows]) for name in rows[0].streams},
+    )
+    value.backward()
+    ours = surrogate(loss, config, learner, rows)
+    assert ours.loss == pytest.approx(value.item(), abs=1e-9)
+    assert lp.grad is not None
+    assert torch.allclose(tensor(ours.gradients), lp.grad, atol=1e-9)
+    for name, metric in loss_metrics(sums).items():
+        if name in ours.metrics:
+            assert ours.metrics[name] == pytest.approx(metric, abs=1e-9), name
+
+
+def test_the_losses_keys_and_defaults_are_the_engines() -> None:
+    assert {k: dict(v) for k, v in LOSS_KEYS.items()} == {
+        k: dict(v) for k, v in LOSS_DEFAULTS.items()
+    }
+
+
+def one(logprob: float, advantage: float) -> list[Datum]:
+    return [Datum([1], [2], [1.0], [logprob], [advantage])]
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage", "ratio", "value", "slope"),
+    [
+        ("importance_sampling", 2.0, 1.5, -3.0, -3.0),
+        ("ppo", 2.0, 1.1, -2.2, -2.2),
+        ("ppo", 2.0, 1.5, -2.4, 0.0),  # clipped at 1.2
+        ("ppo", 2.0, 0.5, -1.0, -1.0),  # a good token that became rarer still pulls
+        ("ppo", -2.0, 0.5, 1.6, 0.0),  # clipped at 0.8
+        ("ppo", -2.0, 1.5, 3.0, 3.0),
+        ("dro", 2.0, 1.0, 2.0, -2.0),  # lp = -1: -(2 x -1) = 2
+        ("cross_entropy", 2.0, 1.5, None, -2.0),
+    ],
+)
+def test_worked_values(
+    loss: str, advantage: float, ratio: float, value: float | None, slope: float
+) -> None:
+    got = surrogate(loss, {}, [[-1.0 + math.log(ratio)]], one(-1.0, advantage))
+    assert got.gradients[0][0] == pytest.approx(slope)
+    if value is not None:
+        assert got.loss == pytest.approx(value)
+
+
+def test_dpo_at_the_reference_is_ln_2_and_pulls_by_half_of_beta() -> None:
+    pair = [
+        Datum([1], [2], [1.0], [0.0], [sign], {"reference_logprobs": [-1.0]})
+        for sign in (1.0, -1.0)
+    ]
+    got = surrogate("dpo", {"beta": 0.2}, [[-1.0], [-1.0]], pair)
+    assert got.loss == pytest.approx(math.log(2))
+    assert got.gradients == [[pytest.approx(-0.1)], [pytest.approx(0.1)]]
+
+
+def test_a_pair_with_one_row_is_refused() -> None:
+    row = Datum([1], [2], [1.0], [0.0], [1.0], {"reference_logprobs": [-1.0]})
+    with pytest.raises(ValueError, match="one row"):
+        surrogate("dpo", {}, [[-1.0]], [row])
+    with pytest.raises(ValueError, match="same sign"):
+        surrogate("dpo", {}, [[-1.0], [-1.0]], [row, row])
+
+
+def test_unknown_losses_keys_and_lengths_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no loss is called 'grpo2'"):
+        surrogate("grpo2", {}, [], [])
+    with pytest.raises(ConfigError, match="no key 'beta'"):
+        surrogate("ppo", {"beta": 1.0}, [], [])
+    with pytest.raises(ValueError, match="one per target"):
+        surrogate("ppo", {}, [[-1.0, -1.0]], one(-1.0, 1.0))
+
+
+def test_a_diverged_policy_is_an_error_not_a_number() -> None:
+    with pytest.raises(NonFiniteError):
+        surrogate("importance_sampling", {}, [[0.0]], one(-800.0, 1.0))
+
+
+def test_drift_is_zero_where_the_learner_is_the_sampler() -> None:
+    rows, _ = datums(0)
+    same = drift([d.logprobs for d in rows], rows, "ppo", {})
+    assert same["kl/sampler_trainer"] == 0.0
+    assert same["clip_fraction"] == 0.0
+    assert same["ratio/mean"] == 1.0
+
+
+def test_a_batch_without_trained_tokens_has_no_drift() -> None:
+    assert drift([[]], [Datum([], [], [], [], [])], "dro", {})["tokens/trained"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "rate"),
+    [
+        ("constant", 0, 0.0),
+        ("constant", 1, 0.5),
+        ("constant", 2, 1.0),
+        ("constant", 99, 1.0),
+        ("linear", 6, 0.5),
+        ("linear", 10, 0.0),
+        ("linear", 12, 0.0),
+        ("cosine", 6, 0.5),
+        ("cosine", 10, 0.0),
+    ],
+)
+def test_the_rate_warms_up_and_falls(schedule: str, step: int, rate: float) -> None:
+    got = learning_rate(step, peak=1.0, schedule=schedule, warmup_steps=2, total_steps=10)  # type: ignore[arg-type] - a parametrised literal
+    assert got == pytest.approx(rate)
