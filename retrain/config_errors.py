@@ -61,6 +61,20 @@ def problems_of(
     return lines
 
 
+def problems_of_value(error: ValidationError, path: str) -> list[str]:
+    """The same for one value, checked against a type that may be a union."""
+    expected: dict[str, list[str]] = {}
+    got: dict[str, Any] = {}
+    for detail in error.errors(include_url=False):
+        inner = ".".join([path, *(str(part) for part in detail["loc"] if isinstance(part, int))])
+        got[inner] = detail["input"]
+        expected.setdefault(inner, []).append(_expected(detail).removeprefix("expected "))
+    return [
+        f"{inner}: got {shown(got[inner])}, expected {' or '.join(dict.fromkeys(words))}"
+        for inner, words in expected.items()
+    ]
+
+
 def shown(value: Any) -> str:
     """A value for a message: short, and never the inside of a mapping."""
     if isinstance(value, Mapping):

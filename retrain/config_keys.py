@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-FOREIGN = frozenset({"trainer", "training", "policy", "grpo", "loss_fn", "prompt_source", "service"})
+FOREIGN = frozenset(
+    {"trainer", "training", "policy", "grpo", "loss_fn", "prompt_source", "service"}
+)
 """Sections of others: their keys are explained one by one."""
 
 NOWHERE: Mapping[str, str] = {
@@ -172,11 +174,11 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
             for key, inner in value.items()
             for line in unknown_key(f"{path}.{key}", inner, (), known)
         ]
+    if name in NOWHERE:
+        return [f"{path}: unknown key; leave it out: {NOWHERE[name]}"]
     home = home or _home(path, known)
     if home:
         return [f"{path}: unknown key; that is {home} here"]
-    if name in NOWHERE:
-        return [f"{path}: unknown key; leave it out: {NOWHERE[name]}"]
     near = difflib.get_close_matches(name, [*choices, *known], n=1, cutoff=0.6)
     if near:
         meant = _beside(path, near[0]) if near[0] in choices else known[near[0]]
