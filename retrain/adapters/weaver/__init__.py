@@ -1,0 +1,9 @@
+"""Weaver: a typed async client of its REST protocol, and the adapter on top of it.
+
+`WeaverClient` is usable by itself; nothing here imports torch, and httpx only when it connects.
+"""
+
+from retrain.adapters.weaver.client import WeaverClient
+from retrain.adapters.weaver.wire import AdamParams, LoraConfig, TrainingRow
+
+__all__ = ["AdamParams", "LoraConfig", "TrainingRow", "WeaverClient"]

@@ -1,0 +1,258 @@
+"""The client of a Weaver service: one session, kept alive, and what is made in it.
+
+    async with WeaverClient(url) as client:                      # key: WEAVER_API_KEY
+        model = await client.create_model("Qwen/Qwen3-8B", lora=LoraConfig(rank=16))
+        passed = await model.forward_backward(rows, "cross_entropy")
+        stepped = await model.optim_step(AdamParams(learning_rate=1e-4))
+        print((await passed.result()).metrics, await stepped.result())
+        path = await (await model.save_for_sampler("step_1")).result()
+        async with await client.sampling_session(path=path, model=model) as session:
+            print(await session.sample([1, 2, 3], SamplingParams(max_tokens=16), n=4))
+
+- What this client makes on the service it also removes: leaving terminates its models and deletes
+  its sampling sessions, and a cancelled call is undone (`_or_undo`).
+- The API key is a header and nothing else: no repr, log line or error holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from retrain.adapters.remote import RemoteError, RetryPolicy, Transport
+from retrain.adapters.weaver import wire
+from retrain.adapters.weaver.connection import Connection, clean_up, or_undo, understood
+from retrain.adapters.weaver.model import WeaverModel
+from retrain.adapters.weaver.operations import Pace
+from retrain.adapters.weaver.sampling import SamplingSession
+
+if TYPE_CHECKING:
+    import httpx
+
+log = logging.getLogger(__name__)
+
+DEFAULT_URL = "https://weaver-console.nex-agi.cn"
+
+
+@dataclass(frozen=True, slots=True)
+class SupportedModel:
+    name: str
+    tokenizer_path: str | None
+
+
+class WeaverClient:
+    """An async context manager; entering opens the session, leaving ends all it made.
+
+    Every method raises RemoteError when the service refuses, fails or stays silent.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a client may be told, all but the URL by name
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        policy: RetryPolicy | None = None,
+        pace: Pace | None = None,
+        deadline: float = 3600.0,
+        heartbeat: float = 30.0,
+        resend: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            api_key: by default WEAVER_API_KEY; without one, none is sent.
+            transport: carries the requests in place of the network, such as an ASGI transport.
+            deadline: seconds that one operation may take.
+            heartbeat: seconds between signs of life.
+            resend: the service recognises a repeated seq_id, so a training call whose reply was
+                lost is sent again. Otherwise that is an error: it may have been applied.
+            metadata: shown by the service beside the session; also the ids of an organization
+                and project come from WEAVER_ORGANIZATION_ID and WEAVER_PROJECT_ID.
+        """
+        key = os.environ.get("WEAVER_API_KEY", "").strip() if api_key is None else api_key
+        self.transport = Transport(
+            url,
+            headers={"User-Agent": f"retrain/{version('retrain')}"},
+            secrets={"X-WEAVER-API-KEY": key} if key else {},
+            policy=policy,
+            transport=transport,
+        )
+        self.session_id = ""
+        self._connection = Connection(self.transport, deadline, pace or Pace(), resend)
+        self._heartbeat = heartbeat
+        self._session = {
+            "tags": list(tags),
+            "user_metadata": dict(metadata or {}),
+            "sdk_version": f"retrain-{version('retrain')}",
+            **_scope(),
+        }
+        self._models: dict[str, WeaverModel] = {}
+        self._samplers: dict[str, SamplingSession] = {}
+        self._model_seq = itertools.count(1)
+        self._sampler_seq = itertools.count(1)
+        self._beating: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"WeaverClient({self.transport.url!r}, session={self.session_id!r})"
+
+    async def __aenter__(self) -> Self:
+        try:
+            reply = await self._connection.call("POST", "sessions", self._session)
+            self.session_id = understood(wire.identifier, reply)
+        except BaseException:
+            await self.transport.close()
+            raise
+        self._beating = asyncio.create_task(self._beat(), name="weaver heartbeat")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Delete the sampling sessions, terminate the models, stop the heartbeat, disconnect.
+
+        A service that can't be reached any more is no error: it ends a silent session itself.
+        """
+        made: list[SamplingSession | WeaverModel] = [
+            *self._samplers.values(),
+            *self._models.values(),
+        ]
+        try:
+            await asyncio.gather(*(clean_up(one.close()) for one in made))
+        finally:
+            if self._beating is not None:
+                self._beating.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._beating
+            await self.transport.close()
+
+    async def create_model(
+        self,
+        base_model: str,
+        *,
+        training_mode: Literal["lora", "full_ft"] = "lora",
+        lora: wire.LoraConfig | None = None,
+        max_sequence_length: int | None = None,
+    ) -> WeaverModel:
+        """A model to train, at step 0; GPUs are found when it first works.
+
+        `max_sequence_length` bounds a training row, in tokens; None leaves it to the service.
+        """
+        payload: dict[str, Any] = {
+            "model_seq_id": next(self._model_seq),
+            "base_model": base_model,
+            "training_mode": training_mode,
+        }
+        if training_mode == "lora":
+            payload["lora_config"] = (lora or wire.LoraConfig()).payload()
+        if max_sequence_length is not None:
+            payload["training_max_sequence_length"] = max_sequence_length
+        return await or_undo(self._create_model(payload), WeaverModel.close)
+
+    async def _create_model(self, payload: dict[str, Any]) -> WeaverModel:
+        path = f"sessions/{self.session_id}/models"
+        reply = await self._connection.call("POST", path, payload)
+        model = WeaverModel(
+            self._connection,
+            understood(wire.identifier, reply),
+            base_model=str(wire.read(reply, "base_model", payload["base_model"])),
+            tokenizer_path=wire.read(reply, "tokenizer_path"),
+            forget=lambda id: self._models.pop(id, None),
+        )
+        self._models[model.id] = model
+        return model
+
+    async def sampling_session(
+        self,
+        *,
+        path: str | None = None,
+        model: WeaverModel | None = None,
+        base_model: str | None = None,
+    ) -> SamplingSession:
+        """A session that samples the weights at `path`, or the untrained `base_model`.
+
+        Ready when it returns: where the service loads the weights in the background, that is
+        waited for, and the session is deleted again if it fails.
+        """
+        payload: dict[str, Any] = {
+            "sampling_session_seq_id": next(self._sampler_seq),
+            "base_model": model.base_model if model and not base_model else base_model,
+            "model_path": path,
+        }
+        if model is not None:
+            payload["model_id"] = model.id
+        session, loading = await or_undo(self._open(payload), lambda made: made[0].close())
+        if loading is not None:
+            what = "loading weights into a sampling session"
+            try:
+                await self._connection.watch(loading, lambda _: None, what=what).result()
+            except BaseException:
+                await clean_up(session.close())
+                raise
+        return session
+
+    async def _open(
+        self, payload: dict[str, Any]
+    ) -> tuple[SamplingSession, wire.OperationState | None]:
+        """The session, and the operation that loads its weights where there is one."""
+        where = f"sessions/{self.session_id}/sampling-sessions"
+        reply = await self._connection.call("POST", where, payload)
+        made, loading = (
+            wire.read(reply, "sampling_session", reply),
+            wire.read(reply, "sync_operation"),
+        )
+        session = SamplingSession(
+            self._connection,
+            understood(wire.identifier, made),
+            forget=lambda id: self._samplers.pop(id, None),
+        )
+        self._samplers[session.id] = session
+        return session, None if loading is None else understood(wire.operation, loading)
+
+    async def supported_models(self) -> list[SupportedModel]:
+        """The base models that the service offers."""
+        found: list[SupportedModel] = []
+        while True:
+            page = await self._connection.call(
+                "GET", f"supported-models?limit=100&offset={len(found)}"
+            )
+            items = wire.read(page, "items", [])
+            for item in items:
+                resource = wire.read(wire.read(item, "config"), "resource")
+                tokenizer = wire.read(wire.read(resource, "tokenizer"), "path")
+                found.append(SupportedModel(str(wire.read(item, "name", "")), tokenizer))
+            total = wire.read(wire.read(page, "pagination"), "total_count", len(found))
+            if not items or len(found) >= int(total):
+                return found
+
+    async def _beat(self) -> None:
+        """Tell the service that we live; a beat that fails is no matter, the next may not."""
+        while True:
+            try:
+                await self._connection.call("POST", f"sessions/{self.session_id}/heartbeat")
+            except RemoteError as error:
+                log.debug("heartbeat: %s", error)
+            await asyncio.sleep(self._heartbeat)
+
+
+def _scope() -> dict[str, str]:
+    """The organization and project that the environment names."""
+    names = ("organization_id", "project_id")
+    found = {name: os.environ.get(f"WEAVER_{name.upper()}", "").strip() for name in names}
+    return {name: value for name, value in found.items() if value}

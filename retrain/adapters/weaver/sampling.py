@@ -1,0 +1,102 @@
+"""A sampling session: one set of weights, pinned on the service, that answers with tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from retrain.adapters.remote import RemoteError
+from retrain.adapters.weaver import wire
+from retrain.adapters.weaver.connection import Connection, clean_up
+from retrain.sampler import SamplingParams
+
+
+class SamplingSession:
+    """An async context manager; leaving deletes the session. Made by `WeaverClient`."""
+
+    def __init__(
+        self, connection: Connection, id: str, forget: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """`forget` is told the id when the session is deleted."""
+        self.id = id
+        self._connection = connection
+        self._forget = forget
+
+    def __repr__(self) -> str:
+        return f"SamplingSession({self.id!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await clean_up(self.close())
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
+    ) -> list[wire.SampledSequence]:
+        """`n` sequences, in the service's order, empty ones kept.
+
+        Raises RemoteError, with the code `malformed` when not `n` of them came.
+        """
+        body = wire.dumps(sample_payload(prompt_ids, params, n))
+        operation = await self._connection.submit(
+            f"sampling-sessions/{self.id}/samples", body, wire.sequences, what="sampling"
+        )
+        sequences = await operation.result()
+        if len(sequences) != n:
+            raise RemoteError(
+                f"sampling: asked for {n} sequences, got {len(sequences)}",
+                code="malformed",
+                retryable=True,
+                request_id=operation.id,
+                fault="server",
+            )
+        return sequences
+
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
+        """Log-prob of each token given those before it; None for the first. Raises RemoteError."""
+        operation = await self._connection.submit(
+            f"sampling-sessions/{self.id}/logprobs",
+            wire.dumps({"prompt": wire.prompt(token_ids)}),
+            wire.prompt_logprobs,
+            what="computing log-probs",
+        )
+        return await operation.result()
+
+    async def close(self) -> None:
+        """Delete the session; one that's gone already is well. Raises RemoteError."""
+        self._forget(self.id)
+        try:
+            await self._connection.call("DELETE", f"sampling-sessions/{self.id}")
+        except RemoteError as error:
+            if error.status != 404:
+                raise
+
+
+def sample_payload(prompt_ids: Sequence[int], params: SamplingParams, n: int) -> dict[str, Any]:
+    """The body of a sample; what is unset stays out."""
+    wanted: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "max_tokens": params.max_tokens,
+    }
+    if params.stop:
+        wanted["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        wanted["stop_token_ids"] = list(params.stop_token_ids)
+    if params.seed is not None:
+        wanted["seed"] = params.seed
+    return {
+        "prompt": wire.prompt(prompt_ids),
+        "sampling_params": wanted,
+        "num_samples": n,
+        "prompt_logprobs": False,
+        "topk_prompt_logprobs": 0,
+    }

@@ -1,0 +1,319 @@
+"""Weaver's JSON, as pure functions: request bodies out, typed values in.
+
+- What leaves is checked first (`training_input`): equal lengths, finite numbers, whole tokens. A
+  body that could not be sent is an error before any `seq_id` is taken for it.
+- Field names come back in several spellings (`id`, `ID`, `model_path`, `ModelPath`); `read` takes
+  them all. Log-probs come as lists or as tensors, results bare or inside `result`.
+- A reply that can't be understood raises ValueError; the transport reports it as malformed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from retrain.errors import NonFiniteError
+
+Json = Mapping[str, Any]  # an object as it came off the wire
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """One optimizer step. All six always go out: the services' own defaults differ."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    grad_clip_norm: float = 1.0
+    """Largest norm of the gradient; 0 doesn't clip."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    rank: int = 32
+    seed: int | None = None
+    """Of the adapter's initial weights; None leaves it to the service."""
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def payload(self) -> dict[str, Any]:
+        """Without a seed when there is none."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRow:
+    """One sequence to train on: `tokens` (N,) and what the loss wants to know of each position."""
+
+    tokens: Sequence[int]
+    loss_fn_inputs: Mapping[str, Sequence[float]]
+    """`target_tokens` and, depending on the loss, `weights`, `logprobs`, ...; (N,) each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    logprobs: Sequence[Sequence[float]]
+    """Log-prob of each target, one list (N,) a row, in the rows' order."""
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    text: str | None
+    """As the service decoded it, special tokens included; None when it sent none."""
+    stop_reason: str
+    """`stop`, `length` or `abort` (the service cut it short)."""
+    weight_version: Any = None  # whatever the service counts by
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: str
+    """Opaque; what `load` and a sampling session take."""
+    id: str = ""
+    name: str = ""
+    type: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationState:
+    """One look at an operation."""
+
+    id: str
+    status: str
+    """`pending`, `running`, `done` or `error`."""
+    response: Any = None  # free-form, by the kind of operation
+    error: Mapping[str, Any] = field(default_factory=dict)
+    """Of a failed one: code, message, retryable, details."""
+    waiting_for: str = ""
+    """Why it is still pending, where the service says so."""
+
+
+# Requests
+
+
+def training_input(
+    rows: Sequence[TrainingRow], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
+) -> bytes:
+    """The `forward_backward_input` of a call, as JSON text.
+
+    Raises ValueError on an empty batch, unequal lengths or a token that isn't a whole number of 0
+    or more, and NonFiniteError on NaN or infinity, naming the row and the input.
+    """
+    if not rows:
+        raise ValueError(f"{loss_fn}: got no rows, expected at least one")
+    value: dict[str, Any] = {"loss_fn": loss_fn}
+    if loss_fn_config:
+        value["loss_fn_config"] = dict(loss_fn_config)
+    value["data"] = [_row(index, row) for index, row in enumerate(rows)]
+    return dumps(value)
+
+
+def training_body(model_id: str, seq_id: int, key: str, value: bytes) -> bytes:
+    """The whole body; `value` is spliced in as it is, since it may hold megabytes."""
+    head = dumps({"model_id": model_id, "seq_id": seq_id, "tensor_transport": "default"})
+    return b'{"payload":' + head[:-1] + b',"' + key.encode() + b'":' + value + b"}}"
+
+
+def optimizer_body(model_id: str, seq_id: int, adam: AdamParams) -> bytes:
+    payload = {"model_id": model_id, "seq_id": seq_id, "adam_params": asdict(adam)}
+    return dumps({"payload": payload})
+
+
+def prompt(tokens: Sequence[int]) -> dict[str, Any]:
+    return {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
+
+
+def dumps(value: Any) -> bytes:
+    """Compact JSON; raises ValueError on NaN and infinity, which JSON has no words for."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _row(index: int, row: TrainingRow) -> dict[str, Any]:
+    if not row.tokens:
+        raise ValueError(f"row {index} has no tokens")
+    return {
+        "model_input": prompt(_whole(index, "tokens", row.tokens)),
+        "loss_fn_inputs": {
+            name: _tensor(index, name, values, len(row.tokens))
+            for name, values in row.loss_fn_inputs.items()
+        },
+    }
+
+
+def _tensor(index: int, name: str, values: Sequence[float], length: int) -> dict[str, Any]:
+    if len(values) != length:
+        raise ValueError(
+            f"row {index}: {name} has {len(values)} values for {length} tokens; every input of a "
+            "loss needs one a token"
+        )
+    if name == "target_tokens":
+        return {"data": _whole(index, name, values), "dtype": "int64"}
+    numbers = [float(value) for value in values]
+    if not all(map(math.isfinite, numbers)):
+        bad = next(t for t, value in enumerate(numbers) if not math.isfinite(value))
+        raise NonFiniteError(
+            f"row {index}: {name}[{bad}] is {numbers[bad]}, expected a finite number; look for "
+            "the reward or the sampler log-prob that it comes from"
+        )
+    return {"data": numbers, "dtype": "float32"}
+
+
+def _whole(index: int, name: str, values: Sequence[float]) -> list[int]:
+    tokens = [int(value) for value in values]
+    for position, (token, value) in enumerate(zip(tokens, values, strict=True)):
+        if token != value or token < 0:
+            raise ValueError(f"row {index}: {name}[{position}] is {value!r}, expected a token id")
+    return tokens
+
+
+# Replies
+
+
+def read(payload: Any, name: str, default: Any = None) -> Any:
+    """`payload[name]`, in whichever spelling it came; `default` where it's absent or null."""
+    if not isinstance(payload, Mapping):
+        return default
+    if payload.get(name) is not None:  # the common spelling needs no search
+        return payload[name]
+    wanted = name.replace("_", "").lower()
+    for key, value in payload.items():
+        if value is not None and key.replace("_", "").lower() == wanted:
+            return value
+    return default
+
+
+def identifier(payload: Any) -> str:
+    """The `id` of a resource; raises ValueError when it has none."""
+    found = read(payload, "id")
+    if not isinstance(found, (str, int)) or not str(found):
+        raise ValueError(f"expected an object with an id, got {brief(payload)}")
+    return str(found)
+
+
+def operation(payload: Any) -> OperationState:
+    """What an operation's reply says; raises ValueError when it isn't one."""
+    status = str(read(payload, "status", "")).lower()
+    if status not in ("pending", "running", "done", "error"):
+        raise ValueError(
+            "expected an operation with status pending, running, done or error, "
+            f"got {brief(payload)}"
+        )
+    pending = read(payload, "pending_info")
+    waiting = read(pending, "message") or read(pending, "code") or ""
+    return OperationState(
+        id=identifier(payload),
+        status=status,
+        response=read(payload, "response"),
+        error=_failure(payload) if status == "error" else {},
+        waiting_for=str(waiting),
+    )
+
+
+def _failure(payload: Any) -> dict[str, Any]:
+    details = read(payload, "error_details") or {}
+    message = read(payload, "error_message") or read(details, "diagnostic_message")
+    return {
+        "code": str(read(payload, "error_code") or read(payload, "error") or ""),
+        "message": str(message or read(payload, "error") or "no reason given"),
+        "retryable": read(payload, "retryable") is True,
+        "details": details,
+    }
+
+
+def forward_result(response: Any) -> ForwardResult:
+    """Of a forward or forward_backward; raises ValueError without per-row log-probs."""
+    inner = read(response, "result", response)
+    outputs = read(inner, "loss_fn_outputs", read(response, "loss_fn_outputs"))
+    if not isinstance(outputs, list):
+        raise ValueError(f"expected loss_fn_outputs, got {brief(response)}")
+    return ForwardResult([_numbers(read(output, "logprobs")) for output in outputs], metrics(inner))
+
+
+def metrics(response: Any) -> dict[str, float]:
+    """The numbers that came with a result, wherever they stand.
+
+    Where each task of a pass reports its own, `tokens` and names that end in `:sum` are added and
+    the others averaged.
+    """
+    inner = read(response, "result", response)
+    direct = read(inner, "metrics")
+    if isinstance(direct, Mapping):
+        return _plain(direct)
+    tasks = read(inner, "forward_backward_task_results")
+    reports = [_plain(read(task, "metrics", {})) for task in dict(tasks or {}).values()]
+    joined: dict[str, float] = {}
+    for name in dict.fromkeys(name for report in reports for name in report):
+        values = [report[name] for report in reports if name in report]
+        added = name == "tokens" or name.endswith(":sum")
+        joined[name] = math.fsum(values) / (1 if added else len(values))
+    return joined
+
+
+def sequences(response: Any) -> list[SampledSequence]:
+    """Every sequence of a sample, empty ones included: a prompt's n samples stay n."""
+    found = read(response, "sequences", read(read(response, "result"), "sequences"))
+    if not isinstance(found, list):
+        raise ValueError(f"expected sequences, got {brief(response)}")
+    return [_sequence(raw) for raw in found]
+
+
+def _sequence(raw: Any) -> SampledSequence:
+    tokens = [int(token) for token in read(raw, "tokens", [])]
+    logprobs = _numbers(read(raw, "logprobs", []))
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"a sequence has {len(tokens)} tokens but {len(logprobs)} logprobs")
+    return SampledSequence(
+        tokens=tokens,
+        logprobs=logprobs,
+        text=read(raw, "text"),
+        stop_reason=str(read(raw, "stop_reason", "stop")),
+        weight_version=read(raw, "weight_version"),
+    )
+
+
+def prompt_logprobs(response: Any) -> list[float | None]:
+    """Log-prob of each prompt token given those before it; None for the first."""
+    found = read(response, "prompt_logprobs", read(read(response, "result"), "prompt_logprobs"))
+    if not isinstance(found, list):
+        raise ValueError(f"expected prompt_logprobs, got {brief(response)}")
+    return [None if value is None else float(value) for value in found]
+
+
+def checkpoint(payload: Any) -> Checkpoint:
+    """Raises ValueError when the service names no path to load it from."""
+    path = read(payload, "path") or read(payload, "model_path")
+    if not path:
+        raise ValueError(f"expected a checkpoint with a path, got {brief(payload)}")
+    name, kind = str(read(payload, "name", "")), str(read(payload, "type", ""))
+    return Checkpoint(str(path), str(read(payload, "id", "")), name, kind)
+
+
+def brief(payload: Any) -> str:
+    """The payload's shape for a message; its values may be huge."""
+    if isinstance(payload, Mapping):
+        return f"an object with the keys {sorted(payload)[:12]}"
+    return f"a {type(payload).__name__}"
+
+
+def _numbers(value: Any) -> list[float]:
+    data = read(value, "data") if isinstance(value, Mapping) else value
+    if not isinstance(data, list):
+        raise ValueError(f"expected a list of numbers, got {brief(value)}")
+    return [float(number) for number in data]
+
+
+def _plain(found: Any) -> dict[str, float]:
+    return {
+        str(name): float(value)
+        for name, value in dict(found or {}).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
