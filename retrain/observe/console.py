@@ -1,0 +1,170 @@
+"""The console: a live display on a terminal, plain lines elsewhere, a closing summary on both.
+
+A display is never worth a run: when the other end goes away (a closed pipe or terminal), the
+console falls silent and the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, cast
+
+from rich.console import Console as Terminal
+from rich.console import RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from retrain.observe.callbacks import Callback, Run, TrainingResult
+from retrain.observe.progress import Progress, closing, near, number
+from retrain.types import Metrics
+
+LABEL_WIDTH = 11
+"""Of the closing summary; `interrupted` is the longest."""
+
+
+class Console(Callback):
+    """Shows the run on `file` (the standard output unless given).
+
+    Where that is no terminal, one line comes every `every_seconds`; the first and the last step
+    always have theirs.
+    """
+
+    def __init__(
+        self,
+        file: IO[str] | None = None,
+        *,
+        every_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = QuietStream(sys.stdout if file is None else file)
+        # rich asks for more of a file than it uses: write, flush, isatty, fileno and encoding
+        self._terminal = Terminal(file=cast(IO[str], self._stream), highlight=False)
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._progress = Progress(0, clock=clock)
+        self._printed_step = -1
+        self._printed_at = 0.0
+        self._live: Live | None = None
+
+    def on_train_begin(self, trainer: Run) -> None:
+        self._progress = Progress(
+            trainer.total_steps,
+            trainer.step,
+            unicode=self._stream.encoding.lower().replace("-", "").startswith("utf"),
+            clock=self._clock,
+            tally=trainer.run_dir.tally,
+        )
+        config = trainer.config
+        self._say(
+            f"{config.algorithm.type} on {config.backend.type}, model {config.model}: "
+            f"{trainer.total_steps} steps of {config.train.groups_per_step} groups x "
+            f"{config.algorithm.group_size} rollouts"
+            + (f", from step {trainer.step}" if trainer.step else "")
+        )
+        self._say(f"files in {near(trainer.run_dir.path)}")
+        if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
+            self._live = Live(_Panel(self._progress), console=self._terminal, refresh_per_second=4)
+            self._live.start()
+
+    def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
+        self._progress.add(step, metrics)
+        now = self._clock()
+        due = self._printed_step < 0 or now - self._printed_at >= self._every_seconds
+        if self._live is None and due:
+            self._print_step(now)
+
+    def on_eval_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
+        facts = "  ".join(f"{key.removeprefix('eval/')} {number(metrics[key])}" for key in metrics)
+        self._say(f"step {step}  evaluation: {facts}")
+
+    def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
+        if self._live is None:
+            self._say(f"step {step}  checkpoint in {near(path)}")
+
+    def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif self._progress.step != self._printed_step and self._progress.metrics:
+            self._print_step(self._clock())
+        folder = trainer.run_dir
+        for label, text in closing(
+            result, folder.tally, self._progress.seconds, resumed=folder.resumed
+        ):
+            self._say(f"{label:<{LABEL_WIDTH}} {text}", LABEL_WIDTH)
+
+    def _print_step(self, now: float) -> None:
+        self._printed_step, self._printed_at = self._progress.step, now
+        self._say(self._progress.line())
+
+    def _say(self, line: str, label_width: int = 0) -> None:
+        if not self._terminal.is_terminal:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+            return
+        text = Text(line)
+        text.stylize("bold", 0, label_width)
+        self._terminal.print(text, soft_wrap=True)
+
+
+class _Panel:
+    """Drawn anew at each refresh, so that the clocks tick while a step is under way."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __rich__(self) -> RenderableType:
+        return self._progress.panel()
+
+
+class QuietStream:
+    """A text stream that falls silent, instead of raising, once its other end is gone."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.gone = False
+
+    def write(self, text: str) -> int:
+        try:
+            self._try(lambda: self._stream.write(text))
+        except UnicodeEncodeError:  # a terminal that can't show a sign of the model's
+            known = text.encode(self.encoding, "replace").decode(self.encoding)
+            self._try(lambda: self._stream.write(known))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except ValueError:  # closed
+            return False
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self.gone:
+            return
+        try:
+            action()
+        except UnicodeEncodeError:
+            raise
+        except (OSError, ValueError):  # a broken pipe; a closed file
+            self.gone = True
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Point the file at nothing: its leftovers would fail again when Python exits."""
+        with suppress(OSError, ValueError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nothing, self._stream.fileno())
+            finally:
+                os.close(nothing)

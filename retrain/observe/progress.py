@@ -1,0 +1,228 @@
+"""How far a run is, in words: the state that the console shows, and its lines. No I/O.
+
+A metric that a backend doesn't report is left out; none of them is required.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from retrain.observe.callbacks import TrainingResult
+from retrain.observe.run_dir import Tally
+
+RECENT = 20
+"""Steps that the time left is estimated from, and whose reward the trend compares."""
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+MAX_SHOWN_CAUSES = 5
+
+
+@dataclass(slots=True)
+class Progress:
+    """One run's progress, fed by the hooks of a callback."""
+
+    total_steps: int
+    step: int = 0
+    unicode: bool = True
+    clock: Callable[[], float] = time.monotonic
+    rewards: list[float] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+    started: float = field(init=False)
+    _ends: deque[float] = field(init=False)
+    """When the latest steps ended, by the clock."""
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+        self._ends = deque([self.started], maxlen=RECENT + 1)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take in one finished step."""
+        self.step, self.metrics = step, metrics
+        self._ends.append(self.clock())
+        reward = metrics.get("reward/mean", math.nan)
+        if math.isfinite(reward):
+            self.rewards.append(reward)
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began, or was resumed."""
+        return self.clock() - self.started
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the pace of the latest steps; None before the first."""
+        steps = len(self._ends) - 1
+        if not steps:
+            return None
+        return (self._ends[-1] - self._ends[0]) / steps * max(0, self.total_steps - self.step)
+
+    @property
+    def trend(self) -> float | None:
+        """Mean reward of the latest steps less that of as many before them; None if too few."""
+        span = min(RECENT, len(self.rewards) // 2)
+        if span < 1:
+            return None
+        return fmean(self.rewards[-span:]) - fmean(self.rewards[-2 * span : -span])
+
+    def line(self) -> str:
+        """One step in one line, for a log file."""
+        left = self.seconds_left
+        parts = [f"step {self.step}/{self.total_steps}"]
+        parts += [f"{label} {text}" for label, text in self._facts()]
+        if left is not None:
+            parts.append(f"{clock_text(left)} left")
+        return "  ".join(parts)
+
+    def panel(self) -> RenderableType:
+        """The display of a terminal."""
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column()
+        reward = self.metrics.get("reward/mean")
+        if reward is not None:
+            rows.add_row("reward", self._reward(reward))
+        facts = [fact for fact in self._facts() if fact[0] not in ("reward", "flat", "failed")]
+        if facts:
+            rows.add_row("step", Text("   ").join(_fact(*fact) for fact in facts))
+        rows.add_row("rollouts", self._rollouts())
+        return Group(self._bar(), rows)
+
+    def _bar(self) -> RenderableType:
+        left, done = self.seconds_left, self.step >= self.total_steps
+        under_way = "" if done else f"step {self.step + 1} for {clock_text(self._since_step())}"
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            Text(f"step {self.step}/{self.total_steps}", style="bold"),
+            ProgressBar(total=max(1, self.total_steps), completed=self.step, width=32),
+            "" if left is None else Text(f"{clock_text(left)} left"),
+            Text(under_way, style="dim"),
+        )
+        return bar
+
+    def _since_step(self) -> float:
+        return self.clock() - self._ends[-1]
+
+    def _reward(self, reward: float) -> Text:
+        text = Text(f"{number(reward)}  ", style="bold")
+        text.append(sparkline(self.rewards, 32, self.unicode), style="green")
+        if self.trend is not None:
+            span = min(RECENT, len(self.rewards) // 2)
+            text.append(f"  {self.trend:+.3f} over {span} steps", style="dim")
+        return text
+
+    def _rollouts(self) -> Text:
+        outcomes, drops = self.tally.outcomes, self.tally.drops
+        failed = outcomes.total() - outcomes["ok"]
+        text = Text(f"{outcomes['ok']:,} scored")
+        text.append(f"   {failed:,} failed", style="red" if failed else "dim")
+        dropped = ", ".join(f"{count:,} {cause}" for cause, count in drops.most_common())
+        text.append(f"   groups dropped: {dropped or 'none'}", style="" if dropped else "dim")
+        if (flat := self.metrics.get("groups/zero_signal")) is not None:
+            text.append(f"   flat in the last step: {flat:.0f}", style="dim")
+        return text
+
+    def _facts(self) -> list[tuple[str, str]]:
+        known = [
+            ("reward", "reward/mean", number),
+            ("loss", "loss", number),
+            ("grad", "grad_norm", number),
+            ("entropy", "entropy", number),
+            ("stale", "staleness/mean", number),
+            ("tok/s", "tokens/per_second", short),
+            ("idle", "trainer/idle_fraction", percent),
+            ("flat", "groups/zero_signal", short),
+            ("failed", "rollouts/failed", short),
+        ]
+        return [(label, f(self.metrics[key])) for label, key, f in known if key in self.metrics]
+
+
+def closing(
+    result: TrainingResult, tally: Tally, seconds: float, *, resumed: bool = False
+) -> list[tuple[str, str]]:
+    """What a run says when it ends, as (label, text) lines."""
+    steps = f"{result.total_steps} step{'' if result.total_steps == 1 else 's'}"
+    lines: list[tuple[str, str]] = [(result.status, f"{steps} after {clock_text(seconds)}")]
+    first, last = result.first_tenth_reward, result.last_tenth_reward
+    if math.isfinite(first):
+        moved = f"{first:.3f} in the first tenth -> {last:.3f} in the last ({last - first:+.3f})"
+        lines.append(("reward", moved))
+    failed = tally.outcomes.total() - tally.outcomes["ok"]
+    since = " since the resume" if resumed else ""
+    lines.append(("rollouts", f"{tally.outcomes['ok']:,} scored, {failed:,} failed{since}"))
+    lines += [("", f"{n:,} x {cause}") for cause, n in tally.errors.most_common(MAX_SHOWN_CAUSES)]
+    if tally.drops:
+        causes = ", ".join(f"{n:,} {cause}" for cause, n in tally.drops.most_common())
+        lines.append(("dropped", f"groups: {causes}"))
+    return lines + _places(result)
+
+
+def _places(result: TrainingResult) -> list[tuple[str, str]]:
+    folder = near(result.run_dir)
+    lines = [("files", folder)]
+    if (result.run_dir / "final").is_dir():
+        lines.append(("model", near(result.run_dir / "final")))
+    if result.best_checkpoint_path is not None:
+        lines.append(("best", near(result.best_checkpoint_path)))
+    lines.append(("next", f"retrain report {folder}"))
+    if result.status in ("interrupted", "failed"):
+        lines.append(("", "the same command with --resume goes on from the last checkpoint"))
+    return lines
+
+
+def near(path: Path) -> str:
+    """`path`, from the working directory where it lies in it."""
+    working = Path.cwd()
+    return str(path.relative_to(working)) if path.is_relative_to(working) else str(path)
+
+
+def sparkline(values: Sequence[float], width: int, unicode: bool = True) -> str:
+    """The curve of `values` in at most `width` characters, each the mean of its share."""
+    if not values:
+        return ""
+    columns = min(width, len(values))
+    edges = [round(i * len(values) / columns) for i in range(columns + 1)]
+    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    bars = BARS if unicode else ASCII_BARS
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((mean - low) * scale)] for mean in means)
+
+
+def clock_text(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float) -> str:
+    """Three decimals, or three digits in scientific form where those would hide the value."""
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
+
+
+def short(value: float) -> str:
+    """A count in at most five characters or so: 950, 12.3k, 4.5M."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if suffix == 'k' else size):.1f}{suffix}"
+    return f"{value:.0f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+def _fact(label: str, text: str) -> Text:
+    return Text.assemble((f"{label} ", "dim"), text)
