@@ -1,0 +1,99 @@
+"""The values of the Tinker protocol, whichever form they take on the wire.
+
+Tensors are flat lists with a shape; only int64 and float32 exist. Prompts are texts: images and
+audio are not part of this client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dtype = Literal["int64", "float32"]
+StopReason = Literal["stop", "length"]
+LossConfig = Mapping[str, float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Numbers in row-major order; `shape` None means one dimension."""
+
+    data: Sequence[float]
+    dtype: Dtype = "float32"
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        return (len(self.data),) if self.shape is None else self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One training sequence: its tokens, and the loss's inputs of the same length."""
+
+    tokens: Sequence[int]
+    inputs: Mapping[str, Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire, as the service counts them for its limits."""
+        widths = {"int64": 8, "float32": 4}
+        return 4 * len(self.tokens) + sum(
+            widths[tensor.dtype] * len(tensor.data) for tensor in self.inputs.values()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """The request of a forward_backward, or of a forward alone."""
+
+    model_id: str
+    seq_id: int
+    data: Sequence[Datum]
+    loss: str
+    config: LossConfig = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardOutput:
+    """What the service returns: one mapping of tensors a datum, in order."""
+
+    outputs: Sequence[Mapping[str, Tensor]]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Named `name:reduction`; some servers send other names, or none."""
+    kind: str = ""
+
+    @property
+    def logprobs(self) -> list[list[float]]:
+        """The learner's log-prob of each target.
+
+        Raises KeyError when the service left them out.
+        """
+        return [list(output["logprobs"].data) for output in self.outputs]
+
+
+TopK = list[list[tuple[int, float]]]
+"""For each position, (token id, log-prob) from the most to the least likely."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """One completion; the stop token, when it was sampled, is its last token."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None
+    stop_reason: StopReason
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """The completions of one prompt."""
+
+    sequences: Sequence[SampledSequence]
+    prompt_logprobs: Sequence[float | None] | None = None
+    """None where a token has no context, such as the first."""
+    topk_prompt: TopK | None = None
+    cache_hit_tokens: int = 0
