@@ -1,0 +1,120 @@
+"""Files of rows: jsonl, json (a list), csv, txt (a prompt a line) and parquet.
+
+Every reader yields a row with the place where it stands, so that an error can name the line.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from retrain.errors import PromptError
+
+Format = Literal["jsonl", "json", "csv", "txt", "parquet"]
+FORMATS: Mapping[str, Format] = {
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "txt",
+}
+Numbered = tuple[str, Any]
+"""Where a row stands ("line 3"), and the row."""
+
+
+def read_rows(path: Path, format: Format | None = None) -> list[Numbered]:
+    """All rows of a file; its ending tells the format, unless `format` does.
+
+    Raises PromptError naming the file and the line.
+    """
+    read = _READERS[format or _format_of(path)]
+    try:
+        return list(read(path))
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path}: not a UTF-8 text: {error.reason}") from None
+    except OSError as error:
+        raise PromptError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _format_of(path: Path) -> Format:
+    if path.suffix.lower() not in FORMATS:
+        known = ", ".join(sorted(set(FORMATS.values())))
+        raise PromptError(f"{path}: its ending tells no format: set `format` to one of {known}")
+    return FORMATS[path.suffix.lower()]
+
+
+def _read_jsonl(path: Path) -> Iterator[Numbered]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"line {number}", _json(line, path, number)
+
+
+def _read_json(path: Path) -> Iterator[Numbered]:
+    rows = _json(path.read_text(encoding="utf-8-sig"), path, 1)
+    if not isinstance(rows, list):
+        raise PromptError(
+            f"{path} holds a {type(rows).__name__}: expected a list of rows; "
+            "one object a line is format jsonl"
+        )
+    yield from ((f"row {index}", row) for index, row in enumerate(rows))
+
+
+def _json(text: str, path: Path, line: int) -> Any:
+    if not text.strip():
+        return []
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PromptError(
+            f"{path}, line {line + error.lineno - 1}, column {error.colno}: not JSON: {error.msg}"
+        ) from None
+
+
+def _read_csv(path: Path) -> Iterator[Numbered]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise PromptError(
+                        f"{path}, line {reader.line_num}: has another number of fields than the "
+                        f"header ({', '.join(reader.fieldnames or ())})"
+                    )
+                yield f"line {reader.line_num}", row
+        except csv.Error as error:
+            raise PromptError(f"{path}, line {reader.line_num}: not CSV: {error}") from None
+
+
+def _read_txt(path: Path) -> Iterator[Numbered]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"line {number}", line.rstrip("\r\n")
+
+
+def _read_parquet(path: Path) -> Iterator[Numbered]:
+    try:
+        arrow = import_module("pyarrow")
+        parquet = import_module("pyarrow.parquet")
+    except ImportError:
+        raise PromptError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except arrow.ArrowException as error:
+        raise PromptError(f"{path}: not a parquet file: {error}") from None
+    yield from ((f"row {index}", row) for index, row in enumerate(rows))
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[Numbered]]] = {
+    "csv": _read_csv,
+    "json": _read_json,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "txt": _read_txt,
+}
