@@ -148,6 +148,8 @@ class DeadlinesConfig(Section):
     update: Annotated[float, Field(gt=0)] = 3600.0
     publish: Annotated[float, Field(gt=0)] = 1800.0
     checkpoint: Annotated[float, Field(gt=0)] = 1800.0
+    blocked: Annotated[float, Field(gt=0)] = 120.0
+    """User code that blocks the event loop for this long ends the process."""
     stall: Annotated[float, Field(gt=0)] = 3600.0
     """No progress for this long ends the run and names what it waits for."""
 

@@ -84,6 +84,9 @@ class Adapter(ABC):
     async def load(self, state: AdapterState) -> None:
         """Continue from `state`; the sampler serves it and the version is the saved one."""
 
+    async def forget(self, state: AdapterState) -> None:  # noqa: B027 - a default, not a forgotten body
+        """The checkpoint is about to be deleted: free what a service keeps of it."""
+
     async def export(self, folder: Path) -> Path | None:
         """Write the model for others to load; None where the weights stay with the service."""
         return None

@@ -1,0 +1,230 @@
+"""Checkpoints: one folder each, written whole or not at all (promise P2).
+
+`write` fills a temporary folder, syncs every file, writes the manifest (size and digest of each
+file) last and renames the folder; `newest` skips a folder whose manifest is missing or doesn't fit
+and says so. `best` is a link to the checkpoint with the best evaluation, which pruning spares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.config import RunConfig
+from retrain.errors import CheckpointError
+from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
+
+MANIFEST = "manifest.json"
+RUN_STATE = "run.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a run needs to go on, beside the adapter's files in `folder / "adapter"`."""
+
+    step: int
+    version: int
+    ledger: Mapping[str, Any]
+    """Ledger.state()."""
+    groups: list[dict[str, Any]]
+    """Finished groups that were not yet trained (`group_to_json`)."""
+    adapter: Mapping[str, Any]
+    """AdapterState.data."""
+    counters: Mapping[str, Any]
+    """The learner's small memory: streaks, the top reward, the best evaluation."""
+    config: Mapping[str, Any]
+    """The resolved config that the run had."""
+
+
+class Checkpoints:
+    """The `checkpoints/` folder of a run; `step_N` each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.torn: list[str] = []
+        """Checkpoints that `newest` had to skip, with the reason."""
+
+    async def write(self, step: int, fill: Callable[[Path], Awaitable[Checkpoint]]) -> Path:
+        """`fill` writes the adapter's files into a folder and returns the rest.
+
+        Raises CheckpointError when the disk refuses; older checkpoints are left as they are.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        target, temporary = self.path(step), self.folder / f".step_{step}.partial"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            checkpoint = await fill(temporary)
+            (temporary / RUN_STATE).write_text(json.dumps(asdict(checkpoint), default=repr))
+            _seal(temporary)
+            shutil.rmtree(target, ignore_errors=True)  # the torn one of a run that was killed
+            temporary.rename(target)
+            _sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            problem = f"the checkpoint of step {step} could not be written: {error}"
+            raise CheckpointError(problem) from error
+        return target
+
+    def newest(self) -> tuple[Path, Checkpoint] | None:
+        """The newest whole checkpoint; torn ones are skipped and listed in `torn`."""
+        for step in sorted(self.steps(), reverse=True):
+            path = self.path(step)
+            problem = _problem(path)
+            if problem is None:
+                return path, read(path)
+            self.torn.append(f"{path.name}: {problem}")
+        return None
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, whole or torn."""
+        names = [p.name for p in self.folder.glob("step_*")] if self.folder.is_dir() else []
+        return [int(name[5:]) for name in names if name[5:].isdigit()]
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def prune(self, keep: int, spare: Iterable[int] = ()) -> list[Path]:
+        """Keep the newest `keep` checkpoints, the best and those to `spare`; returns the dropped.
+
+        The folders still exist: the caller tells the backend first, then calls `remove`.
+        """
+        spared = {*sorted(self.steps())[-keep:], *spare}
+        best = self.best()
+        return [self.path(s) for s in self.steps() if s not in spared and self.path(s) != best]
+
+    def remove(self, path: Path) -> None:
+        """Delete one checkpoint: first its manifest, so that a half-deleted one counts as torn."""
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best evaluation so far."""
+        link = self.folder / "best"
+        return self.folder / os.readlink(link) if link.is_symlink() else None
+
+    def mark_best(self, step: int) -> None:
+        """Point `best` at this step's checkpoint, atomically."""
+        temporary = self.folder / ".best"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self.path(step).name)
+        temporary.replace(self.folder / "best")
+
+
+def read(path: Path) -> Checkpoint:
+    """The run state of a checkpoint folder; raises CheckpointError for one that can't be read."""
+    try:
+        return Checkpoint(**json.loads((path / RUN_STATE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        problem = f"{path} is not a checkpoint that this version can read: {error}"
+        raise CheckpointError(problem) from error
+
+
+def check_same_run(saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse to go on with another model, algorithm or data; raises CheckpointError."""
+    present = config.model_dump(mode="json")
+    sections = ("model", "prompts", "environment", "algorithm", "chat")
+    pairs = {name: (saved.get(name), present.get(name)) for name in sections}
+    for section, key in (
+        ("backend", "type"),
+        ("backend", "lora"),
+        ("train", "seed"),
+        ("train", "shuffle"),
+        ("train", "groups_per_step"),
+    ):
+        pairs[f"{section}.{key}"] = (
+            saved.get(section, {}).get(key),
+            present.get(section, {}).get(key),
+        )
+    changed = [f"{n}: was {old!r}, is {new!r}" for n, (old, new) in pairs.items() if old != new]
+    if changed:
+        raise CheckpointError(
+            "this run can't be resumed with another configuration; changed: "
+            + "; ".join(changed)
+            + ". Change it back, or start a new run with --run-dir"
+        )
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    """A finished group without its prompt, which the ticket brings back."""
+    trajectories = []
+    for trajectory in group.trajectories:
+        row = {
+            name: getattr(trajectory, name)
+            for name in ("rewards", "info", "outcome", "reward", "seconds")
+        }
+        row["messages"] = list(trajectory.messages)
+        row["turns"] = [
+            {
+                "prompt_ids": list(turn.prompt_ids),
+                "completion": asdict(turn.completion),
+                "observation": list(turn.observation),
+            }
+            for turn in trajectory.turns
+        ]
+        trajectories.append(row)
+    return {"ticket": group.prompt.id, "trajectories": trajectories}
+
+
+def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prompt]) -> Group:
+    """The group that `group_to_json` wrote."""
+    prompt = prompt_of(Ticket.parse(saved["ticket"]))
+    trajectories = []
+    for row in saved["trajectories"]:
+        turns = [
+            Turn(turn["prompt_ids"], Completion(**turn["completion"]), turn["observation"])
+            for turn in row["turns"]
+        ]
+        trajectories.append(Trajectory(prompt, **{**row, "turns": turns}))
+    return Group(prompt, trajectories)
+
+
+def _seal(folder: Path) -> None:
+    """Sync every file, then write the manifest that vouches for them."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    entries = {}
+    for path in files:
+        entries[path.relative_to(folder).as_posix()] = [path.stat().st_size, _digest(path)]
+        _sync(path)
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "files": entries}))
+    _sync(manifest)
+    for directory in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
+        _sync(directory)
+
+
+def _problem(folder: Path) -> str | None:
+    """Why a checkpoint can't be trusted; None when it is whole."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']}, this version reads {FORMAT}"
+        for name, (size, digest) in manifest["files"].items():
+            path = folder / name
+            if path.stat().st_size != size or _digest(path) != digest:
+                return f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest can't be read ({error})"
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""A step's line of metrics.jsonl: counted as things happen, written once a step.
+
+`reward/*` covers every rollout that was scored since the last line, trained or not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+
+from retrain.algorithms.functional import is_flat
+from retrain.types import Group, Metrics
+
+
+class Meter:
+    """Counts what happened since the last `row`."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.evaluation: Metrics = {}
+        """The latest evaluation, to be shown in the next row."""
+        self._clear()
+
+    def group(self, group: Group) -> None:
+        """A group was played and scored."""
+        scored = group.scored
+        self._rewards += [t.reward for t in scored]
+        for trajectory in scored:
+            for name, value in trajectory.rewards.items():
+                self._components[name].append(value)
+        self._failed += len(group.trajectories) - len(scored)
+        self._zero_signal += len(scored) > 1 and is_flat([t.reward for t in scored])
+        for trajectory in group.trajectories:
+            self._turns += len(trajectory.turns)
+            for turn in trajectory.turns:
+                self._completion_tokens += len(turn.completion.token_ids)
+            if trajectory.turns:
+                last = trajectory.turns[-1]
+                self._prompt_tokens += len(last.prompt_ids) - sum(
+                    len(turn.completion.token_ids) for turn in trajectory.turns[:-1]
+                )
+
+    def dropped(self, cause: str) -> None:
+        """A finished group was dropped."""
+        self._dropped[cause] += 1
+
+    def row(
+        self,
+        step: int,
+        version: int,
+        trained: Sequence[Group],
+        adapter: Mapping[str, float],
+        seconds: Mapping[str, float],
+    ) -> Metrics:
+        """The line of `step`, whose groups `trained` were sampled at or before `version`.
+
+        `seconds` holds wait_for_batch, update and publish. The counters start anew.
+        """
+        now = time.perf_counter()
+        elapsed = now - self._began
+        ages = [version - v for g in trained for t in g.scored for v in t.versions]
+        row: Metrics = {
+            "step": step,
+            "version": version + 1,
+            "reward/mean": fmean(self._rewards) if self._rewards else math.nan,
+            "reward/std": pstdev(self._rewards) if self._rewards else math.nan,
+            **{f"reward/{name}/mean": fmean(v) for name, v in self._components.items()},
+            "loss": math.nan,
+            "grad_norm": math.nan,
+            "kl/sampler_trainer": math.nan,
+            "entropy": math.nan,
+            **adapter,
+            "staleness/mean": fmean(ages) if ages else 0.0,
+            "staleness/max": max(ages, default=0),
+            "groups/trained": len(trained),
+            "groups/zero_signal": self._zero_signal,
+            **{f"groups/dropped_{c}": self._dropped[c] for c in ("stale", "failed", "no_signal")},
+            "rollouts/ok": len(self._rewards),
+            "rollouts/failed": self._failed,
+            "rollouts/turns": self._turns,
+            "tokens/prompt": self._prompt_tokens,
+            "tokens/completion": self._completion_tokens,
+            "tokens/per_second": self._completion_tokens / elapsed,
+            "time/step": elapsed,
+            **{f"time/{stage}": value for stage, value in seconds.items()},
+            "trainer/idle_fraction": seconds["wait_for_batch"] / elapsed,
+            **self.evaluation,
+        }
+        self._began = now
+        self.evaluation = {}
+        self._clear()
+        return row
+
+    def _clear(self) -> None:
+        self._rewards: list[float] = []
+        self._components: defaultdict[str, list[float]] = defaultdict(list)
+        self._dropped: defaultdict[str, int] = defaultdict(int)
+        self._failed = self._zero_signal = self._turns = 0
+        self._prompt_tokens = self._completion_tokens = 0

@@ -1,0 +1,250 @@
+"""The pipe: train() and its stages, joined by bounded queues in one task group.
+
+    feed --todo--> collect (one a slot) --done--> learn
+
+Data flows one way; what comes back is the weights' version. `feed` starts work only while
+(issued and untrained groups) < (staleness.target + 1) x groups_per_step, so target 0 is synchronous
+training. `learn` alone decides when to stop; the producers end by cancellation. Cancelling train()
+asks the learner to stop: it checkpoints at the step boundary, then train() raises CancelledError; a
+second cancellation ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from retrain.assembly import Parts, assemble
+from retrain.batching import make_batch
+from retrain.config import RunConfig
+from retrain.errors import NonFiniteError, NoSignalError, StallError
+from retrain.evaluation import evaluate
+from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
+from retrain.observe.run_dir import RunDirectory
+from retrain.running import Run
+from retrain.slots import Slot
+from retrain.types import Batch, Group
+from retrain.watchdog import Watchdog
+
+
+async def train(
+    config: RunConfig,
+    *,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+    parts: Parts | None = None,
+) -> TrainingResult:
+    """Train as `config` says; with `resume`, go on from the run directory's newest checkpoint.
+
+    `parts` replaces what the config's plug-ins would make. Raises ConfigError before any model
+    loads, RunError when the run can't go on, CancelledError after a clean checkpoint.
+    """
+    hooks = Callbacks(callbacks)
+    parts = parts or assemble(config)
+    folder = config.run_dir or Path("runs") / (config.name or "run")
+    with RunDirectory.open(folder, config, resume=resume) as run_dir:
+        run = Run(config, parts, run_dir, hooks)
+        status: Status = "failed"
+        try:
+            async with parts.open_adapter() as adapter:
+                run.serve(adapter)
+                if resume:
+                    await run.restore()
+                status = await drive(run)
+        finally:
+            parts.scorer.close()
+            run_dir.event("end", status=status, step=run.step)
+            run_dir.flush()
+            await hooks.on_train_end(run, run.result(status))
+        if status == "interrupted":
+            raise asyncio.CancelledError
+        return run.result(status)
+
+
+async def drive(run: Run) -> Status:
+    """Run the stages until the learner stops."""
+    deadlines = run.config.deadlines
+    stalled: list[StallError] = []
+
+    def stall(error: StallError) -> None:
+        stalled.append(error)
+        learner.cancel()
+
+    with Watchdog(
+        stall=deadlines.stall,
+        blocked=deadlines.blocked,
+        grace=deadlines.close + deadlines.checkpoint,
+        fail=stall,
+        last_words=run.last_words,
+    ) as run.watchdog:
+        await run.callbacks.on_train_begin(run)
+        try:
+            async with asyncio.TaskGroup() as stages:
+                learner = stages.create_task(learn(run), name="learn")
+                producers = [stages.create_task(feed(run), name="feed")]
+                for index in range(run.slots):
+                    stage = collect(run, run.slot(run.config.algorithm.group_size))
+                    producers.append(stages.create_task(stage, name=f"collect#{index}"))
+                interrupted = await _until_learned(run, learner)
+                if stalled:
+                    raise stalled[0]
+                for producer in producers:
+                    producer.cancel()
+        finally:
+            run.watchdog.ending()
+    if interrupted and run.step < run.total_steps:
+        return "interrupted"
+    return "solved" if run.signal.solved else "completed"
+
+
+async def feed(run: Run) -> None:
+    """Issue prompts, as many as staleness admits."""
+    while True:
+        while len(run.ledger.open) >= run.admitted:
+            run.admit.clear()
+            await run.admit.wait()
+        ticket = run.ledger.issue()
+        run.run_dir.event("issued", ticket=str(ticket))
+        await run.todo.put(run.parts.prompts.prompt(ticket))
+
+
+async def collect(run: Run, slot: Slot) -> None:
+    """Play one group after the other in this slot."""
+    try:
+        while True:
+            prompt = await run.todo.get()
+            started = time.time()
+            group = await slot.play(prompt)
+            run.record(group, started)
+            await run.done.put(group)
+    finally:
+        await slot.close()
+
+
+async def learn(run: Run) -> None:
+    """Step after step: choose groups, give credit, update, publish; checkpoint and evaluate."""
+    config, evaluation = run.config, None
+    async with asyncio.TaskGroup() as beside:
+        while not run.finished:
+            groups = await step(run)
+            if groups is None:
+                break
+            every = config.eval.every if config.eval else 0
+            to_evaluate = every and (run.step % every == 0 or run.finished)
+            if run.due(config.checkpoint.every) or to_evaluate:
+                await run.checkpoint()
+            if to_evaluate:
+                if evaluation is not None:
+                    await evaluation  # one at a time: they share the sampler with training
+                evaluation = beside.create_task(_evaluate(run, run.step), name="evaluate")
+        if evaluation is not None and run.stopping:
+            evaluation.cancel()
+    if run.step not in run.checkpoints.steps():
+        await run.checkpoint()
+    exported = await run.within(
+        "export", run.adapter.export(run.run_dir.path / "final"), limit="checkpoint"
+    )
+    run.run_dir.event("export", path=None if exported is None else str(exported))
+
+
+async def step(run: Run) -> list[Group] | None:
+    """One optimizer step and its publication; None when the run is to stop instead."""
+    number, began = run.step + 1, time.perf_counter()
+    await run.callbacks.on_step_begin(run, number)
+    groups = await run.intake.take(run.version)
+    if groups is None:
+        return None
+    batch, has_credit = credit(run, groups)
+    tickets = [group.prompt.id for group in groups]
+    run.run_dir.event(
+        "batch",
+        step=number,
+        tickets=tickets,
+        samples=len(batch.samples),
+        tokens=batch.denominators.tokens,
+    )
+    update_began, update_time = time.perf_counter(), time.time()
+    metrics = await run.within("update", run.adapter.update(batch))
+    if not math.isfinite(metrics.get("loss", 0.0)):
+        raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
+    run.step = number
+    run.run_dir.event(
+        "update",
+        step=number,
+        started=update_time,
+        ended=time.time(),
+        tickets=tickets,
+        loss=metrics.get("loss"),
+    )
+    publish_began, publish_time, sampled = time.perf_counter(), time.time(), run.version
+    run.version = await run.within("publish", run.adapter.publish())
+    run.run_dir.event("publish", version=run.version, started=publish_time, ended=time.time())
+    seconds = {
+        "wait_for_batch": update_began - began,
+        "update": publish_began - update_began,
+        "publish": time.perf_counter() - publish_began,
+    }
+    row = run.meter.row(number, sampled, groups, metrics, seconds)
+    run.history.append(row)
+    run.run_dir.metrics(row)
+    run.retire(groups)
+    run.signal.step(groups, has_credit)
+    await run.callbacks.on_step_end(run, number, row)
+    return groups
+
+
+def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool]:
+    """The groups' batch, and whether any rollout got credit.
+
+    Raises NoSignalError when nothing was sampled at all.
+    """
+    scored = [Group(group.prompt, group.scored) for group in groups]
+    credits = run.parts.algorithm.advantages(scored)
+    batch = make_batch(
+        scored,
+        credits,
+        loss=run.parts.loss,
+        loss_config=run.parts.loss_config,
+        normalisation=run.parts.normalisation,
+    )
+    if not batch.samples:
+        raise NoSignalError("a step's rollouts hold no sampled token: nothing can be trained")
+    return batch, any(any(sample.advantages) for sample in batch.samples)
+
+
+async def _evaluate(run: Run, step: int) -> None:
+    """Evaluate the held-out prompts beside training; mark the checkpoint when it is the best."""
+    config, prompts = run.config.eval, run.parts.eval_prompts
+    assert config is not None
+    assert prompts is not None
+    metrics = await evaluate(
+        config,
+        prompts,
+        lambda: run.slot(config.samples),
+        concurrency=run.config.train.groups_per_step,
+        record=lambda group: run.record_evaluation(group, step),
+    )
+    metrics["eval/step"] = step
+    reward = metrics.get("eval/reward/mean", -math.inf)
+    if reward > run.best_reward:
+        run.best_reward = reward
+        run.checkpoints.mark_best(step)
+    run.meter.evaluation = metrics
+    run.run_dir.event("eval", **metrics)
+    await run.callbacks.on_eval_end(run, step, metrics)
+
+
+async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
+    """Wait for the learner; whether a cancellation asked it to stop. A second one is raised."""
+    try:
+        await asyncio.wait([learner])
+    except asyncio.CancelledError:
+        if learner.done() or learner.cancelling():
+            raise  # a stage failed: the task group is ending
+        run.request_stop()
+        await asyncio.wait([learner])
+        return True
+    return False

@@ -1,0 +1,302 @@
+"""A run under way: what its stages share, and how it is written down and taken up again.
+
+- `record` and `drop` are the only ways a finished group is counted; `checkpoint` and `restore` are
+  each other's inverse: what one writes, the other brings back.
+- Every await on the adapter goes through `within`, which gives it its deadline (P4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from retrain.adapters.base import Adapter, AdapterState
+from retrain.assembly import Parts
+from retrain.chat import Chat
+from retrain.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    check_same_run,
+    group_from_json,
+    group_to_json,
+    read,
+)
+from retrain.config import RunConfig
+from retrain.errors import DeadlineError, NoSignalError
+from retrain.intake import Intake
+from retrain.ledger import Ledger
+from retrain.metering import Meter
+from retrain.observe.callbacks import Callbacks, Status, TrainingResult
+from retrain.observe.run_dir import RunDirectory
+from retrain.prompts import epoch_order
+from retrain.rollout import Rollouts
+from retrain.sampler import SamplingParams
+from retrain.slots import Slot
+from retrain.types import Group, Metrics, Prompt
+from retrain.watchdog import Watchdog
+
+T = TypeVar("T")
+
+
+class Run:
+    """A run under way: what its stages share, and what callbacks see as `trainer`."""
+
+    def __init__(
+        self, config: RunConfig, parts: Parts, run_dir: RunDirectory, callbacks: Callbacks
+    ) -> None:
+        self.config, self.parts, self.run_dir, self.callbacks = config, parts, run_dir, callbacks
+        self.step = 0
+        self.version = 0
+        self.total_steps = config.train.total_train_steps
+        self.history: list[Metrics] = []
+        self.stopping = False
+        """The learner is to end at the next step boundary."""
+        self.adapter: Adapter
+        self.rollouts: Rollouts
+        self.watchdog: Watchdog
+        self.meter = Meter()
+        self.checkpoints = Checkpoints(run_dir.checkpoints)
+        train = config.train
+        self.ledger = Ledger(
+            lambda e: epoch_order(e, len(parts.prompts), train.seed, train.shuffle)
+        )
+        self.slots = config.rollout.slots or (config.staleness.target + 1) * train.groups_per_step
+        self.todo: asyncio.Queue[Prompt] = asyncio.Queue(self.slots)
+        self.done: asyncio.Queue[Group | None] = asyncio.Queue(self.slots + 1)
+        self.admit = asyncio.Event()
+        self.intake = Intake(config, self.ledger, self.done, self.drop)
+        self.signal = Signal(train.stop_after_flat_steps)
+        self.best_reward = -math.inf
+        self._setups = asyncio.Semaphore(config.rollout.setup_concurrency)
+
+    def serve(self, adapter: Adapter) -> None:
+        """Tie the adapter to the rollouts."""
+        config, self.adapter = self.config, adapter
+        chat = Chat(
+            adapter.tokenizer, template=config.chat.template, arguments=config.chat.arguments
+        )
+        sampling = config.sampling
+        self.rollouts = Rollouts(
+            adapter.sampler,
+            chat,
+            SamplingParams(
+                sampling.max_tokens,
+                sampling.temperature,
+                sampling.top_p,
+                sampling.top_k,
+                sampling.stop,
+            ),
+            adapter.context_length,
+            config.rollout.max_turns,
+            config.deadlines,
+            config.train.seed,
+        )
+
+    def request_stop(self) -> None:
+        """End after the step under way, with a checkpoint."""
+        self.stopping = True
+        with suppress(asyncio.QueueFull):  # a full queue wakes the learner by itself
+            self.done.put_nowait(None)
+
+    @property
+    def admitted(self) -> int:
+        """Groups that may be open: what staleness admits and the remaining steps can use."""
+        ahead = min(self.config.staleness.target + 1, self.total_steps - self.step)
+        return max(0, ahead) * self.config.train.groups_per_step
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further step is to be taken."""
+        return self.stopping or self.signal.solved or self.step >= self.total_steps
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps happens at this one."""
+        return every > 0 and self.step % every == 0
+
+    def slot(self, size: int) -> Slot:
+        """A slot for groups of `size` rollouts."""
+        return Slot(size, self.parts.environment, self.rollouts, self.parts.scorer, self._setups)
+
+    def record(self, group: Group, started: float) -> None:
+        """Write down a group that was played and scored."""
+        trajectories, ticket = group.trajectories, group.prompt.id
+        self.run_dir.event(
+            "rollout",
+            ticket=ticket,
+            started=started,
+            ended=time.time(),
+            outcomes=[t.outcome for t in trajectories],
+            versions=sorted({v for t in trajectories for v in t.versions}),
+            tokens=sum(len(u.completion.token_ids) for t in trajectories for u in t.turns),
+        )
+        self.run_dir.event("scored", ticket=ticket, rewards=[t.reward for t in trajectories])
+        self.run_dir.rollouts(group)
+        self.meter.group(group)
+        self.signal.see(group)
+        self.watchdog.progress()
+
+    def drop(self, group: Group, cause: str) -> None:
+        """A finished group is not trained: count it; a stale one's prompt is issued again."""
+        self.meter.dropped(cause)
+        fields: dict[str, Any] = {"ticket": group.prompt.id, "cause": cause}
+        if cause == "stale":
+            fields["again"] = str(self.ledger.reissue(group.ticket))
+        else:
+            self.ledger.retire([group.ticket])
+        self.run_dir.event("dropped", **fields)
+        self.admit.set()
+
+    def retire(self, groups: Sequence[Group]) -> None:
+        """These groups were trained and their weights are served: new work may start."""
+        self.ledger.retire(group.ticket for group in groups)
+        self.admit.set()
+        self.watchdog.progress()
+
+    def record_evaluation(self, group: Group, step: int) -> None:
+        """Write down a held-out group; it counts for no step's reward."""
+        self.run_dir.rollouts(group, step=step)
+        self.watchdog.progress()
+
+    def last_words(self, message: str) -> None:
+        """The process is about to end: write down and say why. Called by the watchdog's thread."""
+        self.run_dir.event("stalled", message=message)
+        self.run_dir.flush()
+        sys.stderr.write(f"retrain: {message}. {self.run_dir.path} is intact: --resume goes on.\n")
+        sys.stderr.flush()
+
+    async def within(self, stage: str, call: Awaitable[T], *, limit: str = "") -> T:
+        """An adapter's await under its deadline. Raises DeadlineError naming the stage."""
+        seconds: float = getattr(self.config.deadlines, limit or stage)
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(seconds):
+                return await call
+        except TimeoutError as error:
+            if isinstance(error, DeadlineError) or time.perf_counter() - began < seconds:
+                raise
+            raise DeadlineError(
+                f"the adapter's {stage} took longer than deadlines.{limit or stage} = {seconds} s"
+            ) from error
+
+    async def checkpoint(self) -> None:
+        """Write the checkpoint of this step, then drop the oldest ones."""
+        path = await self.within(
+            "save", self.checkpoints.write(self.step, self._fill), limit="checkpoint"
+        )
+        self.run_dir.event("checkpoint", step=self.step, path=str(path))
+        self.run_dir.flush()
+        for old in self.checkpoints.prune(self.config.checkpoint.keep, spare=[self.step]):
+            saved = read(old)
+            await self.adapter.forget(AdapterState(old / "adapter", saved.adapter))
+            self.checkpoints.remove(old)
+        self.watchdog.progress()
+        await self.callbacks.on_checkpoint(self, self.step, path)
+
+    def result(self, status: Status) -> TrainingResult:
+        """What the run came to so far."""
+        rows = max(1, len(self.parts.prompts))
+        return TrainingResult(
+            status=status,
+            total_steps=self.step,
+            total_epochs=self.step * self.config.train.groups_per_step // rows,
+            run_dir=self.run_dir.path,
+            metrics=self.history[-1] if self.history else {},
+            history=self.history,
+            best_checkpoint_path=self.checkpoints.best(),
+        )
+
+    async def _fill(self, folder: Path) -> Checkpoint:
+        self.intake.drain()
+        groups = [group_to_json(group) for group in self.intake.held.values()]
+        checkpoint_of = self._snapshot(groups)
+        (folder / "adapter").mkdir()
+        state = await self.adapter.save(folder / "adapter")
+        await asyncio.to_thread(self.run_dir.sync)
+        return checkpoint_of(dict(state.data))
+
+    def _snapshot(self, groups: list[dict[str, Any]]) -> Callable[[dict[str, Any]], Checkpoint]:
+        """The run as it is now; what happens while the adapter saves belongs to the next one."""
+        self.run_dir.event("snapshot", step=self.step)
+        step, version, ledger = self.step, self.version, self.ledger.state()
+        counters = {
+            **self.signal.state(),
+            "best_reward": _finite(self.best_reward),
+            "failed_in_a_row": self.intake.failed_in_a_row,
+        }
+        config = self.config.model_dump(mode="json")
+        return lambda data: Checkpoint(step, version, ledger, groups, data, counters, config)
+
+    async def restore(self) -> None:
+        """Go back to the newest whole checkpoint; to the beginning when there is none."""
+        found = self.checkpoints.newest()
+        for torn in self.checkpoints.torn:
+            self.run_dir.event("torn", checkpoint=torn)
+        if found is None:
+            self.run_dir.event("resumed", from_step=0)
+            return
+        path, saved = found
+        check_same_run(saved.config, self.config)
+        await self.within(
+            "load",
+            self.adapter.load(AdapterState(path / "adapter", saved.adapter)),
+            limit="checkpoint",
+        )
+        self.step, self.version = saved.step, saved.version
+        groups = [group_from_json(g, self.parts.prompts.prompt) for g in saved.groups]
+        self.intake.held = {group.ticket: group for group in groups}
+        self.ledger.restore(dict(saved.ledger), self.intake.held)
+        self.signal.restore(saved.counters)
+        self.intake.failed_in_a_row = saved.counters["failed_in_a_row"]
+        best = saved.counters["best_reward"]
+        self.best_reward = -math.inf if best is None else best
+        self.run_dir.event("resumed", from_step=self.step)
+
+
+class Signal:
+    """Counts the steps in a row in which no rollout got any credit.
+
+    A whole run of them ends training: solved when every reward is the highest that was ever seen,
+    an error otherwise.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._flat_steps = 0
+        self._top = -math.inf
+        self.solved = False
+
+    def see(self, group: Group) -> None:
+        """Remember the highest reward."""
+        self._top = max([self._top, *(t.reward for t in group.scored)])
+
+    def step(self, groups: list[Group], has_credit: bool) -> None:
+        """A step was trained. Raises NoSignalError at the limit, unless the task is solved."""
+        self._flat_steps = 0 if has_credit else self._flat_steps + 1
+        if self._flat_steps < self._limit:
+            return
+        rewards = [t.reward for group in groups for t in group.scored]
+        if min(rewards) < self._top or self._top <= 0:
+            raise NoSignalError(
+                f"{self._flat_steps} steps in a row had no signal: within each group all rewards "
+                f"were equal (mean {sum(rewards) / len(rewards):.3g}), so every advantage was 0. "
+                "Make the task easier, the reward finer, or algorithm.group_size larger "
+                "(train.stop_after_flat_steps sets the patience)"
+            )
+        self.solved = True
+
+    def state(self) -> dict[str, Any]:
+        return {"flat_steps": self._flat_steps, "top": _finite(self._top)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._flat_steps = state["flat_steps"]
+        self._top = -math.inf if state["top"] is None else state["top"]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
