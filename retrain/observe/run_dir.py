@@ -186,6 +186,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def in_use(path: Path) -> bool:
+    """Whether a process has the run directory open."""
+    try:
+        lock = os.open(path / ".lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _cut(events: list[dict[str, Any]], from_step: int) -> int:
     """How many of `events` the checkpoint of `from_step` knows."""
     for kind in ("snapshot", "checkpoint"):
@@ -248,8 +263,14 @@ _SECRET_KEY = re.compile(
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
 
+def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
+    """Every key of `config`, defaults included, without what looks like a secret."""
+    shown: dict[str, Any] = _without_secrets(plain(config.model_dump()))
+    return shown
+
+
 def _write_config(path: Path, config: RunConfig) -> None:
-    text = yaml.safe_dump(_without_secrets(plain(config.model_dump())), sort_keys=False)
+    text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
     note = f"# The resolved configuration; its relative paths start at {config.base_dir.absolute()}"
     temporary = path.with_suffix(".tmp")
     try:

@@ -1,0 +1,196 @@
+"""Further sinks of the metrics, such as `loggers: [{type: wandb, project: maths}]`.
+
+metrics.jsonl stays the truth; these are views of it.
+
+- A library is imported only when its logger is asked for; a missing one is a ConfigError before
+  any model loads.
+- Each logger lives in a thread of its own behind a bounded queue, so that a slow service never
+  holds a step up, and a hung one can't keep the process from ending.
+- A logger that raises is disabled with one warning; the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import logging
+import math
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from retrain.errors import ConfigError
+from retrain.observe.callbacks import Callback, Run, TrainingResult
+from retrain.observe.run_dir import resolved
+from retrain.types import Metrics
+
+LOGGERS = {
+    "tensorboard": "retrain.observe.loggers:TensorBoardLogger",
+    "trackio": "retrain.observe.loggers:TrackioLogger",
+    "wandb": "retrain.observe.loggers:WandbLogger",
+}
+"""Short names for `loggers.type`."""
+
+QUEUE_ROWS = 1000
+"""Rows that may wait for a slow service; further ones are counted in `lost` and left out."""
+
+_log = logging.getLogger(__name__)
+_Row = tuple[int, Metrics]
+
+
+class Logger(Callback, ABC):
+    """Override `open`, `log` and `close`: plain calls, made in the logger's own thread."""
+
+    library: str | None = None
+    """The module that it needs."""
+    install: str = ""
+    """What `pip install` calls it, where that is another name."""
+    close_seconds: float = 60.0
+    """What it has at the end to hand over what still waits."""
+
+    def __init__(self) -> None:
+        if self.library and importlib.util.find_spec(self.library) is None:
+            raise ConfigError(
+                f"the logger {type(self).__name__} needs {self.library}, which is not installed: "
+                f"pip install {self.install or self.library}"
+            )
+        self.failure: Exception | None = None
+        """What disabled it."""
+        self.lost = 0
+        """Rows that found the queue full."""
+        self._rows: queue.Queue[_Row | None] = queue.Queue(QUEUE_ROWS)
+        self._thread: threading.Thread | None = None
+
+    @abstractmethod
+    def open(self, trainer: Run) -> None:
+        """Connect, or make the files; `trainer.config` and `trainer.run_dir.path` say for what."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write one row; only finite numbers."""
+
+    def close(self) -> None:
+        """Hand over what is left."""
+
+    def on_train_begin(self, trainer: Run) -> None:
+        self._thread = threading.Thread(
+            target=self._work, args=(trainer,), name=f"retrain-{type(self).__name__}", daemon=True
+        )
+        self._thread.start()
+
+    def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
+        self._put(step, metrics)
+
+    def on_eval_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
+        self._put(step, {f"eval/{key.removeprefix('eval/')}": metrics[key] for key in metrics})
+
+    async def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
+        if self._thread is None:
+            return
+        ended = await asyncio.to_thread(self._end)
+        if not ended:
+            _log.warning("%s did not end in %.0f s: left behind", self._name, self.close_seconds)
+        if self.lost:
+            _log.warning(
+                "%s lost %d rows to a slow service; metrics.jsonl has them", self._name, self.lost
+            )
+
+    @property
+    def _name(self) -> str:
+        return f"the logger {type(self).__name__}"
+
+    def _put(self, step: int, metrics: Mapping[str, float]) -> None:
+        finite = {
+            key: value for key, value in metrics.items() if key != "step" and math.isfinite(value)
+        }
+        try:
+            self._rows.put_nowait((step, finite))
+        except queue.Full:
+            self.lost += 1
+
+    def _end(self) -> bool:
+        """Ask the thread to end; whether it did so in time."""
+        assert self._thread is not None
+        try:
+            self._rows.put(None, timeout=self.close_seconds)
+        except queue.Full:
+            return False
+        self._thread.join(self.close_seconds)
+        return not self._thread.is_alive()
+
+    def _work(self, trainer: Run) -> None:
+        try:
+            self.open(trainer)
+            while (row := self._rows.get()) is not None:
+                self.log(*row)
+            self.close()
+        except Exception as error:  # noqa: BLE001 - a logger's fault is never the run's
+            self.failure = error
+            _log.warning(
+                "%s is disabled: %s: %s; the run goes on, and metrics.jsonl has every row",
+                self._name,
+                type(error).__name__,
+                error,
+            )
+            while self._rows.get() is not None:
+                pass
+
+
+class TensorBoardLogger(Logger):
+    """Event files for TensorBoard, in the run directory's `tensorboard/`."""
+
+    library = "tensorboardX"
+
+    def open(self, trainer: Run) -> None:
+        module: Any = importlib.import_module("tensorboardX")  # any: it ships no types
+        self._writer = module.SummaryWriter(str(trainer.run_dir.path / "tensorboard"))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger(Logger):
+    """Weights & Biases; the key comes from WANDB_API_KEY or `wandb login`.
+
+    `settings` goes to `wandb.init` as it is: entity, group, tags, mode, ...
+    """
+
+    library = "wandb"
+
+    def __init__(self, project: str = "retrain", name: str | None = None, **settings: Any) -> None:
+        super().__init__()
+        self._project, self._name_given, self._settings = project, name, settings
+
+    def open(self, trainer: Run) -> None:
+        wandb: Any = importlib.import_module(self.library)  # any: not a dependency of ours
+        self._run = wandb.init(
+            project=self._project,
+            name=self._name_given or trainer.run_dir.path.name,
+            config=resolved(trainer.config),
+            **self._own_settings(trainer),
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _own_settings(self, trainer: Run) -> dict[str, Any]:
+        return {"dir": str(trainer.run_dir.path), **self._settings}
+
+
+class TrackioLogger(WandbLogger):
+    """Trackio, which keeps its runs on this machine and has wandb's face."""
+
+    library = "trackio"
+
+    def _own_settings(self, trainer: Run) -> dict[str, Any]:
+        return self._settings
