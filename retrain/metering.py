@@ -1,6 +1,7 @@
-"""A step's line of metrics.jsonl: counted as things happen, written once a step.
+"""A step's line of metrics.jsonl.
 
-`reward/*` covers every rollout that was scored since the last line, trained or not.
+A group counts when the learner takes it, to train or to drop it: so `reward/*` covers every scored
+rollout once, trained or not, and no line is without rewards because groups came in bursts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Meter:
         self._clear()
 
     def group(self, group: Group) -> None:
-        """A group was played and scored."""
+        """The learner took a group."""
         scored = group.scored
         self._rewards += [t.reward for t in scored]
         for trajectory in scored:
@@ -44,7 +45,7 @@ class Meter:
                 )
 
     def dropped(self, cause: str) -> None:
-        """A finished group was dropped."""
+        """A group that was taken is not trained."""
         self._dropped[cause] += 1
 
     def row(
@@ -59,6 +60,8 @@ class Meter:
 
         `seconds` holds wait_for_batch, update and publish. The counters start anew.
         """
+        for group in trained:
+            self.group(group)
         now = time.perf_counter()
         elapsed = now - self._began
         ages = [version - v for g in trained for t in g.scored for v in t.versions]

@@ -42,8 +42,8 @@ async def train(
     `parts` replaces what the config's plug-ins would make. Raises ConfigError before any model
     loads, RunError when the run can't go on, CancelledError after a clean checkpoint.
     """
-    hooks = Callbacks(callbacks)
     parts = parts or assemble(config)
+    hooks = Callbacks([*callbacks, *parts.loggers])
     folder = config.run_dir or Path("runs") / (config.name or "run")
     with RunDirectory.open(folder, config, resume=resume) as run_dir:
         run = Run(config, parts, run_dir, hooks)

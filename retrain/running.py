@@ -34,7 +34,6 @@ from retrain.ledger import Ledger
 from retrain.metering import Meter
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
 from retrain.observe.run_dir import RunDirectory
-from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts
 from retrain.sampler import SamplingParams
 from retrain.slots import Slot
@@ -62,10 +61,8 @@ class Run:
         self.watchdog: Watchdog
         self.meter = Meter()
         self.checkpoints = Checkpoints(run_dir.checkpoints)
-        train = config.train
-        self.ledger = Ledger(
-            lambda e: epoch_order(e, len(parts.prompts), train.seed, train.shuffle)
-        )
+        train, prompts = config.train, parts.prompts
+        self.ledger = Ledger(lambda epoch: prompts.epoch_order(epoch, train.seed, train.shuffle))
         self.slots = config.rollout.slots or (config.staleness.target + 1) * train.groups_per_step
         self.todo: asyncio.Queue[Prompt] = asyncio.Queue(self.slots)
         self.done: asyncio.Queue[Group | None] = asyncio.Queue(self.slots + 1)
@@ -137,12 +134,12 @@ class Run:
         )
         self.run_dir.event("scored", ticket=ticket, rewards=[t.reward for t in trajectories])
         self.run_dir.rollouts(group)
-        self.meter.group(group)
         self.signal.see(group)
         self.watchdog.progress()
 
     def drop(self, group: Group, cause: str) -> None:
         """A finished group is not trained: count it; a stale one's prompt is issued again."""
+        self.meter.group(group)
         self.meter.dropped(cause)
         fields: dict[str, Any] = {"ticket": group.prompt.id, "cause": cause}
         if cause == "stale":

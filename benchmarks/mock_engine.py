@@ -1,0 +1,157 @@
+"""An engine without a model: seeded completions after a seeded latency, and updates that only count.
+
+`backend: {type: benchmarks/mock_engine.py:MockOptions, latency: 0.3}` runs the whole pipe on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from retrain.adapters.base import (
+    SHARED_LOSSES,
+    TRL_LOSSES,
+    Adapter,
+    AdapterOptions,
+    AdapterState,
+    Capabilities,
+)
+from retrain.config import RunConfig
+from retrain.sampler import SamplingParams
+from retrain.types import Batch, Completion, Metrics
+
+LETTERS = "abcdefgh"
+
+
+class MockOptions(AdapterOptions):
+    """`latency` is the mean seconds of a completion, lognormal with `sigma`; 0 answers at once."""
+
+    adapter: ClassVar[str] = "benchmarks.mock_engine:MockAdapter"
+    latency: float = 0.0
+    sigma: float = 0.5
+    capacity: int | None = None
+    """Completions under way at once; None: no limit."""
+    update: float = 0.0
+    """Seconds of an update."""
+    learning_rate: float = 0.1
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(losses=SHARED_LOSSES | TRL_LOSSES)
+
+
+class CharacterTokenizer:
+    """One token a character, for `chat: none`."""
+
+    eos_token_id: int | None = 0
+    chat_template: Any = None  # the protocol's type
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return bytes(t for t in token_ids if t).decode(errors="replace")
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> str:
+        raise NotImplementedError("the mock engine's tokenizer has no chat template: chat: none")
+
+
+class MockAdapter(Adapter):
+    """Each version has one probability of saying the prompt's first letter; updates raise it."""
+
+    def __init__(self, options: MockOptions, config: RunConfig) -> None:
+        self.options = options
+        self.capabilities = options.capabilities()
+        self.tokenizer = CharacterTokenizer()
+        self.context_length = 4096
+        self.sampler = self
+        self.version = 0
+        self.skill = 0.1
+        self.served_skill = self.skill
+        self.batches: list[Batch] = []
+        self.keep_batches = 0
+        """How many of the newest batches `batches` holds, for tests."""
+        limit = options.capacity
+        self._slots = asyncio.Semaphore(limit) if limit else None
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
+    ) -> list[Completion]:
+        skill, version = self.served_skill, self.version
+        draw = random.Random(params.seed)
+        completions = [self._completion(prompt_ids, params, draw, skill, version) for _ in range(n)]
+        if self.options.latency:
+            await asyncio.gather(*(self._wait(draw) for _ in range(n)))
+        return completions
+
+    async def update(self, batch: Batch) -> Metrics:
+        self.batches = [*self.batches, batch][-self.keep_batches :] if self.keep_batches else []
+        await asyncio.sleep(self.options.update)
+        signal = sum(a for s in batch.samples for a in s.advantages if a > 0)
+        self.skill = min(0.99, self.skill + self.options.learning_rate * (signal > 0))
+        return {"loss": -signal, "grad_norm": 1.0, "learning_rate": self.options.learning_rate}
+
+    async def publish(self) -> int:
+        self.served_skill = self.skill
+        self.version += 1
+        return self.version
+
+    async def save(self, folder: Path) -> AdapterState:
+        (folder / "skill.txt").write_text(repr(self.skill))
+        return AdapterState(folder, {"version": self.version})
+
+    async def load(self, state: AdapterState) -> None:
+        self.skill = self.served_skill = float((state.folder / "skill.txt").read_text())
+        self.version = state.data["version"]
+
+    async def _wait(self, draw: random.Random) -> None:
+        mean, sigma = self.options.latency, self.options.sigma
+        seconds = draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+        if self._slots is None:
+            await asyncio.sleep(seconds)
+            return
+        async with self._slots:
+            await asyncio.sleep(seconds)
+
+    def _completion(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        draw: random.Random,
+        skill: float,
+        version: int,
+    ) -> Completion:
+        count = min(4, params.max_tokens)
+        right = prompt_ids[0] if prompt_ids else 97
+        token_ids = [
+            right if draw.random() < skill else ord(draw.choice(LETTERS)) for _ in range(count)
+        ]
+        return Completion(token_ids, [-1.0] * count, bytes(token_ids).decode(), "length", version)
+
+
+def mock_config(folder: Path, **changes: Mapping[str, Any]) -> RunConfig:
+    """A run of the echo task on the mock engine; `changes` replace whole keys of sections."""
+    sections: dict[str, Any] = {
+        "model": "tiny",
+        "prompts": {
+            "type": "list",
+            "rows": [{"prompt": f"{c}=", "answer": c * 4} for c in LETTERS],
+        },
+        "environment": {"type": "single_turn"},
+        "rewards": [{"type": "slot_match"}],
+        "algorithm": {"type": "grpo", "group_size": 4},
+        "backend": {"type": "benchmarks.mock_engine:MockOptions"},
+        "sampling": {"max_tokens": 4},
+        "chat": {"template": "none"},
+        "train": {"total_train_steps": 4, "groups_per_step": 4},
+        "checkpoint": {"every": 2},
+        "run_dir": str(folder),
+    }
+    for name, change in changes.items():
+        old = sections.get(name)
+        replace = not isinstance(old, dict) or "type" in change
+        sections[name] = change if replace else {**old, **change}
+    return RunConfig.model_validate(sections)
