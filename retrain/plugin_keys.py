@@ -99,7 +99,10 @@ def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> di
 def _signature(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     if inspect.isclass(target) and target.__init__ is object.__init__:
         return iter(())
-    return iter(inspect.signature(target).parameters.values())
+    try:
+        return iter(inspect.signature(target).parameters.values())
+    except (ValueError, TypeError):
+        raise PluginError(f"{target!r} has no signature: wrap it in a function of yours") from None
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:

@@ -44,7 +44,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "trl": "retrain.adapters.trl.options",
         "weaver": "retrain.adapters.weaver.options",
     },
-    "logger": {},
+    "logger": {
+        "tensorboard": "retrain.observe.loggers:TensorBoardLogger",
+        "trackio": "retrain.observe.loggers:TrackioLogger",
+        "wandb": "retrain.observe.loggers:WandbLogger",
+    },
 }
 """Short names by kind; a module without a class stands for the only fitting one in it."""
 
@@ -139,8 +143,10 @@ def _pick(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
             )
         return value
     found = dict(_candidates(kind, module))
+    sure = {n: v for n, v in found.items() if inspect.isclass(v) or isinstance(v, kind.base)}
+    found = sure or found  # a helper function beside a reward is no reward
     stem = Path(source).stem
-    if len(found) > 1 and stem in found:
+    if stem in found:
         return found[stem]
     if len(found) != 1:
         many = f"several: write {Path(source).name}:{' or :'.join(found)}" if found else "none"

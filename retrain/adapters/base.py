@@ -44,6 +44,8 @@ class Capabilities:
         {"max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed"}
     )
     """Fields of SamplingParams that have an effect."""
+    scored_as_sampled: frozenset[str] = frozenset()
+    """Those of them that shape the trainer's own log-probs too, so that the ratio starts at 1."""
 
 
 @dataclass(frozen=True, slots=True)

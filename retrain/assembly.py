@@ -1,0 +1,249 @@
+"""From a RunConfig to the parts of a run, everything checked before any model loads.
+
+`assemble` finds and builds the plug-ins and holds the config against the backend's Capabilities.
+It loads no torch; `Parts.open_adapter` does. All problems are raised as one ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
+from retrain.algorithms.base import Algorithm
+from retrain.batching import Normalisation
+from retrain.compatibility import check_compatible, warnings_about
+from retrain.config import Plugin, RewardConfig, RunConfig
+from retrain.config_errors import keys_of, problems_of
+from retrain.environment import Environment
+from retrain.errors import ConfigError, PluginError, PromptError
+from retrain.models import find_model
+from retrain.observe.callbacks import Callback
+from retrain.plugin_keys import bind
+from retrain.plugins import Kind, find_plugin, line_of
+from retrain.prompts import PromptSource
+from retrain.rewarding import NAMES, FunctionReward, RewardCalculator, Scorer, WeightedReward
+
+T = TypeVar("T")
+
+KINDS = {
+    "environment": Kind("environment", Environment),
+    "reward": Kind("reward", RewardCalculator, accepts=callable),
+    "algorithm": Kind("algorithm", Algorithm),
+    "prompts": Kind("prompts", PromptSource),
+    "backend": Kind("backend", AdapterOptions),
+    "logger": Kind("logger", Callback),
+}
+ADAPTER = Kind("adapter", Adapter)
+_EXTRAS = {"tinker": "remote", "weaver": "remote"}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run's parts, made and checked."""
+
+    config: RunConfig
+    prompts: PromptSource
+    eval_prompts: PromptSource | None
+    environment: Callable[[], Environment]
+    """Makes one instance."""
+    scorer: Scorer
+    algorithm: Algorithm
+    loss: str
+    loss_config: Mapping[str, Any]  # the loss's own keys
+    normalisation: Normalisation | None
+    """None for a loss that carries its normaliser."""
+    options: AdapterOptions
+    capabilities: Capabilities
+    loggers: tuple[Callback, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What is allowed, but worth a word at the start."""
+
+    def open_adapter(self) -> Adapter:
+        """The backend's adapter, not yet entered; imports it, and with it torch if it needs that.
+
+        Raises ConfigError when a library that it needs is missing.
+        """
+        where = "backend.type"
+        try:
+            found = find_plugin(ADAPTER, self.options.adapter, where, self.config.base_dir)
+        except PluginError as error:
+            if isinstance(error.__cause__, ModuleNotFoundError):
+                kind = self.config.backend.type
+                raise PluginError(
+                    f"{where}: {kind} needs {error.__cause__.name}, which is not installed: "
+                    f"pip install 'retrain[{_EXTRAS.get(kind, kind)}]'"
+                ) from error
+            raise
+        adapter: Adapter = found(self.options, self.config)
+        return adapter
+
+
+def assemble(config: RunConfig) -> Parts:
+    """The parts of the run that `config` describes.
+
+    Raises ConfigError with every problem of every part.
+    """
+    problems: list[str] = []
+    made: dict[str, Any] = {}
+
+    def attempt(name: str, make: Callable[[RunConfig], Any]) -> None:
+        with _collected(problems):
+            made[name] = make(config)
+
+    attempt("prompts", lambda c: _make("prompts", c.prompts, "prompts", c))
+    attempt("eval_prompts", _eval_prompts)
+    attempt("environment", _environment)
+    attempt("scorer", _scorer)
+    attempt("algorithm", lambda c: _make("algorithm", c.algorithm, "algorithm", c))
+    attempt("options", _options)
+    attempt("loggers", _loggers)
+    attempt("model", lambda c: find_model(c.model, c.base_dir))
+    if {"algorithm", "options", "environment"} <= made.keys():
+        compatible = partial(check_compatible, made["algorithm"], made["options"])
+        attempt("loss", lambda c: compatible(c, made["environment"].func))
+    if problems:
+        raise ConfigError(*problems)
+    del made["model"]
+    loss, normalisation, capabilities = made.pop("loss")
+    loss_config = {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
+    return Parts(
+        config,
+        **made,
+        loss=loss,
+        loss_config=loss_config,
+        normalisation=normalisation,
+        capabilities=capabilities,
+        warnings=tuple(warnings_about(config, loss, capabilities)),
+    )
+
+
+def target_of(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
+    """The class or function that a plug-in section names."""
+    return find_plugin(KINDS[kind], plugin.type, f"{where}.type", config.base_dir)
+
+
+def _make(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
+    """One instance of a plug-in section's class."""
+    return _construct(where, _maker(kind, plugin, where, config))
+
+
+def _maker(kind: str, plugin: Plugin, where: str, config: RunConfig) -> partial[Any]:
+    """A plug-in section's class, its keys checked and bound."""
+    target = target_of(kind, plugin, where, config)
+    keys = bind(
+        target,
+        plugin.arguments,
+        where,
+        given={"base_dir": config.base_dir},
+        beside=type(plugin).model_fields,
+        known=keys_of(RunConfig),
+    )
+    return partial(target, **keys)
+
+
+def _construct(where: str, make: Callable[[], T]) -> T:
+    """Call a user's constructor; what it raises is a problem of the config."""
+    try:
+        return make()
+    except ConfigError as error:
+        if isinstance(error, PromptError):
+            raise PromptError(*(f"{where}: {problem}" for problem in error.problems)) from error
+        raise
+    except Exception as error:
+        name = getattr(getattr(make, "func", make), "__name__", "the constructor")
+        raise PluginError(
+            f"{where}: {name}(...) raised {type(error).__name__}: {error}{line_of(error)}"
+        ) from error
+
+
+def _eval_prompts(config: RunConfig) -> PromptSource | None:
+    if config.eval is None:
+        return None
+    source: PromptSource = _make("prompts", config.eval.prompts, "eval.prompts", config)
+    return source
+
+
+def _environment(config: RunConfig) -> partial[Environment]:
+    make: partial[Environment] = _maker("environment", config.environment, "environment", config)
+    _construct("environment", make)  # what its constructor refuses is told before the run
+    return make
+
+
+def _loggers(config: RunConfig) -> tuple[Callback, ...]:
+    return tuple(
+        _make("logger", plugin, f"loggers.{index}", config)
+        for index, plugin in enumerate(config.loggers)
+    )
+
+
+def _scorer(config: RunConfig) -> Scorer:
+    parts: list[WeightedReward] = []
+    problems: list[str] = []
+    for index, reward in enumerate(config.rewards):
+        with _collected(problems):
+            parts.append(_reward(reward, f"rewards.{index}", config))
+    names = [part.name for part in parts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems += [f"rewards: two are called {name!r}: give each its own `name`" for name in twice]
+    if "environment" in names:
+        problems.append(
+            "rewards: `environment` is the name of the steps' own reward: choose a name"
+        )
+    if problems:
+        raise PluginError(*problems)
+    return Scorer(
+        parts,
+        deadline=config.deadlines.reward,
+        concurrency=config.rollout.reward_concurrency,
+    )
+
+
+def _reward(reward: RewardConfig, where: str, config: RunConfig) -> WeightedReward:
+    found = target_of("reward", reward, where, config)
+    if isinstance(found, type):
+        calculator: RewardCalculator = _make("reward", reward, where, config)
+    elif isinstance(found, RewardCalculator) and not isinstance(found, FunctionReward):
+        bind(lambda: None, reward.arguments, where)  # an instance takes no keys
+        calculator = found
+    else:
+        calculator = _function_reward(found, reward, where)
+    own_name = reward.type.replace("/", ":").rpartition(":")[2].removesuffix(".py")
+    return WeightedReward(reward.name or calculator.name or own_name, reward.weight, calculator)
+
+
+def _function_reward(found: Any, reward: RewardConfig, where: str) -> FunctionReward:
+    """A reward function with the YAML's further keys bound to its arguments."""
+    made = found if isinstance(found, FunctionReward) else None
+    function = made.function if made else found
+    keys = bind(
+        function,
+        reward.arguments,
+        where,
+        given=made.bound if made else {},
+        provided=NAMES,
+        beside=RewardConfig.model_fields,
+    )
+    return FunctionReward(function, made.name if made else "", **keys)
+
+
+def _options(config: RunConfig) -> AdapterOptions:
+    found: type[AdapterOptions] = target_of("backend", config.backend, "backend", config)
+    try:
+        return found.model_validate(config.backend.arguments)
+    except ValidationError as error:
+        known = keys_of(RunConfig)
+        raise PluginError(*problems_of(error, found, prefix="backend", known=known)) from None
+
+
+@contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        problems += [p if not error.source else f"{error.source}: {p}" for p in error.problems]

@@ -1,0 +1,143 @@
+"""Whether the parts of a run fit each other: what a backend can't honour is an error at the start.
+
+Pure functions of the config and of what the parts say about themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from retrain.adapters.base import SHARED_LOSSES, TRL_LOSSES, AdapterOptions, Capabilities
+from retrain.algorithms.base import Algorithm
+from retrain.batching import TRL_AS_SHARED, Normalisation
+from retrain.config import RunConfig, SamplingConfig
+from retrain.environment import Environment
+from retrain.errors import ConfigError
+
+UNSCORED = frozenset({"cross_entropy", "dpo"})
+"""Losses that learn from examples; the others learn from rewards, weighing by importance."""
+
+
+def check_compatible(
+    algorithm: Algorithm,
+    options: AdapterOptions,
+    config: RunConfig,
+    environment: type[Environment],
+) -> tuple[str, Normalisation | None, Capabilities]:
+    """The loss, its normalisation and what the backend can do.
+
+    Raises ConfigError with everything that doesn't fit together.
+    """
+    capabilities = options.capabilities()
+    loss = config.algorithm.loss or algorithm.loss
+    problems = [
+        *_loss(loss, config, capabilities),
+        *_normalisation(loss, config),
+        *_sampling(config, capabilities),
+        *_staleness(loss, config, capabilities),
+        *_rewards(loss, config, environment),
+        *options.problems(config),
+    ]
+    if config.algorithm.group_size < algorithm.min_group_size:
+        problems.append(
+            f"algorithm.group_size: got {config.algorithm.group_size}, but "
+            f"{config.algorithm.type} compares rollouts of one prompt: expected at least "
+            f"{algorithm.min_group_size}"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    own = loss not in SHARED_LOSSES or loss == "dpo"
+    return loss, None if own else config.algorithm.normalisation or "token", capabilities
+
+
+def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:
+    """What is allowed, but seldom meant."""
+    sampling = config.sampling
+    if sampling.temperature == 0 and config.algorithm.group_size > 1:
+        yield (
+            "sampling.temperature is 0: the rollouts of a group are equal unless the environment "
+            "differs, and equal rewards teach nothing"
+        )
+    if loss in UNSCORED or sampling.temperature == 0:
+        return
+    shaped = [
+        f"{name} {getattr(sampling, name)}"
+        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0))
+        if getattr(sampling, name) != neutral and name not in capabilities.scored_as_sampled
+    ]
+    if shaped:
+        yield (
+            f"sampling with {', '.join(shaped)}: {loss} weighs tokens by the ratio of the "
+            "trainer's probability to the sampler's, and this backend's trainer doesn't shape its "
+            "own, so the ratio is off 1 even for fresh samples; watch kl/sampler_trainer"
+        )
+
+
+def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
+    able = capabilities.losses | capabilities.surrogate_losses
+    if loss in able or (":" in loss and capabilities.custom_losses):
+        return
+    where = f"algorithm.loss: the {config.backend.type} backend"
+    if ":" in loss:
+        yield f"{where} can't train a loss of your own; it has {', '.join(sorted(able))}"
+        return
+    near = difflib.get_close_matches(loss, sorted(able), n=1)
+    shared = TRL_AS_SHARED.get(loss)
+    if shared and shared[0] in able:
+        hint = f"; the same is {shared[0]} with normalisation: {shared[1]}"
+    else:
+        hint = f"; the nearest is {near[0]}" if near else ""
+    yield f"{where} has no loss {loss!r}{hint} (it has {', '.join(sorted(able))})"
+
+
+def _normalisation(loss: str, config: RunConfig) -> Iterator[str]:
+    wanted = config.algorithm.normalisation
+    if wanted is None:
+        return
+    if loss in TRL_LOSSES or loss == "dpo":
+        yield (
+            f"algorithm.normalisation: got {wanted!r}, but the loss {loss} carries its own: "
+            "remove it, or choose the loss ppo"
+        )
+    if loss == "dro" and wanted == "sequence":
+        yield "algorithm.normalisation: dro can't be normalised by sequence: token or batch"
+
+
+def _sampling(config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
+    plain = SamplingConfig()
+    for name in SamplingConfig.model_fields:
+        value = getattr(config.sampling, name)
+        if value != getattr(plain, name) and name not in capabilities.sampling:
+            yield (
+                f"sampling.{name}: got {value!r}, but the {config.backend.type} backend can't "
+                "honour it: remove it"
+            )
+
+
+def _staleness(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
+    limit = capabilities.max_staleness
+    if limit is not None and config.staleness.bound > limit:
+        yield (
+            f"staleness.max: is {config.staleness.bound}, but the {config.backend.type} backend "
+            f"allows at most {limit}"
+        )
+    force = config.algorithm.loss_config.get("force", False)
+    if not isinstance(force, bool):
+        yield f"algorithm.loss_config.force: got {force!r}, expected true or false"
+    elif loss == "importance_sampling" and config.staleness.target > 1 and not force:
+        yield (
+            f"staleness.target: got {config.staleness.target}, but importance_sampling does not "
+            "clip its ratio, which explodes on old samples: choose the loss ppo or cispo, a target "
+            "of at most 1, or say algorithm.loss_config.force: true"
+        )
+
+
+def _rewards(loss: str, config: RunConfig, environment: type[Environment]) -> Iterator[str]:
+    silent = environment.step is Environment.step
+    if not config.rewards and silent and loss not in UNSCORED:
+        yield (
+            "rewards: missing, and the environment "
+            f"{config.environment.type} gives none in its step: nothing would be learnt; add e.g. "
+            "`rewards: [{type: my_reward.py:my_function}]`"
+        )

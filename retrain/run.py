@@ -1,0 +1,279 @@
+"""`python -m retrain.run config.yaml`: parse, assemble, run.
+
+The only place that maps errors to exit codes (0 done, 1 the run failed, 2 bad config or usage,
+130 interrupted) and that unwraps a lone ExceptionGroup. A user's mistake is told in a sentence; a
+traceback of anything unforeseen goes to the run directory's error.txt.
+
+The module is callable, so that `await retrain.run(config)` works beside `python -m retrain.run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from retrain.errors import ConfigError, RetrainError
+
+if TYPE_CHECKING:
+    from retrain.assembly import Parts
+    from retrain.config import RunConfig
+    from retrain.observe.callbacks import Callback, TrainingResult
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+STUCK_SECONDS = 5.0
+"""What threads have to end by themselves when the run is over."""
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; its exit code."""
+    arguments = _parser().parse_intermixed_args(argv)
+    places: list[Path] = []
+
+    def command() -> int:
+        from retrain.config import load_config
+
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.run_dir:
+            config = config.model_copy(update={"run_dir": Path(arguments.run_dir)})
+        if arguments.dry_run:
+            return _dry_run(config, arguments.config)
+        config = with_run_dir(config, resume=arguments.resume)
+        places.append(config.run_dir or Path())
+        drive(_train(config, resume=arguments.resume))
+        return DONE
+
+    return exit_code(command, places)
+
+
+async def run(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+) -> TrainingResult:
+    """Train as a config, a mapping or a YAML file says.
+
+    Raises ConfigError before any model loads, RunError when the run can't go on.
+    """
+    from retrain.config import RunConfig, load_config, parse_config
+    from retrain.pipeline import train
+
+    if isinstance(config, str | Path):
+        config = load_config(config)
+    elif not isinstance(config, RunConfig):
+        config = parse_config(config)
+    return await train(with_run_dir(config, resume=resume), callbacks=callbacks, resume=resume)
+
+
+def with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
+    """`config` with its run directory: the given one, else runs/NAME, runs/NAME-2, ...
+
+    A fresh run takes the first name that is free, `resume` the last one in use. Raises ConfigError
+    when there is none to resume.
+    """
+    if config.run_dir is not None:
+        return config
+    name = config.name or "run"
+    last, folder, number = None, Path("runs") / name, 1
+    while (folder / "events.jsonl").exists():
+        number += 1
+        last, folder = folder, Path("runs") / f"{name}-{number}"
+    if resume and last is None:
+        raise ConfigError(
+            f"there is no run to resume at {folder}: leave --resume, or use --run-dir"
+        )
+    return config.model_copy(update={"run_dir": last if resume else folder})
+
+
+def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
+    """Call a command; tell what it raises on stderr, and return the exit code.
+
+    `places` are the folders that may take an unforeseen error's traceback.
+    """
+    try:
+        return command()
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        _tell("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # `retrain schema | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception as error:  # noqa: BLE001 - the last boundary: every error is told
+        causes = _causes(error)
+        for cause in causes:
+            _tell(f"error: {_sentence(cause)}")
+        if all(isinstance(cause, RetrainError) for cause in causes):
+            return USAGE if any(isinstance(cause, ConfigError) for cause in causes) else FAILED
+        _keep_traceback(error, places)
+        return FAILED
+
+
+def drive(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on a loop of its own; its threads are not waited for.
+
+    The first SIGINT or SIGTERM cancels it, the second one ends the process at once.
+    """
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    task = loop.create_task(coroutine, name="main")
+    try:
+        with _signals(loop, task):
+            return loop.run_until_complete(task)
+    finally:
+        rest = asyncio.all_tasks(loop)
+        for other in rest:
+            other.cancel()
+        if rest:
+            loop.run_until_complete(asyncio.wait(rest, timeout=STUCK_SECONDS))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, even when a thread of a user's code hangs."""
+    logging.shutdown()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    until = time.monotonic() + STUCK_SECONDS
+    others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    for thread in others:
+        thread.join(max(0.0, until - time.monotonic()))
+    stuck = [thread.name for thread in others if thread.is_alive()]
+    if stuck:
+        _tell(f"left behind, since they did not end: {', '.join(stuck)}")
+        os._exit(code)
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="retrain run",
+        description="Train as a YAML file says. Exit code: 0 done, 1 the run failed, "
+        "2 bad config or usage, 130 interrupted (after a checkpoint).",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument(
+        "overrides",
+        metavar="dotted.key=value",
+        nargs="*",
+        help="change a key, e.g. train.seed=1 rewards.0.weight=2",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the resolved config, stop"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint of this run"
+    )
+    parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept (runs/NAME)")
+    return parser
+
+
+async def _train(config: RunConfig, *, resume: bool) -> TrainingResult:
+    from retrain.assembly import assemble
+    from retrain.observe.console import Console
+    from retrain.pipeline import train
+
+    parts = assemble(config)
+    for warning in parts.warnings:
+        _tell(f"warning: {warning}")
+    return await train(config, callbacks=[Console()], resume=resume, parts=parts)
+
+
+def _dry_run(config: RunConfig, source: str) -> int:
+    import yaml
+
+    from retrain.assembly import assemble
+    from retrain.observe.run_dir import resolved
+
+    parts = assemble(config)
+    for warning in parts.warnings:
+        _tell(f"warning: {warning}")
+    print(f"# {source}: nothing is wrong with it; no model was loaded, nothing was written")
+    text = yaml.safe_dump(_full(resolved(config), parts), sort_keys=False, allow_unicode=True)
+    print(text, end="", flush=True)
+    return DONE
+
+
+def _full(mapping: dict[str, Any], parts: Parts) -> dict[str, Any]:
+    """The resolved config with what the backend and the algorithm add by default."""
+    algorithm = {"loss": parts.loss, "normalisation": parts.normalisation}
+    backend = {"type": parts.config.backend.type, **parts.options.model_dump(mode="json")}
+    return mapping | {"algorithm": mapping["algorithm"] | algorithm, "backend": backend}
+
+
+@contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
+    """Plain handlers, not the loop's: they work while user code blocks the loop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(INTERRUPTED)
+        asked = True
+        os.write(2, b"\nstopping after a checkpoint; once more ends at once\n")  # print may lock
+        loop.call_soon_threadsafe(task.cancel)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The errors inside groups, each text once; a RetrainError speaks for whatever it caused."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    leaves = [leaf for inner in error.exceptions for leaf in _causes(inner)]
+    leaves = [e for e in leaves if not isinstance(e, asyncio.CancelledError)] or leaves
+    return list({str(leaf): leaf for leaf in leaves}.values())
+
+
+def _sentence(error: BaseException) -> str:
+    text = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
+    return "\n  ".join([text, *getattr(error, "__notes__", ())])
+
+
+def _keep_traceback(error: Exception, places: Sequence[Path]) -> None:
+    text = "".join(traceback.format_exception(error))
+    for place in places:
+        with suppress(OSError):
+            file = place / "error.txt"
+            file.write_text(text, encoding="utf-8")
+            _tell(f"the whole story is in {file}")
+            return
+    _tell(text)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _CallableModule(ModuleType):
+    async def __call__(self, *args: Any, **keys: Any) -> TrainingResult:
+        return await run(*args, **keys)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+if __name__ == "__main__":
+    leave(main())
