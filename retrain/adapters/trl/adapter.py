@@ -1,0 +1,183 @@
+"""The local backend: TRL's GRPOTrainer in a worker thread, and a sampler with its own weights.
+
+`update` hands a batch to the thread and waits for its optimizer step; `publish` copies the weights
+at the boundary between two steps and gives them to the sampler; `save` and `load` are TRL's own
+checkpoints, so that a resumed run repeats the uninterrupted one bit by bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import TrainerCallback
+
+from retrain.adapters.base import Adapter, AdapterState
+from retrain.adapters.trl.build import build_trainer, place
+from retrain.adapters.trl.options import TrlOptions
+from retrain.adapters.trl.rows import check_samples
+from retrain.adapters.trl.worker import Job, TrainerThread
+from retrain.config import RunConfig
+from retrain.engine.models import load_model, load_tokenizer, resolve_model
+from retrain.engine.sampler import LocalSampler
+from retrain.engine.weights import snapshot
+from retrain.errors import AdapterError, RetrainError
+from retrain.types import Batch, Metrics
+
+CLOSE_SECONDS = 60.0
+
+
+class TrlAdapter(Adapter):
+    """Trains `config.model` on this machine, on CUDA when there is one."""
+
+    sampler: LocalSampler
+
+    def __init__(self, options: TrlOptions, config: RunConfig) -> None:
+        self.options = options
+        self.config = config
+        self.capabilities = options.capabilities()
+        self._version = 0
+
+    async def __aenter__(self) -> Self:
+        """Load the model twice (to train, and to sample); the trainer's thread does the work.
+
+        Raises ConfigError when the model, the device or an argument can't be used.
+        """
+        loop = asyncio.get_running_loop()
+        self._folder = resolve_model(self.config.model, self.config.base_dir)
+        self._scratch = tempfile.TemporaryDirectory(prefix="retrain-trl-")
+        self._thread = TrainerThread(
+            self._build, alive=lambda: not loop.is_closed(), threads=self.options.threads
+        )
+        self._thread.start()
+        try:
+            await asyncio.wrap_future(self._thread.started)
+            self.sampler = LocalSampler(
+                self._sampler_model,
+                self.tokenizer,
+                max_rows=self.options.max_rows,
+                isolate=self.config.train.order == "in_order",
+                threads=self.options.threads,
+            )
+        except BaseException:
+            await self._end_thread()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self.sampler.close()
+        finally:
+            await self._end_thread()
+
+    async def update(self, batch: Batch) -> Metrics:
+        """One optimizer step over the whole batch, micro-batch by micro-batch.
+
+        Raises ValueError when no token is to be trained, NonFiniteError when a loss or gradient is
+        NaN or infinite (the weights are then unchanged).
+        """
+        check_samples(batch.samples)
+        metrics: Metrics = await self._submit(Job(batch=batch))
+        return metrics
+
+    async def publish(self) -> int:
+        weights = await self._in_thread(lambda: snapshot(self._thread.trainer.model))
+        self._version += 1
+        await self.sampler.load_weights(weights, self._version)
+        return self._version
+
+    async def save(self, folder: Path) -> AdapterState:
+        """TRL's checkpoint, in a folder of its own below `folder`."""
+        name = await self._in_thread(
+            lambda: self._thread.trainer.save_to(folder), needs_optimizer=True
+        )
+        return AdapterState(folder, {"checkpoint": name, "version": self._version})
+
+    async def load(self, state: AdapterState) -> None:
+        """Continue from `state`; before the first update alone."""
+        checkpoint = state.folder / str(state.data["checkpoint"])
+        if not checkpoint.is_dir():
+            raise AdapterError(f"there is no checkpoint in {checkpoint}: choose an older one")
+        await self._submit(Job(checkpoint=checkpoint))
+        weights = await self._in_thread(lambda: snapshot(self._thread.trainer.model))
+        self._version = int(state.data["version"])
+        await self.sampler.load_weights(weights, self._version)
+
+    async def export(self, folder: Path) -> Path:
+        """A Hugging Face folder with the tokenizer; of LoRA alone unless checkpoint.merge_lora."""
+        await self._in_thread(lambda: self._export(folder))
+        return folder
+
+    # --- in the thread
+
+    def _build(self, thread: TrainerThread) -> Any:  # a PipeTrainer; mypy sees no TRL types
+        placement = place(self.options)
+        self.tokenizer = load_tokenizer(self._folder)
+        self._sampler_model = load_model(self._folder, placement.device, placement.frozen_dtype)
+        text = self._sampler_model.config.get_text_config()
+        self.context_length = int(text.max_position_embeddings)
+        return build_trainer(
+            self.options,
+            self.config,
+            folder=self._folder,
+            tokenizer=self.tokenizer,
+            scratch=Path(self._scratch.name),
+            next_batch=thread.next_batch,
+            check_stop=thread.check_stop,
+            callback=_StepEnd(thread),
+        )
+
+    def _export(self, folder: Path) -> None:
+        model = self._thread.trainer.model
+        if self.options.lora is not None and self.config.checkpoint.merge_lora:
+            merged = load_model(self._folder, "cpu", place(self.options).frozen_dtype)
+            merged.load_state_dict(snapshot(model))
+            model = merged
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    # --- from the event loop to the thread
+
+    async def _in_thread(self, call: Callable[[], Any], *, needs_optimizer: bool = False) -> Any:
+        return await self._submit(Job(call=call, needs_optimizer=needs_optimizer))
+
+    async def _submit(self, job: Job) -> Any:
+        future: Future[Any] = self._thread.submit(job)
+        try:
+            return await asyncio.wrap_future(future)
+        except (RetrainError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise AdapterError(f"the trainer failed: {type(error).__name__}: {error}") from error
+
+    async def _end_thread(self) -> None:
+        self._thread.stop()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await asyncio.wrap_future(self._thread.ended)
+        except TimeoutError as error:
+            raise AdapterError(
+                f"the trainer's thread is still in a forward pass after {CLOSE_SECONDS:.0f} s"
+            ) from error
+        finally:
+            self._scratch.cleanup()
+
+
+class _StepEnd(TrainerCallback):
+    """Resolves `update` when the optimizer, the schedule and the step count have moved."""
+
+    def __init__(self, thread: TrainerThread) -> None:
+        self._thread = thread
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._thread.finish_step(self._thread.trainer.record.metrics())

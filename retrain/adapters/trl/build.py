@@ -1,0 +1,179 @@
+"""From the run's description to a model, TRL's arguments and the trainer.
+
+The reference model of a KL term is TRL's own: TRL reads it again from the folder that the trained
+model was loaded from. The sampler's copy is loaded apart from the trainer's: TRL patches the trained
+model's forward with a closure over that very model, so that a deepcopy of it would go on reading the
+trained weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils import logging as transformers_logging
+from trl import GRPOConfig
+
+from retrain.adapters.trl.options import LoraOptions, TrlOptions
+from retrain.adapters.trl.plan import LossPlan, plan_loss
+from retrain.adapters.trl.trainer import MicroBatches, PipeTrainer
+from retrain.algorithms.base import Algorithm
+from retrain.config import RunConfig
+from retrain.engine.models import choose_device, load_model
+from retrain.errors import ConfigError
+from retrain.plugins import Kind, find_plugin
+from retrain.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and how precisely the model computes."""
+
+    device: torch.device
+    autocast: bool
+    """bfloat16 arithmetic over float32 weights."""
+    frozen_dtype: torch.dtype
+    """Of weights that are not trained: the sampler's copy, and LoRA's base."""
+
+
+def place(options: TrlOptions) -> Placement:
+    """Resolve `auto`; raises ConfigError when CUDA is asked for and absent."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "backend.device is cuda, but torch sees no CUDA device: set it to cpu or auto, or "
+            "install a CUDA build of torch"
+        )
+    device = torch.device(choose_device() if options.device == "auto" else options.device)
+    half = options.dtype == "bfloat16" or (options.dtype == "auto" and device.type == "cuda")
+    return Placement(device, half, torch.bfloat16 if half else torch.float32)
+
+
+def run_loss(config: RunConfig) -> str:
+    """The name of the run's loss: the config's, or else the algorithm's own."""
+    if config.algorithm.loss is not None:
+        return config.algorithm.loss
+    kind = Kind("algorithm", Algorithm)
+    found = find_plugin(kind, config.algorithm.type, "algorithm.type", config.base_dir)
+    return str(found.loss)
+
+
+def build_trainer(
+    options: TrlOptions,
+    config: RunConfig,
+    *,
+    folder: str,
+    tokenizer: Any,  # a PreTrainedTokenizerBase; transformers ships no types
+    scratch: Path,
+    next_batch: Callable[[], Batch],
+    check_stop: Callable[[], None],
+    callback: TrainerCallback,
+) -> PipeTrainer:
+    """The trainer of a run, its model loaded from `folder`; it writes nothing but to `scratch`.
+
+    Raises ConfigError when TRL refuses the arguments.
+    """
+    _hush()
+    placement = place(options)
+    plan = plan_loss(
+        run_loss(config), config.algorithm.loss_config, max_tokens=config.sampling.max_tokens
+    )
+    trained = placement.frozen_dtype if options.lora else torch.float32
+    try:
+        trainer = PipeTrainer(
+            load_model(folder, placement.device, trained),
+            reward_funcs=_never_called,
+            args=grpo_args(options, config, plan, placement, scratch),
+            train_dataset=_placeholder(config),
+            processing_class=tokenizer,
+            peft_config=_lora(options.lora),
+            callbacks=[callback],
+            plan=plan,
+            cut=MicroBatches(options.micro_batch_rows, options.micro_batch_tokens),
+            next_batch=next_batch,
+            check_stop=check_stop,
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"TRL refuses this backend: {error}") from error
+    for noisy in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(noisy)
+    return trainer
+
+
+def grpo_args(
+    options: TrlOptions,
+    config: RunConfig,
+    plan: LossPlan,
+    placement: Placement,
+    scratch: Path,
+) -> GRPOConfig:
+    """TRL's arguments: one placeholder batch a step; no generation, logging or saving of its own.
+
+    Temperature 0 samples greedily and reports log-probs at temperature 1: TRL scores at 1 then.
+    """
+    cuda = placement.device.type == "cuda"
+    recompute = options.gradient_checkpointing
+    args = GRPOConfig(
+        output_dir=str(scratch),
+        max_steps=max(1, config.train.total_train_steps),
+        seed=config.train.seed,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type=options.lr_scheduler,
+        warmup_steps=options.warmup_steps,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        use_cpu=not cuda,
+        bf16=placement.autocast,
+        activation_checkpointing=cuda if recompute == "auto" else recompute,
+        temperature=config.sampling.temperature or 1.0,
+        per_device_train_batch_size=2,  # TRL asks for two generations at least; see _placeholder
+        num_generations=2,
+        shuffle_dataset=False,
+        ignore_data_skip=True,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        **{**plan.args, **options.args},
+    )
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # Trainer would take nn.DataParallel, which TRL refuses: use one card
+    return args
+
+
+def _placeholder(config: RunConfig) -> Dataset:
+    """One empty prompt a step: it drives Trainer's loop, and is never read."""
+    return Dataset.from_dict({"prompt": [""] * max(1, config.train.total_train_steps)})
+
+
+def _hush() -> None:
+    """Keep the terminal to the run's own lines: no progress bars, no notes from peft to its makers."""
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings(
+        "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+    )
+
+
+def _never_called(**_: object) -> list[float]:
+    """TRL asks for a reward; the pipe's rewards came before the batch did."""
+    raise AssertionError("TRL must not score: rewards are the pipe's")
+
+
+def _lora(options: LoraOptions | None) -> LoraConfig | None:
+    if options is None:
+        return None
+    modules = options.target_modules
+    return LoraConfig(
+        r=options.r,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=modules if isinstance(modules, str) else list(modules),
+        task_type="CAUSAL_LM",
+    )

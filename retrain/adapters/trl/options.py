@@ -1,0 +1,113 @@
+"""The `backend:` keys of `type: trl`, and what this backend can honour. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from retrain.adapters.base import AdapterOptions, Capabilities
+from retrain.adapters.trl.keys import SCHEDULERS, refusal
+from retrain.adapters.trl.plan import ALL_LOSSES, plan_loss
+from retrain.config import RunConfig
+from retrain.errors import ConfigError
+
+RATIO_FREE = frozenset({"cross_entropy", "dpo"})
+"""Losses that don't compare the trained with the sampled distribution."""
+
+
+class LoraOptions(BaseModel):
+    """Low-rank adapters (arXiv:2106.09685), by peft; without them all weights are trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    r: Annotated[int, Field(ge=1)] = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Names of the modules that get one; `all-linear`: every linear layer but the output head."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _no_head(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if "lm_head" in value:  # in the string form it is a regular expression that names the head
+            raise ValueError(
+                "TRL refuses LoRA on lm_head: it multiplies by the head's own weight, so an "
+                "adapter there would never be trained; leave lm_head out"
+            )
+        return value
+
+
+class TrlOptions(AdapterOptions):
+    """`backend: {type: trl, ...}`: TRL's GRPOTrainer updates the weights on this machine."""
+
+    adapter: ClassVar[str] = "retrain.adapters.trl.adapter:TrlAdapter"
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    lr_scheduler: str = "constant"
+    """A schedule of transformers, over train.total_train_steps."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+    lora: LoraOptions | None = None
+    micro_batch_rows: Annotated[int, Field(ge=1)] | None = None
+    """Sequences a forward pass; None: as many as `micro_batch_tokens` admits."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = 16_384
+    """Tokens a forward pass, padding included; a longer sequence goes alone."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA when there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the arithmetic: float32 on the CPU, bfloat16 on CUDA; trained weights stay in float32."""
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """Recompute activations in the backward pass to save memory; `auto`: on CUDA alone."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """OpenMP threads of the trainer and of the sampler, each: on a busy machine more of them spin
+    and wait (measured: 20 times slower)."""
+    max_rows: Annotated[int, Field(ge=1)] = 256
+    """Sequences that the sampler decodes at once."""
+    args: dict[str, Any] = Field(default_factory=dict)  # values of whatever type TRL gives a key
+    """Further keys of TRL's GRPOConfig, such as `optim` or `adam_beta2`."""
+
+    @field_validator("lr_scheduler")
+    @classmethod
+    def _known_schedule(cls, value: str) -> str:
+        if value not in SCHEDULERS:
+            raise ValueError(f"got {value!r}, expected one of {', '.join(SCHEDULERS)}")
+        return value
+
+    @field_validator("args")
+    @classmethod
+    def _passed_only(cls, value: dict[str, Any]) -> dict[str, Any]:
+        refused = [why for why in map(refusal, value) if why]
+        if refused:
+            raise ValueError("; ".join(refused))
+        return value
+
+    def capabilities(self) -> Capabilities:
+        """All eight TRL losses and the shared ones; every one takes per-token advantages."""
+        return Capabilities(
+            losses=ALL_LOSSES,
+            custom_losses=True,
+            per_token_advantages=True,
+            reference_kl=True,
+            tuning=frozenset({"full", "lora"}),
+            resume="exact",
+        )
+
+    def problems(self, config: RunConfig) -> list[str]:
+        """A loss key without effect, or sampling that the trainer can't score."""
+        found = []
+        loss = config.algorithm.loss
+        if loss in ALL_LOSSES:
+            try:
+                plan_loss(loss, config.algorithm.loss_config, config.sampling.max_tokens)
+            except ConfigError as error:
+                found.append(str(error))
+        truncated = config.sampling.top_p < 1 or config.sampling.top_k > 0
+        if truncated and loss not in RATIO_FREE:
+            found.append(
+                f"sampling.top_p {config.sampling.top_p} and top_k {config.sampling.top_k} cut the "
+                "distribution that is sampled, but TRL scores over the whole vocabulary, so the "
+                "importance ratio would never be 1: set top_p 1.0 and top_k 0"
+            )
+        return found

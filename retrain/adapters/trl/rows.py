@@ -1,0 +1,136 @@
+"""Samples -> the tensor dicts that TRL's loss reads, micro-batch by micro-batch.
+
+Each token of a batch is trained exactly once: a micro-batch is a set of whole samples, those
+without a token to train are left out (they contribute nothing to any loss, only padding), and rows
+are sorted by length so that little is padded. A micro-batch is cut into prompt and completion at
+one column, the earliest trained token of its rows: no row is padded on the left, so positions are
+the sampler's own whatever the model's position encoding. What of a longer prompt falls behind the
+cut is masked, like the other tokens that the model did not sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from retrain.errors import NonFiniteError
+from retrain.types import Sample
+
+Rows = dict[str, Tensor]
+
+
+def check_samples(samples: Sequence[Sample]) -> None:
+    """Raises ValueError when there is nothing to train, or a token that nothing precedes."""
+    if not any(any(sample.loss_mask) for sample in samples):
+        raise ValueError(
+            f"a batch of {len(samples)} samples has no token to train: every loss_mask is 0"
+        )
+    for sample in samples:
+        if sample.loss_mask and sample.loss_mask[0]:
+            raise ValueError(
+                f"a sample of group {sample.group_id!r} trains its first token, which nothing "
+                "precedes: give the prompt at least one token (a beginning-of-sequence token)"
+            )
+
+
+def micro_batches(
+    samples: Sequence[Sample], *, rows: int | None, tokens: int, paired: bool = False
+) -> list[list[Sample]]:
+    """Cut into parts of at most `rows` samples and `tokens` padded tokens, longest last.
+
+    `paired` keeps the rows of a dpo pair together (by the stream `pair_ids`, else 0-1, 2-3, ...).
+    """
+    parts: list[list[Sample]] = []
+    for unit in sorted(_units(samples, paired), key=_longest):
+        width = max(_longest(unit), _longest(parts[-1]) if parts else 0)
+        count = len(unit) + (len(parts[-1]) if parts else 0)
+        if parts and count * width <= tokens and (rows is None or count <= rows):
+            parts[-1] += unit
+        else:
+            parts.append(list(unit))
+    return parts
+
+
+def collate(samples: Sequence[Sample], pad_token_id: int) -> Rows:
+    """One micro-batch of B rows: a prompt block (B, P) and a completion block (B, T).
+
+    `tool_mask` is the loss mask, `completion_mask` tells tokens from padding; a sample's
+    own stream NAME is the key `stream:NAME`, (B, T).
+
+    Raises NonFiniteError on an advantage, log-prob or stream that is NaN or infinite.
+    """
+    cut = min(sample.loss_mask.index(1) for sample in samples if any(sample.loss_mask))
+    ids = _padded((s.token_ids for s in samples), pad_token_id, torch.long)
+    present = _padded(([1] * len(s.token_ids) for s in samples), 0, torch.long)
+    names = sorted({name for sample in samples for name in sample.streams})
+    rows = {
+        "prompt_ids": ids[:, :cut],
+        "prompt_mask": present[:, :cut],
+        "completion_ids": ids[:, cut:],
+        "completion_mask": present[:, cut:],
+        "tool_mask": _padded((s.loss_mask for s in samples), 0, torch.long)[:, cut:],
+        "old_per_token_logps": _padded((s.logprobs for s in samples), 0.0)[:, cut:],
+        "advantages": _padded((s.advantages for s in samples), 0.0)[:, cut:],
+        **{f"stream:{name}": _stream(samples, name)[:, cut:] for name in names},
+    }
+    for name in ("old_per_token_logps", "advantages", *(f"stream:{name}" for name in names)):
+        _check_finite(name, rows[name], samples)
+    return rows
+
+
+def group_ids(samples: Iterable[Sample]) -> str:
+    """The groups of these samples for a message, the first eight in full."""
+    names = list(dict.fromkeys(sample.group_id for sample in samples))
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+def _units(samples: Sequence[Sample], paired: bool) -> Iterator[list[Sample]]:
+    """What must stay in one micro-batch: a sample, or the two of a pair."""
+    if not paired:
+        yield from ([sample] for sample in samples if any(sample.loss_mask))
+        return
+    keyed = sorted(
+        ((_pair(sample, row), row) for row, sample in enumerate(samples)), key=lambda pair: pair
+    )
+    for _, members in groupby(keyed, key=lambda pair: pair[0]):
+        yield [samples[row] for _, row in members]
+
+
+def _pair(sample: Sample, row: int) -> float:
+    ids = sample.streams.get("pair_ids")
+    return max(ids) if ids else row // 2
+
+
+def _longest(samples: Sequence[Sample]) -> int:
+    return max(len(sample.token_ids) for sample in samples)
+
+
+def _padded(
+    rows: Iterable[Sequence[float]], fill: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    lists = list(rows)
+    width = max(map(len, lists))
+    return torch.tensor([[*row, *([fill] * (width - len(row)))] for row in lists], dtype=dtype)
+
+
+def _stream(samples: Sequence[Sample], name: str) -> Tensor:
+    for sample in samples:
+        if name not in sample.streams:
+            raise ValueError(
+                f"a sample of group {sample.group_id!r} lacks the stream {name!r}, which others of "
+                "its batch have: give it to all or to none"
+            )
+    return _padded((sample.streams[name] for sample in samples), 0.0)
+
+
+def _check_finite(name: str, values: Tensor, samples: Sequence[Sample]) -> None:
+    good = values.isfinite().all(-1)
+    if not bool(good.all()):
+        bad = [sample for sample, fine in zip(samples, good.tolist(), strict=True) if not fine]
+        raise NonFiniteError(
+            f"{name} of groups {group_ids(bad)} is NaN or infinite: the batch was not trained"
+        )

@@ -1,0 +1,331 @@
+"""TRL's GRPOTrainer, fed by the pipe: TRL keeps loss, optimizer, schedule, clipping, checkpoint.
+
+Overridden: `training_step` (waits for a batch and walks over its micro-batches), `_prepare_inputs`
+(hands a micro-batch on, so that TRL neither generates nor shuffles), `_compute_loss` (TRL's own
+losses go to super, the shared ones to `engine.losses`), and what would write to the terminal, the
+network or the run's folder.
+
+Invariants:
+- Micro-batches add up: loss and gradients are those of the whole batch, whatever the split. TRL
+  averages over a micro-batch; `_scale` turns that into its share of the whole (`plan.MEANS`).
+- A NaN is found before the optimizer moves a weight: `_whole_batch` checks the loss,
+  `_get_grad_norm` the gradients.
+- Dropout draws from (seed, step) alone, so that a resumed run repeats it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+
+from retrain.adapters.trl.plan import MEANS, LossPlan
+from retrain.adapters.trl.rows import Rows, collate, group_ids, micro_batches
+from retrain.engine.losses import loss_metrics, shared_loss
+from retrain.errors import NonFiniteError
+from retrain.types import Batch, Metrics, Sample
+
+STREAM = "stream:"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """How a batch is cut (see `rows.micro_batches`)."""
+
+    rows: int | None
+    tokens: int
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one step has told so far; sums over the step's tokens unless said otherwise."""
+
+    batch: Batch
+    loss: Tensor | float = 0.0
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ratio_max: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+
+    def metrics(self) -> Metrics:
+        """The step's metrics; means are over the trained tokens."""
+        shared = loss_metrics(self.sums)
+        tokens = max(1.0, self.sums["tokens"])
+        trl = {name: total / tokens for name, total in self.sums.items() if name not in _ENGINE}
+        return {
+            "loss": float(self.loss),
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            **trl,
+            **{_RENAMED.get(name, name): value for name, value in shared.items()},
+            "ratio/max": self.ratio_max,
+        }
+
+
+_ENGINE = frozenset(
+    {"tokens", "ratio_sum", "clipped_sum", "kl_sum", "pairs", "margin_sum", "correct_sum"}
+)
+"""Sums that `engine.losses.loss_metrics` turns into means."""
+_RENAMED = {"clip_fraction": "clip_ratio"}
+_FROM_TRL = {
+    "clip_ratio/region_mean": "clip_ratio",
+    "cispo_clip_ratio": "clip_ratio",
+    "vespo/phi_seq_mean": "vespo/phi_seq_mean",
+    "kl": "kl/reference",
+    "aux_loss": "aux_loss",
+}
+"""TRL's means over a micro-batch's tokens that are worth keeping, by our names."""
+
+
+class PipeTrainer(GRPOTrainer):
+    """A GRPOTrainer whose batches come from `next_batch`.
+
+    `next_batch()` blocks until there is a batch, and may raise to end the training;
+    `check_stop()` raises when the training is to end between two micro-batches.
+    """
+
+    def __init__(
+        self,
+        *args: Any,  # GRPOTrainer's own
+        plan: LossPlan,
+        cut: MicroBatches,
+        next_batch: Callable[[], Batch],
+        check_stop: Callable[[], None],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.plan = plan
+        self.cut = cut
+        self.next_batch = next_batch
+        self.check_stop = check_stop
+        self.record: StepRecord | None = None
+        self._scored: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    # --- one optimizer step
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """Wait for the pipe's batch; accumulate the gradients of all its micro-batches.
+
+        The batch is awaited here, not in the data loader: accelerate's loader fetches one batch
+        ahead, which would add a version of staleness and deadlock at staleness 0.
+        """
+        batch = self.next_batch()
+        self.record = StepRecord(batch)
+        parts = micro_batches(
+            batch.samples,
+            rows=self.cut.rows,
+            tokens=self.cut.tokens,
+            paired=batch.loss == "dpo",
+        )
+        with self._own_randomness():
+            loss = self._whole_batch(model, parts)
+        self.record.loss = loss
+        return loss
+
+    def _whole_batch(self, model: Any, parts: Sequence[Sequence[Sample]]) -> Tensor:
+        total = torch.zeros((), device=self.args.device)
+        for number, samples in enumerate(parts):
+            self.check_stop()
+            self.accelerator.gradient_state._set_sync_gradients(number == len(parts) - 1)
+            rows = collate(samples, self._tokenizer.pad_token_id)
+            loss = super().training_step(model, rows, None)
+            if not math.isfinite(loss.item()):
+                raise NonFiniteError(
+                    f"the loss of groups {group_ids(samples)} is {loss.item()}: the weights are "
+                    "unchanged; look at these groups' log-probs and advantages"
+                )
+            total += loss
+        return total
+
+    def _prepare_inputs(self, rows: Rows) -> Rows:
+        return {name: tensor.to(self.args.device) for name, tensor in rows.items()}
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        cards = [torch.cuda.current_device()] if self.args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cards):
+            torch.manual_seed((self.args.seed * 1_000_003 + self.state.global_step) % 2**63)
+            yield
+
+    # --- the loss of one micro-batch
+
+    def _compute_loss(self, model: Any, rows: Rows) -> Tensor:
+        coefficient = self._bonus_in_force()
+        if self.plan.reference:
+            rows["ref_per_token_logps"] = self._reference_logprobs(model, rows)
+        tokens = int(rows["tool_mask"].sum())
+        loss = self._native_loss(model, rows, tokens) if self.plan.native else None
+        if loss is None:
+            return self._shared_loss(model, rows, tokens)
+        return self._share(loss, coefficient, tokens)
+
+    def _native_loss(self, model: Any, rows: Rows, tokens: int) -> Tensor:
+        whole = self.record.batch.denominators.tokens
+        # cispo's normaliser is in its advantages already, as for every shared loss: a plain sum.
+        rows["num_items_in_batch"] = torch.tensor(
+            1.0 if self.plan.name == "cispo" else float(whole), device=self.args.device
+        )
+        self._metrics["train"].clear()
+        loss = super()._compute_loss(model, rows)
+        told = self._metrics["train"]
+        for theirs, ours in _FROM_TRL.items():
+            if theirs in told:
+                self.record.sums[ours] += told[theirs][-1] * tokens
+        self._measure(rows, tokens)
+        return loss
+
+    def _share(self, loss: Tensor, coefficient: float, tokens: int) -> Tensor:
+        """TRL's loss of a micro-batch as its share of the whole batch's.
+
+        The policy term is scaled by `_scale`; the entropy bonus and the router's loss are means
+        over tokens in every loss type, so their share is that of the tokens.
+        """
+        scale, by_tokens = self._scale(tokens), tokens / self.record.batch.denominators.tokens
+        _, entropies, router = self._scored
+        shared = loss * scale
+        if coefficient:
+            bonus = (entropies * self._mask).sum() / max(1, tokens)
+            shared = shared + coefficient * bonus * (scale - by_tokens)
+        if router is not None:
+            shared = shared + self.router_aux_loss_coef * router * (by_tokens - scale)
+        return shared
+
+    def _scale(self, tokens: int) -> float:
+        mean, whole = MEANS[self.plan.name], self.record.batch.denominators
+        if mean == "rows":
+            return self._mask.shape[0] / whole.sequences
+        return tokens / whole.tokens if mean == "tokens" else 1.0
+
+    def _shared_loss(self, model: Any, rows: Rows, tokens: int) -> Tensor:
+        batch = self.record.batch
+        logprobs, _, _ = self._score(model, rows, entropy=True)
+        streams = {
+            name.removeprefix(STREAM): values
+            for name, values in rows.items()
+            if name.startswith(STREAM)
+        }
+        if "ref_per_token_logps" in rows:
+            streams["reference_logprobs"] = rows["ref_per_token_logps"]
+        loss, sums = shared_loss(
+            batch.loss,
+            batch.loss_config,
+            logprobs,
+            rows["old_per_token_logps"],
+            rows["advantages"],
+            rows["tool_mask"],
+            streams,
+        )
+        self._measure(rows, tokens)
+        for name in ("clipped_sum", "pairs", "margin_sum", "correct_sum"):
+            if name in sums:
+                self.record.sums[name] += sums[name]
+        return loss
+
+    def _bonus_in_force(self) -> float:
+        """The entropy coefficient that TRL is about to apply."""
+        if not self._entropy_bonus_enabled:
+            return 0.0
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return self.entropy_coef
+
+    # --- log-probs
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        self._scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return self._scored
+
+    def _score(self, model: Any, rows: Rows, *, entropy: bool) -> Any:
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
+            torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1),
+            rows["completion_ids"].size(1),
+            compute_entropy=entropy,
+        )
+
+    def _reference_logprobs(self, model: Any, rows: Rows) -> Tensor:
+        """Of the frozen initial model: the batch's own stream, or a forward without gradient."""
+        given = rows.get(STREAM + "reference_logprobs")
+        if given is not None:
+            return given
+        with torch.no_grad():
+            if self.ref_model is not None:
+                return self._score(self.ref_model, rows, entropy=False)[0]
+            with self.model.disable_adapter():
+                return self._score(model, rows, entropy=False)[0]
+
+    @torch.no_grad()
+    def _measure(self, rows: Rows, tokens: int) -> None:
+        """Ratio, KL and entropy from the log-probs that the loss has just computed.
+
+        `kl/sampler_trainer` is the mean of r - 1 - log r, r the trainer's probability of a token
+        over the sampler's: the non-negative estimator of KL(sampler || trainer), k3 of
+        http://joschu.net/blog/kl-approx.html.
+        """
+        logprobs, entropies, _ = self._scored
+        self._mask = rows["tool_mask"]
+        log_ratio = ((logprobs - rows["old_per_token_logps"]) * self._mask).clamp(-20, 20)
+        ratio = log_ratio.exp()
+        kept = self._mask.bool()
+        kl, entropy, mean, top = torch.stack(
+            [
+                (ratio - 1 - log_ratio).sum(),
+                (entropies * self._mask).sum(),
+                ratio[kept].sum(),
+                ratio[kept].max() if tokens else ratio.new_zeros(()),
+            ]
+        ).tolist()
+        sums = self.record.sums
+        sums["tokens"] += tokens
+        sums["kl_sum"] += kl
+        sums["entropy"] += entropy
+        sums["ratio_sum"] += mean
+        self.record.ratio_max = max(self.record.ratio_max, top)
+
+    # --- the end of a step
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Called after clipping and before the optimizer: the last moment to refuse a NaN."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.record.grad_norm = float(norm)
+        self.record.learning_rate = float(self._get_learning_rate())
+        if not math.isfinite(self.record.grad_norm):
+            raise NonFiniteError(
+                f"the gradient norm is {self.record.grad_norm} over groups "
+                f"{group_ids(self.record.batch.samples)}: the weights are unchanged; a lower "
+                "learning_rate, or dtype float32, usually helps"
+            )
+        return norm
+
+    def save_to(self, folder: Path) -> str:
+        """Write TRL's checkpoint below `folder`; its name there."""
+        before, self.args.output_dir = self.args.output_dir, str(folder)
+        try:
+            self._save_checkpoint(self.model, trial=None)
+        finally:
+            self.args.output_dir = before
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        (folder / name / TRAINING_ARGS_NAME).unlink()  # a pickle that holds this machine's paths
+        return name
+
+    # --- silence: the pipe reports, and a run's folder holds only what the pipe puts there
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Nothing: metrics go through `StepRecord`."""
+
+    def _send_telemetry(self) -> None:
+        """Nothing leaves this machine."""
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """No README beside a checkpoint."""

@@ -1,0 +1,217 @@
+"""The thread that `trainer.train()` runs in, and the queue that leads there.
+
+One daemon thread does everything that touches the trained weights, in the order of submission. A
+batch is handed to TRL's loop; any other job runs while that loop waits for its next batch, which is
+the boundary between two optimizer steps. TRL's loop starts lazily, at the first job that needs its
+optimizer, so that a checkpoint can be given to it first, and jobs are still served when it has made
+its last step.
+
+Invariants:
+- Every future that was given out is resolved: `_close` fails the rest, whatever ended the thread.
+- The thread never outlives its owner: it looks each second whether `alive()`, and `stop` wakes it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrain.errors import AdapterError, RetrainError
+from retrain.types import Batch, Metrics
+
+HEALTH_CHECK_SECONDS = 1.0
+
+
+class Stopped(Exception):
+    """Ends TRL's loop from inside: the owner has left."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One thing to do in the thread: a `call`, a `batch` to train or a `checkpoint` to load."""
+
+    call: Callable[[], Any] | None = None
+    batch: Batch | None = None
+    checkpoint: Path | None = None
+    needs_optimizer: bool = True
+    future: Future[Any] = field(default_factory=Future)
+
+
+class TrainerThread:
+    """Owns the trainer: `build(self)` makes it, in the thread."""
+
+    def __init__(
+        self, build: Callable[[TrainerThread], Any], *, alive: Callable[[], bool], threads: int
+    ) -> None:
+        self.started: Future[None] = Future()
+        self.ended: Future[None] = Future()
+        self.trainer: Any = None
+        self._build = build
+        self._alive = alive
+        self._threads = threads
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._held: Job | None = None
+        self._batch: Job | None = None
+        self._loading: Job | None = None
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._cause: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, name="retrain-trl", daemon=True)
+
+    # --- called by the owner
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread at the next boundary of a step or micro-batch; `ended` tells when."""
+        self._stop.set()
+        self._jobs.put(None)
+
+    def submit(self, job: Job) -> Future[Any]:
+        """Queue a job; raises AdapterError with the cause when the thread has ended."""
+        with self._lock:
+            if self._closed:
+                raise self._later_error()
+            self._jobs.put(job)
+        return job.future
+
+    # --- called by the trainer, in the thread
+
+    def next_batch(self) -> Batch:
+        """Serve jobs until one is a batch; raises Stopped when the owner has left."""
+        self._loaded()
+        while True:
+            job = self._take()
+            if job.batch is not None:
+                self._batch = job
+                return job.batch
+            self._serve(job)
+
+    def finish_step(self, metrics: Metrics) -> None:
+        """The batch's optimizer step is done."""
+        assert self._batch is not None
+        job, self._batch = self._batch, None
+        job.future.set_result(metrics)
+
+    def check_stop(self) -> None:
+        """Raises Stopped when the owner has left."""
+        if self._stop.is_set() or not self._alive():
+            raise Stopped
+
+    # --- the thread
+
+    def _main(self) -> None:
+        try:
+            torch.set_num_threads(self._threads)
+            self.trainer = self._build(self)
+            self.started.set_result(None)
+            self.trainer.train(resume_from_checkpoint=self._before_training())
+            self._after_training()
+        except Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the owner is told
+            self._cause = error
+        finally:
+            self.trainer = None
+            self._close()
+
+    def _before_training(self) -> str | None:
+        """Serve jobs until one needs the optimizer; the checkpoint to start from, if any."""
+        while True:
+            job = self._take()
+            if job.checkpoint is not None:
+                self._loading = job
+                return str(job.checkpoint)
+            if job.needs_optimizer:
+                self._held = job
+                return None
+            self._serve(job)
+
+    def _after_training(self) -> None:
+        """TRL's loop has made its last step: save, publish and export are still possible."""
+        self._loaded()
+        steps = self.trainer.state.max_steps
+        while True:
+            job = self._take()
+            if job.batch is None:
+                self._serve(job)
+                continue
+            job.future.set_exception(
+                AdapterError(
+                    f"a batch came after the last of {steps} steps: raise train.total_train_steps, "
+                    "which the learning-rate schedule needs too"
+                )
+            )
+
+    def _loaded(self) -> None:
+        """TRL's loop waits at a step's boundary: the checkpoint, if one was given, is in place."""
+        if self._loading is not None:
+            job, self._loading = self._loading, None
+            job.future.set_result(None)
+
+    def _take(self) -> Job:
+        """The next job that nobody has cancelled."""
+        while True:
+            held, self._held = self._held, None
+            try:
+                job = held or self._jobs.get(timeout=HEALTH_CHECK_SECONDS)
+            except queue.Empty:
+                job = None
+            self.check_stop()
+            if job is not None and (
+                job.future.running() or job.future.set_running_or_notify_cancel()
+            ):
+                return job
+
+    def _serve(self, job: Job) -> None:
+        """Run a call; its failure is its caller's, the trainer goes on."""
+        try:
+            job.future.set_result(_call(job))
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            job.future.set_exception(error)
+
+    def _close(self) -> None:
+        """Tell everybody who waits that the thread has ended, and why."""
+        with self._lock:
+            self._closed = True
+            left = [job for job in (self._batch, self._held, self._loading) if job is not None]
+            while not self._jobs.empty():
+                job = self._jobs.get_nowait()
+                left += [job] if job is not None else []
+        for job in left:
+            if job.future.running() or job.future.set_running_or_notify_cancel():
+                job.future.set_exception(self._first_error())
+        if not self.started.done():
+            self.started.set_exception(self._first_error())
+        self.ended.set_result(None)
+
+    def _first_error(self) -> BaseException:
+        """For those who waited when it happened: the error itself, if it is one of ours."""
+        cause = self._cause
+        if cause is None or isinstance(cause, RetrainError):
+            return cause or AdapterError("the trainer was closed before it could do this")
+        error = AdapterError(f"the trainer failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error
+
+    def _later_error(self) -> AdapterError:
+        """For those who come afterwards."""
+        why = f"it failed with {self._cause!r}" if self._cause else "it was closed"
+        error = AdapterError(f"the trainer has ended, {why}: continue from the last checkpoint")
+        error.__cause__ = self._cause
+        return error
+
+
+def _call(job: Job) -> Any:
+    if job.call is None:
+        raise AdapterError("a checkpoint can be loaded before the first update alone")
+    return job.call()

@@ -1,0 +1,291 @@
+"""The adapter's loss and gradients are TRL's own on the same rows, however they are cut."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("trl")
+
+import trl_kit as kit  # noqa: E402 - needs torch
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402 - the same
+
+from retrain.adapters.trl.plan import plan_loss  # noqa: E402 - the same
+from retrain.adapters.trl.rows import micro_batches  # noqa: E402 - the same
+from retrain.adapters.trl.trainer import StepRecord  # noqa: E402 - the same
+from retrain.batching import normalised  # noqa: E402 - the same
+from retrain.engine.losses import shared_loss  # noqa: E402 - the same
+from retrain.engine.models import load_model, load_tokenizer  # noqa: E402 - the same
+from retrain.errors import NonFiniteError  # noqa: E402 - the same
+
+TRL_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def gradients(model):
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def whole_batch(trainer, batch, rows=None):
+    """Loss and gradients of the adapter's trainer over `batch`, `rows` samples a micro-batch."""
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.record = StepRecord(batch)
+    parts = micro_batches(batch.samples, rows=rows, tokens=10**6, paired=batch.loss == "dpo")
+    loss = trainer._whole_batch(trainer.model, parts)
+    return loss.item(), gradients(trainer.model), trainer.record.metrics()
+
+
+def drift(model):
+    """Move the weights a little, always alike: as if steps had been made since the start."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+
+
+def native(config, samples, scratch, *, drifted=False):
+    """Loss and gradients of a plain GRPOTrainer on its own layout of the same rows."""
+    loss = config.algorithm.loss
+    plan = plan_loss(loss, config.algorithm.loss_config, config.sampling.max_tokens)
+    folder = kit.model_folder()
+    args = GRPOConfig(
+        output_dir=str(scratch),
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        report_to="none",
+        **plan.args,
+    )
+    from datasets import Dataset
+
+    trainer = GRPOTrainer(
+        load_model(folder),
+        reward_funcs=lambda **_: [],
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [""] * 2}),
+        processing_class=load_tokenizer(folder),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    if drifted:
+        drift(trainer.model)
+    rows = kit.native_rows(samples)
+    if trainer.ref_model is not None:
+        with torch.no_grad():
+            rows["ref_per_token_logps"] = trainer._get_per_token_logps_and_entropies(
+                trainer.ref_model,
+                torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1),
+                torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1),
+                rows["completion_ids"].size(1),
+            )[0]
+    value = trainer._compute_loss(trainer.model, rows)
+    value.backward()
+    return value.item(), gradients(trainer.model)
+
+
+def assert_equal_gradients(left, right, tolerance=2e-5):
+    assert left.keys() == right.keys()
+    scale = max(g.abs().max().item() for g in left.values())
+    assert scale > 0
+    for name, gradient in left.items():
+        assert (gradient - right[name]).abs().max().item() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("loss", TRL_LOSSES)
+def test_loss_and_gradients_are_those_of_trl_alone(loss, tmp_path):
+    samples = [s for s in kit.ragged() if any(s.loss_mask)]
+    config = kit.run_config(loss)
+    batch = kit.batch(samples, loss)
+    if loss == "cispo":  # the shared meaning: its normaliser is folded into the advantages
+        batch = normalised(batch, "token")
+    value, grads, metrics = whole_batch(kit.trainer_of(config, tmp_path), batch)
+    expected, expected_grads = native(config, samples, tmp_path)
+    assert value == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert_equal_gradients(expected_grads, grads)
+    assert metrics["loss"] == 0.0  # told by training_step, which this test does not run
+
+
+@pytest.mark.parametrize("loss", TRL_LOSSES)
+def test_micro_batches_add_up_to_the_whole_with_a_dropped_and_a_forked_row(loss, tmp_path):
+    samples = kit.ragged()
+    extra = {} if loss == "cispo" else {"entropy_coef": 0.05, "beta": 0.1}
+    trainer = kit.trainer_of(kit.run_config(loss, loss_config=extra), tmp_path)
+    batch = kit.batch(samples, loss)
+    if loss == "cispo":
+        batch = normalised(batch, "token")
+    value, grads, metrics = whole_batch(trainer, batch)
+    for rows in (1, 2, 4):
+        part_value, part_grads, part_metrics = whole_batch(trainer, batch, rows)
+        assert part_value == pytest.approx(value, rel=1e-5)
+        assert_equal_gradients(grads, part_grads)
+        assert part_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "luspo"])
+def test_a_row_without_a_token_to_train_changes_nothing(loss, tmp_path):
+    trainer = kit.trainer_of(kit.run_config(loss), tmp_path)
+    samples = kit.ragged()
+    value, grads, _ = whole_batch(trainer, kit.batch(samples, loss))
+    kept = kit.batch([s for s in samples if any(s.loss_mask)], loss)
+    assert whole_batch(trainer, kept)[0] == value
+    assert_equal_gradients(grads, whole_batch(trainer, kept)[1], tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "loss_config"),
+    [
+        ("dapo", {"beta": 0.2}),
+        ("grpo", {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.5}),
+        ("grpo", {"importance_sampling_level": "sequence"}),
+        ("dapo", {"entropy_coef": 0.1}),
+        ("sapo", {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.4}),
+        ("vespo", {"vespo_k_pos": 1.0, "vespo_lambda_neg": 1.5}),
+        ("dapo", {"off_policy_mask_threshold": 0.1}),
+        ("cispo", {"epsilon_high": 0.2}),
+    ],
+)
+def test_every_key_of_a_loss_means_what_it_means_in_trl(loss, loss_config, tmp_path):
+    samples = [s for s in kit.ragged() if any(s.loss_mask)]
+    config = kit.run_config(loss, loss_config=loss_config)
+    batch = kit.batch(samples, loss, **loss_config)
+    if loss == "cispo":
+        batch = normalised(batch, "token")
+    trainer = kit.trainer_of(config, tmp_path)
+    drift(trainer.model)
+    value, grads, _ = whole_batch(trainer, batch, rows=3)
+    expected, expected_grads = native(config, samples, tmp_path, drifted=True)
+    assert value == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert_equal_gradients(expected_grads, grads)
+    trainer = kit.trainer_of(kit.run_config(loss), tmp_path)
+    drift(trainer.model)
+    plain = whole_batch(trainer, batch)[0]
+    assert plain != pytest.approx(value, rel=1e-5), "the keys must have an effect"
+
+
+def plain_logprobs(model, samples):
+    """(B, T) log-probs of whole rows by a plain forward, and the streams beside them."""
+    width = max(len(s.token_ids) for s in samples)
+
+    def table(rows):
+        return torch.tensor([[*row, *([0] * (width - len(row)))] for row in rows])
+
+    ids = table([s.token_ids for s in samples])
+    logits = model(ids, attention_mask=table([[1] * len(s.token_ids) for s in samples])).logits
+    scored = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+    return (
+        scored,
+        table([s.logprobs for s in samples])[:, 1:],
+        table([s.advantages for s in samples])[:, 1:],
+        table([s.loss_mask for s in samples])[:, 1:],
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "loss_config"),
+    [
+        ("importance_sampling", {}),
+        ("ppo", {"epsilon": 0.1}),
+        ("cispo", {"epsilon": 0.3}),
+        ("cross_entropy", {}),
+        ("dro", {"beta": 0.3}),
+    ],
+)
+def test_a_shared_loss_equals_a_plain_forward_and_backward(loss, loss_config, tmp_path):
+    samples = [s for s in kit.ragged() if any(s.loss_mask)]
+    trainer = kit.trainer_of(kit.run_config(loss, loss_config=loss_config), tmp_path)
+    batch = kit.batch(samples, loss, **loss_config)
+    value, grads, metrics = whole_batch(trainer, batch, rows=3)
+    model = load_model(kit.model_folder())
+    expected, sums = shared_loss(loss, loss_config, *plain_logprobs(model, samples))
+    expected.backward()
+    assert value == pytest.approx(expected.item(), rel=1e-5)
+    assert_equal_gradients(gradients(model), grads)
+    if "clipped_sum" in sums:
+        assert metrics["clip_ratio"] == sums["clipped_sum"] / sums["tokens"]
+        assert metrics["kl/sampler_trainer"] == pytest.approx(sums["kl_sum"] / sums["tokens"])
+
+
+def test_cross_entropy_is_the_weighted_negative_log_likelihood(tmp_path):
+    samples = kit.ragged()
+    batch = kit.batch(samples, "cross_entropy")
+    trainer = kit.trainer_of(kit.run_config("cross_entropy"), tmp_path)
+    value, _, _ = whole_batch(trainer, batch)
+    logprobs, _, weights, _ = plain_logprobs(load_model(kit.model_folder()), samples)
+    assert value == pytest.approx(-(weights * logprobs).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_dpo_is_ln_2_a_pair_at_step_0_and_keeps_pairs_together(rows, tmp_path):
+    rng = random.Random(3)
+    pairs = []
+    for shape in ("ssss", "ss", "ssssss"):
+        for sign in (1.0, -1.0):
+            made = kit.sample(3, shape[int(sign < 0) :], rng)
+            pairs.append(replace(made, advantages=[sign * on for on in made.loss_mask]))
+    trainer = kit.trainer_of(kit.run_config("dpo"), tmp_path)
+    value, grads, metrics = whole_batch(trainer, kit.batch(pairs, "dpo"), rows)
+    assert value == pytest.approx(3 * 0.693147, rel=1e-5)
+    assert metrics["dpo/margin"] == pytest.approx(0.0, abs=1e-6)
+    assert max(g.abs().max().item() for g in grads.values()) > 0
+
+
+def test_the_reference_is_the_models_folder_and_stays_so(tmp_path):
+    config = kit.run_config("dapo", loss_config={"beta": 0.1})
+    trainer = kit.trainer_of(config, tmp_path)
+    trainer_weights = dict(trainer.model.named_parameters())
+    for name, initial in load_model(kit.model_folder()).named_parameters():
+        assert torch.equal(dict(trainer.ref_model.named_parameters())[name], initial)
+        assert torch.equal(trainer_weights[name], initial)
+    batch = kit.batch(kit.ragged(), "dapo", beta=0.1)
+    assert whole_batch(trainer, batch)[2]["kl/reference"] == pytest.approx(0.0, abs=1e-6)
+    drift(trainer.model)
+    assert whole_batch(trainer, batch)[2]["kl/reference"] > 1e-4
+
+
+def test_loras_reference_is_the_model_without_it(tmp_path):
+    config = kit.run_config("dapo", loss_config={"beta": 0.1})
+    trainer = kit.trainer_of(config, tmp_path, lora={"r": 4})
+    batch = kit.batch(kit.ragged(), "dapo", beta=0.1)
+    assert whole_batch(trainer, batch)[2]["kl/reference"] == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        for name, weight in trainer.model.named_parameters():
+            if "lora_B" in name:
+                weight.add_(0.3)
+    assert whole_batch(trainer, batch)[2]["kl/reference"] > 1e-4
+
+
+def test_a_copy_of_the_trained_model_still_reads_its_weights(tmp_path):
+    # Why the sampler's model is loaded apart: TRL's patched forward is bound to the trained model.
+    trainer = kit.trainer_of(kit.run_config(), tmp_path)
+    duplicate = copy.deepcopy(trainer.model).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    before = duplicate(ids).logits
+    with torch.no_grad():
+        next(iter(trainer.model.parameters())).mul_(2)
+    assert not torch.equal(duplicate(ids).logits, before)
+
+
+def test_a_nan_names_the_groups_and_leaves_the_weights(tmp_path):
+    rng = random.Random(0)
+    good, bad = kit.sample(3, "sss", rng, group="0.1.0"), kit.sample(3, "sss", rng, group="0.2.0")
+    bad = replace(bad, advantages=[float("nan")] * 6)
+    trainer = kit.trainer_of(kit.run_config(), tmp_path)
+    with pytest.raises(NonFiniteError, match=r"advantages of groups 0\.2\.0 is NaN"):
+        whole_batch(trainer, kit.batch([good, bad]))
+    with torch.no_grad():
+        next(iter(trainer.model.parameters()))[4:].fill_(float("inf"))
+    with pytest.raises(NonFiniteError, match=r"the loss of groups 0\.1\.0 is nan"):
+        whole_batch(trainer, kit.batch([good]))
