@@ -67,139 +67,63 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:  # `as`: exported, for type checkers
+    # isort: off - it would write one statement a name
     from retrain import run as run
     from retrain.adapters.base import (
         Adapter as Adapter,
-    )
-    from retrain.adapters.base import (
         AdapterOptions as AdapterOptions,
-    )
-    from retrain.adapters.base import (
         AdapterState as AdapterState,
-    )
-    from retrain.adapters.base import (
         Capabilities as Capabilities,
     )
-    from retrain.algorithms.base import (
-        Algorithm as Algorithm,
-    )
+    from retrain.algorithms.base import Algorithm as Algorithm
     from retrain.config import (
         RunConfig as RunConfig,
-    )
-    from retrain.config import (
         load_config as load_config,
-    )
-    from retrain.config import (
         parse_config as parse_config,
     )
     from retrain.environment import (
         Action as Action,
-    )
-    from retrain.environment import (
         Environment as Environment,
-    )
-    from retrain.environment import (
         StepResult as StepResult,
-    )
-    from retrain.environment import (
         ToolCall as ToolCall,
-    )
-    from retrain.environment import (
         ToolSpec as ToolSpec,
     )
     from retrain.errors import (
         AdapterError as AdapterError,
-    )
-    from retrain.errors import (
         CheckpointError as CheckpointError,
-    )
-    from retrain.errors import (
         ConfigError as ConfigError,
-    )
-    from retrain.errors import (
         DeadlineError as DeadlineError,
-    )
-    from retrain.errors import (
-        NonFiniteError as NonFiniteError,
-    )
-    from retrain.errors import (
         NoSignalError as NoSignalError,
-    )
-    from retrain.errors import (
+        NonFiniteError as NonFiniteError,
         PluginError as PluginError,
-    )
-    from retrain.errors import (
         PromptError as PromptError,
-    )
-    from retrain.errors import (
         RetrainError as RetrainError,
-    )
-    from retrain.errors import (
         RunError as RunError,
-    )
-    from retrain.errors import (
         StallError as StallError,
-    )
-    from retrain.errors import (
         UserCodeError as UserCodeError,
     )
-    from retrain.observe.callbacks import (
-        Callback as Callback,
-    )
-    from retrain.observe.callbacks import (
-        TrainingResult as TrainingResult,
-    )
-    from retrain.pipeline import (
-        train as train,
-    )
-    from retrain.prompts import (
-        PromptSource as PromptSource,
-    )
+    from retrain.observe.callbacks import Callback as Callback, TrainingResult as TrainingResult
+    from retrain.pipeline import train as train
+    from retrain.prompts import PromptSource as PromptSource
     from retrain.rewarding import (
         Reward as Reward,
-    )
-    from retrain.rewarding import (
         RewardCalculator as RewardCalculator,
-    )
-    from retrain.rewarding import (
         reward as reward,
     )
     from retrain.sampler import (
         Sampler as Sampler,
-    )
-    from retrain.sampler import (
         SamplingParams as SamplingParams,
-    )
-    from retrain.sampler import (
         Tokenizer as Tokenizer,
     )
     from retrain.types import (
         Batch as Batch,
-    )
-    from retrain.types import (
         Completion as Completion,
-    )
-    from retrain.types import (
         Group as Group,
-    )
-    from retrain.types import (
         Message as Message,
-    )
-    from retrain.types import (
         Metrics as Metrics,
-    )
-    from retrain.types import (
         Prompt as Prompt,
-    )
-    from retrain.types import (
         Sample as Sample,
-    )
-    from retrain.types import (
         Ticket as Ticket,
-    )
-    from retrain.types import (
         Trajectory as Trajectory,
-    )
-    from retrain.types import (
         Turn as Turn,
     )

@@ -45,12 +45,13 @@ class PromptSource(ABC):
         row = self.row(ticket.row)
         return Prompt(str(ticket), row.messages, row.answer, row.metadata)
 
-    def epoch_order(self, epoch: int, seed: int, shuffle: bool) -> list[int]:
-        """The rows in the order in which `epoch` issues them; the same for the same arguments."""
-        order = list(range(len(self)))
-        if shuffle:
-            random.Random(f"{seed}:{epoch}").shuffle(order)
-        return order
+
+def epoch_order(epoch: int, rows: int, seed: int, shuffle: bool) -> list[int]:
+    """The rows in the order in which `epoch` issues them; the same for the same arguments."""
+    order = list(range(rows))
+    if shuffle:
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
 
 
 class ListPrompts(PromptSource):
