@@ -1,4 +1,4 @@
-"""An engine without a model: seeded completions after a seeded latency, and updates that only count.
+"""An engine without a model: seeded completions after a seeded latency; updates only count.
 
 `backend: {type: benchmarks/mock_engine.py:MockOptions, latency: 0.3}` runs the whole pipe on it.
 """
