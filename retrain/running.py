@@ -34,6 +34,7 @@ from retrain.ledger import Ledger
 from retrain.metering import Meter
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
 from retrain.observe.run_dir import RunDirectory
+from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts
 from retrain.sampler import SamplingParams
 from retrain.slots import Slot
@@ -61,8 +62,8 @@ class Run:
         self.watchdog: Watchdog
         self.meter = Meter()
         self.checkpoints = Checkpoints(run_dir.checkpoints)
-        train, prompts = config.train, parts.prompts
-        self.ledger = Ledger(lambda epoch: prompts.epoch_order(epoch, train.seed, train.shuffle))
+        train, rows = config.train, len(parts.prompts)
+        self.ledger = Ledger(lambda e: epoch_order(e, rows, train.seed, train.shuffle))
         self.slots = config.rollout.slots or (config.staleness.target + 1) * train.groups_per_step
         self.todo: asyncio.Queue[Prompt] = asyncio.Queue(self.slots)
         self.done: asyncio.Queue[Group | None] = asyncio.Queue(self.slots + 1)
