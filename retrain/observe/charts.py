@@ -1,0 +1,71 @@
+"""metrics.jsonl and the `eval` events as series that a page can draw. Pure: rows in, values out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, TypeGuard
+
+MAX_POINTS = 600
+"""Points a series; longer ones are averaged in equal shares."""
+
+Row = Mapping[str, Any]  # a JSON object of a journal
+Point = tuple[float, float]
+"""(step, value)."""
+
+MAIN = (
+    ("Loss", ("loss",)),
+    ("Gradient norm", ("grad_norm",)),
+    ("Entropy", ("entropy",)),
+    ("KL of sampler and trainer", ("kl/sampler_trainer",)),
+    ("Staleness, in versions", ("staleness/mean", "staleness/max")),
+    ("Tokens a second", ("tokens/per_second",)),
+    ("Tokens of a step", ("tokens/prompt", "tokens/completion")),
+    ("Seconds of a step", ("time/step", "time/wait_for_batch", "time/update", "time/publish")),
+    ("Idle fraction of the trainer", ("trainer/idle_fraction",)),
+    ("Groups without use", ("groups/zero_signal", "groups/dropped_stale")),
+    ("Failed rollouts", ("rollouts/failed",)),
+)
+
+
+def charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, Any]]:
+    """Charts in reading order: reward, evaluation, the main ones, then every other key."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    rewards = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")]
+    drawn = [_chart("Reward", ["reward/mean", *rewards], rows, "wide")]
+    judged = [{"step": event.get("eval/step"), **event} for event in evaluations]
+    passes = [key for event in judged for key in event if key.startswith("eval/pass@")]
+    kept = ["eval/reward/mean", *dict.fromkeys(passes)]
+    drawn.append(_chart("Evaluation on held-out prompts", kept, judged, "wide"))
+    drawn += [_chart(title, names, rows, "main") for title, names in MAIN]
+    used = {"step", "version", "reward/mean", *rewards, *(n for _, names in MAIN for n in names)}
+    others = [key for key in keys if key not in used and not key.startswith("eval/")]
+    drawn += [_chart(key, [key], rows, "further") for key in others]
+    return [chart for chart in drawn if chart["series"]]
+
+
+def _chart(title: str, keys: Sequence[str], rows: Sequence[Row], place: str) -> dict[str, Any]:
+    series = [{"name": key, "points": thin(points(rows, key))} for key in keys]
+    return {"title": title, "place": place, "series": [one for one in series if one["points"]]}
+
+
+def points(rows: Sequence[Row], key: str) -> list[Point]:
+    """The finite values of `key`, by step."""
+    found = ((row.get("step"), row.get(key)) for row in rows)
+    return [(float(x), float(y)) for x, y in found if known(x) and known(y)]
+
+
+def thin(series: list[Point], most: int = MAX_POINTS) -> list[Point]:
+    """At most `most` points, each the mean of its share."""
+    if len(series) <= most:
+        return series
+    edges = [round(i * len(series) / most) for i in range(most + 1)]
+    shares = [series[a:b] for a, b in pairwise(edges)]
+    return [(fmean(x for x, _ in share), fmean(y for _, y in share)) for share in shares]
+
+
+def known(value: object) -> TypeGuard[float]:
+    """Whether `value` is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

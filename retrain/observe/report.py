@@ -1,0 +1,162 @@
+"""The report: one HTML file that needs no network, made of a run directory's append-only files.
+
+It can be written at any time: during a run, after it, after a crash. What a model or a user wrote
+reaches the page as data, never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from retrain.errors import ConfigError
+from retrain.observe.callbacks import tenths
+from retrain.observe.charts import charts
+from retrain.observe.journal import plain, read_lines
+from retrain.observe.progress import clock_text, short
+from retrain.observe.run_dir import (
+    CONFIG,
+    EVENTS,
+    ROLLOUTS,
+    in_use,
+    read_events,
+    read_metrics,
+    surviving,
+)
+from retrain.observe.samples import Samples
+from retrain.observe.timeline import Event, Fates, fates, timeline, waste
+from retrain.observe.verdict import bottleneck, findings
+
+REPORT = "report.html"
+MAX_CAUSES = 20
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into `run_dir`, and return its path.
+
+    Raises ConfigError when there is no run, or the report can't be written.
+    """
+    if not (run_dir / EVENTS).is_file():
+        raise ConfigError(
+            f"{run_dir} holds no run: expected a run directory, such as runs/quickstart"
+        )
+    template = files("retrain.observe").joinpath("report.html").read_text(encoding="utf-8")
+    page = template.replace("{{data}}", _embedded(digest(run_dir)))
+    report, temporary = run_dir / REPORT, run_dir / f"{REPORT}.tmp"
+    try:
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        temporary.replace(report)
+    except OSError as error:
+        raise ConfigError(f"can't write {report}: {error.strerror or error}") from error
+    return report
+
+
+def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
+    """All that the page shows, as JSON values."""
+    every_event = list(read_events(run_dir))
+    events = surviving(every_event)
+    rows = read_metrics(run_dir)
+    samples = Samples(read_lines(run_dir / ROLLOUTS))
+    config = _config(run_dir)
+    found = fates(events)
+    wasted = waste(found)
+    outcomes = found.outcomes
+    groups_per_step = config.get("train", {}).get("groups_per_step")
+    return {
+        "name": run_dir.absolute().name,
+        "status": _status(run_dir, every_event),
+        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "facts": _facts(events, rows, found, config),
+        "bottleneck": bottleneck(rows, samples.seconds, config.get("staleness", {}).get("target")),
+        "findings": findings(rows, outcomes, samples.stop_reasons, wasted, groups_per_step),
+        "history": _history(every_event),
+        "charts": charts(rows, [event for event in events if event["event"] == "eval"]),
+        "timeline": timeline(events, found),
+        "waste": wasted,
+        "outcomes": _counted(outcomes),
+        "errors": _counted(samples.errors),
+        "stops": _counted(samples.stop_reasons),
+        "samples": samples.picked(),
+        "rollouts": samples.count,
+        "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+    }
+
+
+def _status(run_dir: Path, events: Sequence[Event]) -> str:
+    ends = [event for event in events if event["event"] in ("end", "resumed")]
+    if in_use(run_dir):
+        return "running"
+    if ends and ends[-1]["event"] == "end":
+        return str(ends[-1].get("status", "ended"))
+    return "cut off"
+
+
+def _facts(
+    events: Sequence[Event], rows: list[dict[str, Any]], found: Fates, config: dict[str, Any]
+) -> list[dict[str, str]]:
+    """The figures at the top of the page."""
+    first, last = tenths([{k: v for k, v in row.items() if v is not None} for row in rows])
+    steps = config.get("train", {}).get("total_train_steps")
+    seconds = sum(float(row.get("time/step") or 0.0) for row in rows)
+    if not seconds and events:
+        seconds = float(events[-1]["time"]) - float(events[0]["time"])
+    facts = [
+        ("steps", f"{rows[-1]['step'] if rows else 0}" + (f" of {steps}" if steps else "")),
+        ("reward, first tenth", _mean(first)),
+        ("reward, last tenth", _mean(last)),
+        ("time", clock_text(seconds)),
+        ("rollouts", f"{found.outcomes.total():,}"),
+        ("sampled tokens", short(sum(found.tokens.values()))),
+    ]
+    return [{"label": label, "value": value} for label, value in facts]
+
+
+def _mean(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "\N{EN DASH}"
+
+
+def _history(events: Sequence[Event]) -> list[str]:
+    """The run's own turning points, in words."""
+    start = float(events[0]["time"]) if events else 0.0
+    words = {
+        "resumed": lambda e: f"resumed from step {e.get('from_step')}",
+        "checkpoint": lambda e: f"checkpoint of step {e.get('step')}",
+        "torn": lambda e: f"a torn checkpoint was passed over: {e.get('checkpoint')}",
+        "stalled": lambda e: f"stalled: {_rest(e)}",
+        "end": lambda e: f"ended: {e.get('status')}",
+    }
+    return [
+        f"{clock_text(max(0.0, float(event['time']) - start))}  {words[event['event']](event)}"
+        for event in events
+        if event["event"] in words
+    ]
+
+
+def _rest(event: Event) -> str:
+    return ", ".join(f"{key} {event[key]}" for key in event if key not in ("event", "time"))
+
+
+def _counted(counter: Counter[str]) -> list[dict[str, Any]]:
+    return [{"name": name, "count": count} for name, count in counter.most_common(MAX_CAUSES)]
+
+
+def _config(run_dir: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):  # a report of a damaged run is still worth having
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """`data` as JSON that can stand inside a <script> element: no `<` ends it early."""
+    text = json.dumps(plain(data), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

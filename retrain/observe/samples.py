@@ -1,0 +1,91 @@
+"""rollouts.jsonl, read once from end to end in bounded memory: a few rollouts worth reading, and
+counts over all of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from retrain.observe.charts import known
+
+PICKED = 6
+"""Rollouts of each kind that a report shows."""
+MAX_TEXT = 20_000
+"""Characters of one message that a report shows."""
+
+Rollout = Mapping[str, Any]  # a JSON object of rollouts.jsonl
+
+
+class Samples:
+    """What a report shows of the rollouts: the first, last, best, worst and failed ones."""
+
+    def __init__(self, rollouts: Iterable[Rollout]) -> None:
+        self.count = 0
+        self.errors: Counter[str] = Counter()
+        """Failed rollouts, by the first line of their error."""
+        self.stop_reasons: Counter[str] = Counter()
+        """Turns, by why the sampler stopped."""
+        self.seconds: Counter[str] = Counter()
+        """Summed over rollouts, by stage."""
+        self._first: list[Rollout] = []
+        self._last: deque[Rollout] = deque(maxlen=PICKED)
+        self._failed: deque[Rollout] = deque(maxlen=PICKED)
+        self._best: list[tuple[float, int, Rollout]] = []
+        self._worst: list[tuple[float, int, Rollout]] = []
+        for rollout in rollouts:
+            self._add(rollout)
+
+    def picked(self) -> dict[str, list[dict[str, Any]]]:
+        """Rollouts by why they are shown, each shortened to what a page can hold."""
+        kinds = {
+            "best": [rollout for *_, rollout in sorted(self._best, reverse=True, key=_rank)],
+            "worst": [rollout for *_, rollout in sorted(self._worst, reverse=True, key=_rank)],
+            "first": self._first,
+            "last": list(self._last),
+            "failed": list(self._failed),
+        }
+        return {kind: [_shortened(r) for r in found] for kind, found in kinds.items() if found}
+
+    def _add(self, rollout: Rollout) -> None:
+        self.count += 1
+        self.stop_reasons.update(rollout.get("stop_reasons") or ())
+        self.seconds.update(rollout.get("seconds") or {})
+        if len(self._first) < PICKED:
+            self._first.append(rollout)
+        self._last.append(rollout)
+        reward = rollout.get("reward")
+        if rollout.get("outcome") != "ok":
+            cause = str(rollout.get("error") or rollout.get("outcome")).partition("\n")[0]
+            self.errors[cause[:300]] += 1
+            self._failed.append(rollout)
+        elif reward is not None and known(reward):
+            # of equal rewards the latest: what the model does now says most
+            _keep(self._best, (float(reward), self.count, rollout))
+            _keep(self._worst, (-float(reward), self.count, rollout))
+
+
+def _keep(heap: list[tuple[float, int, Rollout]], item: tuple[float, int, Rollout]) -> None:
+    if len(heap) < PICKED:
+        heapq.heappush(heap, item)
+    else:
+        heapq.heappushpop(heap, item)
+
+
+def _rank(item: tuple[float, int, Rollout]) -> tuple[float, int]:
+    return item[:2]
+
+
+def _shortened(rollout: Rollout) -> dict[str, Any]:
+    messages = [
+        {**message, "content": _cut(message.get("content"))}
+        for message in rollout.get("messages") or ()
+    ]
+    return {**rollout, "messages": messages}
+
+
+def _cut(content: Any) -> str:  # any: a text, or the parts of a multi-modal message
+    text = content if isinstance(content, str) else "" if content is None else str(content)
+    left = len(text) - MAX_TEXT
+    return text if left <= 0 else f"{text[:MAX_TEXT]} ... ({left:,} more characters)"

@@ -1,0 +1,154 @@
+"""events.jsonl as intervals: what was generated and trained when, and what became of it.
+
+Pure: the surviving events in, JSON-able values out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_INTERVALS = 800
+"""Groups that the swimlanes show: those that ended last."""
+MAX_LANES = 64
+
+Event = Mapping[str, Any]  # a JSON object of events.jsonl
+
+
+@dataclass(slots=True)
+class Fates:
+    """What became of every ticket."""
+
+    trained: dict[str, int] = field(default_factory=dict)
+    """Ticket -> step."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Ticket -> cause."""
+    issued: set[str] = field(default_factory=set)
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Ticket -> sampled tokens."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Rollouts by outcome."""
+
+    def of(self, ticket: str) -> str:
+        """`trained`, the cause of its drop, or `left`: not (yet) trained."""
+        return "trained" if ticket in self.trained else self.dropped.get(ticket, "left")
+
+
+def fates(events: Sequence[Event]) -> Fates:
+    """What the surviving events say of each ticket."""
+    found = Fates()
+    for event in events:
+        match event["event"]:
+            case "issued":
+                found.issued.add(str(event.get("ticket")))
+            case "rollout":
+                found.tokens[str(event.get("ticket"))] = _total(event.get("tokens"))
+                found.outcomes.update(event.get("outcomes") or ())
+            case "dropped":
+                found.dropped[str(event.get("ticket"))] = str(event.get("cause", "unknown"))
+            case "update":
+                step = int(event.get("step") or 0)
+                found.trained.update((str(ticket), step) for ticket in event.get("tickets") or ())
+    return found
+
+
+def waste(found: Fates) -> list[dict[str, Any]]:
+    """Groups and sampled tokens by fate, the trained ones first."""
+    groups: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for ticket in found.issued | set(found.tokens):
+        groups[found.of(ticket)] += 1
+        tokens[found.of(ticket)] += found.tokens.get(ticket, 0)
+    order = sorted(groups, key=lambda fate: (fate != "trained", fate == "left", -groups[fate]))
+    return [{"fate": fate, "groups": groups[fate], "tokens": tokens[fate]} for fate in order]
+
+
+def timeline(events: Sequence[Event], found: Fates) -> dict[str, Any] | None:
+    """Swimlanes of generation above those of training; None without a finished group.
+
+    `lanes` are lists of [start, end, fate, label] in seconds from `start` (since 1970). A lane is a
+    place in flight, not a slot: each group takes the first one free.
+    """
+    spans = sorted(_spans(events, "rollout"), key=lambda span: span[1])
+    if not spans:
+        return None
+    shown = sorted(spans[-MAX_INTERVALS:], key=lambda span: span[:2])
+    # where the swimlanes show the end of a long run, only what trained beside it belongs to them
+    since = shown[0][0] if len(shown) < len(spans) else min(e[0] for e in spans)
+    training = {
+        kind: [s for s in _spans(events, kind) if s[1] >= since] for kind in ("update", "publish")
+    }
+    end = max(span[1] for kind in (shown, *training.values()) for span in kind)
+    lanes = _lanes(
+        [
+            (start - since, stop - since, found.of(str(e.get("ticket"))), _label(e, found))
+            for start, stop, e in shown
+        ]
+    )
+    return {
+        "start": since,
+        "seconds": end - since,
+        "lanes": lanes[:MAX_LANES],
+        "hidden_lanes": max(0, len(lanes) - MAX_LANES),
+        "shown": len(shown),
+        "groups": len(spans),
+        "training": {
+            kind: [
+                (max(0.0, a - since), b - since, kind, f"{kind} {e.get('step', e.get('version'))}")
+                for a, b, e in items
+            ]
+            for kind, items in training.items()
+        },
+    }
+
+
+Span = tuple[float, float, Event]
+Interval = tuple[float, float, str, str]
+
+
+def _spans(events: Sequence[Event], kind: str) -> list[Span]:
+    """(started, ended, event) in seconds since 1970, also of a clock that counts from elsewhere."""
+    found = []
+    for event in events:
+        if event["event"] == kind and event.get("started") and event.get("ended"):
+            started, ended = float(event["started"]), float(event["ended"])
+            shift = float(event["time"]) - ended if ended < 1e9 else 0.0
+            found.append((started + shift, ended + shift, event))
+    return found
+
+
+def _lanes(intervals: Sequence[Interval]) -> list[list[Interval]]:
+    """Intervals, by start, on as few lanes as hold them without overlap, the lowest one first."""
+    lanes: list[list[Interval]] = []
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    for interval in intervals:
+        while busy and busy[0][0] <= interval[0]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        lane = heapq.heappop(free) if free else len(lanes)
+        if lane == len(lanes):
+            lanes.append([])
+        lanes[lane].append(interval)
+        heapq.heappush(busy, (interval[1], lane))
+    return lanes
+
+
+def _label(event: Event, found: Fates) -> str:
+    ticket = str(event.get("ticket"))
+    versions = sorted({version for version in event.get("versions") or () if version is not None})
+    step = found.trained.get(ticket)
+    return ", ".join(
+        [
+            f"ticket {ticket}",
+            f"{_total(event.get('tokens')):,} tokens",
+            f"version {'-'.join(str(v) for v in versions[:: max(1, len(versions) - 1)])}",
+            f"trained in step {step}" if step is not None else found.of(ticket),
+        ]
+    )
+
+
+def _total(tokens: Any) -> int:  # any: a number, or one a rollout
+    return int(sum(tokens) if isinstance(tokens, list) else tokens or 0)
