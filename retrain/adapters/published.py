@@ -1,0 +1,122 @@
+"""The sampler of a remote backend: it serves the weights that were published last.
+
+A publish swaps the session in one assignment, so a sample meets the old weights or the new, never
+half of each. What is in flight ends on the session it began with; a session that was replaced is
+closed when its last sample has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from retrain.errors import AdapterError
+from retrain.sampler import SamplingParams, Tokenizer
+from retrain.types import Completion, StopReason
+
+log = logging.getLogger(__name__)
+
+ABORTED = "abort"
+"""The stop reason of a completion that the service cut short, as when its engine was reloaded."""
+TRIES = 3
+"""Times that a prompt is sampled when its completions are cut short."""
+
+
+class Sampled(Protocol):
+    """One sequence as a service's client returns it."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+    @property
+    def stop_reason(self) -> str:
+        """`stop`, `length` or `abort`."""
+        ...
+
+
+class Session(Protocol):
+    """One set of weights on the service."""
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
+    ) -> Sequence[Sampled]: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Served:
+    session: Session
+    version: int
+    in_flight: int = 0
+
+
+class PublishedSampler:
+    """A `retrain.sampler.Sampler`; `swap` publishes."""
+
+    def __init__(self, tokenizer: Tokenizer, context_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._context_length = context_length
+        self._now: _Served | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
+    ) -> list[Completion]:
+        """`n` completions; raises AdapterError when the service fails or keeps cutting short."""
+        for _ in range(TRIES):
+            served = self._current()
+            served.in_flight += 1
+            try:
+                found = await served.session.sample(prompt_ids, params, n)
+            finally:
+                served.in_flight -= 1
+                self._retire(served)
+            if not any(one.stop_reason == ABORTED for one in found):
+                return [self._completion(one, len(prompt_ids), served.version) for one in found]
+        raise AdapterError(
+            f"the service cut the completions of a prompt short {TRIES} times in a row"
+        )
+
+    def swap(self, session: Session, version: int) -> None:
+        """From now on samples come from `session`, whose weights have this version."""
+        before, self._now = self._now, _Served(session, version)
+        if before is not None:
+            self._retire(before)
+
+    async def close(self) -> None:
+        """Wait until every replaced session is closed; the present one is the client's to end."""
+        self._now = None
+        while self._closing:
+            await asyncio.wait(self._closing)
+
+    def _current(self) -> _Served:
+        if self._now is None:
+            raise AdapterError("there is nothing to sample from: no weights are published")
+        return self._now
+
+    def _retire(self, served: _Served) -> None:
+        """Close a session that was replaced and has nothing in flight."""
+        if served is self._now or served.in_flight:
+            return
+        closing = asyncio.create_task(_close(served.session), name="close a sampling session")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    def _completion(self, one: Sampled, prompt_length: int, version: int) -> Completion:
+        full = prompt_length + len(one.tokens) >= self._context_length
+        reason: StopReason = "stop"
+        if one.stop_reason == "length":
+            reason = "context" if full else "length"
+        text = self._tokenizer.decode(one.tokens, skip_special_tokens=True)
+        return Completion(list(one.tokens), list(one.logprobs), text, reason, version)
+
+
+async def _close(session: Session) -> None:
+    try:
+        await session.close()
+    except AdapterError as error:  # it costs the service some memory, and the run nothing
+        log.warning("could not close a sampling session: %s", error)

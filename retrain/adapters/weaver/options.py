@@ -1,0 +1,121 @@
+"""The `backend:` keys of `type: weaver`, and what this backend can honour. Imports no httpx."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from retrain.adapters.base import SHARED_LOSSES, AdapterOptions, Capabilities
+from retrain.adapters.remote import checked_url
+from retrain.adapters.schedule import Schedule
+from retrain.adapters.surrogate import loss_settings
+from retrain.batching import TRL_AS_SHARED
+from retrain.config import RunConfig
+from retrain.errors import ConfigError
+
+NATIVE = frozenset({"importance_sampling", "cross_entropy"})
+"""Losses that Weaver executes itself; it has no ppo."""
+RATIO_LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "dro", *TRL_AS_SHARED})
+"""Losses that compare the trained with the sampled distribution."""
+REMOTE_LOSSES = SHARED_LOSSES - {"dpo"} | frozenset(TRL_AS_SHARED)
+"""dpo needs log-probs of a reference model, which Weaver does not keep beside the trained one."""
+
+
+class WeaverLora(BaseModel):
+    """Low-rank adapters (arXiv:2106.09685) on all layers of a kind, or none of them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    rank: Annotated[int, Field(ge=1)] = 32
+    seed: int | None = None
+    """Of the initial adapters; by default train.seed."""
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class WeaverOptions(AdapterOptions):
+    """`backend: {type: weaver, ...}`: a Weaver service trains and samples."""
+
+    adapter: ClassVar[str] = "retrain.adapters.weaver.adapter:WeaverAdapter"
+
+    type: Literal["weaver"] = "weaver"
+    url: str = "local"
+    """`local`: a service inside this process; else http(s)://host, with the key in
+    WEAVER_API_KEY."""
+    training_mode: Literal["lora", "full_ft"] = "lora"
+    lora: WeaverLora = WeaverLora()
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    lr_scheduler: Schedule = "constant"
+    """Over train.total_train_steps."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+    native_losses: frozenset[Literal["importance_sampling", "cross_entropy"]] = NATIVE
+    """Losses that the service computes. The others are computed here, from one forward pass more,
+    and don't depend on what the service averages its own losses over."""
+    request_tokens: Annotated[int, Field(ge=1)] = 1_000_000
+    """Tokens that one request may carry; a larger batch goes out in several, which add up."""
+    sampler_ttl: Annotated[int, Field(ge=60)] = 86_400
+    """Seconds that the service keeps the weights of a sampler."""
+    context_length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of prompt and completion together; by default what the tokenizer says."""
+    tokenizer: str | None = None
+    """A folder or Hugging Face id; by default the model's."""
+    resend: bool = False
+    """The service recognises a repeated seq_id, so that a training call whose reply was lost may
+    be sent again (`retrain serve` does). Otherwise a lost reply ends the run."""
+
+    def capabilities(self) -> Capabilities:
+        """Native losses, and on our side every other function of log-probs."""
+        return Capabilities(
+            losses=frozenset(self.native_losses),
+            surrogate_losses=REMOTE_LOSSES - self.native_losses,
+            per_token_advantages=True,
+            reference_kl=False,
+            tuning=frozenset({"full" if self.training_mode == "full_ft" else "lora"}),
+            resume="exact",
+        )
+
+    def problems(self, config: RunConfig) -> list[str]:
+        """Keys without effect, and settings that can't work."""
+        found = []
+        try:
+            if self.url != "local":
+                checked_url(self.url)
+        except ConfigError as error:
+            found.append(f"backend.{error}")
+        loss = config.algorithm.loss
+        if loss is not None and loss in REMOTE_LOSSES:
+            try:
+                loss_settings(TRL_AS_SHARED.get(loss, (loss,))[0], config.algorithm.loss_config)
+            except ConfigError as error:
+                found.append(f"algorithm.loss_config: {error}")
+        if self.training_mode == "full_ft" and "lora" in self.model_fields_set:
+            found.append("backend.lora has no effect with training_mode full_ft: remove one")
+        if config.checkpoint.merge_lora:
+            found.append(
+                "checkpoint.merge_lora has no effect: the weights stay with the service, which "
+                "exports them itself"
+            )
+        if self.warmup_steps > config.train.total_train_steps:
+            found.append(
+                f"backend.warmup_steps {self.warmup_steps} is longer than the run "
+                f"(train.total_train_steps {config.train.total_train_steps})"
+            )
+        return found + self._off_policy(config)
+
+    def _off_policy(self, config: RunConfig) -> list[str]:
+        loss, sampling = config.algorithm.loss, config.sampling
+        truncated = sampling.top_p < 1 or sampling.top_k > 0
+        if truncated and loss in RATIO_LOSSES:
+            return [
+                f"sampling.top_p {sampling.top_p} and top_k {sampling.top_k} cut the distribution "
+                "that is sampled, but the service scores over the whole vocabulary, so the "
+                "importance ratio would never be 1: set top_p 1.0 and top_k 0"
+            ]
+        return []
