@@ -1,0 +1,190 @@
+"""Work that a request started: who asked for it, in which order it runs, and what came of it.
+
+- A request with a number (`seq_id`) is one job for ever: sent again it finds the same job, and
+  with another body it is refused (409). So a client whose reply was lost may always repeat.
+- `Lane.submit(..., ordered=True)` runs jobs by their numbers, 1, 2, 3, ..., however they arrive; a
+  job behind a gap waits `gap_timeout` seconds for the missing number, and then fails.
+- Finished jobs are kept for the `KEPT` newest; what came of an older one is forgotten (410).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from retrain.errors import ConfigError
+from retrain.service.errors import ServiceError, conflict, missing
+
+KEPT = 20_000
+Work = Callable[[], Awaitable[Any]]
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One piece of work; `finished` is set once `result` or `error` is there."""
+
+    kind: str
+    """What it is, in the words of its protocol, for the encoding of its result."""
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    state: Literal["waiting", "pending", "running", "done", "failed"] = "pending"
+    """`waiting`: for a request with a lower number; `pending`: for its turn."""
+    result: Any = None
+    error: ServiceError | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # what the first reply said beside the id
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether it has finished, after at most `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.finished.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class Jobs:
+    """All jobs of a service. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._finished: OrderedDict[str, Job] = OrderedDict()
+        self._open: dict[str, Job] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._forgotten = 0
+
+    def get(self, job_id: str) -> Job:
+        """Raises ServiceError: 404 for an id that never was, 410 for one that was forgotten."""
+        job = self._open.get(job_id) or self._finished.get(job_id)
+        if job is None and self._forgotten:
+            raise ServiceError(410, "gone", f"the request {job_id} is unknown, or long answered")
+        if job is None:
+            raise missing(f"the request {job_id}")
+        return job
+
+    def add(self, job: Job) -> Job:
+        """Register a job that is not to run yet."""
+        self._open[job.id] = job
+        return job
+
+    def start(self, job: Job, work: Work) -> Job:
+        """Run it now, beside the others."""
+        self.add(job).state = "pending"
+        self._tasks[job.id] = asyncio.create_task(self._run(job, work), name=f"{job.kind} {job.id}")
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Stop its work, if that is under way."""
+        if task := self._tasks.get(job.id):
+            task.cancel()
+
+    def fail(self, job: Job, error: ServiceError) -> None:
+        """Finish it without a result."""
+        job.error = error
+        self._finish(job, "failed")
+
+    async def close(self) -> None:
+        """Cancel what runs, and wake whoever waits."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for job in list(self._open.values()):
+            self.fail(job, _shutting_down())
+
+    async def _run(self, job: Job, work: Work) -> None:
+        job.state = "running"
+        try:
+            job.result = await work()
+        except asyncio.CancelledError:
+            self.fail(job, _shutting_down())
+            raise
+        except ServiceError as error:
+            self.fail(job, error)
+        except ConfigError as error:  # of a loss's keys
+            self.fail(job, ServiceError(400, "invalid_request", str(error)))
+        except Exception as error:  # noqa: BLE001 - the client that waits must hear of any failure
+            log.exception("%s %s failed", job.kind, job.id)
+            self.fail(job, ServiceError(500, "internal", f"{type(error).__name__}: {error}"))
+        else:
+            self._finish(job, "done")
+        finally:
+            self._tasks.pop(job.id, None)
+
+    def _finish(self, job: Job, state: Literal["done", "failed"]) -> None:
+        if job.finished.is_set():
+            return
+        job.state = state
+        self._open.pop(job.id, None)
+        self._finished[job.id] = job
+        while len(self._finished) > KEPT:
+            self._finished.popitem(last=False)
+            self._forgotten += 1
+        job.finished.set()
+
+
+class Lane:
+    """The numbered requests of one model or one sampling session."""
+
+    def __init__(self, jobs: Jobs, gap_timeout: float = 300.0) -> None:
+        self._jobs = jobs
+        self._gap_timeout = gap_timeout
+        self._known: dict[int, tuple[bytes, str]] = {}
+        self._behind: dict[int, tuple[Job, Work, asyncio.TimerHandle]] = {}
+        self._next = 1
+
+    @property
+    def used(self) -> bool:
+        """Whether any numbered request has come."""
+        return bool(self._known)
+
+    def submit(self, seq_id: int, body: bytes, job: Job, work: Work, *, ordered: bool) -> Job:
+        """The job of this number: `job`, run when its turn comes, or the one that was sent before.
+
+        Raises ServiceError (409) when the number was used with another body, or has been passed.
+        """
+        digest = hashlib.sha256(job.kind.encode() + b"\0" + body).digest()
+        if seq_id in self._known:
+            before, job_id = self._known[seq_id]
+            if before != digest:
+                raise conflict(f"seq_id {seq_id} was used before, for another request")
+            return self._jobs.get(job_id)
+        if ordered and seq_id < self._next:
+            raise conflict(f"seq_id {seq_id} comes too late: the next one is {self._next}")
+        self._known[seq_id] = digest, job.id
+        if not ordered:
+            return self._jobs.start(job, work)
+        self._jobs.add(job).state = "waiting"
+        timer = asyncio.get_running_loop().call_later(self._gap_timeout, self._give_up, seq_id)
+        self._behind[seq_id] = job, work, timer
+        self._release()
+        return job
+
+    def close(self) -> None:
+        """Fail what still waits for a number."""
+        for seq_id in list(self._behind):
+            self._give_up(seq_id)
+
+    def _release(self) -> None:
+        while self._next in self._behind:
+            job, work, timer = self._behind.pop(self._next)
+            timer.cancel()
+            self._next += 1
+            self._jobs.start(job, work)
+
+    def _give_up(self, seq_id: int) -> None:
+        if entry := self._behind.pop(seq_id, None):
+            job, _, timer = entry
+            timer.cancel()
+            message = f"seq_id {seq_id} waited for seq_id {self._next}, which never came"
+            self._jobs.fail(job, ServiceError(400, "sequence_gap", message))
+
+
+def _shutting_down() -> ServiceError:
+    return ServiceError(503, "shutting_down", "the service is shutting down", retryable=True)

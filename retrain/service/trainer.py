@@ -1,0 +1,298 @@
+"""One model in training: gradients that accumulate, AdamW steps, and its weights as tensors.
+
+- Losses are the shared ones (engine.losses), summed over tokens; gradients add up over calls until
+  `optim_step` applies and clears them. A call that fails adds nothing: the gradients are put back.
+- LoRA leaves the base weights alone, so that all models share them. Attention and MLP projections
+  get their matrices by name, and with `unembed` the output layer too; a tied output layer is untied
+  first, or its delta would change the embedding. Without `unembed` a model of random weights can't
+  learn which token to say: its output layer is noise that nothing else can turn.
+- Rank 0 trains the full weights, in a copy.
+
+Everything here is synchronous and belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from retrain.engine.losses import shared_loss, token_logprobs
+from retrain.service.errors import ServiceError, invalid
+
+LORA_ALPHA = 32
+"""The services that we speak for have no alpha on the wire; this is the value they use."""
+LOGITS_AT_ONCE = 2**29
+"""Numbers that one micro-batch's logits may have (2 GiB in float32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Which weights are trained."""
+
+    rank: int = 32
+    """Of the LoRA matrices; 0 trains the full weights."""
+    attention: bool = True
+    mlp: bool = True
+    unembed: bool = True
+    seed: int = 0
+    """Of the LoRA matrices' initial values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A training sequence whose position t predicts `targets[t]`; every field has length N."""
+
+    tokens: Sequence[int]
+    targets: Sequence[int]
+    advantages: Sequence[float]
+    logprobs: Sequence[float]
+    mask: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What a forward pass gives back."""
+
+    logprobs: list[list[float]]
+    """Of each row's targets, (N,) a row."""
+    loss: float
+    tokens: float
+    """Targets with mask 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """AdamW's fields, sent with every step; `grad_clip_norm` 0 clips nothing."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class Trainer:
+    """Trains a model that is made of `base`; the base's own weights never change."""
+
+    def __init__(self, base: PreTrainedModel, tuning: Tuning) -> None:
+        """Raises ServiceError when the model has none of the layers that `tuning` asks for."""
+        self.tuning = tuning
+        self.steps = 0
+        self.model: torch.nn.Module
+        if tuning.rank:
+            self.model = _with_lora(untied(base), tuning)
+        else:
+            self.model = copy.deepcopy(base).requires_grad_(True)
+        self.model.eval()  # no dropout: the log-probs must be those that the sampler's are held to
+        self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self._optimizer = torch.optim.AdamW(self._trained.values())
+        self._device = base.device
+        self._vocabulary = int(_embedding(base).weight.shape[0])
+
+    def forward(self, rows: Sequence[Row]) -> Passed:
+        """The targets' log-probs, no gradients; the loss is that of `cross_entropy`."""
+        with torch.no_grad():
+            return self._passed(rows, "cross_entropy", {})
+
+    def forward_backward(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
+        """Adds the loss's gradient to what has accumulated.
+
+        Raises ServiceError when the loss is NaN or infinite; nothing is then added.
+        """
+        before = [p.grad.clone() if p.grad is not None else None for p in self._trained.values()]
+        try:
+            return self._passed(rows, loss, config)
+        except BaseException:
+            for parameter, gradient in zip(self._trained.values(), before, strict=True):
+                parameter.grad = gradient
+            raise
+
+    def optim_step(self, adam: Adam) -> dict[str, float]:
+        """Applies the accumulated gradients and clears them; reports the norm before clipping.
+
+        Raises ServiceError when there is no gradient, or one that is NaN or infinite; the weights
+        are then as they were, and the gradients cleared.
+        """
+        if all(parameter.grad is None for parameter in self._trained.values()):
+            raise invalid("there is no gradient to apply: call forward_backward before optim_step")
+        limit = adam.grad_clip_norm or math.inf
+        norm = float(clip_grad_norm_(self._trained.values(), limit))
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            raise invalid(f"the gradient's norm is {norm}: it was cleared, no step was taken")
+        self._optimizer.param_groups[0].update(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+        )
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.steps += 1
+        return {"grad_norm": norm, "learning_rate": adam.learning_rate}
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of the trained weights, on the CPU; LoRA's in PEFT's names."""
+        return {
+            name.replace(".default.", "."): parameter.detach().cpu().clone()
+            for name, parameter in self._trained.items()
+        }
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """A copy of AdamW's moments and step counts, on the CPU."""
+        state = self._optimizer.state_dict()["state"]
+        moments = {i: {k: v.cpu().clone() for k, v in one.items()} for i, one in state.items()}
+        return {"state": moments, "steps": self.steps}
+
+    def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
+        """Continues from a copy; without the optimizer's it starts afresh, as for a new task.
+
+        Raises ServiceError when the tensors don't fit this model.
+        """
+        named = {name.replace(".default.", "."): p for name, p in self._trained.items()}
+        if {n: p.shape for n, p in named.items()} != {n: w.shape for n, w in weights.items()}:
+            raise invalid(
+                "the checkpoint was made with another tuning (rank or layers) than this model has"
+            )
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(weights[name])
+        self._optimizer = torch.optim.AdamW(self._trained.values())
+        if optimizer is not None:
+            groups = self._optimizer.state_dict()["param_groups"]
+            state = copy.deepcopy(dict(optimizer["state"]))
+            self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.steps = int(optimizer["steps"]) if optimizer is not None else 0
+
+    def _passed(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
+        logprobs: list[list[float]] = [[]] * len(rows)
+        total = tokens = 0.0
+        for batch in self._micro_batches(rows):
+            part, found = self._micro_batch([rows[i] for i in batch], loss, config)
+            total, tokens = total + part, tokens + sum(sum(rows[i].mask) for i in batch)
+            for index, values in zip(batch, found.tolist(), strict=True):
+                logprobs[index] = values[: len(rows[index].tokens)]
+        return Passed(logprobs, total, tokens)
+
+    def _micro_batch(
+        self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]
+    ) -> tuple[float, Tensor]:
+        lengths = torch.tensor([len(row.tokens) for row in rows])
+        attended = (torch.arange(int(lengths.max())) < lengths[:, None]).long().to(self._device)
+        logits = self.model(
+            input_ids=self._padded([row.tokens for row in rows], torch.long),
+            attention_mask=attended,
+            use_cache=False,
+        ).logits
+        logprobs = token_logprobs(logits, self._padded([row.targets for row in rows], torch.long))
+        value, _ = shared_loss(
+            loss,
+            config,
+            logprobs,
+            self._padded([row.logprobs for row in rows]),
+            self._padded([row.advantages for row in rows]),
+            self._padded([row.mask for row in rows]),
+        )
+        if not torch.isfinite(value):
+            raise invalid(f"the {loss} loss is {value.item()}: check logprobs and advantages")
+        if torch.is_grad_enabled():
+            value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return float(value.detach()), logprobs.detach()
+
+    def _padded(
+        self, values: Sequence[Sequence[float]], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        tensors = [torch.tensor(one, dtype=dtype or torch.float32) for one in values]
+        return pad_sequence(tensors, batch_first=True).to(self._device)
+
+    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+        """Row numbers, rows of like length together, as many as LOGITS_AT_ONCE allows."""
+        limit = max(1, LOGITS_AT_ONCE // self._vocabulary)
+        batch: list[int] = []
+        for index in sorted(range(len(rows)), key=lambda i: len(rows[i].tokens)):
+            if batch and (len(batch) + 1) * len(rows[index].tokens) > limit:
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+
+def untied(base: PreTrainedModel) -> PreTrainedModel:
+    """The same modules anew, on the very same weight tensors but for a tied output layer's."""
+    shared = [*base.parameters(), *base.buffers()]
+    model: PreTrainedModel = copy.deepcopy(base, {id(tensor): tensor for tensor in shared})
+    head, embedding = _head(model), _embedding(model)
+    if head is not None and head.weight is embedding.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    return model
+
+
+def merged_weights(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], rank: int
+) -> dict[str, Tensor]:
+    """State of `model` (untied) with trained `weights` in it: W + alpha/rank B A for LoRA's."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if not rank:
+        full = {name: tensor.to(model.device) for name, tensor in weights.items()}
+        head, embedding = (_weight_name(model, one(model)) for one in (_head, _embedding))
+        if head not in full:  # of tied weights only the first name was trained
+            full[head] = full[embedding]
+        return {**state, **full}
+    for name, a in weights.items():
+        if not name.endswith(".lora_A.weight"):
+            continue
+        b = weights[name.replace(".lora_A.", ".lora_B.")]
+        plain = name.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+        delta = (b.float() @ a.float()) * (LORA_ALPHA / rank)
+        state[plain] = state[plain] + delta.to(state[plain])
+    return state
+
+
+def _with_lora(model: PreTrainedModel, tuning: Tuning) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    targets = [name for name, wanted in _layers(model, tuning) if wanted]
+    if not targets:
+        raise ServiceError(
+            400, "invalid_request", "this tuning trains nothing: switch on a kind of layer"
+        )
+    config = LoraConfig(r=tuning.rank, lora_alpha=LORA_ALPHA, target_modules=targets, bias="none")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(tuning.seed)
+        adapted: torch.nn.Module = get_peft_model(model, config)
+    return adapted
+
+
+def _layers(model: PreTrainedModel, tuning: Tuning) -> Iterator[tuple[str, bool]]:
+    """Every linear layer's name, and whether `tuning` wants it trained."""
+    head = _head(model)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            if module is head:
+                yield name, tuning.unembed
+            else:
+                yield name, tuning.attention if "att" in name else tuning.mlp
+
+
+def _head(model: PreTrainedModel) -> Any:  # a Linear, or None; transformers leaves it untyped
+    return model.get_output_embeddings()  # type: ignore[no-untyped-call]  # the same
+
+
+def _embedding(model: PreTrainedModel) -> Any:  # an Embedding; transformers types it as any Module
+    return model.get_input_embeddings()
+
+
+def _weight_name(model: PreTrainedModel, module: Any) -> str:  # one of the two above
+    return next(f"{name}.weight" for name, one in model.named_modules() if one is module)
