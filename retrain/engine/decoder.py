@@ -1,0 +1,223 @@
+"""Rows that decode together over one set of weights: prefill, step, retire.
+
+A request is prefilled once, whatever its number of rows. A row leaves with the token that ends it,
+and the pass after that is made without it. Everything here runs on the worker's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retrain.engine.drawing import Drawer, row_keys
+from retrain.engine.kv_cache import make_cache
+from retrain.engine.stopping import Stopping
+from retrain.sampler import SamplingParams, Tokenizer
+from retrain.types import Completion
+
+PREFILL_TOKENS = 16384
+"""A prefill pass holds no more tokens, padding included, unless one prompt alone is longer."""
+
+
+@dataclass(slots=True)
+class SamplerStats:
+    """Counters since the start, for metrics."""
+
+    tokens: int = 0
+    """Sampled."""
+    steps: int = 0
+    """Decode passes, prefills not among them."""
+    rows: int = 0
+    """Under way now."""
+    seconds_busy: float = 0.0
+    """The worker's time spent on anything but waiting."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`count` completions of one prompt, asked for together."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    stopping: Stopping
+    keys: Sequence[int]
+    future: asyncio.Future[list[Completion]]
+    cancelled: bool = False
+    """Set by the asker; its rows are retired before the next pass."""
+    completions: list[Completion | None] = field(default_factory=list)
+    unfinished: int = 0
+
+    def __post_init__(self) -> None:
+        self.completions = [None] * len(self.keys)
+        self.unfinished = len(self.keys)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One completion in the making."""
+
+    request: Request
+    index: int
+    params: SamplingParams
+    key: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class Decoder:
+    """One running batch; `admit` and `step` return the requests that they finished."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        version: int,
+        stats: SamplerStats,
+        max_rows: int,
+    ) -> None:
+        self.model, self.tokenizer, self.version = model, tokenizer, version
+        self.stats = stats
+        self.rows: list[Row] = []
+        self._cache = make_cache(model.config.get_text_config(), max_rows)
+        self._drawer: Drawer | None = None  # None: the rows have changed since the last step
+        self._tokens: list[int] = []  # each row's newest, not yet in the cache
+        self._known = inspect.signature(model.forward).parameters
+
+    def admit(self, requests: Sequence[Request]) -> list[Request]:
+        """Prefill the requests and draw the first token of each of their rows."""
+        done: list[Request] = []
+        for chunk in _chunks(requests):
+            done += self._admit(chunk)
+        return done
+
+    def step(self) -> list[Request]:
+        """One more token for every row."""
+        self._drop_cancelled()
+        if not self.rows:
+            return []
+        inputs = self._cache.step_inputs()
+        ids = torch.tensor(self._tokens, device=self.model.device).unsqueeze(1)
+        logits = self._forward(ids, self._cache.past, inputs)
+        self._cache.advance()
+        self.stats.steps += 1
+        if self._drawer is None:
+            self._drawer = Drawer(self.rows, self.model.device)
+        self._tokens, logprobs = self._drawer(logits)
+        done, kept = self._record(self.rows, self._tokens, logprobs)
+        if len(kept) < len(self.rows):
+            self._retain(kept)
+        return done
+
+    def _admit(self, requests: Sequence[Request]) -> list[Request]:
+        past = self._cache.empty_prefill()
+        ids, inputs = _padded([r.prompt_ids for r in requests], self.model.device)
+        logits = self._forward(ids, past, inputs)
+        rows, sources = [], []
+        for source, request in enumerate(requests):
+            for index, key in enumerate(request.keys):
+                rows.append(Row(request, index, request.params, key))
+                sources.append(source)
+        drawer = Drawer(rows, self.model.device)
+        tokens, logprobs = drawer(logits[torch.tensor(sources, device=logits.device)])
+        done, kept = self._record(rows, tokens, logprobs)
+        if kept:
+            lengths = [len(rows[i].request.prompt_ids) for i in kept]
+            self._cache.add(past, [sources[i] for i in kept], lengths)
+            self.rows += [rows[i] for i in kept]
+            self._tokens += [tokens[i] for i in kept]
+            self._drawer = None
+        return done
+
+    def _forward(self, ids: Tensor, past: object, inputs: dict[str, Tensor]) -> Tensor:
+        """The last position's logits; (rows, vocabulary)."""
+        known = {name: value for name, value in inputs.items() if name in self._known}
+        if "logits_to_keep" in self._known:
+            known["logits_to_keep"] = 1  # type: ignore[assignment]  # the one that is no tensor
+        logits: Tensor = self.model(ids, past_key_values=past, use_cache=True, **known).logits
+        return logits[:, -1]
+
+    def _record(
+        self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> tuple[list[Request], list[int]]:
+        """Note what was drawn; the requests that this finishes, and the rows that go on."""
+        self.stats.tokens += len(rows)
+        done, kept = [], []
+        for i, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            request = row.request
+            reason = request.stopping.reason(row.token_ids)
+            if reason is None:
+                kept.append(i)
+                continue
+            text = self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
+            request.completions[row.index] = Completion(
+                row.token_ids, row.logprobs, text, reason, self.version
+            )
+            request.unfinished -= 1
+            if not request.unfinished:
+                done.append(request)
+        return done, kept
+
+    def _drop_cancelled(self) -> None:
+        kept = [i for i, row in enumerate(self.rows) if not row.request.cancelled]
+        if len(kept) < len(self.rows):
+            self._retain(kept)
+
+    def _retain(self, kept: list[int]) -> None:
+        """Keep these rows; holes are filled from the end, so that few rows move."""
+        count = len(kept)
+        spare = [i for i in kept if i >= count]
+        staying = {i for i in kept if i < count}
+        order = [i if i in staying else spare.pop() for i in range(count)]
+        self._cache.retain(order)
+        self.rows = [self.rows[i] for i in order]
+        self._tokens = [self._tokens[i] for i in order]
+        self._drawer = None
+
+
+def make_requests(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    stopping: Stopping,
+    count: int,
+    max_rows: int,
+) -> Iterator[Request]:
+    """Requests of at most `max_rows` rows each that make `count` completions together."""
+    loop = asyncio.get_running_loop()
+    keys = row_keys(params.seed, count)
+    for first in range(0, count, max_rows):
+        some = keys[first : first + max_rows]
+        yield Request(prompt_ids, params, stopping, some, loop.create_future())
+
+
+def _chunks(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Requests of like lengths together, so that little is padded."""
+    chunk: list[Request] = []
+    for request in sorted(requests, key=lambda r: len(r.prompt_ids)):
+        if chunk and (len(chunk) + 1) * len(request.prompt_ids) > PREFILL_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(request)
+    if chunk:
+        yield chunk
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Prompts padded on the left, (prompts, longest), and the model's arguments for them."""
+    longest = max(map(len, prompts))
+    padding = torch.tensor([longest - len(p) for p in prompts], device=device).unsqueeze(1)
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    columns = torch.arange(longest, device=device)
+    inputs = {"position_ids": (columns - padding).clamp_(min=0)}
+    if any(len(p) < longest for p in prompts):
+        inputs["attention_mask"] = columns >= padding
+    return ids, inputs

@@ -1,0 +1,119 @@
+"""From logits to tokens: temperature, top-k, top-p, and the log-prob of what was drawn.
+
+A row's uniforms are a function of its key and of how many tokens it has drawn (SplitMix64, Steele
+et al. 2014), and a token is the inverse of the cumulative distribution at its uniform. A row so
+draws the same tokens whatever else is in the batch, up to the rounding of its logits.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrain.sampler import SamplingParams
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31, 40))
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+Keys = NDArray[np.uint64]
+
+
+class Drawing(Protocol):
+    """What a row must know for a token to be drawn for it."""
+
+    params: SamplingParams
+    key: int
+    token_ids: list[int]
+
+
+def row_keys(seed: int | None, count: int) -> list[int]:
+    """The keys of a request's `count` rows: of (seed, i), or fresh ones without a seed."""
+    if seed is None:
+        return [secrets.randbits(64) for _ in range(count)]
+    root = _mixed(np.array([seed % 2**64], dtype=np.uint64) + GOLDEN)
+    keys: list[int] = _mixed(root + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN).tolist()
+    return keys
+
+
+def uniforms(states: Keys) -> NDArray[np.float32]:
+    """Numbers in [0, 1), 24 bits each, so that float32 holds them exactly."""
+    return (_mixed(states) >> _SHIFTS[3]).astype(np.float32) * np.float32(2**-24)
+
+
+class Drawer:
+    """Draws one token a row, step after step, until the rows change."""
+
+    def __init__(self, rows: Sequence[Drawing], device: torch.device) -> None:
+        keys = np.array([row.key for row in rows], dtype=np.uint64)
+        drawn = np.array([len(row.token_ids) + 1 for row in rows], dtype=np.uint64)
+        self._states = keys + drawn * GOLDEN
+        self._device = device
+        greedy = [row.params.temperature == 0 for row in rows]
+        self._greedy = self._tensor(greedy) if any(greedy) else None
+        self._all_greedy = all(greedy)
+        heat = [row.params.temperature or 1.0 for row in rows]
+        self._temperature = self._tensor(heat)[:, None] if any(t != 1 for t in heat) else None
+        cut = [
+            i
+            for i, row in enumerate(rows)
+            if not greedy[i] and (row.params.top_k or row.params.top_p < 1)
+        ]
+        self._cut = self._tensor(cut) if cut else None
+        self._top_k = self._tensor([rows[i].params.top_k for i in cut])[:, None]
+        self._top_p = self._tensor([rows[i].params.top_p for i in cut])[:, None]
+
+    def __call__(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """A token a row and its log-prob, from logits of shape (rows, vocabulary)."""
+        logits = logits.float()
+        if self._temperature is not None:
+            logits = logits / self._temperature
+        logprobs = logits.log_softmax(-1)
+        if self._all_greedy:
+            tokens = logprobs.argmax(-1)
+        else:
+            u = torch.from_numpy(uniforms(self._states)).to(self._device)[:, None]
+            tokens = _inverse_cdf(logprobs.exp(), u).squeeze(1)
+            if self._greedy is not None:
+                tokens = torch.where(self._greedy, logprobs.argmax(-1), tokens)
+        chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+        if self._cut is not None:
+            tokens[self._cut], chosen[self._cut] = self._draw_cut(logprobs[self._cut], u[self._cut])
+        self._states += GOLDEN
+        return tokens.tolist(), chosen.tolist()
+
+    def _draw_cut(self, logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw from the top-k, of them from the smallest set with probability top-p or more."""
+        ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+        ranks = torch.arange(ordered.shape[1], device=self._device)
+        ordered = ordered.masked_fill((self._top_k > 0) & (ranks >= self._top_k), -torch.inf)
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1) - probs
+        kept = (before < self._top_p) & (probs > 0)
+        ordered = ordered.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        place = _inverse_cdf(ordered.exp(), u)
+        place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)
+        return ids.gather(1, place).squeeze(1), ordered.gather(1, place).squeeze(1)
+
+    def _tensor(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+
+def _inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """The first entry whose cumulative probability exceeds u of the whole; (rows, 1)."""
+    cumulative = probs.cumsum(-1)
+    place = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
+    return place.clamp_(max=probs.shape[1] - 1)
+
+
+def _mixed(states: Keys) -> Keys:
+    """SplitMix64's output function; wraps at 64 bits."""
+    mixed = (states ^ (states >> _SHIFTS[0])) * _FACTORS[0]
+    mixed = (mixed ^ (mixed >> _SHIFTS[1])) * _FACTORS[1]
+    out: Keys = mixed ^ (mixed >> _SHIFTS[2])
+    return out

@@ -1,0 +1,227 @@
+"""The keys and values of the rows that decode together.
+
+`RowCache` holds rows of different lengths in buffers made ahead. All rows end at one column and so
+are padded on the left: a step writes one column in place, a new row is copied in so that it ends
+there, and a finished row's place is taken by the last one. The part of the buffers in use is the
+`Window`. What lies in a row's padding is stale but finite, since masked attention multiplies it
+by 0.
+
+`RequestCache` is the way for models that keep more than keys and values (state-space and linear
+attention layers, which padding would disturb): the model's own cache, rows of one request alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+GRAIN = 32
+"""Buffers grow in steps of this many columns."""
+
+
+def shares_rows(config: PreTrainedConfig) -> bool:
+    """Whether rows of several requests can decode together: when all layers are attention."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+    return all(type(layer) in plain for layer in DynamicCache(config=config).layers)
+
+
+def make_cache(config: PreTrainedConfig, max_rows: int) -> RowCache | RequestCache:
+    """A RowCache where the model allows it, else a RequestCache."""
+    return RowCache(max_rows) if shares_rows(config) else RequestCache(config)
+
+
+@dataclass(slots=True)
+class Window:
+    """Which part of the buffers is in use: the first `rows`, columns from `start` to `end`."""
+
+    rows: int = 0
+    start: int = 0
+    end: int = 0
+    starts: list[int] = field(default_factory=list)
+    """Each row's first column; (rows,)."""
+
+
+class RowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped to mypy
+    """One layer's keys and values; (row capacity, heads, column capacity, head size) each."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        w = self.window
+        after = w.end + key_states.shape[-2]
+        self.keys[: w.rows, :, w.end : after] = key_states
+        self.values[: w.rows, :, w.end : after] = value_states
+        return self.keys[: w.rows, :, w.start : after], self.values[: w.rows, :, w.start : after]
+
+    def get_seq_length(self) -> int:
+        return self.window.end - self.window.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Rows of any requests and lengths."""
+
+    def __init__(self, max_rows: int) -> None:
+        super().__init__(layers=[])
+        self.window = Window()
+        self.max_rows = max_rows
+        self.row_capacity = self.column_capacity = 0
+        self._starts = torch.empty(0, dtype=torch.long)
+
+    @property
+    def past(self) -> Cache:
+        """What the model takes as past_key_values."""
+        return self
+
+    def empty_prefill(self) -> Cache:
+        """A cache for a prefill whose rows `add` takes over; all layers keep all columns."""
+        return DynamicCache()
+
+    def add(self, prefilled: Cache, sources: Sequence[int], lengths: Sequence[int]) -> None:
+        """Append rows: row i is the prefill's row sources[i], whose prompt has lengths[i] tokens.
+
+        The prefill is padded on the left.
+        """
+        w, width, count = self.window, prefilled.get_seq_length(), len(sources)
+        device = _first_keys(prefilled).device
+        while len(self.layers) < len(prefilled.layers):
+            self.layers.append(RowLayer(w))
+        self._make_room(prefilled, w.rows + count, width)
+        picked = torch.tensor(sources, device=device)
+        new = slice(w.rows, w.rows + count)
+        columns = slice(w.end - width, w.end)
+        for mine, theirs in zip(self.layers, prefilled.layers, strict=True):
+            if theirs.keys is not None:  # None: a layer without keys of its own
+                mine.keys[new, :, columns] = theirs.keys[picked]
+                mine.values[new, :, columns] = theirs.values[picked]
+        w.rows += count
+        w.starts.extend(w.end - length for length in lengths)
+        self._trim(device)
+
+    def retain(self, order: Sequence[int]) -> None:
+        """Keep len(order) rows; row i becomes what row order[i] was."""
+        moves = [(to, source) for to, source in enumerate(order) if to != source]
+        w = self.window
+        if moves:
+            to, source = torch.tensor(moves, device=self._starts.device).unbind(1)
+            for layer in self.layers:
+                if layer.keys is not None:
+                    used = slice(w.start, w.end)
+                    layer.keys[to, :, used] = layer.keys[source, :, used]
+                    layer.values[to, :, used] = layer.values[source, :, used]
+        w.rows = len(order)
+        w.starts = [w.starts[i] for i in order]
+        self._trim(self._starts.device)
+
+    def step_inputs(self) -> dict[str, Tensor]:
+        """The model's arguments for one new token a row; makes room for it."""
+        w = self.window
+        if w.end == self.column_capacity:
+            self._make_room(self, w.rows, w.end - w.start)
+        positions = (w.end - self._starts).unsqueeze(1)
+        if all(start == w.start for start in w.starts):
+            return {"position_ids": positions}
+        columns = torch.arange(w.start, w.end + 1, device=self._starts.device)
+        return {"position_ids": positions, "attention_mask": columns >= self._starts.unsqueeze(1)}
+
+    def advance(self) -> None:
+        """The forward pass has written its column."""
+        self.window.end += 1
+
+    def _trim(self, device: torch.device) -> None:
+        w = self.window
+        w.start = min(w.starts, default=w.end)
+        self._starts = torch.tensor(w.starts, dtype=torch.long, device=device)
+
+    def _make_room(self, like: Cache, rows: int, width: int) -> None:
+        """Room for `rows` rows, for `width` columns up to the window's end, and for one after it.
+
+        Where they don't fit, the window is copied to the front of new buffers that are half as
+        wide again as needed, so that this seldom happens.
+        """
+        w = self.window
+        if not w.rows and rows <= self.row_capacity and width < self.column_capacity:
+            w.end = width
+            return
+        if w.rows and rows <= self.row_capacity and width <= w.end < self.column_capacity:
+            return
+        used = w.end - w.start
+        end = max(used, width)
+        if rows > self.row_capacity:
+            self.row_capacity = max(rows, min(2 * self.row_capacity, self.max_rows))
+        self.column_capacity = -(-(end + max(end // 2, GRAIN)) // GRAIN) * GRAIN
+        for mine, model in zip(self.layers, like.layers, strict=True):
+            if model.keys is not None:
+                mine.keys = self._moved(mine.keys, model.keys, end - used)
+                mine.values = self._moved(mine.values, model.values, end - used)
+                mine.is_initialized = True
+        w.starts = [start - w.start + end - used for start in w.starts]
+        w.start, w.end = end - used, end
+        self._trim(self._starts.device)
+
+    def _moved(self, old: Tensor | None, like: Tensor, offset: int) -> Tensor:
+        w = self.window
+        new = like.new_zeros(
+            self.row_capacity, like.shape[1], self.column_capacity, like.shape[3]
+        )  # zeros, not empty: see the module's docstring
+        if old is not None and w.rows:
+            used = w.end - w.start
+            new[: w.rows, :, offset : offset + used] = old[: w.rows, :, w.start : w.end]
+        return new
+
+
+class RequestCache:
+    """The rows of one request in the model's own kind of cache; they have one length."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+        self.past: Cache = self.empty_prefill()
+        self._rows = self._length = 0
+
+    def empty_prefill(self) -> Cache:
+        """A cache for a prefill whose rows `add` takes over."""
+        return DynamicCache(config=self.config)
+
+    def add(self, prefilled: Cache, sources: Sequence[int], lengths: Sequence[int]) -> None:
+        """Take the prefill over; row i is its row sources[i]."""
+        self.past, self._length = prefilled, lengths[0]
+        self.retain(sources)
+
+    def retain(self, order: Sequence[int]) -> None:
+        """Keep len(order) rows; row i becomes what row order[i] was."""
+        self._rows = len(order)
+        if order:
+            self.past.reorder_cache(torch.tensor(order))
+        else:
+            self.past = self.empty_prefill()
+
+    def step_inputs(self) -> dict[str, Tensor]:
+        """The model's arguments for one new token a row."""
+        return {"position_ids": torch.full((self._rows, 1), self._length)}
+
+    def advance(self) -> None:
+        """The forward pass has added its column."""
+        self._length += 1
+
+
+def _first_keys(cache: Cache) -> Tensor:
+    keys: Tensor = next(layer.keys for layer in cache.layers if layer.keys is not None)
+    return keys

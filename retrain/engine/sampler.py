@@ -1,0 +1,207 @@
+"""The local sampler: any Hugging Face causal LM as a `Sampler`, on CPU or CUDA.
+
+It samples from its own copy of the weights, in one thread of its own, so that the event loop never
+waits for a pass and a training step may change the trained model meanwhile. Requests join the
+running batch between two passes; see `worker.py` for the order, `decoder.py` for the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from retrain.engine.decoder import Request, SamplerStats, make_requests
+from retrain.engine.stopping import Stopping
+from retrain.engine.worker import Call, Worker
+from retrain.sampler import SamplingParams, Tokenizer
+from retrain.types import Completion
+
+SCORED_POSITIONS = 1024
+"""Positions whose log-probs are computed at a time, so that few vocabularies are in memory."""
+
+
+class LocalSampler:
+    """Serves completions from a copy of `model`; an async context manager.
+
+    `model` is a plain causal LM: one whose `forward` was patched (by TRL or accelerate) is refused
+    with ValueError, since a copy of it would go on computing with the original's weights. At most
+    `max_rows` rows decode at once. `isolate` decodes each request as a batch of its own, so that
+    its log-probs are the same to the bit whatever else is under way. `threads` is the number of
+    CPU threads of one pass.
+
+    A row ends at the tokenizer's eos and at those of the model's generation config, besides what
+    its SamplingParams say. Sampling and publishing raise AdapterError when the worker has failed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        *,
+        version: int = 0,
+        max_rows: int = 256,
+        isolate: bool = False,
+        threads: int = 1,
+    ) -> None:
+        _refuse_patched(model)
+        config = model.config.get_text_config()
+        self.context_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.vocabulary: int = config.vocab_size
+        self._tokenizer = tokenizer
+        self._always_stop = _eos_ids(model, tokenizer)
+        self._max_rows = max_rows
+        own = copy.deepcopy(model).eval().requires_grad_(False)
+        self._worker = Worker(
+            own, tokenizer, version, max_rows=max_rows, isolate=isolate, threads=threads
+        )
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that a request would be served with now."""
+        return self._worker.current.version
+
+    @property
+    def stats(self) -> SamplerStats:
+        """Counters since the start."""
+        return self._worker.stats
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
+    ) -> list[Completion]:
+        """`n` completions of one prompt, which is prefilled once.
+
+        Raises ValueError when the prompt is empty, fills the context, or holds an id that is not
+        in the vocabulary. Cancelling retires the rows.
+        """
+        room = self._room(prompt_ids)
+        _check_params(params, n)
+        stopping = Stopping(params, self._tokenizer, self._always_stop, room)
+        requests = list(make_requests(list(prompt_ids), params, stopping, n, self._max_rows))
+        try:
+            for request in requests:
+                self._worker.submit(request)
+            parts = [await request.future for request in requests]
+        except BaseException:
+            _cancel(requests)
+            raise
+        return [completion for part in parts for completion in part]
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """The log-prob of each token given those before it, at temperature 1; the first is 0.0."""
+        self._check_ids(token_ids)
+        if self.context_length is not None and len(token_ids) > self.context_length:
+            raise ValueError(
+                f"{len(token_ids)} tokens are more than the context of {self.context_length}"
+            )
+        scores: list[float] = await self._call(lambda: self._score(token_ids))
+        return scores
+
+    async def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Serve `weights` (a `snapshot`) as `version` to every request made after this returns.
+
+        Rows under way finish on the weights that they began with. `weights` must not change before
+        this returns. Raises AdapterError when they are not this model's.
+        """
+        await self._call(lambda: self._worker.publish(weights, version))
+
+    async def close(self) -> None:
+        """End the thread; what still waits raises AdapterError."""
+        await asyncio.get_running_loop().run_in_executor(None, self._worker.stop)
+
+    async def __aenter__(self) -> Self:
+        self._worker.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _call(self, run: Callable[[], Any]) -> Any:  # whatever `run` returns
+        call = Call(run, asyncio.get_running_loop().create_future())
+        self._worker.submit(call)
+        return await call.future
+
+    def _score(self, token_ids: Sequence[int]) -> list[float]:
+        model = self._worker.current.model
+        ids = torch.tensor([token_ids], device=model.device)
+        logits = model(ids, use_cache=False).logits[0, :-1]
+        scores = [
+            part.float().log_softmax(-1).gather(1, after[:, None]).squeeze(1)
+            for part, after in zip(
+                logits.split(SCORED_POSITIONS), ids[0, 1:].split(SCORED_POSITIONS), strict=True
+            )
+        ]
+        return [0.0, *torch.cat(scores).tolist()]
+
+    def _room(self, prompt_ids: Sequence[int]) -> int | None:
+        """How many tokens may follow the prompt; None when the model sets no limit."""
+        self._check_ids(prompt_ids)
+        if self.context_length is None:
+            return None
+        room = self.context_length - len(prompt_ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(prompt_ids)} tokens and the model's context is "
+                f"{self.context_length}: shorten it, so that a token can follow"
+            )
+        return room
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise ValueError("no tokens were given; at least one is needed")
+        if min(token_ids) < 0 or max(token_ids) >= self.vocabulary:
+            wrong = next(i for i in token_ids if not 0 <= i < self.vocabulary)
+            raise ValueError(
+                f"token id {wrong} is not in the model's vocabulary of {self.vocabulary}: "
+                "encode with the model's own tokenizer"
+            )
+
+
+def _cancel(requests: Sequence[Request]) -> None:
+    for request in requests:
+        request.cancelled = True
+        if request.future.done() and not request.future.cancelled():
+            request.future.exception()  # seen: another part's failure is the one that is raised
+        request.future.cancel()
+
+
+def _check_params(params: SamplingParams, n: int) -> None:
+    wrong = {
+        "n": (n, n >= 1, "at least 1"),
+        "max_tokens": (params.max_tokens, params.max_tokens >= 1, "at least 1"),
+        "temperature": (params.temperature, params.temperature >= 0, "0 or more"),
+        "top_p": (params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (params.top_k, params.top_k >= 0, "0 (all tokens) or more"),
+        "stop": (params.stop, all(params.stop), "strings that are not empty"),
+    }
+    for name, (got, fine, expected) in wrong.items():
+        if not fine:
+            raise ValueError(f"{name} is {got!r}; it must be {expected}")
+
+
+def _refuse_patched(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise ValueError(
+                f"the forward of {name or 'the model'} ({type(module).__name__}) was patched, so "
+                "a copy would compute with the original's weights: make the sampler from the plain "
+                "model, before a trainer takes it"
+            )
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    ids = generation.eos_token_id if generation is not None else None
+    several = ids if isinstance(ids, list) else [ids]
+    return frozenset(i for i in (*several, tokenizer.eos_token_id) if i is not None)

@@ -1,0 +1,140 @@
+"""The built-in model `tiny`: a Llama of about 0.1 M parameters that learns on a CPU in seconds.
+
+It is made from a seed, once, into a cache folder that then is an ordinary Hugging Face model
+folder. The folder's name holds a hash of the recipe, so that a change of the recipe makes a new
+one; the folder appears by a rename, so that no process ever sees half of it.
+
+Its tokens are printable ASCII, newline and one token a role. A chat of one user message costs two
+tokens beside its text: on a model that small a longer wrapper drowns the prompt. Role markers open
+a turn and `<|end|>` (the eos token) closes the assistant's alone, so that a rendering of a
+conversation is always a prefix of the rendering of what follows it.
+
+`tiny_tokenizer` imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unk|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+VOCABULARY = (PAD, END, UNKNOWN, *ROLES, "\n", *map(chr, range(32, 127)))
+
+CHAT_TEMPLATE = """\
+{%- if tools %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|system|>' + messages[0].content + '\n' }}
+    {%- else %}
+        {{- '<|system|>' }}
+    {%- endif %}
+    {%- for tool in tools %}
+        {{- tool.function.name + '(' + tool.function.parameters.properties | join(', ') + ')' }}
+        {{- '' if loop.last else '\n' }}
+    {%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|assistant|>' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function or call %}
+            {{- '<tool_call>{"name": ' + call.name | tojson + ', "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}</tool_call>' }}
+        {%- endfor %}
+        {{- '<|end|>' }}
+    {%- elif not (tools and loop.first and message.role == 'system') %}
+        {{- '<|' + message.role + '|>' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}"""
+
+SEED = 0
+CONFIG: dict[str, Any] = {  # LlamaConfig's arguments
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 64,
+    "intermediate_size": 168,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "pad_token_id": VOCABULARY.index(PAD),
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY.index(END),
+}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character; what isn't printable ASCII or a newline is `<|unk|>`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    characters = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=list(ROLES),
+        model_max_length=CONFIG["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def tiny_folder(cache: Path | None = None) -> Path:
+    """The model's folder below `cache` (RETRAIN_CACHE or ~/.cache/retrain), made when missing."""
+    cache = cache or default_cache()
+    folder = cache / f"tiny-{recipe_hash()}"
+    if (folder / "config.json").is_file():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".tiny-", dir=cache))
+    try:
+        _build(draft)
+        draft.chmod(0o755)  # mkdtemp's folders are for their owner alone
+        draft.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def default_cache() -> Path:
+    """RETRAIN_CACHE, or `retrain` in the user's cache folder."""
+    if own := os.environ.get("RETRAIN_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrain"
+
+
+def recipe_hash() -> str:
+    """Twelve hex digits that change with anything the folder is made from."""
+    recipe = json.dumps([SEED, CONFIG, VOCABULARY, CHAT_TEMPLATE])
+    return hashlib.sha256(recipe.encode()).hexdigest()[:12]
+
+
+def _build(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)

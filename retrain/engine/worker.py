@@ -1,0 +1,224 @@
+"""The thread that decodes: it owns the weights, and is the only one to run the model.
+
+Requests wait in order until their rows fit below `max_rows`, and join between two passes. New
+weights make a new generation as soon as they arrive: requests that are admitted later use them,
+while rows under way finish on the generation they began with, whose buffers the next one reuses.
+A failure fails whatever waits, and everything that comes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import copy
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retrain.engine.decoder import Decoder, Request, SamplerStats
+from retrain.engine.kv_cache import shares_rows
+from retrain.engine.weights import check_weights, copy_weights
+from retrain.errors import AdapterError
+from retrain.sampler import Tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Something to run between two passes, such as a change of weights."""
+
+    run: Callable[[], Any]  # what it returns is the future's result
+    future: asyncio.Future[Any]
+
+
+@dataclass(slots=True)
+class Generation:
+    """One version's weights and the batches that decode on them."""
+
+    model: PreTrainedModel
+    version: int
+    decoders: list[Decoder] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return sum(len(decoder.rows) for decoder in self.decoders)
+
+
+class Worker:
+    """Takes requests and calls from any thread; results go to their futures' loops."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        version: int,
+        *,
+        max_rows: int,
+        isolate: bool,
+        threads: int,
+    ) -> None:
+        self.max_rows = max_rows
+        self._tokenizer = tokenizer
+        self._alone = isolate or not shares_rows(model.config.get_text_config())
+        self.stats = SamplerStats()
+        self.current = Generation(model, version)
+        self._draining: list[Generation] = []
+        self._spare: Generation | None = None
+        self._waiting: deque[Request] = deque()
+        self._inbox: queue.SimpleQueue[Request | Call | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # between a submit and the end of the thread
+        self._failure: AdapterError | None = None
+        self._closing = False
+        self._thread = threading.Thread(
+            target=self._run, args=(threads,), name="retrain-sampler", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the thread; it ends with `stop`, and before the interpreter does."""
+        self._thread.start()
+        atexit.register(self.stop, 2.0)
+
+    def submit(self, item: Request | Call) -> None:
+        """Queue it. Raises AdapterError when the worker has failed or was stopped."""
+        with self._gate:
+            if self._failure is not None:
+                raise AdapterError(str(self._failure)) from self._failure.__cause__
+            self._inbox.put(item)
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End the thread at the next pass and fail what waits; waits for it so many seconds."""
+        atexit.unregister(self.stop)
+        self._closing = True
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Serve `weights` from now on; to be run as a Call."""
+        check_weights(self.current.model, weights)
+        if self.current.rows:
+            self._draining.append(self.current)
+            spare, self._spare = self._spare, None
+            self.current = spare or Generation(copy.deepcopy(self.current.model), version)
+        copy_weights(self.current.model, weights)
+        self.current.version = version
+        for decoder in self.current.decoders:
+            decoder.version = version
+
+    @torch.inference_mode()
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        try:
+            while not self._closing:
+                self._take(wait=not (self._waiting or self.stats.rows))
+                started = time.perf_counter()
+                self._admit()
+                self._step()
+                self.stats.seconds_busy += time.perf_counter() - started
+            self._end(AdapterError("the sampler was closed"))
+        except BaseException as error:  # noqa: BLE001 - whatever ends the thread, nobody may hang
+            failure = AdapterError(f"the sampler's worker failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._end(failure)
+
+    def _take(self, wait: bool) -> None:
+        """Read the inbox; requests queue, calls run at once."""
+        while not (self._inbox.empty() and not wait):
+            item = self._inbox.get()
+            wait = False
+            if isinstance(item, Request):
+                self._waiting.append(item)
+            elif item is not None:
+                self._call(item)
+
+    def _call(self, call: Call) -> None:
+        try:
+            result = call.run()
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+            _resolve(call.future, error=error)
+        else:
+            _resolve(call.future, result)
+
+    def _admit(self) -> None:
+        """Let requests in, in their order, while their rows fit."""
+        batch: list[Request] = []
+        room = self.max_rows - self.stats.rows
+        while self._waiting:
+            request = self._waiting[0]
+            if not request.cancelled:
+                if len(request.keys) > room:
+                    break
+                batch.append(request)
+                room -= len(request.keys)
+            self._waiting.popleft()
+        if not batch:
+            return
+        decoders = self.current.decoders
+        if not self._alone:
+            if not decoders:
+                decoders.append(self._decoder())
+            self._finish(decoders[0].admit(batch))
+            return
+        for request in batch:
+            decoders.append(self._decoder())
+            self._finish(decoders[-1].admit([request]))
+
+    def _step(self) -> None:
+        """One pass of every batch; what has run empty is put away."""
+        for generation in (*self._draining, self.current):
+            for decoder in generation.decoders:
+                self._finish(decoder.step())
+            if self._alone:
+                generation.decoders = [d for d in generation.decoders if d.rows]
+        for generation in [g for g in self._draining if not g.rows]:
+            self._draining.remove(generation)
+            self._spare = self._spare or generation
+        self.stats.rows = self.current.rows + sum(g.rows for g in self._draining)
+
+    def _decoder(self) -> Decoder:
+        current = self.current
+        return Decoder(current.model, self._tokenizer, current.version, self.stats, self.max_rows)
+
+    def _finish(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            _resolve(request.future, request.completions)
+
+    def _end(self, failure: AdapterError) -> None:
+        with self._gate:
+            self._failure = failure
+        waiting: list[Request | Call] = [*self._waiting]
+        for generation in (*self._draining, self.current):
+            waiting += {
+                id(r.request): r.request for d in generation.decoders for r in d.rows
+            }.values()
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if item is not None:
+                waiting.append(item)
+        for item in waiting:
+            _resolve(item.future, error=failure)
+
+
+def _resolve(
+    future: asyncio.Future[Any], result: object = None, error: Exception | None = None
+) -> None:
+    """Set a future from this thread, unless nobody waits for it any more."""
+
+    def settle() -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    with contextlib.suppress(RuntimeError):  # its loop is closed
+        future.get_loop().call_soon_threadsafe(settle)
