@@ -66,8 +66,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if TYPE_CHECKING:  # `as`: exported, for type checkers
-    # isort: off - it would write one statement a name
+if TYPE_CHECKING:
+    # `as` exports a name to type checkers; the sorter would write one statement a name
+    # isort: off
     from retrain import run as run
     from retrain.adapters.base import (
         Adapter as Adapter,

@@ -1,0 +1,106 @@
+"""`retrain run | check | report | schema`: one command line for everything.
+
+What a command needs loads when it is called, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from retrain import __version__
+from retrain.run import FAILED, USAGE, drive, exit_code, leave
+from retrain.run import main as run_command
+
+COMMANDS = {
+    "run": "train as a YAML file says",
+    "check": "try an environment, or all parts of a config, before a run",
+    "report": "write RUN_DIR/report.html",
+    "schema": "print the config's JSON schema, for editors",
+}
+
+
+def main() -> NoReturn:
+    """The console script."""
+    leave(command(sys.argv[1:]))
+
+
+def command(argv: Sequence[str]) -> int:
+    """Call the command that `argv` names; its exit code."""
+    name, rest = (argv[0], argv[1:]) if argv else ("", ())
+    if name in ("", "-h", "--help"):
+        print(_usage())
+        return 0 if name else USAGE
+    if name == "--version":
+        print(f"retrain {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
+        print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
+        return USAGE
+    return {"run": run_command, "check": _check, "report": _report, "schema": _schema}[name](rest)
+
+
+def _check(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="retrain check",
+        description="Play a few rollouts with fixed replies and see whether the environment keeps "
+        "its promises. Exit code: 0 all is well, 1 something isn't, 2 it can't be loaded.",
+    )
+    parser.add_argument("subject", metavar="ENVIRONMENT|CONFIG.yaml")
+    parser.add_argument(
+        "keys", metavar="key=value", nargs="*", help="the constructor's, or a config's"
+    )
+    arguments = parser.parse_intermixed_args(argv)
+
+    def check() -> int:
+        from retrain.check import check_subject
+
+        findings = drive(check_subject(arguments.subject, arguments.keys))
+        for finding in findings:
+            print(finding)
+        return 0 if all(finding.good for finding in findings) else FAILED
+
+    return exit_code(check)
+
+
+def _report(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="retrain report", description="Write a run's report.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    arguments = parser.parse_args(argv)
+
+    def report() -> int:
+        from retrain.observe.report import write_report
+
+        print(write_report(arguments.run_dir))
+        return 0
+
+    return exit_code(report)
+
+
+def _schema(argv: Sequence[str]) -> int:
+    description = "Print the config's JSON schema, with the keys of every built-in plug-in."
+    argparse.ArgumentParser(prog="retrain schema", description=description).parse_args(argv)
+
+    def schema() -> int:
+        from retrain.schema import run_schema
+
+        print(json.dumps(run_schema(), indent=2))
+        return 0
+
+    return exit_code(schema)
+
+
+def _usage() -> str:
+    lines = [f"  {name:8} {words}" for name, words in COMMANDS.items()]
+    return "\n".join(["usage: retrain COMMAND ... (COMMAND --help says more)", "", *lines])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""The conformance kit of environments: plays a few rollouts with fixed replies, without a model.
+
+`check_environment` says of each promise of the Environment whether it is kept, and what to do if
+not: types, state cleared by `reset`, instances independent of each other, cancellation, no task
+left behind. Authors can call it in their own tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from retrain.assembly import KINDS, assemble
+from retrain.config import load_config
+from retrain.config_yaml import parse_override
+from retrain.environment import Action, Environment, ToolCall, ToolSpec
+from retrain.errors import blame
+from retrain.plugin_keys import bind
+from retrain.plugins import find_plugin
+from retrain.types import Prompt
+
+T = TypeVar("T")
+Transcript = list[Any]  # what an environment answered: compared, never read
+PROMPTS = 3
+TURNS = 8
+INSTANCES = 8
+DEADLINE = 30.0
+"""Seconds that one call may take here."""
+SAMPLES = (
+    Prompt("0.0.0", ({"role": "user", "content": "a="},), answer="aaaa"),
+    Prompt("0.1.0", ({"role": "user", "content": "What is 2 + 3?"},), answer="5"),
+)
+"""Prompts for an environment that is checked without a config."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One promise: kept, or not and what to do."""
+
+    good: bool
+    what: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{'ok  ' if self.good else 'FAIL'}  {self.what}" + (
+            f"\n      {self.advice}" if self.advice else ""
+        )
+
+
+async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]:
+    """Check a config's environment with its own prompts, or an environment by itself.
+
+    `keys` are a config's overrides, or the environment's own `key=value`. Raises ConfigError when
+    it can't be loaded.
+    """
+    if subject.endswith((".yaml", ".yml")):
+        parts = assemble(load_config(subject, keys))
+        parts.scorer.close()
+        prompts = [parts.prompts.row(i) for i in range(min(PROMPTS, len(parts.prompts)))]
+        asked = [Prompt(f"0.{i}.0", *row) for i, row in enumerate(prompts)]
+        fit = [Finding(True, "the config's parts can be loaded and fit each other")]
+        return fit + await check_environment(parts.environment, asked)
+    target = find_plugin(KINDS["environment"], subject, "environment", Path.cwd())
+    arguments = {path[0]: value for path, value in map(parse_override, keys)}
+    make = partial(target, **bind(target, arguments, "environment", given={"base_dir": Path.cwd()}))
+    return await check_environment(make, SAMPLES)
+
+
+async def check_environment(
+    make: Callable[[], Environment], prompts: Sequence[Prompt] = SAMPLES
+) -> list[Finding]:
+    """What of the Environment's contract the environment that `make` makes keeps and breaks."""
+    before = asyncio.all_tasks()
+    environment = make()
+    findings = [*_tools(environment)]
+    alone: list[Transcript] = []
+
+    async def episodes() -> None:
+        for prompt in prompts:
+            for actions in _scripts(environment):
+                alone.append(await _play(environment, prompt, actions))
+
+    findings.append(await _tried("setup", _within(environment.setup())))
+    findings.append(await _tried("reset and step answer in the agreed form", episodes()))
+    if all(finding.good for finding in findings):
+        findings.append(await _again(environment, prompts, alone))
+        findings.append(await _at_once(make, prompts, alone))
+        findings.append(await _cancelled(environment, prompts[0]))
+    findings.append(await _tried("close", _within(environment.close())))
+    await asyncio.sleep(0)
+    left = [t.get_name() for t in asyncio.all_tasks() - before if t is not asyncio.current_task()]
+    advice = f"end {', '.join(left)} in close()" if left else ""
+    return [*findings, Finding(not left, "no task is left behind", advice)]
+
+
+def _scripts(environment: Environment) -> list[list[Action]]:
+    """The replies to try: what models do, good and bad."""
+    texts = ["hello", "", "42", "x" * 2000]
+    scripts = [[Action(text)] * TURNS for text in texts]
+    for tool in environment.tools:
+        calls = (
+            ToolCall(tool.name, {}, "call_0"),
+            ToolCall(tool.name, {}, "call_0", error="the arguments are not JSON"),
+        )
+        scripts += [[Action("", (call,))] * TURNS for call in calls]
+    unknown = ToolCall("no_such_tool", {}, "call_0")
+    return scripts + [[Action("", (unknown,))] * TURNS]
+
+
+async def _play(environment: Environment, prompt: Prompt, actions: Iterable[Action]) -> Transcript:
+    """One episode; raises ValueError where an answer has another form than agreed."""
+    environment.prompt = prompt
+    opening = await _within(environment.reset(prompt))
+    _check_messages("reset", opening)
+    if not opening:
+        raise ValueError("reset returned no message: a rollout starts with at least one")
+    transcript: Transcript = [_frozen(opening)]
+    for action in actions:
+        answer = await _within(environment.step(action))
+        _check_step(answer)
+        observation, reward, terminated, truncated, _ = answer
+        transcript.append((_frozen(observation), reward, terminated, truncated))
+        if terminated or truncated:
+            break
+    return transcript
+
+
+def _check_step(answer: Any) -> None:
+    if not isinstance(answer, tuple) or len(answer) != 5:
+        raise ValueError(
+            f"step returned {type(answer).__name__}: expected StepResult(observation, reward, "
+            "terminated, truncated, info)"
+        )
+    observation, reward, terminated, truncated, info = answer
+    _check_messages("step", observation)
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ValueError(f"step returned the reward {reward!r}: expected a finite number")
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"step returned {name} = {flag!r}: expected True or False")
+    if not isinstance(info, dict):
+        raise ValueError(f"step returned the info {info!r}: expected a dict")
+
+
+def _check_messages(where: str, messages: Any) -> None:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise ValueError(
+            f"{where} returned {type(messages).__name__} for its messages: expected a list such as "
+            '[{"role": "user", "content": "..."}]'
+        )
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{where} returned the message {message!r}: it needs a role")
+        if not isinstance(message.get("content"), str):
+            raise ValueError(f"{where} returned the message {message!r}: its content is no text")
+
+
+def _tools(environment: Environment) -> list[Finding]:
+    tools = environment.tools
+    if not tools:
+        return []
+    wrong = [repr(tool) for tool in tools if not isinstance(tool, ToolSpec)]
+    if wrong:
+        return [Finding(False, "tools are ToolSpecs", f"{', '.join(wrong)}: make it a ToolSpec")]
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        return [Finding(False, "tools have names of their own", f"two of {names} are equal")]
+    try:
+        json.dumps([tool.as_template() for tool in tools])
+    except TypeError as error:
+        return [Finding(False, "tools are JSON", f"the parameters hold no JSON schema: {error}")]
+    return [Finding(True, f"tools: {', '.join(names)}")]
+
+
+async def _tried(what: str, call: Awaitable[Any]) -> Finding:
+    try:
+        await call
+    except TimeoutError:
+        return Finding(False, what, f"took longer than {DEADLINE:.0f} s: is something blocked?")
+    except Exception as error:  # noqa: BLE001 - a user's code may raise anything
+        return Finding(False, what, str(blame("it", error)))
+    return Finding(True, what)
+
+
+async def _again(
+    environment: Environment, prompts: Sequence[Prompt], alone: list[Transcript]
+) -> Finding:
+    """The same rollouts on the same instance: `reset` must leave nothing of the last one."""
+    what = "an instance that was used plays as a new one"
+    found: list[Transcript] = []
+
+    async def episodes() -> None:
+        for prompt in prompts:
+            for actions in _scripts(environment):
+                found.append(await _play(environment, prompt, actions))
+
+    tried = await _tried(what, episodes())
+    if not tried.good or found == alone:
+        return tried
+    return Finding(
+        False,
+        what,
+        "the same prompt and replies gave another rollout: clear the state of the last rollout in "
+        "reset(), and draw chance from self.prompt.id, so that a resumed run repeats itself",
+    )
+
+
+async def _at_once(
+    make: Callable[[], Environment], prompts: Sequence[Prompt], alone: list[Transcript]
+) -> Finding:
+    what = f"{INSTANCES} instances at once play as one alone"
+
+    async def instance() -> list[Transcript]:
+        environment = make()
+        await _within(environment.setup())
+        try:
+            return [
+                await _play(environment, prompt, actions)
+                for prompt in prompts
+                for actions in _scripts(environment)
+            ]
+        finally:
+            await _within(environment.close())
+
+    found: list[list[Transcript]] = []
+
+    async def together() -> None:
+        found.extend(await asyncio.gather(*(instance() for _ in range(INSTANCES))))
+
+    tried = await _tried(what, together())
+    if not tried.good or all(transcripts == alone for transcripts in found):
+        return tried
+    advice = "they share state: keep it on self, not on the class, the module or a file"
+    return Finding(False, what, advice)
+
+
+async def _cancelled(environment: Environment, prompt: Prompt) -> Finding:
+    what = "a cancelled step ends at once"
+    environment.prompt = prompt
+    await _within(environment.reset(prompt))
+    task = asyncio.ensure_future(environment.step(Action("hello")))
+    await asyncio.sleep(0)
+    finished = task.done()
+    task.cancel()
+    _, pending = await asyncio.wait([task], timeout=5)
+    if pending or not (finished or task.cancelled()):
+        return Finding(False, what, "let CancelledError pass: catch Exception, not BaseException")
+    return Finding(True, what)
+
+
+async def _within(call: Awaitable[T]) -> T:
+    async with asyncio.timeout(DEADLINE):
+        return await call
+
+
+def _frozen(messages: Sequence[Any]) -> str:
+    return json.dumps(list(messages), sort_keys=True, default=repr)
