@@ -12,9 +12,9 @@ attention layers, which padding would disturb): the model's own cache, rows of o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,11 +53,14 @@ class Window:
     """Each row's first column; (rows,)."""
 
 
-class RowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped to mypy
+class RowLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """One layer's keys and values; (row capacity, heads, column capacity, head size) each."""
 
+    keys: Tensor  # set before the first pass, unlike the parent's
+    values: Tensor
+
     def __init__(self, window: Window) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers types it partly
         self.window = window
 
     def update(
@@ -76,7 +79,7 @@ class RowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped t
         return self.get_seq_length() + query_length, 0
 
 
-class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped to mypy
+class RowCache(Cache):
     """Rows of any requests and lengths."""
 
     def __init__(self, max_rows: int) -> None:
@@ -101,20 +104,18 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped to mypy
         The prefill is padded on the left.
         """
         w, width, count = self.window, prefilled.get_seq_length(), len(sources)
-        device = _first_keys(prefilled).device
         while len(self.layers) < len(prefilled.layers):
             self.layers.append(RowLayer(w))
         self._make_room(prefilled, w.rows + count, width)
-        picked = torch.tensor(sources, device=device)
+        picked = torch.tensor(sources, device=self._starts.device)
         new = slice(w.rows, w.rows + count)
         columns = slice(w.end - width, w.end)
-        for mine, theirs in zip(self.layers, prefilled.layers, strict=True):
-            if theirs.keys is not None:  # None: a layer without keys of its own
-                mine.keys[new, :, columns] = theirs.keys[picked]
-                mine.values[new, :, columns] = theirs.values[picked]
+        for mine, theirs in self._beside(prefilled):
+            mine.keys[new, :, columns] = theirs.keys[picked]
+            mine.values[new, :, columns] = theirs.values[picked]
         w.rows += count
         w.starts.extend(w.end - length for length in lengths)
-        self._trim(device)
+        self._trim()
 
     def retain(self, order: Sequence[int]) -> None:
         """Keep len(order) rows; row i becomes what row order[i] was."""
@@ -122,14 +123,13 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped to mypy
         w = self.window
         if moves:
             to, source = torch.tensor(moves, device=self._starts.device).unbind(1)
-            for layer in self.layers:
-                if layer.keys is not None:
-                    used = slice(w.start, w.end)
-                    layer.keys[to, :, used] = layer.keys[source, :, used]
-                    layer.values[to, :, used] = layer.values[source, :, used]
+            used = slice(w.start, w.end)
+            for layer, _ in self._beside(self):
+                layer.keys[to, :, used] = layer.keys[source, :, used]
+                layer.values[to, :, used] = layer.values[source, :, used]
         w.rows = len(order)
         w.starts = [w.starts[i] for i in order]
-        self._trim(self._starts.device)
+        self._trim()
 
     def step_inputs(self) -> dict[str, Tensor]:
         """The model's arguments for one new token a row; makes room for it."""
@@ -146,10 +146,10 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped to mypy
         """The forward pass has written its column."""
         self.window.end += 1
 
-    def _trim(self, device: torch.device) -> None:
+    def _trim(self) -> None:
         w = self.window
         w.start = min(w.starts, default=w.end)
-        self._starts = torch.tensor(w.starts, dtype=torch.long, device=device)
+        self._starts = torch.tensor(w.starts, dtype=torch.long, device=self._starts.device)
 
     def _make_room(self, like: Cache, rows: int, width: int) -> None:
         """Room for `rows` rows, for `width` columns up to the window's end, and for one after it.
@@ -168,14 +168,20 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped to mypy
         if rows > self.row_capacity:
             self.row_capacity = max(rows, min(2 * self.row_capacity, self.max_rows))
         self.column_capacity = -(-(end + max(end // 2, GRAIN)) // GRAIN) * GRAIN
-        for mine, model in zip(self.layers, like.layers, strict=True):
-            if model.keys is not None:
-                mine.keys = self._moved(mine.keys, model.keys, end - used)
-                mine.values = self._moved(mine.values, model.values, end - used)
-                mine.is_initialized = True
+        for mine, model in self._beside(like):
+            mine.keys = self._moved(mine.keys, model.keys, end - used)
+            mine.values = self._moved(mine.values, model.values, end - used)
+            mine.is_initialized = True
+            self._starts = self._starts.to(mine.keys.device)
         w.starts = [start - w.start + end - used for start in w.starts]
         w.start, w.end = end - used, end
-        self._trim(self._starts.device)
+        self._trim()
+
+    def _beside(self, other: Cache) -> Iterator[tuple[RowLayer, RowLayer]]:
+        """Our layers beside another cache's, but for those that have no keys of their own."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if theirs.keys is not None:  # type: ignore[union-attr]  # they are attention layers
+                yield cast(RowLayer, mine), cast(RowLayer, theirs)
 
     def _moved(self, old: Tensor | None, like: Tensor, offset: int) -> Tensor:
         w = self.window
@@ -209,7 +215,7 @@ class RequestCache:
         """Keep len(order) rows; row i becomes what row order[i] was."""
         self._rows = len(order)
         if order:
-            self.past.reorder_cache(torch.tensor(order))
+            self.past.reorder_cache(torch.tensor(order))  # type: ignore[arg-type]  # it is a long
         else:
             self.past = self.empty_prefill()
 
@@ -220,8 +226,3 @@ class RequestCache:
     def advance(self) -> None:
         """The forward pass has added its column."""
         self._length += 1
-
-
-def _first_keys(cache: Cache) -> Tensor:
-    keys: Tensor = next(layer.keys for layer in cache.layers if layer.keys is not None)
-    return keys

@@ -63,7 +63,9 @@ def load_model(
         )
     except (OSError, ValueError) as error:
         raise _cannot_load("model", folder, error) from error
-    return model.to(device).eval()  # type: ignore[arg-type]  # transformers types `to` too narrowly
+    model.to(device)  # type: ignore[arg-type]  # a string will do
+    model.train(False)
+    return model
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:

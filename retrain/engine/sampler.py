@@ -57,7 +57,9 @@ class LocalSampler:
         self._tokenizer = tokenizer
         self._always_stop = _eos_ids(model, tokenizer)
         self._max_rows = max_rows
-        own = copy.deepcopy(model).eval().requires_grad_(False)
+        self._outbox: list[Request | Call] = []
+        own = copy.deepcopy(model).requires_grad_(False)
+        own.train(False)
         self._worker = Worker(
             own, tokenizer, version, max_rows=max_rows, isolate=isolate, threads=threads
         )
@@ -85,8 +87,7 @@ class LocalSampler:
         stopping = Stopping(params, self._tokenizer, self._always_stop, room)
         requests = list(make_requests(list(prompt_ids), params, stopping, n, self._max_rows))
         try:
-            for request in requests:
-                self._worker.submit(request)
+            self._submit(requests)
             parts = [await request.future for request in requests]
         except BaseException:
             _cancel(requests)
@@ -129,20 +130,31 @@ class LocalSampler:
 
     async def _call(self, run: Callable[[], Any]) -> Any:  # whatever `run` returns
         call = Call(run, asyncio.get_running_loop().create_future())
-        self._worker.submit(call)
+        self._submit([call])
         return await call.future
+
+    def _submit(self, items: Sequence[Request | Call]) -> None:
+        """Hand over what all tasks asked in one turn of the loop together: it prefills together."""
+        if not self._worker.started:
+            raise RuntimeError("the sampler has no thread yet: use it in `async with`")
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox += items
+
+    def _flush(self) -> None:
+        items, self._outbox = self._outbox, []
+        self._worker.submit(items)
 
     def _score(self, token_ids: Sequence[int]) -> list[float]:
         model = self._worker.current.model
         ids = torch.tensor([token_ids], device=model.device)
         logits = model(ids, use_cache=False).logits[0, :-1]
-        scores = [
-            part.float().log_softmax(-1).gather(1, after[:, None]).squeeze(1)
-            for part, after in zip(
-                logits.split(SCORED_POSITIONS), ids[0, 1:].split(SCORED_POSITIONS), strict=True
-            )
-        ]
-        return [0.0, *torch.cat(scores).tolist()]
+        scores = [0.0]
+        for first in range(0, len(token_ids) - 1, SCORED_POSITIONS):
+            part = logits[first : first + SCORED_POSITIONS].float().log_softmax(-1)
+            after = ids[0, first + 1 : first + 1 + len(part)]
+            scores += part.gather(1, after[:, None]).squeeze(1).tolist()
+        return scores
 
     def _room(self, prompt_ids: Sequence[int]) -> int | None:
         """How many tokens may follow the prompt; None when the model sets no limit."""

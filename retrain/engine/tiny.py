@@ -84,7 +84,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     characters = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers types it partly
         tokenizer_object=characters,
         pad_token=PAD,
         eos_token=END,

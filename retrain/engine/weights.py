@@ -64,7 +64,12 @@ def check_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         for some in given
         if any(not _same(weights[some[0]], weights[other]) for other in some[1:])
     ]
-    problems = {"unknown": unknown, "missing": missing, "wrong shape": shapes, "untied": untied}
+    problems: dict[str, list[Any]] = {
+        "unknown": unknown,
+        "missing": missing,
+        "wrong shape": shapes,
+        "untied": untied,
+    }
     found = "; ".join(f"{what}: {names[:3]}" for what, names in problems.items() if names)
     if found:
         raise AdapterError(

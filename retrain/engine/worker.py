@@ -73,32 +73,38 @@ class Worker:
         self._draining: list[Generation] = []
         self._spare: Generation | None = None
         self._waiting: deque[Request] = deque()
-        self._inbox: queue.SimpleQueue[Request | Call | None] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # between a submit and the end of the thread
+        self._inbox: queue.SimpleQueue[Sequence[Request | Call]] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # held by a submit, and by the end of the thread
         self._failure: AdapterError | None = None
         self._closing = False
         self._thread = threading.Thread(
             target=self._run, args=(threads,), name="retrain-sampler", daemon=True
         )
 
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
+
     def start(self) -> None:
         """Start the thread; it ends with `stop`, and before the interpreter does."""
         self._thread.start()
         atexit.register(self.stop, 2.0)
 
-    def submit(self, item: Request | Call) -> None:
-        """Queue it. Raises AdapterError when the worker has failed or was stopped."""
+    def submit(self, items: Sequence[Request | Call]) -> None:
+        """Queue them together; their futures get AdapterError where the worker has ended."""
         with self._gate:
-            if self._failure is not None:
-                raise AdapterError(str(self._failure)) from self._failure.__cause__
-            self._inbox.put(item)
+            if self._failure is None:
+                self._inbox.put(items)
+                return
+        for item in items:
+            _resolve(item.future, error=self._repeated())
 
     def stop(self, timeout: float | None = None) -> None:
         """End the thread at the next pass and fail what waits; waits for it so many seconds."""
         atexit.unregister(self.stop)
         self._closing = True
-        self._inbox.put(None)
-        if self._thread.ident is not None:
+        self._inbox.put(())
+        if self.started:
             self._thread.join(timeout)
 
     def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -131,13 +137,13 @@ class Worker:
 
     def _take(self, wait: bool) -> None:
         """Read the inbox; requests queue, calls run at once."""
-        while not (self._inbox.empty() and not wait):
-            item = self._inbox.get()
+        while wait or not self._inbox.empty():
             wait = False
-            if isinstance(item, Request):
-                self._waiting.append(item)
-            elif item is not None:
-                self._call(item)
+            for item in self._inbox.get():
+                if isinstance(item, Request):
+                    self._waiting.append(item)
+                else:
+                    self._call(item)
 
     def _call(self, call: Call) -> None:
         try:
@@ -192,19 +198,23 @@ class Worker:
             _resolve(request.future, request.completions)
 
     def _end(self, failure: AdapterError) -> None:
+        """Fail whatever waits; the gate keeps anything from being queued after that."""
         with self._gate:
             self._failure = failure
-        waiting: list[Request | Call] = [*self._waiting]
+        left: list[Request | Call] = [*self._waiting]
         for generation in (*self._draining, self.current):
-            waiting += {
-                id(r.request): r.request for d in generation.decoders for r in d.rows
-            }.values()
+            for decoder in generation.decoders:
+                left += [row.request for row in decoder.rows]
         while not self._inbox.empty():
-            item = self._inbox.get()
-            if item is not None:
-                waiting.append(item)
-        for item in waiting:
-            _resolve(item.future, error=failure)
+            left += self._inbox.get()
+        for item in left:
+            _resolve(item.future, error=self._repeated())
+
+    def _repeated(self) -> AdapterError:
+        """The failure anew: an exception that is raised in several places grows a wrong trace."""
+        again = AdapterError(*self._failure.args if self._failure else ())
+        again.__cause__ = self._failure and self._failure.__cause__
+        return again
 
 
 def _resolve(
