@@ -114,6 +114,8 @@ class Call:
     """Seconds that one attempt may take."""
     policy: RetryPolicy | None = None
     """By default the transport's."""
+    accept: frozenset[int] = frozenset()
+    """Statuses whose replies `decode` reads, beside those below 300."""
 
     @classmethod
     def json(cls, method: str, path: str, payload: Any, **rest: Any) -> Call:
@@ -143,11 +145,14 @@ class Transport:
         self.url = checked_url(url)
         self.policy = policy or RetryPolicy()
         self.secrets = dict(secrets or {})
-        """Header name -> value; a refreshed token is written here."""
+        """Header name -> value; a renewed token is written here, and hidden (`hide`)."""
         self.refresh: Callable[[], Awaitable[None]] | None = None
         """Renews an expired token; awaited once a call, when the service says `invalid_token`."""
         self.retries: Counter[str] = Counter()
         """Attempts that were repeated, by code or status."""
+        self._hidden: set[str] = set()
+        for secret in self.secrets.values():
+            self.hide(secret)
         self._headers = dict(headers or {})
         self._http = transport or aiohttp_transport(self.url, max_connections)
         self._urls: dict[str, httpx.URL] = {}
@@ -165,6 +170,10 @@ class Transport:
         """Close every connection."""
         await self._http.aclose()
 
+    def hide(self, secret: str) -> None:
+        """Keep `secret` out of every message from now on."""
+        self._hidden |= {secret, secret.removeprefix("Bearer ")} - {""}
+
     async def send(self, call: Call, decode: Callable[[httpx.Response], T]) -> T:
         """`decode` of the first good reply (status below 300).
 
@@ -179,7 +188,9 @@ class Transport:
             try:
                 return await self._attempt(call, decode, ends - time.monotonic())
             except RemoteError as error:
-                if error.code == "invalid_token" and self.refresh and not refreshed:
+                own_key = self.secrets.keys() & call.headers.keys()  # as the renewal itself has
+                expired = error.code == "invalid_token" and not own_key
+                if expired and self.refresh and not refreshed:
                     refreshed = True
                     await self.refresh()
                     continue
@@ -217,7 +228,7 @@ class Transport:
                     await response.aclose()
         except (TimeoutError, httpx.RequestError, httpx.InvalidURL, OSError) as error:
             raise self._unreachable(what, error, limit) from error
-        if response.status_code >= 300:
+        if response.status_code >= 300 and response.status_code not in call.accept:
             raise self._refused(what, response)
         try:
             return decode(response)
@@ -283,8 +294,8 @@ class Transport:
         )
 
     def _redacted(self, text: str) -> str:
-        for secret in filter(None, self.secrets.values()):
-            text = text.replace(secret, "***").replace(secret.removeprefix("Bearer "), "***")
+        for secret in self._hidden:
+            text = text.replace(secret, "***")
         return text
 
 

@@ -1,0 +1,31 @@
+"""The Tinker service: a typed async client, and the adapter on top of it.
+
+Importing it loads no httpx; that is loaded when a client is made.
+"""
+
+from __future__ import annotations
+
+from retrain.adapters.tinker.client import TinkerClient
+from retrain.adapters.tinker.sampling import SampleOptions, SamplingClient
+from retrain.adapters.tinker.training import AdamParams, LoraConfig, TrainingClient
+from retrain.adapters.tinker.values import (
+    Datum,
+    ForwardBackwardOutput,
+    SampledSequence,
+    SampleResult,
+    Tensor,
+)
+
+__all__ = [
+    "AdamParams",
+    "Datum",
+    "ForwardBackwardOutput",
+    "LoraConfig",
+    "SampleOptions",
+    "SampleResult",
+    "SampledSequence",
+    "SamplingClient",
+    "Tensor",
+    "TinkerClient",
+    "TrainingClient",
+]

@@ -1,0 +1,62 @@
+"""What the service would refuse, or silently get wrong, is refused before it is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from retrain.adapters.tinker.values import Datum, Tensor
+
+_RATIO = ("target_tokens", "logprobs", "advantages")
+LOSS_INPUTS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "cross_entropy": ("target_tokens", "weights"),
+        "importance_sampling": _RATIO,
+        "ppo": _RATIO,
+        "cispo": _RATIO,
+        "dro": _RATIO,
+    }
+)
+"""The inputs of the losses that are known here; other losses are the service's own matter."""
+
+FLOAT32_MAX = 3.4028234663852886e38
+MAX_TOKEN = 2**31 - 1
+
+
+def check_data(data: Sequence[Datum], loss: str) -> None:
+    """Raise ValueError on a datum whose lengths, numbers or inputs are wrong for `loss`."""
+    if not data:
+        raise ValueError("the batch is empty: at least one datum is needed")
+    for index, datum in enumerate(data):
+        problem = _problem(datum, LOSS_INPUTS.get(loss))
+        if problem:
+            raise ValueError(f"datum {index} of the batch: {problem}")
+
+
+def _problem(datum: Datum, expected: Sequence[str] | None) -> str:
+    if not datum.tokens:
+        return "it has no tokens"
+    if not all(0 <= token <= MAX_TOKEN for token in datum.tokens):
+        return "a token id is negative or no int32"
+    if expected is not None and set(datum.inputs) != set(expected):
+        got, wanted = sorted(datum.inputs), sorted(expected)
+        return f"it has the loss inputs {got}, expected {wanted}"
+    for name, tensor in datum.inputs.items():
+        problem = _tensor_problem(tensor, len(datum.tokens))
+        if problem:
+            return f"{name}: {problem}"
+    return ""
+
+
+def _tensor_problem(tensor: Tensor, length: int) -> str:
+    if math.prod(tensor.dimensions) != len(tensor.data):
+        return f"{len(tensor.data)} numbers don't fill the shape {list(tensor.dimensions)}"
+    if tensor.dimensions[0] != length:
+        return f"got {tensor.dimensions[0]} values for {length} tokens: the lengths must be equal"
+    if tensor.dtype == "int64":
+        whole = all(isinstance(value, int) for value in tensor.data)
+        return "" if whole else "an int64 tensor holds a number that is no int"
+    if not all(-FLOAT32_MAX <= value <= FLOAT32_MAX for value in tensor.data):  # NaN fails as well
+        return "a number is NaN, infinite or no float32"
+    return ""

@@ -1,0 +1,384 @@
+"""TinkerClient: a session with a Tinker service, and what can be made in it.
+
+    async with TinkerClient() as tinker:
+        model = await tinker.create_model("Qwen/Qwen3-8B", LoraConfig(rank=32))
+        passed = await model.forward_backward(data, "importance_sampling")
+        stepped = await model.optim_step(AdamParams(learning_rate=1e-4))
+        print((await passed).metrics, await stepped)
+        sampler = await tinker.sampler_of(model)
+        print(await sampler.sample(prompt, SampleOptions(max_tokens=64)))
+
+Entering opens the session and keeps it alive by a heartbeat; leaving finishes it with the reason,
+so that the service frees what it holds. Servers that lack the newer endpoints are served too: what
+answers 404 is done without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from retrain.adapters.remote import (
+    NO_RETRY,
+    Call,
+    RemoteError,
+    RetryPolicy,
+    Transport,
+    api_key,
+)
+from retrain.adapters.tinker.connection import (
+    Connection,
+    Flags,
+    Kind,
+    Wire,
+    json_object,
+)
+from retrain.adapters.tinker.sampling import SamplingClient
+from retrain.adapters.tinker.training import LoraConfig, TrainingClient
+
+if TYPE_CHECKING:
+    import httpx
+
+log = logging.getLogger(__name__)
+
+DEFAULT_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+SDK_VERSION = "0.38.0"
+"""The official client's version whose protocol this is; services answer according to it."""
+HEARTBEAT = 10.0
+"""Seconds between heartbeats."""
+HEARTBEAT_WARNING = 120.0
+"""Seconds without a heartbeat that came through."""
+GOODBYE = 10.0
+"""Seconds that finishing the session may take."""
+SNAPSHOT_TTL = 24 * 3600
+"""Seconds that a service keeps a named snapshot, where it can't make one for a session alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupportedModel:
+    """A model that the service has."""
+
+    name: str
+    context_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a path of saved weights says of them."""
+
+    base_model: str
+    lora_rank: int | None
+    lora: LoraConfig
+
+
+class TinkerClient:
+    """An async context manager. The key never shows in a repr, a log or an error."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        api_key: str | None = None,
+        wire: Wire = "proto",
+        tags: Sequence[str] = (),
+        project: str | None = None,
+        policy: RetryPolicy | None = None,
+        result_timeout: float = 3600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`url` defaults to TINKER_BASE_URL, then the hosted service; the key to TINKER_API_KEY.
+
+        `wire="json"` is for servers that don't speak protobuf. `result_timeout` is how many
+        seconds a job may take, unless a call says otherwise. `transport` is any of httpx's, such
+        as `httpx.ASGITransport(app)`. Raises ConfigError on a bad URL, or when the hosted service
+        is to be used without a key.
+        """
+        url = url or os.environ.get("TINKER_BASE_URL") or DEFAULT_URL
+        key = api_key if api_key is not None else _key(url)
+        self._transport = Transport(
+            url,
+            headers={"User-Agent": f"AsyncTinker/Python {SDK_VERSION}"},
+            secrets={"X-API-Key": key} if key else {},
+            policy=policy,
+            transport=transport,
+        )
+        self._key = key
+        self._renewal = asyncio.Lock()
+        self._connection = Connection(self._transport, wire=wire, result_timeout=result_timeout)
+        self._session: dict[str, Any] = {
+            "tags": list(tags),
+            "user_metadata": {},
+            "sdk_version": SDK_VERSION,
+            "project_id": project,
+            "type": "create_session",
+        }
+        self.session_id = ""
+        self._models: list[TrainingClient] = []
+        self._model_seq_ids = itertools.count()
+        self._sampling_seq_ids = itertools.count()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __repr__(self) -> str:
+        return f"TinkerClient({self._transport.url!r}, session_id={self.session_id!r})"
+
+    @property
+    def flags(self) -> Flags:
+        """What the service said of itself."""
+        return self._connection.flags
+
+    @property
+    def retries(self) -> Mapping[str, int]:
+        """Attempts that were repeated, by cause."""
+        return self._transport.retries
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._handshake()
+            reply = await self._connection.post("create_session", self._session)
+        except BaseException:
+            await self._transport.close()
+            raise
+        self.session_id = str(reply["session_id"])
+        for level, name in ((20, "info"), (30, "warning"), (40, "error")):
+            if reply.get(f"{name}_message"):
+                log.log(level, "%s: %s", self._transport.url, reply[f"{name}_message"])
+        self._tasks.append(asyncio.create_task(self._beat(), name="tinker heartbeat"))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._connection.drain(GOODBYE)
+            await self._finish(error)
+        finally:
+            await self._transport.close()
+
+    async def supported_models(self) -> list[SupportedModel]:
+        """The models that the service has."""
+        call = Call("GET", "api/v1/get_server_capabilities")
+        body = await self._transport.send(call, json_object)
+        return [
+            SupportedModel(str(model["model_name"]), model.get("max_context_length"))
+            for model in body.get("supported_models") or ()
+            if model.get("model_name")
+        ]
+
+    async def create_model(
+        self,
+        base_model: str,
+        lora: LoraConfig | None = None,
+        *,
+        user_metadata: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> TrainingClient:
+        """A fresh LoRA on `base_model`."""
+        settings = {k: v for k, v in asdict(lora or LoraConfig()).items() if v is not None}
+        payload = {
+            "session_id": self.session_id,
+            "model_seq_id": next(self._model_seq_ids),
+            "base_model": base_model,
+            "lora_config": settings,
+            "user_metadata": dict(user_metadata) if user_metadata else None,
+            "type": "create_model",
+        }
+        future = await self._connection.submit_json("create_model", payload, CREATE_MODEL)
+        return self._added(TrainingClient(self._connection, await future.result(timeout)))
+
+    async def load_model(
+        self, path: str, *, optimizer: bool = True, timeout: float | None = None
+    ) -> TrainingClient:
+        """A model that continues from `path`, with the optimizer's state or without.
+
+        Raises ValueError on a sampler's path, which holds no weights to train.
+        """
+        if "/sampler_weights/" in path:
+            raise ValueError(f"{path!r} is a sampler's: only .../weights/NAME can be trained on")
+        seq_id = next(self._model_seq_ids)
+        payload = {
+            "session_id": self.session_id,
+            "model_seq_id": seq_id,
+            "path": path,
+            "optimizer": optimizer,
+            "type": "load_weights",
+        }
+        try:
+            future = await self._connection.submit_json("load_weights", payload, LOAD_MODEL)
+        except RemoteError as error:
+            if error.status not in (400, 404, 422):
+                raise
+            log.debug("the service can't create a model by loading: %s", error)
+            return await self._create_then_load(path, optimizer, timeout)
+        model_id = await future.result(timeout) or f"{self.session_id}:train:{seq_id}"
+        return self._added(TrainingClient(self._connection, model_id))
+
+    async def checkpoint(self, path: str) -> Checkpoint:
+        """What `path` holds; raises RemoteError with status 404 when nothing is there."""
+        body = await self._connection.post("weights_info", {"tinker_path": path})
+        places = {
+            name: bool(body[name])
+            for name in ("train_mlp", "train_attn", "train_unembed")
+            if body.get(name) is not None
+        }
+        rank = body.get("lora_rank")
+        lora = LoraConfig(rank=rank or LoraConfig().rank, **places)
+        return Checkpoint(str(body["base_model"]), rank, lora)
+
+    async def delete(self, path: str) -> None:
+        """Delete saved weights; that they are gone already is no error."""
+        model_id, _, rest = path.removeprefix("tinker://").partition("/")
+        where = f"{urllib.parse.quote(model_id)}/checkpoints/{urllib.parse.quote(rest)}"
+        call = Call("DELETE", f"api/v1/training_runs/{where}")
+        try:
+            await self._transport.send(call, lambda reply: None)
+        except RemoteError as error:
+            if error.status != 404:
+                raise
+
+    async def sampling_session(
+        self, *, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
+        """A session that samples saved weights, or a base model as it is.
+
+        Raises ValueError unless exactly one is given, and on the path of training weights.
+        """
+        if (model_path is None) == (base_model is None):
+            raise ValueError("give one of model_path and base_model")
+        if model_path and model_path.startswith("tinker://") and "/weights/" in model_path:
+            raise ValueError(
+                f"{model_path!r} holds weights for training: save_weights_for_sampler gives a path "
+                "to sample from"
+            )
+        payload = {
+            "session_id": self.session_id,
+            "sampling_session_seq_id": next(self._sampling_seq_ids),
+            "base_model": base_model,
+            "model_path": model_path,
+            "type": "create_sampling_session",
+        }
+        body = await self._connection.post("create_sampling_session", payload)
+        return SamplingClient(self._connection, str(body["sampling_session_id"]))
+
+    async def sampler_of(
+        self, model: TrainingClient, *, timeout: float | None = None
+    ) -> SamplingClient:
+        """A session that samples the weights as they are now, whatever later steps do.
+
+        The snapshot belongs to the session and leaves no checkpoint behind. Where a service can't
+        do that, the snapshot gets a name and a time to live.
+        """
+        try:
+            future = await model.save_weights_for_sampler(
+                sampling_session_seq_id=next(self._sampling_seq_ids)
+            )
+            saved = await future.result(timeout)
+        except RemoteError as error:
+            if error.status not in (400, 404, 422):
+                raise
+            log.debug("the service makes no snapshots for a session alone: %s", error)
+            name = f"sampler-{time.time_ns():x}"
+            future = await model.save_weights_for_sampler(name, ttl_seconds=SNAPSHOT_TTL)
+            saved = await future.result(timeout)
+        if saved.sampling_session_id is not None:
+            return SamplingClient(self._connection, saved.sampling_session_id)
+        return await self.sampling_session(model_path=saved.path)
+
+    async def _create_then_load(
+        self, path: str, optimizer: bool, timeout: float | None
+    ) -> TrainingClient:
+        saved = await self.checkpoint(path)
+        model = await self.create_model(saved.base_model, saved.lora, timeout=timeout)
+        await (await model.load_weights(path, optimizer=optimizer)).result(timeout)
+        return model
+
+    async def _handshake(self) -> None:
+        body = {"sdk_version": SDK_VERSION}
+        config = await self._post_if_known("client/config", body)
+        if Flags.read(config).pjwt_auth_enabled and self._key:
+            await self._renew_token()
+            self._transport.refresh = self._renew_token
+        dynamic = await self._post_if_known("client/dynamic_config", body)
+        self._connection.configure(Flags.read(config, dynamic))
+
+    async def _post_if_known(self, endpoint: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return await self._connection.post(endpoint, payload)
+        except RemoteError as error:
+            if error.status not in (404, 405, 501):
+                raise
+            return {}
+
+    async def _renew_token(self) -> None:
+        """Trade the key for a token; those who wait for the same renewal share it."""
+        expired = self._transport.secrets["X-API-Key"]
+        async with self._renewal:
+            if self._transport.secrets["X-API-Key"] == expired:
+                key = {"X-API-Key": self._key}
+                reply = await self._connection.post("auth/token", {}, headers=key)
+                self._transport.hide(str(reply["jwt"]))
+                self._transport.secrets["X-API-Key"] = str(reply["jwt"])
+
+    async def _beat(self) -> None:
+        heard = time.monotonic()
+        payload = {"session_id": self.session_id, "type": "session_heartbeat"}
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            try:
+                await self._connection.post(
+                    "session_heartbeat", payload, timeout=HEARTBEAT, policy=NO_RETRY
+                )
+                heard = time.monotonic()
+            except RemoteError as error:
+                if error.status == 410:
+                    log.error("session %s was ended by the service", self.session_id)
+                    return
+                silent = time.monotonic() - heard
+                if silent > HEARTBEAT_WARNING:
+                    log.warning("no heartbeat for %.0f s, the session may end: %s", silent, error)
+
+    async def _finish(self, error: BaseException | None) -> None:
+        interrupted = isinstance(error, (asyncio.CancelledError, KeyboardInterrupt))
+        reason = "success" if error is None else "interrupted" if interrupted else "errored"
+        payload = {
+            "reason": {"type": reason},
+            "detail": None if error is None else type(error).__name__,
+        }
+        rest: dict[str, Any] = {"timeout": GOODBYE, "policy": NO_RETRY}
+        try:
+            await self._connection.post(f"sessions/{self.session_id}/finish", payload, **rest)
+            return
+        except RemoteError as refusal:
+            log.debug("the session could not be finished: %s", refusal)
+        for model in self._models:  # a service without `finish` would hold them on
+            try:
+                async with asyncio.timeout(GOODBYE):
+                    await model.unload()
+            except (RemoteError, TimeoutError) as refusal:
+                log.debug("%s could not be unloaded: %s", model.model_id, refusal)
+
+    def _added(self, model: TrainingClient) -> TrainingClient:
+        self._models.append(model)
+        return model
+
+
+def _key(url: str) -> str:
+    """The environment's key; only the hosted service can't do without."""
+    return api_key("TINKER_API_KEY", required=url.startswith(DEFAULT_URL.rsplit("/", 2)[0]))
+
+
+CREATE_MODEL: Kind[str] = Kind("CreateModel", lambda body: str(body["model_id"]))
+LOAD_MODEL: Kind[str] = Kind("LoadWeights", lambda body: str(body.get("model_id") or ""))

@@ -1,0 +1,322 @@
+"""One service as its clients see it: JSON calls, accepted jobs, and the results of jobs.
+
+A job is submitted by a POST that answers with a request id; `Future` then asks for its result until
+it has one. Every wait has a deadline, a queue that the service reports is told to the user, and a
+job that nobody waits for any more is cancelled where the service knows how.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from retrain.adapters.remote import (
+    NO_RETRY,
+    Call,
+    Fault,
+    RemoteError,
+    RetryPolicy,
+    Transport,
+    error_body,
+)
+from retrain.adapters.tinker.limits import Backpressure
+from retrain.errors import DeadlineError
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+Wire = Literal["proto", "json"]
+log = logging.getLogger(__name__)
+
+POLL_TIMEOUT = 45.0
+"""Seconds; the service answers a poll within about 30."""
+REPORT_AFTER = 60.0
+"""Seconds between two lines about a job that still waits."""
+PROTOBUF = "application/x-protobuf"
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What `client/config` and `client/dynamic_config` say, with the defaults of servers without
+    them."""
+
+    pjwt_auth_enabled: bool = False
+    sample_dispatch_bytes_semaphore_size: int = 10 * 1024 * 1024
+    sample_max_concurrent_requests: int = 2000
+    proto_compress_fwdbwd: bool = False
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    sample_cancel_enabled: bool = False
+
+    @classmethod
+    def read(cls, *bodies: Mapping[str, Any]) -> Flags:
+        """The flags known here; the others are ignored, as are values of another type."""
+        merged = {name: value for body in bodies for name, value in body.items()}
+        known = {f.name: type(f.default) for f in fields(cls)}
+        return cls(**{n: merged[n] for n, kind in known.items() if type(merged.get(n)) is kind})
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """A sort of job: its name in the poll's header, and the readers of its result."""
+
+    name: str
+    from_json: Callable[[Mapping[str, Any]], T]
+    from_proto: Callable[[bytes], T] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Not yet: the job waits or runs."""
+
+    queue_state: str = "active"
+    reason: str = ""
+
+
+class Connection:
+    """What the clients of one service share."""
+
+    def __init__(self, transport: Transport, *, wire: Wire, result_timeout: float) -> None:
+        self.transport = transport
+        self.wire: Wire = wire
+        self.result_timeout = result_timeout
+        """Seconds that a job may take, unless its caller says otherwise."""
+        self.configure(Flags())
+        self._clean_up: set[asyncio.Task[None]] = set()
+
+    def configure(self, flags: Flags) -> None:
+        """Take over what the service says of itself."""
+        self.flags = flags
+        self.backpressure = Backpressure(
+            flags.sample_max_concurrent_requests, flags.sample_dispatch_bytes_semaphore_size
+        )
+
+    async def post(self, endpoint: str, payload: Mapping[str, Any], **rest: Any) -> dict[str, Any]:
+        """The JSON reply of an endpoint; `rest` are further fields of `Call`."""
+        call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
+        return await self.transport.send(call, json_object)
+
+    async def submit(self, call: Call, kind: Kind[T]) -> Future[T]:
+        """The job that the service accepted; the call may be sent twice, so it needs a seq_id."""
+        asked = time.monotonic()
+        request_id = await self.transport.send(
+            call, lambda reply: str(json_object(reply)["request_id"])
+        )
+        return Future(self, request_id, kind, time.monotonic() - asked)
+
+    async def submit_json(
+        self, endpoint: str, payload: Mapping[str, Any], kind: Kind[T], **rest: Any
+    ) -> Future[T]:
+        call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
+        return await self.submit(call, kind)
+
+    def cancel(self, request_id: str) -> None:
+        """Tell the service that nobody waits for a sample, where it knows how."""
+        if self.flags.sample_cancel_enabled:
+            self.in_background(
+                self.post(
+                    "cancel_future", {"request_id": request_id}, timeout=30.0, policy=NO_RETRY
+                )
+            )
+
+    def in_background(self, cleaning: Coroutine[Any, Any, object]) -> None:
+        """Run a call that nobody waits for; `drain` does, at the end."""
+
+        async def run() -> None:
+            try:
+                await cleaning
+            except RemoteError as error:
+                log.info("clean-up on the service failed: %s", error)
+
+        task = asyncio.create_task(run())
+        self._clean_up.add(task)
+        task.add_done_callback(self._clean_up.discard)
+
+    async def drain(self, timeout: float) -> None:
+        """Wait for the clean-up under way; what takes longer is given up."""
+        tasks = list(self._clean_up)
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Future(Generic[T]):
+    """A job that the service accepted. Await it, any number of times, for its result."""
+
+    def __init__(
+        self, connection: Connection, request_id: str, kind: Kind[T], roundtrip: float
+    ) -> None:
+        self.request_id = request_id
+        self.queue_state = "active"
+        """`active`, `paused_capacity` or `paused_rate_limit`, as the service said last."""
+        self._connection = connection
+        self._kind = kind
+        self._path = "api/v1/retrieve_future"
+        self._roundtrip = roundtrip
+        self._result: list[T] = []
+        self._reported = 0.0
+
+    def __repr__(self) -> str:
+        return f"Future({self._kind.name} {self.request_id}, {self.queue_state})"
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result().__await__()
+
+    async def result(self, timeout: float | None = None) -> T:
+        """The job's result, within `timeout` seconds (by default the connection's).
+
+        Raises RemoteError when the job failed or was lost, DeadlineError when it is not done in
+        time. A sample whose waiter is cancelled or late is cancelled on the service.
+        """
+        if self._result:
+            return self._result[0]
+        limit = self._connection.result_timeout if timeout is None else timeout
+        started = self._reported = time.monotonic()
+        try:
+            async with asyncio.timeout(limit):
+                self._result.append(await self._wait(started))
+        except TimeoutError as error:
+            self._abandon()
+            raise DeadlineError(
+                f"{self._kind.name} {self.request_id} has no result after {limit:g} s "
+                f"(queue: {self.queue_state}); {self._connection.transport.url} still answers, so "
+                "it is slow or full: raise the deadline or lower the load"
+            ) from error
+        except asyncio.CancelledError:
+            self._abandon()
+            raise
+        return self._result[0]
+
+    async def _wait(self, started: float) -> T:
+        policy = self._connection.transport.policy
+        failures = iteration = quick = 0
+        while True:
+            asked = time.monotonic()
+            try:
+                reply = await self._poll(iteration)
+            except RemoteError as error:
+                failures += 1
+                await self._outlast(error, failures, policy)
+                continue
+            if not isinstance(reply, _Pending):
+                return reply
+            failures, iteration = 0, iteration + 1
+            self._report(reply, started)
+            # A service that doesn't hold a poll back would be asked in a hot loop.
+            quick = quick + 1 if time.monotonic() - asked < 0.05 else 0
+            if quick:
+                await asyncio.sleep(min(0.005 * 2.0 ** min(quick, 10), 1.0))
+
+    async def _poll(self, iteration: int) -> T | _Pending:
+        headers = {
+            "X-Tinker-Request-Iteration": str(iteration),
+            "X-Tinker-Request-Type": self._kind.name,
+        }
+        if self._kind.from_proto and self._connection.wire == "proto":
+            headers["Accept"] = f"{PROTOBUF}, application/json"
+        if iteration == 0:
+            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self._roundtrip:.6f}"
+        payload = {"request_id": self.request_id, "allow_metadata_only": False}
+        call = Call.json(
+            "POST",
+            self._path,
+            payload,
+            headers=headers,
+            timeout=POLL_TIMEOUT,
+            policy=NO_RETRY,
+            accept=frozenset({400, 408}),
+        )
+        return await self._connection.transport.send(call, self._read)
+
+    async def _outlast(self, error: RemoteError, failures: int, policy: RetryPolicy) -> None:
+        """Wait before the next poll; raises `error` where a further poll can't help."""
+        if error.code == "timeout":
+            return  # the service holds polls back for longer than we wait: no failure
+        waits = error.status in (402, 429)  # until paid, or until there is room: to the deadline
+        if not waits and (not error.retryable or failures >= policy.attempts):
+            raise error
+        log.info("%s; asking again", error)
+        await asyncio.sleep(policy.pause(failures, error.retry_after))
+
+    def _read(self, response: httpx.Response) -> T | _Pending:
+        if response.headers.get("content-type", "").startswith(PROTOBUF):
+            if self._kind.from_proto is None:
+                raise ValueError(f"{self._kind.name} came as protobuf, which it never does")
+            return self._kind.from_proto(response.content)
+        body = self._body(response)
+        if response.status_code == 408 or body.get("type") == "try_again":
+            return _Pending(
+                body.get("queue_state") or "active", body.get("queue_state_reason") or ""
+            )
+        if body.get("status") == "complete_metadata":
+            return _Pending()
+        if response.status_code == 400 or "error" in body or "error_message" in body:
+            raise self._failed(response)
+        return self._kind.from_json(body)
+
+    def _body(self, response: httpx.Response) -> dict[str, Any]:
+        if response.status_code < 300:
+            return json_object(response)
+        try:
+            return json_object(response)
+        except ValueError:
+            if response.status_code == 408:
+                return {}
+        # Not the service: a proxy before it answers with a bare 400 now and then.
+        raise RemoteError(
+            f"{self._kind.name} {self.request_id}: a bare 400 came",
+            status=400,
+            code="bare",
+            retryable=True,
+        )
+
+    def _failed(self, response: httpx.Response) -> RemoteError:
+        body = error_body(response.content)
+        fault: Fault = body.fault or ("user" if response.status_code == 400 else "unknown")
+        return RemoteError(
+            f"{self._kind.name} failed on the service: {body.message}",
+            status=response.status_code if response.status_code >= 300 else None,
+            code=body.code or "job_failed",
+            request_id=self.request_id,
+            fault=fault,
+        )
+
+    def _report(self, pending: _Pending, started: float) -> None:
+        self.queue_state = pending.queue_state
+        now = time.monotonic()
+        if now - self._reported >= REPORT_AFTER:
+            self._reported = now
+            why = f" ({pending.reason})" if pending.reason else ""
+            log.warning(
+                "%s %s waits for %.0f s; queue: %s%s",
+                self._kind.name,
+                self.request_id,
+                now - started,
+                pending.queue_state,
+                why,
+            )
+
+    def _abandon(self) -> None:
+        if self._kind.name == "Sample":
+            self._connection.cancel(self.request_id)
+
+
+def json_object(response: httpx.Response) -> dict[str, Any]:
+    """The reply's JSON object; raises ValueError on anything else."""
+    body = json.loads(response.content)
+    if not isinstance(body, dict):
+        raise ValueError(f"got {type(body).__name__}, expected a JSON object")
+    return body
+
+
+def _without_none(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """The service's schema is strict: what isn't set must be left out."""
+    return {name: value for name, value in payload.items() if value is not None}

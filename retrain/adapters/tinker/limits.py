@@ -1,0 +1,95 @@
+"""How much may be under way at once: counts, bytes, and the pause that the service asked for.
+
+Who asks first is served first, so that one user of a client can't starve another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+
+SUBMISSIONS = 400
+"""Samples whose submission may be on its way at once."""
+BYTES_A_TOKEN = 10
+"""What a token of a prompt is taken to weigh in JSON."""
+LARGE_PROMPT = 128 * 1024
+"""Bytes; a prompt above it that was turned away pauses everybody for longer."""
+
+
+class Budget:
+    """Units that are lent up to a limit; a request larger than the limit is served alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._free = limit
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def take(self, units: int = 1) -> AsyncIterator[None]:
+        """Hold `units` within the block; waits until they are free."""
+        units = min(units, self._limit)
+        await self._acquire(units)
+        try:
+            yield
+        finally:
+            self._release(units)
+
+    async def _acquire(self, units: int) -> None:
+        if not self._waiting and units <= self._free:
+            self._free -= units
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((units, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._release(units)  # it was served at the very moment of the cancellation
+            else:
+                with contextlib.suppress(ValueError):  # a release may have passed over it
+                    self._waiting.remove((units, turn))
+                self._release(0)
+            raise
+
+    def _release(self, units: int) -> None:
+        self._free += units
+        while self._waiting and self._waiting[0][0] <= self._free:
+            wanted, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._free -= wanted
+                turn.set_result(None)
+
+
+class Backpressure:
+    """What every sampling session of one client shares."""
+
+    def __init__(self, in_flight: int, dispatch_bytes: int) -> None:
+        self.in_flight = Budget(in_flight)
+        """Samples that were asked for and have not come back."""
+        self._submissions = Budget(SUBMISSIONS)
+        self._bytes = Budget(dispatch_bytes)
+        self._resume = 0.0
+        self.pauses = 0
+        """How often the service turned a sample away."""
+
+    @contextlib.asynccontextmanager
+    async def submission(self, tokens: int) -> AsyncIterator[None]:
+        """Held while a prompt of `tokens` is being sent; waits out a pause first."""
+        async with self._submissions.take(), self._bytes.take(BYTES_A_TOKEN * tokens):
+            await self._pause_over()
+            yield
+
+    async def _pause_over(self) -> None:
+        wait = self._resume - time.monotonic()
+        if wait > 0:
+            await asyncio.sleep(wait)
+            await self._pause_over()  # it may have been made longer meanwhile
+
+    def pause(self, tokens: int, asked: float | None) -> None:
+        """The service is full: nobody submits for a while (1 s, 5 s after a large prompt)."""
+        default = 5.0 if BYTES_A_TOKEN * tokens > LARGE_PROMPT else 1.0
+        self._resume = max(self._resume, time.monotonic() + (default if asked is None else asked))
+        self.pauses += 1

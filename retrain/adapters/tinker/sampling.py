@@ -1,0 +1,150 @@
+"""One sampling session: completions and log-probs of the weights that it was made with.
+
+A sample has no effect on the model, so it is asked for until its deadline: a submission that may
+have been lost is sent again with the same seq_id, by which the service knows it, and a result that
+the service lost is sampled anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from retrain.adapters.remote import NO_RETRY, RemoteError
+from retrain.adapters.tinker import messages, payloads
+from retrain.adapters.tinker.connection import Connection, Future, Kind
+from retrain.adapters.tinker.values import SampleResult
+from retrain.errors import AdapterError, DeadlineError
+
+SAMPLE = Kind("Sample", payloads.sample_from_json, messages.decode_sample)
+LOST_RESULTS = 3
+"""How often a result may get lost on the service before that is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOptions:
+    """How to sample, in the protocol's own terms."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps all tokens."""
+    stop: Sequence[str] | Sequence[int] | None = None
+    """Texts or token ids; None stops at the model's end token, an empty list nowhere."""
+    seed: int | None = None
+
+    def payload(self) -> dict[str, Any]:
+        sent: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        if self.stop is not None:
+            sent["stop"] = list(self.stop)
+        if self.seed is not None:
+            sent["seed"] = self.seed
+        return sent
+
+
+class SamplingClient:
+    """Made by `TinkerClient.sampling_session`; any number of samples may be under way."""
+
+    def __init__(self, connection: Connection, session_id: str) -> None:
+        self.session_id = session_id
+        self._connection = connection
+        self._seq_ids = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"SamplingClient({self.session_id!r})"
+
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        options: SampleOptions,
+        *,
+        n: int = 1,
+        prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        timeout: float | None = None,
+    ) -> SampleResult:
+        """`n` completions of `prompt`, within `timeout` seconds.
+
+        Raises RemoteError when the service refuses or fails, DeadlineError when it is not done in
+        time. Cancelling the call cancels the sample on the service, where that knows how.
+        """
+        payload: dict[str, Any] = {
+            "sampling_session_id": self.session_id,
+            "num_samples": n,
+            "prompt": payloads.prompt_to_json(prompt),
+            "sampling_params": options.payload(),
+            "prompt_logprobs": prompt_logprobs,
+            "topk_prompt_logprobs": topk_prompt_logprobs,
+            "topk_sample_logprobs": topk_sample_logprobs,
+            "type": "sample",
+        }
+        limit = self._connection.result_timeout if timeout is None else timeout
+        try:
+            async with asyncio.timeout(limit), self._connection.backpressure.in_flight.take():
+                return await self._until_done(payload, len(prompt), limit)
+        except TimeoutError as error:
+            if isinstance(error, DeadlineError):
+                raise
+            raise DeadlineError(
+                f"a sample of {self.session_id} was not accepted within {limit:g} s: the service "
+                "is full or away; raise the deadline or lower the load"
+            ) from error
+
+    async def compute_logprobs(
+        self, tokens: Sequence[int], *, timeout: float | None = None
+    ) -> list[float | None]:
+        """The log-prob of each token after those before it; None for the first."""
+        options = SampleOptions(max_tokens=1)
+        result = await self.sample(tokens, options, prompt_logprobs=True, timeout=timeout)
+        if result.prompt_logprobs is None:
+            raise AdapterError(
+                f"{self._connection.transport.url} returned no prompt log-probs: "
+                "it does not compute them"
+            )
+        logprobs = list(result.prompt_logprobs)
+        if len(logprobs) == len(tokens) - 1:  # some servers leave the first one out
+            logprobs.insert(0, None)
+        if len(logprobs) != len(tokens):
+            raise AdapterError(f"{len(logprobs)} log-probs came for {len(tokens)} tokens")
+        return logprobs
+
+    async def _until_done(self, payload: dict[str, Any], tokens: int, limit: float) -> SampleResult:
+        for attempt in itertools.count(1):
+            future = await self._submit({**payload, "seq_id": next(self._seq_ids)}, tokens)
+            try:
+                return await future.result(limit)
+            except RemoteError as error:
+                if error.status != 410 or attempt >= LOST_RESULTS:
+                    raise
+        raise AssertionError("unreachable: the loop above has no end")
+
+    async def _submit(self, payload: dict[str, Any], tokens: int) -> Future[SampleResult]:
+        """Hand the sample over; sent again, always as the same request, until it is accepted."""
+        policy = self._connection.transport.policy
+        pressure = self._connection.backpressure
+        headers = {"X-Tinker-Sampling-Backpressure": "1"}
+        for failures in itertools.count():
+            async with pressure.submission(tokens):
+                try:
+                    return await self._connection.submit_json(
+                        "asample", payload, SAMPLE, headers=headers, policy=NO_RETRY
+                    )
+                except RemoteError as error:
+                    full = error.status in (402, 429)
+                    if full:
+                        pressure.pause(tokens, error.retry_after)
+                    elif not error.retryable or failures + 1 >= policy.attempts:
+                        raise
+                    pause = 0.0 if full else policy.pause(failures, error.retry_after)
+            await asyncio.sleep(pause)
+        raise AssertionError("unreachable: the loop above has no end")

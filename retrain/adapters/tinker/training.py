@@ -1,0 +1,274 @@
+"""One model in training: its operations in order, each applied once.
+
+- Operations take seq ids 1, 2, 3, ... in the order of the calls, and each is sent only after the
+  one before it was accepted: the service waits for a missing id for ever, and servers without ids
+  go by the order of arrival.
+- An id is taken only when the service has accepted its request; a request that it refused takes
+  none. If it is unknown whether a request was accepted, the model can't be used any more.
+- A call returns when the service has accepted the operation; awaiting what it returned gives the
+  result. Submit forward_backward and optim_step, then await both: the service works in cycles, and
+  waiting in between costs two more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from retrain.adapters.remote import Call, RemoteError
+from retrain.adapters.tinker import chunks, messages, payloads
+from retrain.adapters.tinker.checks import check_data
+from retrain.adapters.tinker.connection import PROTOBUF, Connection, Future, Kind
+from retrain.adapters.tinker.values import (
+    Datum,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    LossConfig,
+)
+from retrain.errors import AdapterError, ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """AdamW's settings of one step; they are sent with every step, so schedules are ours."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """0 is no clipping."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """The size and the place of the trained matrices."""
+
+    rank: int = 32
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the service says of a model."""
+
+    model_name: str
+    tokenizer: str
+    """The name that a tokenizer is loaded by."""
+    lora_rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerWeights:
+    """Saved weights to sample from: a path, or the session that already serves them."""
+
+    path: str | None
+    sampling_session_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """The jobs of one batch, awaited as one."""
+
+    futures: Sequence[Future[ForwardBackwardOutput]]
+
+    def __await__(self) -> Generator[Any, None, ForwardBackwardOutput]:
+        return self.result().__await__()
+
+    async def result(self, timeout: float | None = None) -> ForwardBackwardOutput:
+        """The outputs in the order of the data; raises as `Future.result` does."""
+        return chunks.merge([await future.result(timeout) for future in self.futures])
+
+
+class TrainingClient:
+    """Made by `TinkerClient.create_model` and `load_model`."""
+
+    def __init__(self, connection: Connection, model_id: str, *, next_seq_id: int = 1) -> None:
+        self.model_id = model_id
+        self._connection = connection
+        self._next = next_seq_id
+        self._turn = asyncio.Lock()  # first come, first served: the order of the calls
+        self._broken = ""
+        self._saves = 0
+
+    def __repr__(self) -> str:
+        return f"TrainingClient({self.model_id!r}, next_seq_id={self._next})"
+
+    async def forward_backward(
+        self, data: Sequence[Datum], loss: str, config: LossConfig | None = None
+    ) -> Chunked:
+        """Add the gradients of the loss, summed over the data, to those already there.
+
+        Raises ValueError on data that the service would refuse, RemoteError when it refuses.
+        """
+        return await self._pass(data, ForwardBackward(self.model_id, 0, (), loss, config or {}))
+
+    async def forward(
+        self, data: Sequence[Datum], loss: str = "cross_entropy", config: LossConfig | None = None
+    ) -> Chunked:
+        """The log-probs and the loss, with no effect on the gradients."""
+        empty = ForwardBackward(self.model_id, 0, (), loss, config or {}, forward_only=True)
+        return await self._pass(data, empty)
+
+    async def optim_step(self, adam: AdamParams) -> Future[Mapping[str, float]]:
+        """Apply the gradients and clear them; the result holds the step's metrics."""
+        return await self._operation("optim_step", {"adam_params": asdict(adam)}, OPTIM_STEP)
+
+    async def save_weights(self, name: str, *, ttl_seconds: int | None = None) -> Future[str]:
+        """Keep weights and optimizer under `name`; the result is the path to load them by.
+
+        `ttl_seconds` None keeps them until they are deleted.
+        """
+        payload = {"path": name, "ttl_seconds": ttl_seconds}
+        return await self._operation("save_weights", payload, SAVE_WEIGHTS)
+
+    async def save_weights_for_sampler(
+        self,
+        name: str | None = None,
+        *,
+        sampling_session_seq_id: int | None = None,
+        ttl_seconds: int | None = None,
+    ) -> Future[SamplerWeights]:
+        """Keep a snapshot to sample from: under `name`, or for one sampling session alone."""
+        payload = {
+            "path": name,
+            "sampling_session_seq_id": sampling_session_seq_id,
+            "ttl_seconds": ttl_seconds,
+            "kind": "snapshot",
+        }
+        return await self._operation("save_weights_for_sampler", payload, SAVE_FOR_SAMPLER)
+
+    async def load_weights(self, path: str, *, optimizer: bool) -> Future[None]:
+        """Load into this model; services allow it as a model's first operation alone."""
+        payload = {"path": path, "optimizer": optimizer}
+        return await self._operation("load_weights", payload, LOAD_WEIGHTS)
+
+    async def info(self) -> ModelInfo:
+        """What the service says of this model."""
+        body = await self._connection.post(
+            "get_info", {"model_id": self.model_id, "type": "get_info"}
+        )
+        data = body.get("model_data") or {}
+        name = str(data.get("model_name") or body.get("model_name") or "")
+        tokenizer = str(data.get("tokenizer_id") or name)
+        return ModelInfo(name, plain_model_name(tokenizer), body.get("lora_rank"))
+
+    async def unload(self) -> None:
+        """Free the model on the service; not all of them know it."""
+        payload = {"model_id": self.model_id, "type": "unload_model"}
+        await (await self._connection.submit_json("unload_model", payload, LOAD_WEIGHTS))
+
+    async def _pass(self, data: Sequence[Datum], empty: ForwardBackward) -> Chunked:
+        check_data(data, empty.loss)
+        flags = self._connection.flags
+        parts = chunks.split(
+            data,
+            most_datums=flags.fwdbwd_max_chunk_len,
+            most_bytes=flags.fwdbwd_max_chunk_bytes_count,
+        )
+        kind = FORWARD if empty.forward_only else FORWARD_BACKWARD
+        async with self._turn:
+            futures: list[Future[ForwardBackwardOutput]] = []
+            for part in parts:
+                request = replace(empty, data=part)
+                try:
+                    futures.append(await self._submit(kind, self._pass_call(request)))
+                except BaseException:
+                    if futures and not self._broken and not empty.forward_only:
+                        self._broken = "only a part of a batch was accepted"
+                    raise
+            return Chunked(futures)
+
+    def _pass_call(self, request: ForwardBackward) -> Callable[[int], Call]:
+        if self._connection.wire == "json":
+            # A JSON forward_backward ignores forward_only and would add gradients.
+            endpoint = "forward" if request.forward_only else "forward_backward"
+            return lambda seq_id: Call.json(
+                "POST",
+                f"api/v1/{endpoint}",
+                payloads.request_to_json(replace(request, seq_id=seq_id)),
+            )
+
+        def call(seq_id: int) -> Call:
+            body = messages.encode_request(replace(request, seq_id=seq_id))
+            headers = {"Content-Type": PROTOBUF}
+            if self._connection.flags.proto_compress_fwdbwd:
+                body = _zstd(body)
+                headers["Content-Encoding"] = "zstd"
+            return Call("POST", "api/v1/forward_backward", body, headers)
+
+        return call
+
+    async def _operation(
+        self, endpoint: str, payload: Mapping[str, Any], kind: Kind[T]
+    ) -> Future[T]:
+        given = {name: value for name, value in payload.items() if value is not None}
+        fixed = {**given, "model_id": self.model_id, "type": endpoint}
+
+        def call(seq_id: int) -> Call:
+            return Call.json("POST", f"api/v1/{endpoint}", {**fixed, "seq_id": seq_id})
+
+        async with self._turn:
+            return await self._submit(kind, call)
+
+    async def _submit(self, kind: Kind[T], build: Callable[[int], Call]) -> Future[T]:
+        """Send one operation; the caller holds `_turn`."""
+        if self._broken:
+            raise AdapterError(
+                f"model {self.model_id} can't be used any more: {self._broken}; continue from the "
+                "last checkpoint"
+            )
+        call = build(self._next)  # may refuse the numbers: then no id is taken
+        try:
+            future = await self._connection.submit(call, kind)
+        except RemoteError as error:
+            if error.may_have_acted:
+                self._broken = f"it is unknown whether {kind.name} was accepted ({error})"
+            raise
+        except BaseException:
+            self._broken = f"{kind.name} was interrupted while it was sent"
+            raise
+        self._next += 1
+        return future
+
+
+def plain_model_name(name: str) -> str:
+    """`org/model` of a name that may carry a variant (`org/model/variant`, `org/model:peft:1`)."""
+    return "/".join(name.split(":")[0].split("/")[:2])
+
+
+def _zstd(body: bytes) -> bytes:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(
+            "the service wants zstd, and zstandard is not installed: pip install 'retrain[remote]'"
+        ) from error
+    return zstandard.ZstdCompressor().compress(body)
+
+
+def _metrics(body: Mapping[str, Any]) -> Mapping[str, float]:
+    return {name: float(value) for name, value in (body.get("metrics") or {}).items()}
+
+
+def _nothing(body: Mapping[str, Any]) -> None:
+    return None
+
+
+FORWARD_BACKWARD = Kind("ForwardBackward", payloads.output_from_json, messages.decode_output)
+FORWARD = Kind("Forward", payloads.output_from_json, messages.decode_output)
+OPTIM_STEP: Kind[Mapping[str, float]] = Kind("OptimStep", _metrics)
+SAVE_WEIGHTS: Kind[str] = Kind("SaveWeights", lambda body: str(body["path"]))
+SAVE_FOR_SAMPLER: Kind[SamplerWeights] = Kind(
+    "SaveWeightsForSampler",
+    lambda body: SamplerWeights(body.get("path"), body.get("sampling_session_id")),
+)
+LOAD_WEIGHTS: Kind[None] = Kind("LoadWeights", _nothing)
