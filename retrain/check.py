@@ -8,6 +8,7 @@ left behind. Authors can call it in their own tests.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -37,6 +38,10 @@ SAMPLES = (
     Prompt("0.1.0", ({"role": "user", "content": "What is 2 + 3?"},), answer="5"),
 )
 """Prompts for an environment that is checked without a config."""
+
+
+class Broken(Exception):
+    """An answer of another form than agreed."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +85,17 @@ async def check_environment(
     environment = make()
     findings = [*_tools(environment)]
     alone: list[Transcript] = []
-
-    async def episodes() -> None:
-        for prompt in prompts:
-            for actions in _scripts(environment):
-                alone.append(await _play(environment, prompt, actions))
-
+    form = "reset and step answer in the agreed form"
     findings.append(await _tried("setup", _within(environment.setup())))
-    findings.append(await _tried("reset and step answer in the agreed form", episodes()))
+    findings.append(await _tried(form, _play_all(environment, prompts, alone)))
     if all(finding.good for finding in findings):
         findings.append(await _again(environment, prompts, alone))
         findings.append(await _at_once(make, prompts, alone))
         findings.append(await _cancelled(environment, prompts[0]))
     findings.append(await _tried("close", _within(environment.close())))
     await asyncio.sleep(0)
-    left = [t.get_name() for t in asyncio.all_tasks() - before if t is not asyncio.current_task()]
-    advice = f"end {', '.join(left)} in close()" if left else ""
+    left = {t.get_name() for t in asyncio.all_tasks() - before if t is not asyncio.current_task()}
+    advice = f"end in close(): {', '.join(sorted(left)[:8])}" if left else ""
     return [*findings, Finding(not left, "no task is left behind", advice)]
 
 
@@ -110,16 +110,26 @@ def _scripts(environment: Environment) -> list[list[Action]]:
         )
         scripts += [[Action("", (call,))] * TURNS for call in calls]
     unknown = ToolCall("no_such_tool", {}, "call_0")
-    return scripts + [[Action("", (unknown,))] * TURNS]
+    return [*scripts, [Action("", (unknown,))] * TURNS]
+
+
+async def _play_all(
+    environment: Environment, prompts: Sequence[Prompt], transcripts: list[Transcript]
+) -> None:
+    """Every prompt with every script; appends to `transcripts`."""
+    for prompt in prompts:
+        for actions in _scripts(environment):
+            transcript = await _play(environment, prompt, actions)
+            transcripts.append(transcript)
 
 
 async def _play(environment: Environment, prompt: Prompt, actions: Iterable[Action]) -> Transcript:
-    """One episode; raises ValueError where an answer has another form than agreed."""
+    """One episode; raises Broken where an answer has another form than agreed."""
     environment.prompt = prompt
     opening = await _within(environment.reset(prompt))
     _check_messages("reset", opening)
     if not opening:
-        raise ValueError("reset returned no message: a rollout starts with at least one")
+        raise Broken("reset returned no message: a rollout starts with at least one")
     transcript: Transcript = [_frozen(opening)]
     for action in actions:
         answer = await _within(environment.step(action))
@@ -133,32 +143,32 @@ async def _play(environment: Environment, prompt: Prompt, actions: Iterable[Acti
 
 def _check_step(answer: Any) -> None:
     if not isinstance(answer, tuple) or len(answer) != 5:
-        raise ValueError(
+        raise Broken(
             f"step returned {type(answer).__name__}: expected StepResult(observation, reward, "
             "terminated, truncated, info)"
         )
     observation, reward, terminated, truncated, info = answer
     _check_messages("step", observation)
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise ValueError(f"step returned the reward {reward!r}: expected a finite number")
+        raise Broken(f"step returned the reward {reward!r}: expected a finite number")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool):
-            raise ValueError(f"step returned {name} = {flag!r}: expected True or False")
+            raise Broken(f"step returned {name} = {flag!r}: expected True or False")
     if not isinstance(info, dict):
-        raise ValueError(f"step returned the info {info!r}: expected a dict")
+        raise Broken(f"step returned the info {info!r}: expected a dict")
 
 
 def _check_messages(where: str, messages: Any) -> None:
     if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise ValueError(
+        raise Broken(
             f"{where} returned {type(messages).__name__} for its messages: expected a list such as "
             '[{"role": "user", "content": "..."}]'
         )
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{where} returned the message {message!r}: it needs a role")
+            raise Broken(f"{where} returned the message {message!r}: it needs a role")
         if not isinstance(message.get("content"), str):
-            raise ValueError(f"{where} returned the message {message!r}: its content is no text")
+            raise Broken(f"{where} returned the message {message!r}: its content is no text")
 
 
 def _tools(environment: Environment) -> list[Finding]:
@@ -183,6 +193,8 @@ async def _tried(what: str, call: Awaitable[Any]) -> Finding:
         await call
     except TimeoutError:
         return Finding(False, what, f"took longer than {DEADLINE:.0f} s: is something blocked?")
+    except Broken as error:
+        return Finding(False, what, str(error))
     except Exception as error:  # noqa: BLE001 - a user's code may raise anything
         return Finding(False, what, str(blame("it", error)))
     return Finding(True, what)
@@ -194,13 +206,7 @@ async def _again(
     """The same rollouts on the same instance: `reset` must leave nothing of the last one."""
     what = "an instance that was used plays as a new one"
     found: list[Transcript] = []
-
-    async def episodes() -> None:
-        for prompt in prompts:
-            for actions in _scripts(environment):
-                found.append(await _play(environment, prompt, actions))
-
-    tried = await _tried(what, episodes())
+    tried = await _tried(what, _play_all(environment, prompts, found))
     if not tried.good or found == alone:
         return tried
     return Finding(
@@ -219,14 +225,12 @@ async def _at_once(
     async def instance() -> list[Transcript]:
         environment = make()
         await _within(environment.setup())
+        transcripts: list[Transcript] = []
         try:
-            return [
-                await _play(environment, prompt, actions)
-                for prompt in prompts
-                for actions in _scripts(environment)
-            ]
+            await _play_all(environment, prompts, transcripts)
         finally:
             await _within(environment.close())
+        return transcripts
 
     found: list[list[Transcript]] = []
 
@@ -255,6 +259,8 @@ async def _cancelled(environment: Environment, prompt: Prompt) -> Finding:
 
 
 async def _within(call: Awaitable[T]) -> T:
+    if not inspect.isawaitable(call):
+        raise Broken("it is a plain function: write `async def`")
     async with asyncio.timeout(DEADLINE):
         return await call
 

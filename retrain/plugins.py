@@ -149,7 +149,8 @@ def _pick(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
     if stem in found:
         return found[stem]
     if len(found) != 1:
-        many = f"several: write {Path(source).name}:{' or :'.join(found)}" if found else "none"
+        choices = " or ".join(f"{Path(source).name}:{name}" for name in found)
+        many = f"several: write {choices}" if found else "none"
         raise PluginError(f"{where}: {source} must define one {kind.base.__name__}, found {many}")
     return next(iter(found.values()))
 
@@ -174,9 +175,10 @@ def _import(name: str, where: str, base_dir: Path) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module is there: something that it imports is missing
+            places = " or ".join(dict.fromkeys((str(base_dir), str(Path.cwd()))))
             raise PluginError(
                 f"{where}: there is no module {error.name}: it must be installed, or stand in "
-                f"{base_dir} or {Path.cwd()}"
+                f"{places}"
             ) from None
 
 
