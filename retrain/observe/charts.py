@@ -33,14 +33,15 @@ MAIN = (
 def charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, Any]]:
     """Charts in reading order: reward, evaluation, the main ones, then every other key."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    rewards = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")]
-    drawn = [_chart("Reward", ["reward/mean", *rewards], rows, "wide")]
+    components = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")]
+    rewards = list(dict.fromkeys(["reward/mean", *components]))
+    drawn = [_chart("Reward", rewards, rows, "wide")]
     judged = [{"step": event.get("eval/step"), **event} for event in evaluations]
     passes = [key for event in judged for key in event if key.startswith("eval/pass@")]
     kept = ["eval/reward/mean", *dict.fromkeys(passes)]
     drawn.append(_chart("Evaluation on held-out prompts", kept, judged, "wide"))
     drawn += [_chart(title, names, rows, "main") for title, names in MAIN]
-    used = {"step", "version", "reward/mean", *rewards, *(n for _, names in MAIN for n in names)}
+    used = {"step", "version", *rewards, *(n for _, names in MAIN for n in names)}
     others = [key for key in keys if key not in used and not key.startswith("eval/")]
     drawn += [_chart(key, [key], rows, "further") for key in others]
     return [chart for chart in drawn if chart["series"]]

@@ -107,7 +107,9 @@ def findings(
 
 
 def _nonfinite(rows: Sequence[Row]) -> str:
-    bad = [(row["step"], key) for row in rows for key in row.get("nonfinite") or ()]
+    # a key that never has a value is one that the backend doesn't report
+    reported = {key for row in rows for key in row if known(row[key])}
+    bad = [(r["step"], key) for r in rows for key in r.get("nonfinite") or () if key in reported]
     if not bad:
         return ""
     step, key = bad[0]

@@ -1,0 +1,416 @@
+"""The run directory: what it holds after a run, a kill, a full disk and a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.config import RunConfig
+from retrain.errors import ConfigError, RunError
+from retrain.observe import journal
+from retrain.observe.journal import Journal, encode, read_lines, repair
+from retrain.observe.run_dir import (
+    RunDirectory,
+    in_use,
+    read_events,
+    read_metrics,
+    surviving,
+)
+from retrain.types import Completion, Group, Prompt, Trajectory, Turn
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"prompts": {"type": "list"}, **sections})
+
+
+def group(*outcomes: str, ticket: str = "0.7.0", **prompt: Any) -> Group:
+    asked = Prompt(ticket, [{"role": "user", "content": "2+2"}], **prompt)
+    return Group(asked, [trajectory(asked, outcome) for outcome in outcomes])
+
+
+def trajectory(prompt: Prompt, outcome: Any) -> Trajectory:
+    completion = Completion([5, 6, 7], [-0.1, -0.2, -0.3], "4!", "length", 2)
+    return Trajectory(
+        prompt,
+        [Turn([1, 2], completion)],
+        rewards={"exact": 0.5},
+        info={} if outcome == "ok" else {"error": "it broke\nat line 3"},
+        outcome=outcome,
+        reward=0.25,
+        messages=[*prompt.messages, {"role": "assistant", "content": "4!"}],
+        seconds={"sample": 1.5},
+    )
+
+
+def test_a_run_directory_holds_what_was_written(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        run_dir.event("issued", ticket="0.7.0")
+        run_dir.rollouts(group("ok", "timeout", answer="4"), step=3)
+        run_dir.metrics({"step": 1, "loss": 0.5})
+        assert run_dir.checkpoints.is_dir()
+    (event,) = read_events(tmp_path / "run")
+    assert event.pop("time") == pytest.approx(os.stat(tmp_path / "run").st_mtime, abs=60)
+    assert event == {"event": "issued", "ticket": "0.7.0"}
+    assert read_metrics(tmp_path / "run") == [{"step": 1, "loss": 0.5}]
+    scored, failed = read_lines(tmp_path / "run" / "rollouts.jsonl")
+    assert scored == {
+        "ticket": "0.7.0",
+        "index": 0,
+        "step": 3,
+        "messages": [
+            {"role": "user", "content": "2+2"},
+            {"role": "assistant", "content": "4!"},
+        ],
+        "rewards": {"exact": 0.5},
+        "reward": 0.25,
+        "outcome": "ok",
+        "error": None,
+        "versions": [2],
+        "tokens": 3,
+        "stop_reasons": ["length"],
+        "seconds": {"sample": 1.5},
+        "answer": "4",
+    }
+    assert (failed["index"], failed["reward"], failed["error"]) == (1, None, "it broke\nat line 3")
+
+
+def test_the_tally_counts_drops_outcomes_and_causes(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        run_dir.event("dropped", ticket="0.1.0", cause="stale")
+        run_dir.rollouts(group("ok", "invalid", "invalid"))
+        assert run_dir.tally.drops == {"stale": 1}
+        assert run_dir.tally.outcomes == {"ok": 1, "invalid": 2}
+        assert run_dir.tally.errors == {"it broke": 2}
+
+
+def test_ever_new_error_texts_do_not_fill_the_memory(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        for number in range(200):
+            broken = group("invalid")
+            broken.trajectories[0].info["error"] = f"error {number}"
+            run_dir.rollouts(broken)
+        assert len(run_dir.tally.errors) < 100
+        assert run_dir.tally.errors.total() == 200
+
+
+def test_the_resolved_configuration_is_a_configuration_again(tmp_path: Path) -> None:
+    given_config = config(name="été", staleness={"target": 2}, rewards=[{"type": "exact"}])
+    RunDirectory.open(tmp_path / "run", given_config).close()
+    loaded = yaml.safe_load((tmp_path / "run/config.yaml").read_text(encoding="utf-8"))
+    assert RunConfig.model_validate(loaded) == given_config
+    assert loaded["sampling"]["max_tokens"] == 256
+
+
+def test_no_secret_reaches_the_configuration_on_disk(tmp_path: Path) -> None:
+    secretive = config(
+        environment={
+            "type": "search",
+            "api_key": "s3cret",
+            "login": {"password": "s3cret"},
+            "urls": ["https://me:s3cret@example.org/x"],
+            "eos_token": "</s>",
+        }
+    )
+    RunDirectory.open(tmp_path / "run", secretive).close()
+    text = (tmp_path / "run/config.yaml").read_text()
+    assert "s3cret" not in text
+    assert "example.org/x" in text
+    assert "</s>" in text
+
+
+def test_a_directory_with_a_run_is_refused_without_resume(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path, config()).close()
+    with pytest.raises(ConfigError, match=r"holds a run already.*--resume.*--run-dir"):
+        RunDirectory.open(tmp_path, config())
+    assert not in_use(tmp_path)
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        RunDirectory.open(tmp_path / "nothing", config(), resume=True)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"can't write the run directory .*file.*--run-dir"):
+        RunDirectory.open(tmp_path / "file" / "run", config())
+
+
+def test_two_processes_never_share_a_run_directory(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path, config()):
+        assert in_use(tmp_path)
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+            RunDirectory.open(tmp_path, config(), resume=True)
+    RunDirectory.open(tmp_path, config(), resume=True).close()
+
+
+def test_flushed_lines_survive_a_kill_which_frees_the_lock(tmp_path: Path) -> None:
+    script = (
+        "import os, signal; from pathlib import Path\n"
+        "from retrain.config import RunConfig; from retrain.observe.run_dir import RunDirectory\n"
+        "config = RunConfig.model_validate({'prompts': {'type': 'list'}})\n"
+        f"run_dir = RunDirectory.open(Path({str(tmp_path)!r}), config)\n"
+        "run_dir.event('issued', ticket='0.0.0'); run_dir.metrics({'step': 1})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert killed.returncode == -9
+    assert not in_use(tmp_path)
+    with RunDirectory.open(tmp_path, config(), resume=True) as run_dir:
+        assert run_dir.resumed
+        assert [event["event"] for event in read_events(tmp_path)] == ["issued"]
+        assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_a_resume_cuts_torn_lines_off_before_it_writes(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path, config()) as run_dir:
+        run_dir.event("issued", ticket="0.0.0")
+        run_dir.rollouts(group("ok"))
+        run_dir.metrics({"step": 1})
+    names = ("events.jsonl", "rollouts.jsonl", "metrics.jsonl")
+    for name in names:
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"event": "half a li')
+    with RunDirectory.open(tmp_path, config(), resume=True) as run_dir:
+        run_dir.event("resumed", from_step=1)
+        run_dir.rollouts(group("ok"))
+        run_dir.metrics({"step": 2})
+    assert [len(list(read_lines(tmp_path / name))) for name in names] == [2, 2, 2]
+
+
+def test_sync_may_run_in_a_thread_while_events_are_written(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path, config()) as run_dir:
+        threads = [threading.Thread(target=run_dir.sync) for _ in range(4)]
+        for number in range(2000):
+            if number % 500 == 0:
+                threads[number // 500].start()
+            run_dir.event("issued", ticket=number)
+        for thread in threads:
+            thread.join()
+    assert [event["ticket"] for event in read_events(tmp_path)] == list(range(2000))
+
+
+def test_closing_twice_does_nothing(tmp_path: Path) -> None:
+    run_dir = RunDirectory.open(tmp_path, config())
+    run_dir.close()
+    run_dir.close()
+
+
+# what a resume voids
+
+
+def events(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:
+    field = {"resumed": "from_step", "issued": "ticket"}
+    return [{"event": kind, field.get(kind, "step"): value} for kind, value in pairs]
+
+
+def kept(*pairs: tuple[str, Any]) -> list[tuple[str, Any]]:
+    return [tuple(list(event.values())[:2]) for event in surviving(events(*pairs))]
+
+
+def test_what_came_after_the_snapshot_of_a_checkpoint_is_void() -> None:
+    assert kept(
+        ("issued", "a"),
+        ("update", 1),
+        ("snapshot", 1),
+        ("issued", "while it was saved"),
+        ("checkpoint", 1),
+        ("update", 2),
+        ("resumed", 1),
+        ("update", 2),
+    ) == [("issued", "a"), ("update", 1), ("snapshot", 1), ("resumed", 1), ("update", 2)]
+
+
+def test_a_snapshot_counts_although_its_checkpoint_event_was_lost() -> None:
+    assert kept(("update", 1), ("snapshot", 1), ("issued", "b"), ("resumed", 1)) == [
+        ("update", 1),
+        ("snapshot", 1),
+        ("resumed", 1),
+    ]
+
+
+def test_a_resume_from_an_older_checkpoint_voids_the_newer_one() -> None:
+    assert kept(("snapshot", 1), ("update", 2), ("snapshot", 2), ("update", 3), ("resumed", 1)) == [
+        ("snapshot", 1),
+        ("resumed", 1),
+    ]
+
+
+def test_a_second_resume_keeps_what_the_first_one_kept() -> None:
+    assert kept(
+        ("update", 1),
+        ("snapshot", 1),
+        ("update", 2),
+        ("resumed", 1),
+        ("update", 2),
+        ("resumed", 1),
+    ) == [("update", 1), ("snapshot", 1), ("resumed", 1)]
+
+
+def test_a_resume_from_the_beginning_voids_everything() -> None:
+    assert kept(("issued", "a"), ("update", 1), ("resumed", 0)) == [("resumed", 0)]
+
+
+def test_without_a_snapshot_the_checkpoint_event_is_the_cut() -> None:
+    assert kept(("update", 1), ("checkpoint", 1), ("issued", "b"), ("resumed", 1)) == [
+        ("update", 1),
+        ("checkpoint", 1),
+        ("resumed", 1),
+    ]
+
+
+def test_without_either_the_first_later_step_is_the_cut() -> None:
+    assert kept(("update", 1), ("batch", 2), ("update", 2), ("resumed", 1)) == [
+        ("update", 1),
+        ("resumed", 1),
+    ]
+
+
+def test_steps_done_again_replace_the_rows_of_the_first_time(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path, config()) as run_dir:
+        for step, loss in [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 0.33)]:
+            run_dir.metrics({"step": step, "loss": loss})
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.33),
+    ]
+
+
+# the journal
+
+
+def test_numbers_that_json_lacks_become_null_and_are_named() -> None:
+    line = json.loads(encode({"loss": math.nan, "rewards": {"a": math.inf, "b": 1.0}}))
+    assert line == {
+        "loss": None,
+        "rewards": {"a": None, "b": 1.0},
+        "nonfinite": {"loss": "nan", "rewards.a": "inf"},
+    }
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_values_that_json_lacks_are_written_all_the_same() -> None:
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    line = json.loads(
+        encode(
+            {
+                "bytes": b"x",
+                "path": Path("a/b"),
+                "mapping": types.MappingProxyType({"k": 1}),
+                "keys": {(1, 2): 3, 4: 5},
+                "bad": Unprintable(),
+                "cyclic": cyclic,
+                "set": {1},
+            }
+        )
+    )
+    assert line["bytes"] == "b'x'"
+    assert line["path"] == "a/b"
+    assert line["mapping"] == {"k": 1}
+    assert line["keys"] == {"(1, 2)": 3, "4": 5}
+    assert line["bad"] == "<Unprintable: its repr raised RuntimeError>"
+    assert line["set"] == "{1}"
+    assert "cyclic" in line
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    line = json.loads(encode({"a": numpy.float32(0.5), "b": numpy.int64(3), "c": numpy.float64(2)}))
+    assert line == {"a": 0.5, "b": 3, "c": 2.0}
+
+
+def test_a_lone_surrogate_and_odd_line_ends_stay_one_line(tmp_path: Path) -> None:
+    text = "\udc80 \u2028 \x85 \r\n é 漢"
+    with_journal(tmp_path / "x.jsonl", {"text": text})
+    assert list(read_lines(tmp_path / "x.jsonl")) == [{"text": text}]
+    (tmp_path / "x.jsonl").read_bytes().decode("utf-8")
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), json_like, max_size=4))
+def test_every_line_is_one_line_of_valid_json(line: dict[str, Any]) -> None:
+    text = encode(line)
+    assert "\n" not in text
+    json.loads(text, parse_constant=pytest.fail)
+
+
+def test_a_line_that_is_torn_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a":1}\n{"a":')
+    assert list(read_lines(path)) == [{"a": 1}]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a":1}\n\0\0\n{"a":2}\n')
+    with pytest.raises(RunError, match=r"x\.jsonl, line 2"):
+        list(read_lines(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "left"),
+    [
+        (b"", b""),
+        (b"torn", b""),
+        (b"whole\n", b"whole\n"),
+        (b"whole\ntorn", b"whole\n"),
+        (b"whole\n" + b"x" * 200_000, b"whole\n"),
+    ],
+)
+def test_repair_cuts_after_the_last_whole_line(tmp_path: Path, content: bytes, left: bytes) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    assert repair(path) == len(content) - len(left)
+    assert path.read_bytes() == left
+
+
+def test_many_lines_go_out_without_a_flush(tmp_path: Path) -> None:
+    lines = Journal(tmp_path / "x.jsonl")
+    for number in range(journal.CHUNK_LINES):
+        lines.write({"n": number})
+    assert len(list(read_lines(tmp_path / "x.jsonl"))) == journal.CHUNK_LINES
+    lines.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the kernel has no always-full device")
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    full = tmp_path / "events.jsonl"
+    full.symlink_to("/dev/full")
+    lines = Journal(full)
+    lines.write({"n": 1})
+    with pytest.raises(RunError, match=r"can't write .*events\.jsonl: No space left"):
+        lines.flush()
+    with pytest.raises(RunError, match="No space left"):
+        lines.close()
+    lines.close()
+
+
+def with_journal(path: Path, line: dict[str, Any]) -> None:
+    lines = Journal(path)
+    lines.write(line)
+    lines.close()
