@@ -39,7 +39,7 @@ class SamplerStats:
     """The worker's time spent on anything but waiting."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """`count` completions of one prompt, asked for together."""
 

@@ -15,6 +15,7 @@ import copy
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,7 @@ class Worker:
         self._draining: list[Generation] = []
         self._spare: Generation | None = None
         self._waiting: deque[Request] = deque()
+        self._open: weakref.WeakSet[Request] = weakref.WeakSet()  # a cancelled one is let go
         self._inbox: queue.SimpleQueue[Sequence[Request | Call]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # held by a submit, and by the end of the thread
         self._failure: AdapterError | None = None
@@ -110,14 +112,17 @@ class Worker:
     def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Serve `weights` from now on; to be run as a Call."""
         check_weights(self.current.model, weights)
-        if self.current.rows:
-            self._draining.append(self.current)
-            spare, self._spare = self._spare, None
-            self.current = spare or Generation(copy.deepcopy(self.current.model), version)
-        copy_weights(self.current.model, weights)
-        self.current.version = version
-        for decoder in self.current.decoders:
+        target = self.current
+        if target.rows:
+            target = self._spare or Generation(copy.deepcopy(target.model), version)
+        copy_weights(target.model, weights)
+        target.version = version
+        for decoder in target.decoders:
             decoder.version = version
+        if target is not self.current:
+            self._spare = None
+            self._draining.append(self.current)
+            self.current = target
 
     @torch.inference_mode()
     def _run(self, threads: int) -> None:
@@ -142,6 +147,7 @@ class Worker:
             for item in self._inbox.get():
                 if isinstance(item, Request):
                     self._waiting.append(item)
+                    self._open.add(item)
                 else:
                     self._call(item)
 
@@ -179,15 +185,17 @@ class Worker:
 
     def _step(self) -> None:
         """One pass of every batch; what has run empty is put away."""
+        done: list[Request] = []
         for generation in (*self._draining, self.current):
             for decoder in generation.decoders:
-                self._finish(decoder.step())
+                done += decoder.step()
             if self._alone:
                 generation.decoders = [d for d in generation.decoders if d.rows]
         for generation in [g for g in self._draining if not g.rows]:
             self._draining.remove(generation)
             self._spare = self._spare or generation
         self.stats.rows = self.current.rows + sum(g.rows for g in self._draining)
+        self._finish(done)
 
     def _decoder(self) -> Decoder:
         current = self.current
@@ -195,16 +203,14 @@ class Worker:
 
     def _finish(self, requests: Sequence[Request]) -> None:
         for request in requests:
+            self._open.discard(request)
             _resolve(request.future, request.completions)
 
     def _end(self, failure: AdapterError) -> None:
         """Fail whatever waits; the gate keeps anything from being queued after that."""
         with self._gate:
             self._failure = failure
-        left: list[Request | Call] = [*self._waiting]
-        for generation in (*self._draining, self.current):
-            for decoder in generation.decoders:
-                left += [row.request for row in decoder.rows]
+        left: list[Request | Call] = [*self._open]
         while not self._inbox.empty():
             left += self._inbox.get()
         for item in left:
