@@ -11,8 +11,8 @@ the reply, and only that text is encoded. Invariants:
 - `observe` extends exactly when the rendering with the reply and the observation begins with the
   rendering that was sampled from and goes on with the reply (its ends may be trimmed, its tool
   calls written in the template's way). Otherwise the template rewrites history, say by dropping
-  past reasoning, and the whole conversation is rendered and encoded anew: `is_extension` tells
-  batching, which starts a new sample;
+  past reasoning, and the whole conversation is rendered and encoded anew: batching sees that the
+  prompt extends nothing and starts a new sample;
 - a conversation that raises in `observe` is as it was before.
 
 With `chat: none` there is no template: texts are joined without separators, after whatever the
@@ -36,11 +36,6 @@ from retrain.types import Completion, Message
 
 _CACHED_TOKENS: Final = 1_000_000
 """Openings are kept up to this many tokens, some 40 MB: a prompt recurs each epoch."""
-
-
-def is_extension(previous: Sequence[int], new: Sequence[int]) -> bool:
-    """Whether `new` begins with all of `previous`."""
-    return len(new) >= len(previous) and list(new[: len(previous)]) == list(previous)
 
 
 class Chat:
@@ -185,8 +180,8 @@ class Conversation:
     def _after_calls(self, text: str, added: Sequence[Message]) -> str | None:
         """What follows a reply whose tool calls the template writes in its own way.
 
-        With the model's own text in the calls' place the reply is found; that the true rendering
-        ends alike shows that no more than the calls' spelling differs.
+        With the model's own words in the calls' place the reply is found; the true rendering has
+        to end alike and to show the text beside the calls, so that only their spelling differs.
         """
         own_words = Message(role="assistant", content=self._said)
         try:
@@ -198,7 +193,10 @@ class Conversation:
         if not plain.startswith(self._text):
             return None
         rest = after_reply(plain[len(self._text) :], self._said)
-        return rest if rest is not None and text.endswith(rest) else None
+        if rest is None or not text.endswith(rest):
+            return None
+        shown = text[len(self._text) : len(text) - len(rest)]
+        return rest if self.messages[-1]["content"].strip() in shown else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,12 +88,11 @@ class TurnTokens:
         return full[: starts[0]] if starts else []
 
     def _end_token(self, closer: str) -> int | None:
-        """The first token of what follows a reply, if it is a marker of its own."""
+        """The first marker of what follows a reply: a special token, or one that looks it."""
+        decode = self._tokenizer.decode
         for token in self.encode(closer):
-            text = self._tokenizer.decode([token])
-            if not text.strip():
-                continue
-            special = not self._tokenizer.decode([token], skip_special_tokens=True)
-            looks_special = len(text) > 2 and text[0] == "<" and text[-1] == ">"
-            return token if special or looks_special else None
+            text = decode([token])
+            special = bool(text) and not decode([token], skip_special_tokens=True)
+            if special or (len(text) > 2 and text[0] == "<" and text[-1] == ">"):
+                return token
         return None

@@ -1,0 +1,175 @@
+"""Tool calls as models write them, well and badly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrain.chat_tools import as_template, parse_reply
+from retrain.environment import ToolSpec
+
+SEARCH = ToolSpec(
+    "search",
+    "Search.",
+    {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string"},
+            "limit": {"type": "integer"},
+            "score": {"type": "number"},
+            "exact": {"type": "boolean"},
+            "order": {"enum": ["new", "old"]},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "page": {"type": ["integer", "null"]},
+            "range": {"type": "object", "required": ["low"], "properties": {"low": {}}},
+        },
+        "required": ["query"],
+    },
+)
+PING = ToolSpec("ping", "No arguments.")
+TOOLS = (SEARCH, PING)
+
+
+def call(arguments: object, name: str = "search") -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"query": "a"},
+        {"query": "a", "limit": 3, "score": 3, "exact": True, "order": "new"},
+        {"query": "a", "limit": 3.0, "score": 0.5, "tags": ["x", "y"], "page": None},
+        {"query": "a", "page": 2, "range": {"low": 1, "high": 2}},
+    ],
+)
+def test_arguments_that_fit_the_schema_are_passed_on(arguments: dict[str, Any]) -> None:
+    [read] = parse_reply(call(arguments), TOOLS).calls
+    assert (read.name, read.arguments, read.error) == ("search", arguments, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, "arguments lacks query"),
+        ({"query": 3}, "arguments.query must be of type string, got 3"),
+        ({"query": "a", "limit": True}, "arguments.limit must be of type integer, got true"),
+        ({"query": "a", "limit": 2.5}, "arguments.limit must be of type integer, got 2.5"),
+        ({"query": "a", "exact": 1}, "arguments.exact must be of type boolean, got 1"),
+        ({"query": "a", "order": "up"}, 'arguments.order must be one of ["new", "old"], got "up"'),
+        ({"query": "a", "tags": ["x", 1]}, "arguments.tags[1] must be of type string, got 1"),
+        ({"query": "a", "page": "2"}, 'arguments.page must be of type integer or null, got "2"'),
+        ({"query": "a", "range": {}}, "arguments.range lacks low"),
+        ({"query": "a", "colour": 1}, "arguments has no colour: it takes query, limit, score"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_an_error_that_says_where(
+    arguments: dict[str, Any], error: str
+) -> None:
+    reply = parse_reply(call(arguments), TOOLS)
+    [read] = reply.calls
+    assert reply.readable
+    assert read.arguments == arguments
+    assert read.error is not None
+    assert read.error.startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        ("{oops}", "not valid JSON"),
+        ("", "not valid JSON"),
+        ('{"name": "ping", "arguments": {"x": NaN}}', "NaN is not a JSON value"),
+        ('{"name": "ping", "arguments": {"x": "\\ud800"}}', "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("1" * 5_000, "not valid JSON"),
+        ("[]", "must be an object"),
+        ('{"arguments": {}}', "must be an object"),
+        ('{"name": 3}', "must be an object"),
+        ('{"name": "ping", "arguments": "x"}', "arguments must be an object, got str"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_an_error_and_no_exception(payload: str, error: str) -> None:
+    reply = parse_reply(f"<tool_call>{payload}</tool_call>", TOOLS)
+    [read] = reply.calls
+    assert not reply.readable
+    assert read.error is not None
+    assert error in read.error
+
+
+def test_a_call_without_its_end_is_an_error() -> None:
+    reply = parse_reply('Well <tool_call>{"name": "ping"}', TOOLS)
+    assert reply.text == "Well"
+    assert reply.calls[0].error == "<tool_call> without </tool_call>"
+
+
+def test_a_tool_that_is_not_offered_is_named_with_those_that_are() -> None:
+    [read] = parse_reply(call({}, "pong"), TOOLS).calls
+    assert read.error == "there is no tool 'pong': the tools are search, ping"
+
+
+def test_a_tool_without_arguments_may_be_called_without_any() -> None:
+    [read] = parse_reply('<tool_call>{"name": "ping"}</tool_call>', TOOLS).calls
+    assert (read.arguments, read.error) == ({}, None)
+
+
+def test_a_schema_may_allow_further_arguments() -> None:
+    loose = ToolSpec("f", "", {"properties": {"a": {}}, "additionalProperties": True})
+    strict = ToolSpec("f", "", {"properties": {}, "additionalProperties": False})
+    assert parse_reply(call({"b": 1}, "f"), [loose]).calls[0].error is None
+    assert parse_reply(call({"b": 1}, "f"), [strict]).calls[0].error is not None
+
+
+def test_several_calls_are_taken_out_of_the_text_in_order() -> None:
+    text = f"First {call({}, 'ping')} then {call({'query': 'a'})} done.\n"
+    reply = parse_reply(text, TOOLS, first=7)
+    assert reply.text == "First  then  done."
+    assert [(c.name, c.id) for c in reply.calls] == [("ping", "call00007"), ("search", "call00008")]
+
+
+def test_a_reply_without_calls_is_left_alone() -> None:
+    assert parse_reply(" Hi \n", TOOLS) == (" Hi \n", (), True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "calls"),
+    [
+        (f"<think>{call({}, 'ping')}</think>{call({'query': 'a'})}", False, ["search"]),
+        (f"<think>{call({}, 'ping')}", False, []),
+        (f"{call({}, 'ping')}</think>{call({'query': 'a'})}", True, ["search"]),
+        (call({}, "ping"), True, []),
+        (f"No </think> here {call({}, 'ping')}", False, ["ping"]),
+    ],
+)
+def test_calls_in_the_reasoning_are_drafts(text: str, reasoning: bool, calls: list[str]) -> None:
+    reply = parse_reply(text, TOOLS, reasoning=reasoning)
+    assert [c.name for c in reply.calls] == calls
+
+
+def test_a_call_in_the_template_s_form_has_id_type_and_function() -> None:
+    [read] = parse_reply(call({"query": "a"}), TOOLS).calls
+    assert as_template(read) == {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": "search", "arguments": {"query": "a"}},
+    }
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(payload=JSON.map(json.dumps) | st.text(max_size=30), arguments=JSON, name=st.text())
+def test_nothing_that_a_model_writes_raises(payload: str, arguments: object, name: str) -> None:
+    text = f"<tool_call>{payload}</tool_call>{call(arguments)}{call(arguments, name)}"
+    reply = parse_reply(text, TOOLS)
+    assert reply.calls
+    assert all(isinstance(c.arguments, dict) for c in reply.calls)
