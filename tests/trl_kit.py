@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import random
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,18 +16,19 @@ from retrain.config import Plugin, RunConfig
 from retrain.types import Batch, Denominators, Sample
 
 VOCABULARY = 32
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # kept until the process ends
 
 
 @functools.cache
 def model_folder(seed: int = 0) -> str:
     """A random Llama of one layer with a word-level tokenizer, as save_pretrained writes it."""
     import torch
+    import transformers
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    holder = tempfile.TemporaryDirectory(prefix="trl-kit-")
-    _FOLDERS.append(holder)
+    transformers.utils.logging.disable_progress_bar()
+    folder = tempfile.mkdtemp(prefix="trl-kit-")
+    atexit.register(shutil.rmtree, folder)
     words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
     words |= {f"w{number}": number for number in range(4, VOCABULARY)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -35,7 +38,7 @@ def model_folder(seed: int = 0) -> str:
         eos_token="<eos>",
         bos_token="<bos>",
         unk_token="<unk>",
-    ).save_pretrained(holder.name)
+    ).save_pretrained(folder)
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -52,9 +55,9 @@ def model_folder(seed: int = 0) -> str:
         eos_token_id=1,
         bos_token_id=2,
     )
-    LlamaForCausalLM(config).save_pretrained(holder.name)
+    LlamaForCausalLM(config).save_pretrained(folder)
     torch.set_rng_state(state)
-    return holder.name
+    return folder
 
 
 def run_config(loss: str = "dapo", **sections: Any) -> RunConfig:
@@ -98,7 +101,7 @@ def batch(samples: Sequence[Sample], loss: str = "dapo", **loss_config: Any) -> 
 
 
 def ragged(seed: int = 0, rows: int = 7) -> list[Sample]:
-    """Rows of many lengths: single turns, two turns with a masked answer, one dropped, one forked."""
+    """Rows of many lengths: one or two turns, a dropped row, a forked one."""
     rng = random.Random(seed)
     shapes = ["ssss", "ss", "sseess", "ssssss", "s", "eess", "sssees"]
     made = [
@@ -113,27 +116,25 @@ def ragged(seed: int = 0, rows: int = 7) -> list[Sample]:
 def trainer_of(config: RunConfig, scratch: Path, **keys: Any) -> Any:
     """A PipeTrainer outside its thread, for one loss at a time."""
     from retrain.adapters.trl.build import build_trainer
+    from retrain.adapters.trl.plan import run_plan
     from retrain.engine.models import load_tokenizer
-
-    def unused() -> Any:
-        raise AssertionError("this trainer is driven by hand")
 
     return build_trainer(
         options(**keys),
         config,
+        run_plan(config),
         folder=model_folder(),
         tokenizer=load_tokenizer(model_folder()),
         scratch=scratch,
-        next_batch=unused,
-        check_stop=lambda: None,
-        callback=_nothing(),
+        feed=NoFeed(),
     )
 
 
-def _nothing() -> Any:
-    from transformers import TrainerCallback
+class NoFeed:
+    """For a trainer that a test drives by hand."""
 
-    return TrainerCallback()
+    def check_stop(self) -> None:
+        """Never."""
 
 
 def native_rows(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -15,11 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from transformers import TrainerCallback
-
 from retrain.adapters.base import Adapter, AdapterState
-from retrain.adapters.trl.build import build_trainer, place
+from retrain.adapters.trl.build import build_trainer, hush, place
 from retrain.adapters.trl.options import TrlOptions
+from retrain.adapters.trl.plan import run_plan
 from retrain.adapters.trl.rows import check_samples
 from retrain.adapters.trl.worker import Job, TrainerThread
 from retrain.config import RunConfig
@@ -41,6 +40,7 @@ class TrlAdapter(Adapter):
         self.options = options
         self.config = config
         self.capabilities = options.capabilities()
+        self.plan = run_plan(config)
         self._version = 0
 
     async def __aenter__(self) -> Self:
@@ -57,13 +57,14 @@ class TrlAdapter(Adapter):
         self._thread.start()
         try:
             await asyncio.wrap_future(self._thread.started)
-            self.sampler = LocalSampler(
-                self._sampler_model,
+            self.sampler = await LocalSampler(
+                self._plain_model,
                 self.tokenizer,
                 max_rows=self.options.max_rows,
                 isolate=self.config.train.order == "in_order",
                 threads=self.options.threads,
-            )
+            ).__aenter__()
+            del self._plain_model  # the sampler has its own copy
         except BaseException:
             await self._end_thread()
             raise
@@ -83,9 +84,13 @@ class TrlAdapter(Adapter):
     async def update(self, batch: Batch) -> Metrics:
         """One optimizer step over the whole batch, micro-batch by micro-batch.
 
-        Raises ValueError when no token is to be trained, NonFiniteError when a loss or gradient is
-        NaN or infinite (the weights are then unchanged).
+        Raises ValueError when no token is to be trained or the loss is not the run's, and
+        NonFiniteError when a loss or gradient is NaN or infinite (the weights are then unchanged).
         """
+        if batch.loss != self.plan.name:
+            raise ValueError(
+                f"the batch's loss is {batch.loss!r}, but the run's {self.plan.name!r}"
+            )
         check_samples(batch.samples)
         metrics: Metrics = await self._submit(Job(batch=batch))
         return metrics
@@ -121,20 +126,20 @@ class TrlAdapter(Adapter):
     # --- in the thread
 
     def _build(self, thread: TrainerThread) -> Any:  # a PipeTrainer; mypy sees no TRL types
+        hush()
         placement = place(self.options)
         self.tokenizer = load_tokenizer(self._folder)
-        self._sampler_model = load_model(self._folder, placement.device, placement.frozen_dtype)
-        text = self._sampler_model.config.get_text_config()
+        self._plain_model = load_model(self._folder, placement.device, placement.frozen_dtype)
+        text = self._plain_model.config.get_text_config()
         self.context_length = int(text.max_position_embeddings)
         return build_trainer(
             self.options,
             self.config,
+            self.plan,
             folder=self._folder,
             tokenizer=self.tokenizer,
             scratch=Path(self._scratch.name),
-            next_batch=thread.next_batch,
-            check_stop=thread.check_stop,
-            callback=_StepEnd(thread),
+            feed=thread,
         )
 
     def _export(self, folder: Path) -> None:
@@ -171,13 +176,3 @@ class TrlAdapter(Adapter):
             ) from error
         finally:
             self._scratch.cleanup()
-
-
-class _StepEnd(TrainerCallback):
-    """Resolves `update` when the optimizer, the schedule and the step count have moved."""
-
-    def __init__(self, thread: TrainerThread) -> None:
-        self._thread = thread
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._thread.finish_step(self._thread.trainer.record.metrics())

@@ -1,15 +1,14 @@
 """From the run's description to a model, TRL's arguments and the trainer.
 
-The reference model of a KL term is TRL's own: TRL reads it again from the folder that the trained
-model was loaded from. The sampler's copy is loaded apart from the trainer's: TRL patches the trained
-model's forward with a closure over that very model, so that a deepcopy of it would go on reading the
-trained weights.
+The reference model of a KL term is TRL's own: TRL reads it again from the folder that the
+trained model was loaded from. The sampler's copy is loaded apart from the trainer's: TRL patches
+the trained model's forward with a closure over that very model, so that a deepcopy of it would go
+on reading the trained weights.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,16 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
 
 from retrain.adapters.trl.options import LoraOptions, TrlOptions
-from retrain.adapters.trl.plan import LossPlan, plan_loss
-from retrain.adapters.trl.trainer import MicroBatches, PipeTrainer
-from retrain.algorithms.base import Algorithm
+from retrain.adapters.trl.plan import LossPlan
+from retrain.adapters.trl.trainer import Feed, MicroBatches, PipeTrainer
 from retrain.config import RunConfig
 from retrain.engine.models import choose_device, load_model
 from retrain.errors import ConfigError
-from retrain.plugins import Kind, find_plugin
-from retrain.types import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +51,22 @@ def place(options: TrlOptions) -> Placement:
     return Placement(device, half, torch.bfloat16 if half else torch.float32)
 
 
-def run_loss(config: RunConfig) -> str:
-    """The name of the run's loss: the config's, or else the algorithm's own."""
-    if config.algorithm.loss is not None:
-        return config.algorithm.loss
-    kind = Kind("algorithm", Algorithm)
-    found = find_plugin(kind, config.algorithm.type, "algorithm.type", config.base_dir)
-    return str(found.loss)
-
-
 def build_trainer(
     options: TrlOptions,
     config: RunConfig,
+    plan: LossPlan,
     *,
     folder: str,
     tokenizer: Any,  # a PreTrainedTokenizerBase; transformers ships no types
     scratch: Path,
-    next_batch: Callable[[], Batch],
-    check_stop: Callable[[], None],
-    callback: TrainerCallback,
+    feed: Feed,
 ) -> PipeTrainer:
     """The trainer of a run, its model loaded from `folder`; it writes nothing but to `scratch`.
 
     Raises ConfigError when TRL refuses the arguments.
     """
-    _hush()
+    hush()
     placement = place(options)
-    plan = plan_loss(
-        run_loss(config), config.algorithm.loss_config, max_tokens=config.sampling.max_tokens
-    )
     trained = placement.frozen_dtype if options.lora else torch.float32
     try:
         trainer = PipeTrainer(
@@ -93,11 +76,9 @@ def build_trainer(
             train_dataset=_placeholder(config),
             processing_class=tokenizer,
             peft_config=_lora(options.lora),
-            callbacks=[callback],
             plan=plan,
             cut=MicroBatches(options.micro_batch_rows, options.micro_batch_tokens),
-            next_batch=next_batch,
-            check_stop=check_stop,
+            feed=feed,
         )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"TRL refuses this backend: {error}") from error
@@ -153,8 +134,8 @@ def _placeholder(config: RunConfig) -> Dataset:
     return Dataset.from_dict({"prompt": [""] * max(1, config.train.total_train_steps)})
 
 
-def _hush() -> None:
-    """Keep the terminal to the run's own lines: no progress bars, no notes from peft to its makers."""
+def hush() -> None:
+    """Keep the terminal to the run's own lines: no progress bars, no deprecations inside peft."""
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings(
         "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning

@@ -8,12 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.adapters.trl.keys import SCHEDULERS, refusal
-from retrain.adapters.trl.plan import ALL_LOSSES, plan_loss
+from retrain.adapters.trl.plan import ALL_LOSSES, run_plan
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
-
-RATIO_FREE = frozenset({"cross_entropy", "dpo"})
-"""Losses that don't compare the trained with the sampled distribution."""
 
 
 class LoraOptions(BaseModel):
@@ -92,22 +89,13 @@ class TrlOptions(AdapterOptions):
             reference_kl=True,
             tuning=frozenset({"full", "lora"}),
             resume="exact",
+            scored_as_sampled=frozenset({"temperature"}),
         )
 
     def problems(self, config: RunConfig) -> list[str]:
-        """A loss key without effect, or sampling that the trainer can't score."""
-        found = []
-        loss = config.algorithm.loss
-        if loss in ALL_LOSSES:
-            try:
-                plan_loss(loss, config.algorithm.loss_config, config.sampling.max_tokens)
-            except ConfigError as error:
-                found.append(str(error))
-        truncated = config.sampling.top_p < 1 or config.sampling.top_k > 0
-        if truncated and loss not in RATIO_FREE:
-            found.append(
-                f"sampling.top_p {config.sampling.top_p} and top_k {config.sampling.top_k} cut the "
-                "distribution that is sampled, but TRL scores over the whole vocabulary, so the "
-                "importance ratio would never be 1: set top_p 1.0 and top_k 0"
-            )
-        return found
+        """A loss that isn't one, or a key of it without effect."""
+        try:
+            run_plan(config)
+        except ConfigError as error:
+            return list(error.problems)
+        return []

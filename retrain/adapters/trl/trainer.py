@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -87,27 +88,35 @@ _FROM_TRL = {
 """TRL's means over a micro-batch's tokens that are worth keeping, by our names."""
 
 
-class PipeTrainer(GRPOTrainer):
-    """A GRPOTrainer whose batches come from `next_batch`.
+class Feed(Protocol):
+    """Where batches come from."""
 
-    `next_batch()` blocks until there is a batch, and may raise to end the training;
-    `check_stop()` raises when the training is to end between two micro-batches.
-    """
+    def next_batch(self) -> Batch:
+        """Block until there is a batch; may raise, which ends the training."""
+
+    def check_stop(self) -> None:
+        """Raises when the training is to end between two micro-batches."""
+
+    def finish_step(self, metrics: Metrics) -> None:
+        """The batch's optimizer step is done."""
+
+
+class PipeTrainer(GRPOTrainer):
+    """A GRPOTrainer whose batches come from `feed`."""
 
     def __init__(
         self,
         *args: Any,  # GRPOTrainer's own
         plan: LossPlan,
         cut: MicroBatches,
-        next_batch: Callable[[], Batch],
-        check_stop: Callable[[], None],
+        feed: Feed,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.plan = plan
         self.cut = cut
-        self.next_batch = next_batch
-        self.check_stop = check_stop
+        self.feed = feed
+        self.add_callback(_StepEnd(self))
         self.record: StepRecord | None = None
         self._scored: tuple[Tensor, Tensor, Tensor | None] | None = None
 
@@ -119,7 +128,7 @@ class PipeTrainer(GRPOTrainer):
         The batch is awaited here, not in the data loader: accelerate's loader fetches one batch
         ahead, which would add a version of staleness and deadlock at staleness 0.
         """
-        batch = self.next_batch()
+        batch = self.feed.next_batch()
         self.record = StepRecord(batch)
         parts = micro_batches(
             batch.samples,
@@ -135,7 +144,7 @@ class PipeTrainer(GRPOTrainer):
     def _whole_batch(self, model: Any, parts: Sequence[Sequence[Sample]]) -> Tensor:
         total = torch.zeros((), device=self.args.device)
         for number, samples in enumerate(parts):
-            self.check_stop()
+            self.feed.check_stop()
             self.accelerator.gradient_state._set_sync_gradients(number == len(parts) - 1)
             rows = collate(samples, self._tokenizer.pad_token_id)
             loss = super().training_step(model, rows, None)
@@ -217,7 +226,7 @@ class PipeTrainer(GRPOTrainer):
         if "ref_per_token_logps" in rows:
             streams["reference_logprobs"] = rows["ref_per_token_logps"]
         loss, sums = shared_loss(
-            batch.loss,
+            self.plan.custom or batch.loss,
             batch.loss_config,
             logprobs,
             rows["old_per_token_logps"],
@@ -329,3 +338,13 @@ class PipeTrainer(GRPOTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """No README beside a checkpoint."""
+
+
+class _StepEnd(TrainerCallback):
+    """Reports a step when the optimizer, the schedule and the step count have moved."""
+
+    def __init__(self, trainer: PipeTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.feed.finish_step(self._trainer.record.metrics())

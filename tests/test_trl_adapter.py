@@ -1,0 +1,368 @@
+"""The TRL adapter end to end: update, publish, save, load, export, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("trl")
+
+import trl_kit as kit  # noqa: E402 - needs torch
+
+from retrain.adapters.base import AdapterState  # noqa: E402 - the same
+from retrain.adapters.trl.adapter import TrlAdapter  # noqa: E402 - the same
+from retrain.engine.models import load_model, load_tokenizer  # noqa: E402 - the same
+from retrain.engine.weights import digest, snapshot  # noqa: E402 - the same
+from retrain.errors import AdapterError, ConfigError, NonFiniteError  # noqa: E402 - the same
+from retrain.sampler import SamplingParams  # noqa: E402 - the same
+from retrain.types import Batch, Denominators, Sample  # noqa: E402 - the same
+
+
+def adapter(loss="dapo", *, loss_config=None, sections=None, **keys):
+    config = kit.run_config(loss, loss_config=loss_config or {}, **(sections or {}))
+    return TrlAdapter(kit.options(**keys), config)
+
+
+async def rollouts(sampler, *, temperature=1.0, seed=0):
+    """Two groups of three samples of many lengths, with an environment's answer in the second."""
+    made = []
+    for group, prompt in enumerate(([2, 5], [2, 6, 7])):
+        params = SamplingParams(max_tokens=6, temperature=temperature, seed=seed * 100 + group)
+        for number, one in enumerate(await sampler.sample(prompt, params, 3)):
+            turns = Sample(
+                [*prompt, *one.token_ids],
+                [0] * len(prompt) + [1] * len(one.token_ids),
+                [0.0] * len(prompt) + list(one.logprobs),
+                [0.0] * len(prompt) + [number - 1.0] * len(one.token_ids),
+                [-1] * len(prompt) + [one.version] * len(one.token_ids),
+                group_id=f"0.{group}.0",
+            )
+            made.append(await second_turn(sampler, turns) if group else turns)
+    return made
+
+
+async def second_turn(sampler, sample):
+    """Two tokens from the environment, masked, and a second completion."""
+    history = [*sample.token_ids, 8, 9]
+    (one,) = await sampler.sample(history, SamplingParams(max_tokens=3, seed=1), 1)
+    count = len(one.token_ids)
+    return replace(
+        sample,
+        token_ids=[*history, *one.token_ids],
+        loss_mask=[*sample.loss_mask, 0, 0, *([1] * count)],
+        logprobs=[*sample.logprobs, 0.0, 0.0, *one.logprobs],
+        advantages=[*sample.advantages, 0.0, 0.0, *([sample.advantages[-1]] * count)],
+        versions=[*sample.versions, -1, -1, *([one.version] * count)],
+    )
+
+
+def weights_of(trl):
+    return digest(snapshot(trl._thread.trainer.model))
+
+
+def threads_now():
+    return {t.name for t in threading.enumerate() if t.name.startswith("retrain")}
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys"), [("dapo", {}), ("ppo", {}), ("cispo", {}), ("dapo", {"lora": {"r": 4}})]
+)
+async def test_fresh_samples_have_ratio_1_and_nothing_clipped(loss, keys):
+    async with adapter(loss, micro_batch_rows=2, **keys) as trl:
+        for step in range(3):
+            samples = await rollouts(trl.sampler, seed=step)
+            metrics = await trl.update(kit.batch(samples, loss))
+            assert abs(metrics["ratio/mean"] - 1) < 1e-5
+            assert abs(metrics["ratio/max"] - 1) < 1e-4
+            assert metrics["clip_ratio"] == 0
+            assert abs(metrics["kl/sampler_trainer"]) < 1e-6
+            assert metrics["entropy"] > 0
+            assert metrics["grad_norm"] > 0
+            assert await trl.publish() == step + 1
+            assert trl.sampler.version == step + 1
+
+
+async def test_an_unmasked_answer_of_the_environment_moves_the_ratio():
+    # The mask is what keeps the ratio at 1: the environment's tokens were never sampled.
+    async with adapter() as trl:
+        samples = [s for s in await rollouts(trl.sampler) if s.group_id == "0.1.0"]
+        unmasked = [
+            replace(s, loss_mask=[int(i >= 3) for i in range(len(s.token_ids))]) for s in samples
+        ]
+        metrics = await trl.update(kit.batch(unmasked))
+        assert abs(metrics["ratio/mean"] - 1) > 0.05
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+async def test_the_trainer_scores_at_the_samplers_temperature(temperature):
+    sections = {"sampling": {"max_tokens": 6, "temperature": temperature}}
+    async with adapter(sections=sections) as trl:
+        prompt = SamplingParams(max_tokens=6, temperature=temperature, seed=3)
+        samples = []
+        for one in await trl.sampler.sample([2, 5], prompt, 3):
+            count = len(one.token_ids)
+            samples.append(
+                Sample(
+                    [2, 5, *one.token_ids],
+                    [0, 0, *([1] * count)],
+                    [0.0, 0.0, *one.logprobs],
+                    [0.0, 0.0, *([1.0] * count)],
+                    [-1, -1, *([0] * count)],
+                )
+            )
+        metrics = await trl.update(kit.batch(samples))
+        assert abs(metrics["ratio/max"] - 1) < 1e-4
+
+
+async def test_batches_of_any_shape_follow_each_other():
+    async with adapter("grpo", micro_batch_rows=3) as trl:
+        for seed, rows in enumerate((1, 7, 3)):
+            metrics = await trl.update(kit.batch(kit.ragged(seed, rows), "grpo"))
+            assert metrics["tokens/trained"] == sum(
+                sum(s.loss_mask) for s in kit.ragged(seed, rows)
+            )
+
+
+async def test_the_schedule_and_the_sampler_follow_the_steps():
+    async with adapter(lr_scheduler="linear", sections={"train": {"total_train_steps": 4}}) as trl:
+        rates = [(await trl.update(kit.batch(kit.ragged())))["learning_rate"] for _ in range(4)]
+        assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+        before = await trl.sampler.logprobs([2, 5, 6])
+        await trl.publish()
+        after = await trl.sampler.logprobs([2, 5, 6])
+        assert after != before
+        with torch.no_grad():
+            plain = load_model(kit.model_folder())
+            plain.load_state_dict(snapshot(trl._thread.trainer.model))
+            scores = plain(torch.tensor([[2, 5, 6]])).logits[0].log_softmax(-1)
+        assert after[1:] == pytest.approx([scores[0, 5].item(), scores[1, 6].item()], abs=1e-5)
+
+
+async def test_generation_goes_on_with_old_weights_until_publish():
+    async with adapter() as trl:
+        before = await trl.sampler.logprobs([2, 5, 6])
+        await trl.update(kit.batch(kit.ragged()))
+        assert await trl.sampler.logprobs([2, 5, 6]) == before
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"lora": {"r": 4, "dropout": 0.2}},
+        {"args": {"optim": "sgd", "optim_args": "momentum=0.9"}, "weight_decay": 0.1},
+    ],
+)
+async def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(keys, tmp_path):
+    keys = {**keys, "lr_scheduler": "cosine", "warmup_steps": 2, "micro_batch_rows": 4}
+    batches = [kit.batch(kit.ragged(seed)) for seed in range(6)]
+    async with adapter(**keys) as whole:
+        expected = [await whole.update(batch) for batch in batches]
+        final = weights_of(whole)
+        await whole.publish()
+    async with adapter(**keys) as first:
+        for batch in batches[:3]:
+            await first.update(batch)
+            await first.publish()
+        state = await first.save(tmp_path / "adapter")
+        served = await first.sampler.logprobs([2, 5, 6])
+    async with adapter(**keys) as second:
+        await second.load(AdapterState(tmp_path / "adapter", dict(state.data)))
+        assert second.sampler.version == 3
+        assert await second.sampler.logprobs([2, 5, 6]) == served
+        told = [await second.update(batch) for batch in batches[3:]]
+        assert told == expected[3:]
+        assert weights_of(second) == final
+        assert await second.publish() == 4
+
+
+async def test_a_checkpoint_of_step_0_and_one_after_the_last_step_can_be_loaded(tmp_path):
+    sections = {"train": {"total_train_steps": 1}}
+    async with adapter(sections=sections) as trl:
+        start = weights_of(trl)
+        first = await trl.save(tmp_path / "0")
+        await trl.update(kit.batch(kit.ragged()))
+        with pytest.raises(AdapterError, match="raise train.total_train_steps"):
+            await trl.update(kit.batch(kit.ragged()))
+        last = await trl.save(tmp_path / "1")
+        end = weights_of(trl)
+    async with adapter(sections=sections) as trl:
+        await trl.load(first)
+        assert weights_of(trl) == start
+        await trl.update(kit.batch(kit.ragged()))
+        assert weights_of(trl) == end
+    async with adapter(sections=sections) as trl:
+        await trl.load(last)
+        assert weights_of(trl) == end
+        assert await trl.export(tmp_path / "final") == tmp_path / "final"
+        with pytest.raises(AdapterError, match="before the first update alone"):
+            await trl.load(last)
+
+
+async def test_loading_what_is_not_there_says_so(tmp_path):
+    async with adapter() as trl:
+        with pytest.raises(AdapterError, match="there is no checkpoint"):
+            await trl.load(AdapterState(tmp_path, {"checkpoint": "checkpoint-3", "version": 3}))
+
+
+async def test_a_checkpoint_holds_no_readme_and_no_pickle_of_this_machine(tmp_path):
+    async with adapter() as trl:
+        state = await trl.save(tmp_path / "adapter")
+        names = {path.name for path in (state.folder / state.data["checkpoint"]).iterdir()}
+        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= names
+        assert not {"README.md", "training_args.bin"} & names
+        assert [path.name for path in state.folder.iterdir()] == [state.data["checkpoint"]]
+
+
+async def test_the_export_is_a_loadable_folder(tmp_path):
+    async with adapter() as trl:
+        await trl.update(kit.batch(kit.ragged()))
+        await trl.export(tmp_path)
+        assert digest(snapshot(load_model(tmp_path))) == weights_of(trl)
+        assert load_tokenizer(tmp_path).get_vocab() == trl.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("merge", [False, True])
+async def test_lora_is_exported_alone_or_merged(merge, tmp_path):
+    sections = {"checkpoint": {"merge_lora": merge}}
+    async with adapter(sections=sections, lora={"r": 4}) as trl:
+        await trl.update(kit.batch(kit.ragged()))
+        await trl.export(tmp_path)
+        trained = snapshot(trl._thread.trainer.model)
+    assert (tmp_path / "adapter_config.json").exists() is not merge
+    if not merge:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(load_model(kit.model_folder()), tmp_path)
+        assert digest(snapshot(model)) == digest(trained)
+    else:
+        assert digest(snapshot(load_model(tmp_path))) == digest(trained)
+
+
+async def test_a_batch_without_a_token_to_train_is_refused_and_the_next_one_trained():
+    rng = random.Random(0)
+    async with adapter() as trl:
+        with pytest.raises(ValueError, match="no token to train"):
+            await trl.update(Batch([], "dapo", {}, Denominators(0, 0)))
+        with pytest.raises(ValueError, match="every loss_mask is 0"):
+            await trl.update(kit.batch([kit.sample(3, "eee", rng)]))
+        with pytest.raises(ValueError, match="trains its first token"):
+            await trl.update(kit.batch([kit.sample(0, "sss", rng)]))
+        with pytest.raises(ValueError, match="the batch's loss is 'ppo', but the run's 'dapo'"):
+            await trl.update(kit.batch(kit.ragged(), "ppo"))
+        assert (await trl.update(kit.batch(kit.ragged())))["grad_norm"] > 0
+
+
+async def test_a_nan_ends_the_trainer_before_it_touches_the_weights():
+    rng = random.Random(0)
+    good = kit.sample(3, "ss", rng, group="0.1.0")
+    bad = kit.sample(3, "ss", rng, group="0.2.0")
+    bad = replace(bad, advantages=[0.0, 0.0, 0.0, float("inf"), 1.0])
+    async with adapter() as trl:
+        model = trl._thread.trainer.model
+        before = digest(snapshot(model))
+        with pytest.raises(NonFiniteError, match=r"advantages of groups 0\.2\.0"):
+            await trl.update(kit.batch([good, bad]))
+        assert digest(snapshot(model)) == before
+        with pytest.raises(AdapterError, match="has ended") as caught:
+            await trl.publish()
+        assert isinstance(caught.value.__cause__, NonFiniteError)
+        assert await trl.sampler.logprobs([2, 5])  # what was published is still served
+    assert not threads_now()
+
+
+async def test_a_gradient_that_is_not_finite_names_the_groups():
+    async with adapter() as trl:
+        model = trl._thread.trainer.model
+        before = digest(snapshot(model))
+        next(iter(model.parameters())).register_hook(lambda gradient: gradient * float("nan"))
+        with pytest.raises(NonFiniteError, match=r"gradient norm is nan over groups 0\.0\.0"):
+            await trl.update(kit.batch(kit.ragged()))
+        assert digest(snapshot(model)) == before
+
+
+async def test_an_error_inside_trl_is_an_adapter_error_with_its_cause():
+    async with adapter() as trl:
+        trl._thread.trainer.optimizer = None
+        trl._thread.trainer.create_optimizer = lambda *_: 1 / 0
+        with pytest.raises(AdapterError, match="ZeroDivisionError") as caught:
+            await trl.update(kit.batch(kit.ragged()))
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        with pytest.raises(AdapterError, match="has ended"):
+            await trl.update(kit.batch(kit.ragged()))
+
+
+async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    async with adapter() as trl:
+        await trl.update(kit.batch(kit.ragged()))
+        with pytest.raises(AdapterError, match="the trainer failed"):
+            await trl.save(tmp_path / "file")
+        assert (await trl.update(kit.batch(kit.ragged())))["grad_norm"] > 0
+
+
+async def test_a_cancelled_update_leaves_the_adapter_usable_and_leaving_is_quick():
+    async with adapter() as trl:
+        await trl.update(kit.batch(kit.ragged()))
+        task = asyncio.create_task(trl.update(kit.batch(kit.ragged())))
+        await asyncio.sleep(0)  # let it submit
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await trl.publish() == 1
+        scratch = Path(trl._scratch.name)
+        assert scratch.is_dir()
+    assert not scratch.exists()
+    assert not threads_now()
+
+
+async def test_leaving_after_an_error_ends_the_threads():
+    with pytest.raises(RuntimeError, match="the user's"):
+        async with adapter():
+            raise RuntimeError("the user's")
+    assert not threads_now()
+
+
+async def test_a_model_that_is_not_there_is_a_config_error_and_leaves_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="model"):
+        async with adapter(sections={"model": str(tmp_path)}):
+            pass
+    assert not threads_now()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+async def test_cuda_that_is_absent_is_a_config_error():
+    with pytest.raises(ConfigError, match="sees no CUDA device"):
+        async with adapter(device="cuda"):
+            pass
+    assert not threads_now()
+
+
+async def test_an_argument_that_trl_refuses_is_a_config_error():
+    with pytest.raises(ConfigError, match="TRL refuses this backend"):
+        async with adapter(args={"optim": "adamm"}):
+            pass
+
+
+async def test_the_trainers_thread_has_its_own_number_of_threads():
+    async with adapter(threads=1) as trl:
+        torch.set_num_threads(2)
+        assert await trl._in_thread(torch.get_num_threads) == 1
+
+
+async def test_the_run_is_silent(capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        async with adapter(lora={"r": 4}, sections={"train": {"total_train_steps": 1}}) as trl:
+            await trl.update(kit.batch(kit.ragged()))
+            await trl.publish()
+    told = capfd.readouterr()
+    assert told.out == ""
+    assert told.err == ""
