@@ -34,7 +34,7 @@ def request_to_json(request: ForwardBackward) -> dict[str, Any]:
 def datum_to_json(datum: Datum) -> dict[str, Any]:
     return {
         "model_input": prompt_to_json(datum.tokens),
-        "loss_fn_inputs": {name: _tensor_to_json(t) for name, t in datum.inputs.items()},
+        "loss_fn_inputs": {name: tensor_to_json(t) for name, t in datum.inputs.items()},
     }
 
 
@@ -72,7 +72,7 @@ def sample_from_json(body: Mapping[str, Any]) -> SampleResult:
     )
 
 
-def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
+def tensor_to_json(tensor: Tensor) -> dict[str, Any]:
     return {"data": list(tensor.data), "dtype": tensor.dtype, "shape": list(tensor.dimensions)}
 
 

@@ -1,0 +1,525 @@
+"""The Tinker client against a server that keeps the protocol, with and without its faults."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse, Response
+from tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
+
+from retrain.adapters.remote import RemoteError, RetryPolicy
+from retrain.adapters.tinker import (
+    AdamParams,
+    Datum,
+    LoraConfig,
+    SampleOptions,
+    Tensor,
+    TinkerClient,
+)
+from retrain.adapters.tinker import client as client_module
+from retrain.adapters.tinker.chunks import merge, split
+from retrain.adapters.tinker.limits import Backpressure, Budget
+from retrain.adapters.tinker.training import plain_model_name
+from retrain.adapters.tinker.values import ForwardBackwardOutput
+from retrain.errors import AdapterError, ConfigError, DeadlineError
+
+SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
+ADAM = AdamParams(learning_rate=0.1)
+PEERS = {"hosted": HOSTED, "skyrl": SKYRL, "open_rl": OPEN_RL}
+
+
+def tinker(server: TinkerServer, **keys: Any) -> TinkerClient:
+    keys = {"transport": server.transport(), "policy": SOON, "api_key": "tml-k", **keys}
+    if not server.peer.proto:
+        keys["wire"] = "json"
+    return TinkerClient("http://server", **keys)
+
+
+def datum(*tokens: int) -> Datum:
+    inputs = {
+        "target_tokens": Tensor(list(tokens[1:]), "int64"),
+        "weights": Tensor([1.0] * (len(tokens) - 1)),
+    }
+    return Datum(list(tokens[:-1]), inputs)
+
+
+@pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
+async def test_a_round_of_training_works_on_every_kind_of_server(peer: Peer) -> None:
+    server = TinkerServer(peer)
+    async with tinker(server) as client:
+        assert [m.name for m in await client.supported_models()] == ["org/base"]
+        model = await client.create_model("org/base", LoraConfig(rank=8, seed=1))
+        assert (await model.info()).tokenizer == "org/base"
+        before = await (await model.forward([datum(3, 4, 5)]))
+        passed = await model.forward_backward([datum(3, 4, 5), datum(6, 7)], "cross_entropy")
+        stepped = await model.optim_step(ADAM)
+        assert (await passed).logprobs == [*before.logprobs, [logprob(7, 0)]]
+        assert await stepped == peer.optim_metrics
+        old = await client.sampler_of(model)
+        await (await model.optim_step(ADAM))
+        result = await old.sample([1, 2], SampleOptions(max_tokens=2), n=3)
+        assert len(result.sequences) == 3
+        (first, *_) = result.sequences
+        assert first.logprobs == [logprob(t, 1) for t in first.tokens], "the snapshot moved on"
+        path = await (await model.save_weights("one"))
+        again = await client.load_model(path)
+        assert server.models[again.model_id].steps == 2
+        assert server.models[again.model_id].adam == server.models[model.model_id].adam
+    (made, _) = server.models.values()
+    assert made.applied == [2, 0]
+    assert made.lora["rank"] == 8
+    assert [seq_id for seq_id, _ in made.arrivals] == list(range(1, len(made.arrivals) + 1))
+    assert server.finished == (["success"] if peer.finishes else [])
+    assert server.unloaded == ([] if peer.finishes else list(server.models))
+
+
+async def test_forward_adds_no_gradients_on_either_wire() -> None:
+    for peer in (HOSTED, OPEN_RL):
+        server = TinkerServer(peer)
+        async with tinker(server) as client:
+            model = await client.create_model("org/base")
+            await (await model.forward([datum(3, 4)]))
+            await (await model.optim_step(ADAM))
+        assert server.models[model.model_id].applied == [0]
+    assert server.calls["forward"] == 1, "a JSON server has forward as an endpoint of its own"
+
+
+AMBIGUOUS: list[httpx.Response | Exception] = [
+    httpx.ReadError("lost"),
+    httpx.Response(500),
+    httpx.Response(503, headers={"Retry-After": "0"}),
+    httpx.Response(200, content=b"{torn"),
+]
+
+
+@pytest.mark.parametrize("fault", AMBIGUOUS, ids=["lost", "500", "503", "torn"])
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_no_fault_applies_a_training_call_twice_or_loses_it(
+    fault: httpx.Response | Exception, when: str
+) -> None:
+    server = TinkerServer()
+    transport = Faulty(server.transport())
+    async with tinker(server, transport=transport) as client:
+        model = await client.create_model("org/base")
+        for name in ("forward_backward", "optim_step", "save_weights", "retrieve_future"):
+            getattr(transport, when)[name] += [fault, fault]
+        passed = await model.forward_backward([datum(3, 4)], "cross_entropy")
+        stepped = await model.optim_step(ADAM)
+        saved = await model.save_weights("a")
+        await passed, await stepped, await saved
+    made = server.models[model.model_id]
+    assert made.applied == [1]
+    assert [name for _, name in made.arrivals] == ["forward_backward", "optim_step", "save_weights"]
+    assert client.retries
+
+
+async def test_calls_made_at_once_arrive_in_the_order_of_the_calls() -> None:
+    server = TinkerServer()
+    transport = Faulty(server.transport())
+    transport.before["forward_backward"] += [httpx.Response(429), httpx.ReadError("lost")]
+    async with tinker(server, transport=transport) as client:
+        model = await client.create_model("org/base")
+        await asyncio.gather(
+            model.forward_backward([datum(3, 4)], "cross_entropy"),
+            model.optim_step(ADAM),
+            model.forward_backward([datum(3, 4), datum(5, 6)], "cross_entropy"),
+            model.optim_step(ADAM),
+            model.save_weights("x"),
+        )
+    assert server.models[model.model_id].applied == [1, 2]
+    assert server.models[model.model_id].arrivals[-1] == (5, "save_weights")
+
+
+async def test_a_model_whose_call_may_or_may_not_have_been_accepted_is_not_used_again() -> None:
+    server = TinkerServer()
+    transport = Faulty(server.transport())
+    async with tinker(server, transport=transport) as client:
+        model = await client.create_model("org/base")
+        transport.after["optim_step"] += [httpx.ReadError("lost")] * SOON.attempts
+        with pytest.raises(RemoteError, match="lost"):
+            await model.optim_step(ADAM)
+        with pytest.raises(AdapterError, match="unknown whether OptimStep was accepted"):
+            await model.forward_backward([datum(3, 4)], "cross_entropy")
+
+
+async def test_a_refused_call_takes_no_seq_id() -> None:
+    server = TinkerServer()
+    transport = Faulty(server.transport())
+    async with tinker(server, transport=transport) as client:
+        model = await client.create_model("org/base")
+        transport.before["save_weights"] += [httpx.Response(422, json={"detail": "bad name"})]
+        with pytest.raises(RemoteError, match="bad name"):
+            await model.save_weights("..")
+        await (await model.optim_step(ADAM))
+    assert server.models[model.model_id].arrivals == [(1, "optim_step")]
+
+
+async def test_half_a_batch_makes_the_model_unusable() -> None:
+    server = TinkerServer(Peer(flags={"fwdbwd_max_chunk_len": 1}))
+    transport = Faulty(server.transport())
+    refusal = httpx.Response(422, json={"detail": "no"})
+    async with tinker(server, transport=transport) as client:
+        model = await client.create_model("org/base")
+        data = [datum(3, 4), datum(3, 4)]
+
+        async def refuse_second(request: httpx.Request) -> httpx.Response:
+            reply = await Faulty.handle_async_request(transport, request)
+            if request.url.path.endswith("forward_backward"):
+                transport.before["forward_backward"] = [refusal]
+            return reply
+
+        transport.handle_async_request = refuse_second  # type: ignore[method-assign]
+        with pytest.raises(RemoteError):
+            await model.forward_backward(data, "cross_entropy")
+        with pytest.raises(AdapterError, match="only a part of a batch"):
+            await model.optim_step(ADAM)
+
+
+async def test_a_large_batch_goes_out_in_chunks_and_comes_back_as_one() -> None:
+    server = TinkerServer(Peer(flags={"fwdbwd_max_chunk_len": 2, "proto_compress_fwdbwd": True}))
+    async with tinker(server) as client:
+        model = await client.create_model("org/base")
+        data = [datum(1, token) for token in range(5)]
+        output = await (await model.forward_backward(data, "cross_entropy"))
+        await (await model.optim_step(ADAM))
+    assert output.logprobs == [[logprob(token, 0)] for token in range(5)]
+    assert output.metrics == {"loss:sum": 5.0}
+    assert server.calls["forward_backward"] == 3
+    assert server.models[model.model_id].applied == [5]
+
+
+@pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
+async def test_a_failed_job_is_an_error_that_says_whose_fault_it_is(peer: Peer) -> None:
+    server = TinkerServer(peer)
+    async with tinker(server) as client:
+        model = await client.create_model("org/base")
+        server.fail_jobs["optim_step"] = "learning rate too high"
+        with pytest.raises(RemoteError, match="learning rate too high") as raised:
+            await (await model.optim_step(ADAM))
+    assert raised.value.fault == "user"
+    assert not raised.value.retryable
+
+
+async def test_a_job_is_polled_through_every_kind_of_not_yet() -> None:
+    server = TinkerServer()
+    async with tinker(server) as client:
+        model = await client.create_model("org/base")
+        server.polls["OptimStep"] += [
+            JSONResponse({"type": "try_again", "queue_state": "paused_capacity"}),
+            JSONResponse({"queue_state": "paused_rate_limit"}, 408),
+            Response(status_code=408),
+            JSONResponse({"status": "complete_metadata", "response_payload_size": 9}),
+            Response(status_code=400),
+            Response(status_code=502),
+            JSONResponse({}, 429, {"Retry-After": "0"}),
+            JSONResponse({}, 402, {"Retry-After": "0"}),
+        ]
+        future = await model.optim_step(ADAM)
+        assert await future == {}
+        assert await future == {}, "a future may be awaited twice"
+    assert not server.polls["OptimStep"]
+
+
+async def test_a_job_that_never_ends_is_a_deadline_error_that_names_its_queue(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.adapters.tinker.connection.REPORT_AFTER", 0.0)
+    server = TinkerServer()
+    async with tinker(server) as client:
+        model = await client.create_model("org/base")
+        waiting = {"type": "try_again", "queue_state": "paused_capacity"}
+        server.polls["OptimStep"] += [JSONResponse(waiting)] * 999
+        future = await model.optim_step(ADAM)
+        with caplog.at_level(logging.WARNING), pytest.raises(DeadlineError, match="paused_cap"):
+            await future.result(timeout=0.05)
+    assert "queue: paused_capacity" in caplog.text
+
+
+async def test_a_lost_training_result_is_an_error_and_a_lost_sample_is_sampled_anew() -> None:
+    server = TinkerServer()
+    async with tinker(server) as client:
+        model = await client.create_model("org/base")
+        server.polls["OptimStep"] += [Response(status_code=410)]
+        with pytest.raises(RemoteError):
+            await (await model.optim_step(ADAM))
+        sampler = await client.sampler_of(model)
+        server.polls["Sample"] += [Response(status_code=410)] * 2
+        await sampler.sample([1], SampleOptions(max_tokens=1))
+        assert [body["seq_id"] for body in server.bodies["asample"]] == [0, 1, 2]
+        server.polls["Sample"] += [Response(status_code=410)] * 3
+        with pytest.raises(RemoteError):
+            await sampler.sample([1], SampleOptions(max_tokens=1))
+
+
+async def test_a_sample_that_may_have_been_lost_is_sent_again_as_the_same_request() -> None:
+    server = TinkerServer()
+    transport = Faulty(server.transport())
+    async with tinker(server, transport=transport) as client:
+        model = await client.create_model("org/base")
+        sampler = await client.sampler_of(model)
+        transport.after["asample"] += [httpx.ReadError("lost"), httpx.Response(500)]
+        await sampler.sample([1], SampleOptions(max_tokens=1))
+        (session,) = server.sessions.values()
+    assert len(session.seen) == 1
+    assert server.calls["asample"] == 3
+
+
+async def test_a_full_service_pauses_every_sample_and_loses_none() -> None:
+    server = TinkerServer()
+    transport = Faulty(server.transport())
+    async with tinker(server, transport=transport) as client:
+        model = await client.create_model("org/base")
+        sampler = await client.sampler_of(model)
+        full = httpx.Response(429, headers={"Retry-After": "0.01"})
+        transport.before["asample"] += [full] * 7
+        async with asyncio.TaskGroup() as group:
+            for token in range(20):
+                group.create_task(sampler.sample([token], SampleOptions(max_tokens=1)))
+        (session,) = server.sessions.values()
+    assert sorted(session.seen) == list(range(20))
+
+
+async def test_a_cancelled_sample_is_cancelled_on_the_service() -> None:
+    server = TinkerServer(Peer(flags={"sample_cancel_enabled": True}))
+    server.hold.clear()
+    async with tinker(server) as client:
+        model = await client.create_model("org/base")
+        sampler = await client.sampler_of(model)
+        task = asyncio.create_task(sampler.sample([1], SampleOptions(max_tokens=1)))
+        await server.called("retrieve_future", 3)  # the model, the snapshot, the sample
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(DeadlineError):
+            await sampler.sample([1], SampleOptions(max_tokens=1), timeout=0.01)
+    assert len(server.cancelled) == 2
+
+
+async def test_the_heartbeat_ends_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "HEARTBEAT", 0.0)
+    server = TinkerServer()
+
+    async def run() -> None:
+        async with tinker(server):
+            await server.called("session_heartbeat", 3)
+            raise RuntimeError("the run broke")
+
+    with pytest.raises(RuntimeError, match="the run broke"):
+        await run()
+    assert server.finished == ["errored"]
+    assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+
+async def test_a_session_that_the_service_ended_gets_no_more_heartbeats(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "HEARTBEAT", 0.0)
+    server = TinkerServer()
+    transport = Faulty(server.transport())
+    transport.before["session_heartbeat"] += [httpx.Response(410)]
+    async with tinker(server, transport=transport) as client:
+        await asyncio.wait(client._tasks)
+    assert "was ended by the service" in caplog.text
+
+
+async def test_a_wrong_key_is_refused_without_being_shown() -> None:
+    server = TinkerServer(key="tml-right")
+    with pytest.raises(RemoteError, match="check the API key") as raised:
+        async with tinker(server, api_key="tml-wrong"):
+            pass
+    assert "tml-wrong" not in f"{raised.value}"
+    async with tinker(server, api_key="tml-right") as client:
+        assert "tml-right" not in repr(client)
+
+
+async def test_a_token_is_traded_for_the_key_and_renewed_when_it_expires() -> None:
+    tokens = iter(["jwt-1", "jwt-2"])
+    seen: list[tuple[str, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        name, key = request.url.path.rpartition("/")[2], request.headers["x-api-key"]
+        seen.append((name, key))
+        if name == "config":
+            return httpx.Response(200, json={"pjwt_auth_enabled": True})
+        if name == "token":
+            return httpx.Response(200, json={"jwt": next(tokens)})
+        if name == "weights_info" and key == "jwt-1":
+            expired = {"WWW-Authenticate": 'Bearer error="invalid_token"'}
+            return httpx.Response(401, headers=expired)
+        return httpx.Response(200, json={"session_id": "s", "base_model": "b"})
+
+    server = TinkerServer()
+    async with tinker(server, transport=httpx.MockTransport(answer)) as client:
+        await client.checkpoint("tinker://x")
+    assert [pair for pair in seen if pair[0] in ("token", "weights_info")] == [
+        ("token", "tml-k"),
+        ("weights_info", "jwt-1"),
+        ("token", "tml-k"),
+        ("weights_info", "jwt-2"),
+    ]
+
+
+def test_the_hosted_service_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    with pytest.raises(ConfigError, match="TINKER_API_KEY is not set"):
+        TinkerClient()
+
+
+@pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
+async def test_logprobs_of_a_text_have_one_value_a_token(peer: Peer) -> None:
+    server = TinkerServer(peer)
+    async with tinker(server) as client:
+        sampler = await client.sampling_session(base_model="org/base")
+        assert await sampler.compute_logprobs([4, 5, 6]) == [None, logprob(5, 0), logprob(6, 0)]
+
+
+async def test_paths_of_the_wrong_kind_are_refused_before_they_are_sent() -> None:
+    server = TinkerServer()
+    async with tinker(server) as client:
+        with pytest.raises(ValueError, match="sampler's"):
+            await client.load_model("tinker://m:train:0/sampler_weights/a")
+        with pytest.raises(ValueError, match="for training"):
+            await client.sampling_session(model_path="tinker://m:train:0/weights/a")
+        with pytest.raises(ValueError, match="give one of"):
+            await client.sampling_session()
+
+
+async def test_deleted_weights_are_gone_and_deleting_them_twice_is_no_error() -> None:
+    server = TinkerServer()
+    async with tinker(server) as client:
+        model = await client.create_model("org/base")
+        path = await (await model.save_weights("a"))
+        await client.delete(path)
+        await client.delete(path)
+        with pytest.raises(RemoteError) as raised:
+            await client.checkpoint(path)
+    assert raised.value.status == 404
+
+
+def spoiled(change: Callable[[dict[str, Tensor]], None], tokens: tuple[int, ...] = (1, 2)) -> Datum:
+    inputs = {"target_tokens": Tensor([2, 3], "int64"), "weights": Tensor([1.0, 1.0])}
+    change(inputs)
+    return Datum(list(tokens), inputs)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (spoiled(lambda i: i.update(weights=Tensor([1.0]))), "got 1 values for 2 tokens"),
+        (spoiled(lambda i: i.update(weights=Tensor([1.0, float("nan")]))), "NaN"),
+        (spoiled(lambda i: i.update(weights=Tensor([1.0, 1e39]))), "no float32"),
+        (spoiled(lambda i: i.update(weights=Tensor([1.0, 1.0], shape=(3,)))), "fill the shape"),
+        (spoiled(lambda i: i.update(target_tokens=Tensor([1.5, 2], "int64"))), "no int"),
+        (spoiled(lambda i: i.update(mask=Tensor([1.0, 1.0]))), "expected"),
+        (spoiled(lambda i: None, tokens=(1, -2)), "negative"),
+        (spoiled(lambda i: None, tokens=()), "no tokens"),
+    ],
+)
+async def test_data_that_the_service_would_refuse_takes_no_seq_id(bad: Datum, message: str) -> None:
+    server = TinkerServer()
+    async with tinker(server) as client:
+        model = await client.create_model("org/base")
+        with pytest.raises(ValueError, match=message):
+            await model.forward_backward([datum(1, 2), bad], "cross_entropy")
+        with pytest.raises(ValueError, match="empty"):
+            await model.forward_backward([], "cross_entropy")
+        await (await model.optim_step(ADAM))
+    assert server.models[model.model_id].arrivals == [(1, "optim_step")]
+
+
+def test_chunks_keep_to_both_limits_and_a_huge_datum_goes_alone() -> None:
+    small, huge = datum(1, 2), datum(*range(100))
+    chunks = split([small, small, small, huge, small], most_datums=2, most_bytes=100)
+    assert [len(chunk) for chunk in chunks] == [2, 1, 1, 1]
+    assert split([], most_datums=2, most_bytes=100) == []
+
+
+def test_metrics_merge_by_their_reduction_and_odd_names_do_no_harm() -> None:
+    def part(datums: int, **metrics: float) -> ForwardBackwardOutput:
+        return ForwardBackwardOutput(
+            [{}] * datums, {name.replace("__", ":"): value for name, value in metrics.items()}
+        )
+
+    merged = merge(
+        [
+            part(
+                1,
+                a__sum=1,
+                b__mean=1,
+                c__min=1,
+                d__max=1,
+                e__slack=1,
+                f__unique=1,
+                g__last=1,
+                plain=1,
+                h__hash2=-1,
+                only_here__sum=1,
+            ),
+            part(
+                3,
+                a__sum=2,
+                b__mean=5,
+                c__min=0,
+                d__max=4,
+                e__slack=5,
+                f__unique=2,
+                g__last=9,
+                plain=7,
+                h__hash2=2,
+            ),
+        ]
+    )
+    assert len(merged.outputs) == 4
+    assert merged.metrics == {
+        "a:sum": 3, "b:mean": 4, "c:min": 0, "d:max": 4, "e:slack": 1, "f:unique": 1,
+        "f:unique_1": 2, "g:last": 9, "plain": 7, "h:hash2": 1.0,
+    }  # fmt: skip
+
+
+async def test_a_budget_serves_in_order_and_a_cancelled_waiter_costs_nothing() -> None:
+    budget = Budget(2)
+    order: list[str] = []
+
+    async def take(name: str, units: int) -> None:
+        async with budget.take(units):
+            order.append(name)
+
+    async with budget.take(1):
+        large = asyncio.create_task(take("large", 9))
+        gone = asyncio.create_task(take("gone", 1))
+        small = asyncio.create_task(take("small", 1))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        assert order == [], "a small request overtook the large one"
+    await asyncio.gather(large, small, gone, return_exceptions=True)
+    assert order == ["large", "small"]
+    async with asyncio.timeout(1), budget.take(2):
+        pass
+
+
+async def test_a_pause_is_longer_after_a_large_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        pressure._resume = 0.0
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    pressure = Backpressure(1, 10)
+    for tokens, seconds in ((10, 1.0), (20_000, 5.0)):
+        pressure.pause(tokens, None)
+        async with pressure.submission(tokens):
+            assert slept.pop() == pytest.approx(seconds, abs=0.1)
+
+
+def test_a_models_name_is_cut_to_what_a_tokenizer_is_called() -> None:
+    assert plain_model_name("Qwen/Qwen3-8B:peft:262144") == "Qwen/Qwen3-8B"
+    assert plain_model_name("Qwen/Qwen3-8B/variant") == "Qwen/Qwen3-8B"
+    assert plain_model_name("tiny") == "tiny"
