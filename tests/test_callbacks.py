@@ -1,0 +1,125 @@
+"""Callbacks: order, sync and async hooks, isolation, and what happens when one raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observed import ObservedRun, config
+
+from retrain.observe.callbacks import Callback, Callbacks, TrainingResult, tenths
+from retrain.observe.run_dir import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[ObservedRun]:
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        yield ObservedRun(run_dir)
+
+
+class Noting(Callback):
+    def __init__(self, name: str, notes: list[Any]) -> None:
+        self.name, self.notes = name, notes
+
+    def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        self.notes.append((self.name, step, dict(metrics)))
+        metrics["loss"] = -1.0
+
+
+class NotingLater(Noting):
+    async def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        super().on_step_end(trainer, step, metrics)
+
+
+class Raising(Callback):
+    def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        raise KeyError("reward")
+
+    def on_train_end(self, trainer: Any, result: TrainingResult) -> None:
+        raise ValueError("first")
+
+
+class RaisingToo(Callback):
+    called = False
+
+    async def on_train_end(self, trainer: Any, result: TrainingResult) -> None:
+        self.called = True
+        raise RuntimeError("second")
+
+
+class Stopping(Callback):
+    def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        if metrics["reward/mean"] > 0.5:
+            trainer.request_stop()
+
+
+async def test_hooks_run_in_order_each_with_metrics_of_its_own(run: ObservedRun) -> None:
+    notes: list[Any] = []
+    row = {"step": 1, "loss": 0.5}
+    callbacks = Callbacks([NotingLater("a", notes), Noting("b", notes)])
+    await callbacks.on_step_end(run, 1, row)
+    assert notes == [("a", 1, row), ("b", 1, row)]
+    assert row == {"step": 1, "loss": 0.5}
+    assert isinstance(notes[0][2]["step"], float)
+
+
+async def test_a_callback_may_ask_the_run_to_stop(run: ObservedRun) -> None:
+    await Callbacks([Stopping()]).on_step_end(run, 1, {"reward/mean": 0.75})
+    assert run.stopped
+
+
+async def test_an_exception_leaves_with_a_note_of_where_it_came_from(run: ObservedRun) -> None:
+    with pytest.raises(KeyError) as caught:
+        await Callbacks([Raising()]).on_step_end(run, 1, {})
+    assert caught.value.__notes__ == ["raised by the callback Raising.on_step_end"]
+
+
+async def test_every_callback_hears_of_the_end_and_the_first_error_is_raised(
+    run: ObservedRun, tmp_path: Path
+) -> None:
+    last = RaisingToo()
+    with pytest.raises(ValueError, match="first"):
+        await Callbacks([Raising(), last]).on_train_end(
+            run, TrainingResult("completed", 0, 0, tmp_path)
+        )
+    assert last.called
+
+
+async def test_the_default_hooks_do_nothing(run: ObservedRun, tmp_path: Path) -> None:
+    callbacks = Callbacks([Callback()])
+    await run.play(callbacks, [{"step": 1}])
+    await callbacks.on_epoch_end(run, 1, {})
+    await callbacks.on_eval_end(run, 1, {})
+    await callbacks.on_checkpoint(run, 1, tmp_path)
+
+
+def test_a_class_in_the_place_of_an_instance_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"got the class Raising.*write Raising\(\)"):
+        Callbacks([Raising])  # type: ignore[list-item]  # the mistake under test
+
+
+def test_something_that_is_no_callback_is_refused() -> None:
+    with pytest.raises(TypeError, match="let its class inherit from Callback"):
+        Callbacks([print])  # type: ignore[list-item]  # the mistake under test
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.25], (0.25, 0.25)),
+        ([0.0, 1.0], (0.0, 1.0)),
+        ([i / 20 for i in range(20)], (0.025, 0.925)),
+        ([math.nan, 0.5, 1.0], (0.5, 1.0)),
+    ],
+)
+def test_tenths(rewards: list[float], expected: tuple[float, float]) -> None:
+    assert tenths([{"reward/mean": reward} for reward in rewards]) == pytest.approx(expected)
+
+
+def test_a_run_without_a_step_has_no_mean_reward(tmp_path: Path) -> None:
+    result = TrainingResult("failed", 0, 0, tmp_path)
+    assert math.isnan(result.first_tenth_reward)
+    assert math.isnan(result.last_tenth_reward)

@@ -1,0 +1,258 @@
+"""The console: lines, the live display, the closing summary, and ends of pipes."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from observed import ObservedRun, config
+from rich.console import Console as Terminal
+
+from retrain.observe.callbacks import Callbacks, TrainingResult
+from retrain.observe.console import Console, QuietStream
+from retrain.observe.progress import (
+    Progress,
+    clock_text,
+    closing,
+    number,
+    short,
+    sparkline,
+)
+from retrain.observe.run_dir import RunDirectory, Tally
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TerminalFile(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+class AsciiFile(io.StringIO):
+    encoding = "ascii"
+
+    def write(self, text: str) -> int:
+        text.encode("ascii")
+        return super().write(text)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[ObservedRun]:
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        yield ObservedRun(run_dir)
+
+
+@pytest.fixture
+def _colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def rows(count: int) -> list[dict[str, float]]:
+    return [{"step": i, "reward/mean": i / count, "loss": 0.5} for i in range(1, count + 1)]
+
+
+async def test_without_a_terminal_the_first_and_the_last_step_have_their_lines(
+    run: ObservedRun,
+) -> None:
+    out = io.StringIO()
+    await run.play(Callbacks([Console(out, clock=Clock())]), rows(4))
+    lines = out.getvalue().splitlines()
+    steps = [line.split("  ")[0] for line in lines if line.startswith("step ")]
+    assert steps == ["step 1/4", "step 4/4"]
+    assert "\x1b" not in out.getvalue()
+    assert any("grpo on trl, model tiny: 4 steps of 8 groups x 8 rollouts" in x for x in lines)
+
+
+async def test_lines_come_every_few_seconds(run: ObservedRun) -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(out, every_seconds=5.0, clock=clock)
+    console.on_train_begin(run)
+    for row in rows(6):
+        clock.now += 2.0
+        console.on_step_end(run, int(row["step"]), row)
+    steps = [line.split("  ")[0] for line in out.getvalue().splitlines() if "reward" in line]
+    assert steps == ["step 1/4", "step 4/4"]  # at 2 s and at 8 s
+    assert "0:00 left" in out.getvalue()
+
+
+async def test_missing_metrics_are_left_out(run: ObservedRun) -> None:
+    out = io.StringIO()
+    await run.play(Callbacks([Console(out)]), [{"step": 1}])
+    assert "step 1/4  0:0" in out.getvalue()
+
+
+async def test_a_run_that_fails_before_its_first_step_still_says_where_it_is(
+    run: ObservedRun,
+) -> None:
+    out = io.StringIO()
+    result = TrainingResult("failed", 0, 0, run.run_dir.path)
+    Console(out).on_train_end(run, result)
+    assert out.getvalue().startswith("failed      0 steps")
+    assert f"files       {run.run_dir.path}" in out.getvalue()
+
+
+async def test_evaluations_and_checkpoints_are_mentioned(run: ObservedRun) -> None:
+    out = io.StringIO()
+    console = Console(out)
+    console.on_train_begin(run)
+    console.on_eval_end(run, 2, {"eval/pass@4": 0.5})
+    console.on_checkpoint(run, 2, run.run_dir.checkpoints / "step_2")
+    assert "step 2  evaluation: pass@4 0.500" in out.getvalue()
+    assert "checkpoints/step_2" in out.getvalue()
+
+
+@pytest.mark.usefixtures("_colours")
+async def test_on_a_terminal_the_display_is_live_and_leaves_no_thread(run: ObservedRun) -> None:
+    out = TerminalFile()
+    run.run_dir.tally.outcomes.update(ok=12, timeout=1)
+    await run.play(Callbacks([Console(out)]), rows(4))
+    assert "step 4/4" in out.getvalue()
+    assert "12 scored" in out.getvalue()
+    assert "completed" in out.getvalue()
+    assert "\x1b[?25h" in out.getvalue(), "the cursor must be shown again"
+
+
+@pytest.mark.usefixtures("_colours")
+async def test_a_dumb_terminal_gets_lines(
+    run: ObservedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    out = TerminalFile()
+    await run.play(Callbacks([Console(out)]), rows(1))
+    assert "step 1/4  reward 1.000" in out.getvalue()
+    assert "\x1b[?25" not in out.getvalue()
+
+
+async def test_markup_in_an_error_is_shown_as_it_is(run: ObservedRun) -> None:
+    out = io.StringIO()
+    run.run_dir.tally.errors["reward 'x' raised KeyError: '[/bold]'"] = 3
+    await run.play(Callbacks([Console(out)]), rows(1))
+    assert "3 x reward 'x' raised KeyError: '[/bold]'" in out.getvalue()
+
+
+async def test_a_file_that_was_closed_does_not_end_the_run(run: ObservedRun) -> None:
+    out = io.StringIO()
+    console = Console(out)
+    console.on_train_begin(run)
+    out.close()
+    console.on_step_end(run, 1, rows(1)[0])
+
+
+def test_a_broken_pipe_leaves_no_error_behind() -> None:
+    script = (
+        "import sys; from retrain.observe.console import QuietStream\n"
+        "stream = QuietStream(sys.stdout)\n"
+        "sys.stdin.readline()\n"
+        "stream.write('x' * 100_000); stream.flush(); stream.write('y'); stream.flush()\n"
+        "print('z'); sys.stderr.write(f'gone {stream.gone}')\n"
+    )
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(writer)
+        os.close(reader)
+        _, errors = process.communicate("go\n", timeout=60)
+    assert (errors, process.returncode) == ("gone True", 0)
+
+
+def test_signs_that_the_terminal_lacks_are_replaced() -> None:
+    out = AsciiFile()
+    stream = QuietStream(out)
+    stream.write("reward ▇ 0.5")
+    assert out.getvalue() == "reward ? 0.5"
+    assert not stream.gone
+
+
+def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    tally = Tally()
+    tally.outcomes.update(ok=990, timeout=10)
+    tally.errors["environment 'echo' timed out"] = 10
+    tally.drops.update(stale=3, failed=1)
+    history = [{"reward/mean": i / 10} for i in range(10)]
+    result = TrainingResult(
+        "interrupted", 10, 1, tmp_path, history[-1], history, tmp_path / "checkpoints/step_5"
+    )
+    assert closing(result, tally, 75.0) == [
+        ("interrupted", "10 steps after 1:15"),
+        ("reward", "0.000 in the first tenth -> 0.900 in the last (+0.900)"),
+        ("rollouts", "990 scored, 10 failed"),
+        ("", "10 x environment 'echo' timed out"),
+        ("dropped", "groups: 3 stale, 1 failed"),
+        ("files", str(tmp_path)),
+        ("model", str(tmp_path / "final")),
+        ("best", str(tmp_path / "checkpoints/step_5")),
+        ("next", f"retrain report {tmp_path}"),
+        ("", "the same command with --resume goes on from the last checkpoint"),
+    ]
+
+
+def test_time_left_follows_the_pace_of_the_latest_steps() -> None:
+    clock = Clock()
+    progress = Progress(100, clock=clock)
+    assert progress.seconds_left is None
+    clock.now += 60.0  # the first step warms up
+    progress.add(1, {})
+    assert progress.seconds_left == pytest.approx(60.0 * 99)
+    for step in range(2, 41):
+        clock.now += 2.0
+        progress.add(step, {})
+    assert progress.seconds_left == pytest.approx(2.0 * 60)
+
+
+def test_the_trend_compares_the_latest_steps_with_those_before() -> None:
+    progress = Progress(100)
+    for step, reward in enumerate([0.0, 0.0, 1.0, 0.5], 1):
+        progress.add(step, {"reward/mean": reward})
+    assert progress.trend == pytest.approx(0.75)
+
+
+def test_the_panel_can_be_drawn_before_the_first_step() -> None:
+    terminal = Terminal(file=io.StringIO(), width=100)
+    terminal.print(Progress(10).panel())
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "expected"),
+    [
+        ([], 8, ""),
+        ([0.5], 8, "▁"),
+        ([0.0, 1.0], 8, "▁█"),
+        ([0.0, 0.0, 1.0, 1.0], 2, "▁█"),
+    ],
+)
+def test_sparkline(values: list[float], width: int, expected: str) -> None:
+    assert sparkline(values, width) == expected
+
+
+def test_numbers_keep_their_meaning_in_few_characters() -> None:
+    assert [number(x) for x in (0.0, 0.5, 1e-5, -12.25, 1e6)] == [
+        "0.000",
+        "0.500",
+        "1.00e-05",
+        "-12.250",
+        "1.00e+06",
+    ]
+    assert number(float("nan")) == "nan"
+    assert [short(x) for x in (950, 12_345, 4.5e6, 2e9)] == ["950", "12.3k", "4.5M", "2.0G"]
+    assert [clock_text(x) for x in (0, 61.2, 3661)] == ["0:00", "1:01", "1:01:01"]
