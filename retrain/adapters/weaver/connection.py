@@ -98,7 +98,7 @@ async def clean_up(ending: Awaitable[object]) -> None:
 
 
 def understood(parse: Callable[[Any], T], reply: Any) -> T:
-    """`parse(reply)`; a reply that it can't read is the service's fault, and not asked for again."""
+    """`parse(reply)`; a reply that it can't read is a RemoteError, the service's fault."""
     try:
         return parse(reply)
     except ValueError as error:

@@ -178,10 +178,16 @@ class WeaverModel:
         reply = await self._connection.call("GET", f"models/{self.id}/checkpoints")
         return [wire.checkpoint(item) for item in wire.read(reply, "items", [])]
 
-    async def expire(self, path: str, ttl_seconds: int | None = 1) -> None:
-        """Let a checkpoint go after `ttl_seconds`, or never (None). Weaver has no delete."""
+    async def expire(
+        self, path: str, model_id: str | None = None, *, ttl_seconds: int | None = 1
+    ) -> None:
+        """Let a checkpoint go after `ttl_seconds`, or never (None). Weaver has no delete.
+
+        `model_id` names the model that wrote it, where that was another one.
+        """
         payload = {"path": path, "ttl_seconds": ttl_seconds}
-        await self._connection.call("PATCH", f"models/{self.id}/checkpoints/ttl", payload)
+        where = f"models/{model_id or self.id}/checkpoints/ttl"
+        await self._connection.call("PATCH", where, payload)
 
     async def close(self) -> None:
         """Terminate the model on the service; one that's gone already is well."""

@@ -6,20 +6,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from retrain.adapters.base import SHARED_LOSSES, AdapterOptions, Capabilities
+from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.adapters.remote import checked_url
+from retrain.adapters.remote_losses import REMOTE_LOSSES, check_loss
 from retrain.adapters.schedule import Schedule
-from retrain.adapters.surrogate import loss_settings
-from retrain.batching import TRL_AS_SHARED
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
 
-NATIVE = frozenset({"importance_sampling", "cross_entropy"})
+Native = Literal["importance_sampling", "cross_entropy"]
 """Losses that Weaver executes itself; it has no ppo."""
-RATIO_LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "dro", *TRL_AS_SHARED})
-"""Losses that compare the trained with the sampled distribution."""
-REMOTE_LOSSES = SHARED_LOSSES - {"dpo"} | frozenset(TRL_AS_SHARED)
-"""dpo needs log-probs of a reference model, which Weaver does not keep beside the trained one."""
 
 
 class WeaverLora(BaseModel):
@@ -55,10 +50,10 @@ class WeaverOptions(AdapterOptions):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
-    native_losses: frozenset[Literal["importance_sampling", "cross_entropy"]] = NATIVE
+    native_losses: frozenset[Native] = frozenset({"importance_sampling", "cross_entropy"})
     """Losses that the service computes. The others are computed here, from one forward pass more,
     and don't depend on what the service averages its own losses over."""
-    request_tokens: Annotated[int, Field(ge=1)] = 1_000_000
+    request_tokens: Annotated[int, Field(ge=1)] = 100_000
     """Tokens that one request may carry; a larger batch goes out in several, which add up."""
     sampler_ttl: Annotated[int, Field(ge=60)] = 86_400
     """Seconds that the service keeps the weights of a sampler."""
@@ -75,6 +70,7 @@ class WeaverOptions(AdapterOptions):
         return Capabilities(
             losses=frozenset(self.native_losses),
             surrogate_losses=REMOTE_LOSSES - self.native_losses,
+            custom_losses=True,
             per_token_advantages=True,
             reference_kl=False,
             tuning=frozenset({"full" if self.training_mode == "full_ft" else "lora"}),
@@ -89,12 +85,10 @@ class WeaverOptions(AdapterOptions):
                 checked_url(self.url)
         except ConfigError as error:
             found.append(f"backend.{error}")
-        loss = config.algorithm.loss
-        if loss is not None and loss in REMOTE_LOSSES:
-            try:
-                loss_settings(TRL_AS_SHARED.get(loss, (loss,))[0], config.algorithm.loss_config)
-            except ConfigError as error:
-                found.append(f"algorithm.loss_config: {error}")
+        try:
+            check_loss(config)
+        except ConfigError as error:
+            found.append(f"algorithm.loss_config: {error}")
         if self.training_mode == "full_ft" and "lora" in self.model_fields_set:
             found.append("backend.lora has no effect with training_mode full_ft: remove one")
         if config.checkpoint.merge_lora:
@@ -107,15 +101,4 @@ class WeaverOptions(AdapterOptions):
                 f"backend.warmup_steps {self.warmup_steps} is longer than the run "
                 f"(train.total_train_steps {config.train.total_train_steps})"
             )
-        return found + self._off_policy(config)
-
-    def _off_policy(self, config: RunConfig) -> list[str]:
-        loss, sampling = config.algorithm.loss, config.sampling
-        truncated = sampling.top_p < 1 or sampling.top_k > 0
-        if truncated and loss in RATIO_LOSSES:
-            return [
-                f"sampling.top_p {sampling.top_p} and top_k {sampling.top_k} cut the distribution "
-                "that is sampled, but the service scores over the whole vocabulary, so the "
-                "importance ratio would never be 1: set top_p 1.0 and top_k 0"
-            ]
-        return []
+        return found

@@ -1,0 +1,448 @@
+"""The Weaver backend against the fake service: what a batch does, what publish and resume keep."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_weaver import KEY, VOCABULARY, FakeWeaver, log_softmax
+from pydantic import ValidationError
+
+from retrain.adapters.remote import RemoteError
+from retrain.adapters.weaver.adapter import WeaverAdapter
+from retrain.adapters.weaver.options import WeaverOptions
+from retrain.batching import normalised
+from retrain.config import RunConfig, parse_config
+from retrain.errors import CheckpointError, NonFiniteError
+from retrain.sampler import SamplingParams
+from retrain.types import Batch, Denominators, Sample
+
+OPTIONS: dict[str, Any] = {"url": "http://service", "learning_rate": 0.1, "max_grad_norm": 0.0}
+LOSSES: dict[str, dict[str, float]] = {
+    "importance_sampling": {},
+    "ppo": {"epsilon": 0.1},
+    "cispo": {"epsilon_high": 0.05},
+    "cross_entropy": {},
+    "dro": {"beta": 0.3},
+}
+
+
+def config(**sections: Any) -> RunConfig:
+    return parse_config({"prompts": ["a"], "backend": "weaver", **sections})
+
+
+def sample(tokens: Sequence[int], credit: float, *, old: float = -2.0) -> Sample:
+    """One prompt token; the rest sampled."""
+    length = len(tokens)
+    return Sample(
+        list(tokens),
+        [0, *[1] * (length - 1)],
+        [0.0, *[old - 0.1 * t for t in range(1, length)]],
+        [0.0, *[credit * (1 + t) for t in range(1, length)]],
+        [-1, *[0] * (length - 1)],
+    )
+
+
+def batch(loss: str = "importance_sampling", **loss_config: Any) -> Batch:
+    samples = [sample([1, 2, 3, 4], 1.0), sample([1, 5, 6], -0.5), sample([2, 2], 0.25)]
+    return Batch(samples, loss, loss_config, Denominators(6, 3))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeWeaver:
+    monkeypatch.setenv("WEAVER_API_KEY", KEY)
+    service = FakeWeaver()
+    service.pending_looks = 0
+    return service
+
+
+def adapter(fake: FakeWeaver, run: RunConfig | None = None, **options: Any) -> WeaverAdapter:
+    return WeaverAdapter(
+        WeaverOptions(**{**OPTIONS, **options}),
+        run or config(),
+        transport=httpx.ASGITransport(fake.app),
+    )
+
+
+@pytest.fixture
+async def weaver(fake: FakeWeaver) -> AsyncIterator[WeaverAdapter]:
+    async with adapter(fake) as made:
+        yield made
+
+
+def table(fake: FakeWeaver) -> list[list[float]]:
+    return next(reversed(fake.models.values())).table
+
+
+def rows_sent(fake: FakeWeaver, path: str) -> list[dict[str, Any]]:
+    """The inputs of each row of each pass that was sent."""
+    found = []
+    for _, where, body in fake.log:
+        if where.endswith(path):
+            (wanted,) = (v for k, v in body["payload"].items() if k.endswith("_input"))
+            found += [{"loss": wanted["loss_fn"], **row} for row in wanted["data"]]
+    return found
+
+
+# Losses
+
+
+def plain_gradient(loss: str, keys: dict[str, float], trained: Batch) -> list[list[float]]:
+    """d loss / d table at the zero table, by central differences of the formulas."""
+
+    def value(logits: list[list[float]]) -> float:
+        total = 0.0
+        for one in trained.samples:
+            for t in range(1, len(one.token_ids)):
+                lp = log_softmax(logits[one.token_ids[t - 1]])[one.token_ids[t]]
+                total += token_loss(loss, keys, lp, one.logprobs[t], one.advantages[t])
+        return total
+
+    step, slopes = 1e-5, []
+    for i in range(VOCABULARY):
+        slopes.append([0.0] * VOCABULARY)
+        for j in range(VOCABULARY):
+            sides = []
+            for sign in (1, -1):
+                logits = [[0.0] * VOCABULARY for _ in range(VOCABULARY)]
+                logits[i][j] = sign * step
+                sides.append(value(logits))
+            slopes[i][j] = (sides[0] - sides[1]) / (2 * step)
+    return slopes
+
+
+def token_loss(name: str, keys: dict[str, float], lp: float, old: float, credit: float) -> float:
+    ratio = math.exp(lp - old)
+    if name == "importance_sampling":
+        return -ratio * credit
+    if name == "ppo":
+        low, high = 1 - keys["epsilon"], 1 + keys["epsilon"]
+        return -min(ratio * credit, min(max(ratio, low), high) * credit)
+    if name == "cispo":
+        # The clipped ratio is held fixed at the zero table, where lp = -log V.
+        fixed = math.exp(-math.log(VOCABULARY) - old)
+        return -min(fixed, 1 + keys["epsilon_high"]) * credit * lp
+    if name == "cross_entropy":
+        return -credit * lp
+    return -(credit * lp - keys["beta"] / 2 * (lp - old) ** 2)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_the_gradient_is_that_of_the_loss(
+    fake: FakeWeaver, weaver: WeaverAdapter, loss: str
+) -> None:
+    metrics = await weaver.update(batch(loss, **LOSSES[loss]))
+    wanted = plain_gradient(loss, LOSSES[loss], batch(loss))
+    norm = math.sqrt(sum(g * g for row in wanted for g in row))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
+    moments = next(iter(fake.models.values())).moments["m"]
+    for got, slopes in zip(moments, wanted, strict=True):
+        assert got == pytest.approx([0.1 * slope for slope in slopes], abs=1e-8)
+    native = loss in ("importance_sampling", "cross_entropy")
+    assert fake.applied["forward"] == (0 if native else 1)
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "cross_entropy"])
+async def test_a_native_loss_trains_the_same_when_it_is_computed_here(
+    fake: FakeWeaver, loss: str
+) -> None:
+    found = []
+    for native in ([loss], []):
+        async with adapter(fake, native_losses=native) as weaver:
+            metrics = await weaver.update(batch(loss))
+            found.append((metrics, table(fake)))
+    (there, first), (here, second) = found
+    assert first == [pytest.approx(row, abs=1e-12) for row in second]
+    assert there == pytest.approx(here)
+
+
+async def test_several_requests_make_one_step(fake: FakeWeaver) -> None:
+    tables = []
+    for limit in (100_000, 2):
+        async with adapter(fake, request_tokens=limit) as weaver:
+            for loss in ("importance_sampling", "ppo"):
+                await weaver.update(batch(loss))
+            tables.append(table(fake))
+    assert tables[0] == [pytest.approx(row) for row in tables[1]]
+    assert fake.applied["optim_step"] == 4
+    assert fake.applied["forward_backward"] == 2 + 6
+
+
+async def test_trls_names_are_the_shared_loss_with_their_normaliser(fake: FakeWeaver) -> None:
+    tables = []
+    for trained in (batch("dapo"), normalised(batch("ppo"), "token")):
+        async with adapter(fake) as weaver:
+            await weaver.update(trained)
+            tables.append(table(fake))
+    assert tables[0] == tables[1]
+
+
+async def test_dpo_asks_the_untrained_model_for_the_reference(
+    fake: FakeWeaver, weaver: WeaverAdapter
+) -> None:
+    pair = [sample([1, 2, 3], 1.0), sample([1, 4, 5], -1.0)]
+    trained = Batch(pair, "dpo", {"beta": 0.5}, Denominators(4, 2))
+    first = await weaver.update(trained)
+    assert first["loss"] == pytest.approx(3 * math.log(2))  # the pair's weight is 3
+    assert (await weaver.update(trained))["loss"] < first["loss"]
+
+
+async def test_a_loss_of_ones_own_is_trained(fake: FakeWeaver, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def squared(logprobs, old, advantages, mask):\n"
+        "    return (advantages * (logprobs - old) ** 2 * mask).sum()\n"
+    )
+    run = parse_config(
+        {"prompts": ["a"], "algorithm": {"loss": "mine.py:squared"}, "backend": "weaver"}, tmp_path
+    )
+    assert WeaverOptions(**OPTIONS).problems(run) == []
+    async with adapter(fake, run) as weaver:
+        metrics = await weaver.update(batch("mine.py:squared"))
+    lp = -math.log(VOCABULARY)
+    wanted = sum(
+        a * (lp - old) ** 2
+        for one in batch().samples
+        for a, old in zip(one.advantages[1:], one.logprobs[1:], strict=True)
+    )
+    assert metrics["loss"] == pytest.approx(wanted, rel=1e-5)
+    slopes = [
+        row["loss_fn_inputs"]["surrogate_weights"]["data"]
+        for row in rows_sent(fake, "backward-passes")
+    ]
+    assert slopes[2] == pytest.approx([2 * 0.5 * (lp + 2.1)], rel=1e-5)
+
+
+async def test_rows_carry_the_shifted_streams(fake: FakeWeaver, weaver: WeaverAdapter) -> None:
+    await weaver.update(batch())
+    first = rows_sent(fake, "backward-passes")[0]
+    assert first["model_input"]["chunks"][0]["tokens"] == [1, 2, 3]
+    assert {name: value["data"] for name, value in first["loss_fn_inputs"].items()} == {
+        "target_tokens": [2, 3, 4],
+        "logprobs": [-2.1, -2.2, -2.3],
+        "advantages": [2.0, 3.0, 4.0],
+        "loss_mask": [1.0, 1.0, 1.0],
+    }
+
+
+async def test_metrics_say_how_it_went(weaver: WeaverAdapter) -> None:
+    metrics = await weaver.update(batch())
+    assert metrics["learning_rate"] == 0.1
+    assert metrics["tokens/trained"] == 6
+    assert metrics["kl/sampler_trainer"] >= 0
+    ratios = [math.exp(-math.log(8) - old) for old in (-2.1, -2.2, -2.3, -2.1, -2.2, -2.1)]
+    assert metrics["ratio/mean"] == pytest.approx(sum(ratios) / 6)
+    assert {"loss", "grad_norm"} <= set(metrics)
+
+
+async def test_every_key_of_the_optimizer_goes_out_and_the_schedule_moves(
+    fake: FakeWeaver,
+) -> None:
+    keys = {"beta1": 0.5, "beta2": 0.6, "eps": 1e-3, "weight_decay": 0.2, "max_grad_norm": 3.0}
+    run = config(train={"total_train_steps": 6})
+    async with adapter(fake, run, lr_scheduler="linear", warmup_steps=2, **keys) as weaver:
+        rates = [(await weaver.update(batch()))["learning_rate"] for _ in range(6)]
+    assert rates == pytest.approx([0.0, 0.05, 0.1, 0.075, 0.05, 0.025])
+    steps = [b["payload"]["adam_params"] for _, p, b in fake.log if p.endswith("optimizer-steps")]
+    assert [step["learning_rate"] for step in steps] == rates
+    assert steps[0] == {
+        "learning_rate": 0.0,
+        "beta1": 0.5,
+        "beta2": 0.6,
+        "eps": 1e-3,
+        "weight_decay": 0.2,
+        "grad_clip_norm": 3.0,
+    }
+
+
+async def test_a_nan_advantage_is_refused_before_it_is_sent(
+    fake: FakeWeaver, weaver: WeaverAdapter
+) -> None:
+    broken = Batch([sample([1, 2], math.nan)], "importance_sampling", {}, Denominators(1, 1))
+    with pytest.raises(NonFiniteError, match=r"advantages\[0\] is nan"):
+        await weaver.update(broken)
+    assert not fake.applied["forward_backward"]
+
+
+# Publishing
+
+
+async def test_samples_follow_the_published_weights(
+    fake: FakeWeaver, weaver: WeaverAdapter
+) -> None:
+    params = SamplingParams(max_tokens=3, seed=1)
+    before = await weaver.sampler.sample([1], params, n=2)
+    assert [one.version for one in before] == [0, 0]
+    assert before[0].logprobs == pytest.approx([-math.log(VOCABULARY)] * 3)
+    await weaver.update(batch())
+    assert (await weaver.sampler.sample([1], params))[0].version == 0
+    assert await weaver.publish() == 1
+    (after,) = await weaver.sampler.sample([1], params)
+    assert after.version == 1
+    scored = log_softmax(table(fake)[1])
+    assert after.logprobs[0] == pytest.approx(scored[after.token_ids[0]])
+    assert after.text == weaver.tokenizer.decode(after.token_ids, skip_special_tokens=True)
+
+
+async def test_a_sample_in_flight_ends_on_its_weights_and_then_its_session_closes(
+    fake: FakeWeaver, weaver: WeaverAdapter
+) -> None:
+    (first,) = fake.samplers
+    fake.hold_samples = asyncio.Event()
+    sampling = asyncio.create_task(weaver.sampler.sample([1], SamplingParams(max_tokens=2)))
+    await fake.hanging.wait()
+    await weaver.update(batch())
+    await weaver.publish()
+    assert fake.deleted == []
+    fake.hold_samples.set()
+    (completion,) = await sampling
+    assert completion.version == 0
+    assert completion.logprobs == pytest.approx([-math.log(VOCABULARY)] * 2)
+    await weaver.publish()
+    await weaver.sampler.close()
+    assert fake.deleted[0] == first
+    assert len(fake.deleted) == 2, "the present session is still served"
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "stop", "reason"), [(2, (), "length"), (6, (), "context"), (2, range(8), "stop")]
+)
+async def test_why_a_completion_ended(
+    fake: FakeWeaver, max_tokens: int, stop: Sequence[int], reason: str
+) -> None:
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop))
+    async with adapter(fake, context_length=8) as weaver:
+        (completion,) = await weaver.sampler.sample([1, 2], params)
+    assert completion.stop_reason == reason
+
+
+async def test_completions_cut_short_are_sampled_again(fake: FakeWeaver) -> None:
+    class Engine:
+        """Cuts the first sample short, as when its weights are reloaded."""
+
+        calls = 0
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            async def rewritten(message: Any) -> None:
+                if message["type"] == "http.response.body" and scope["path"].endswith("samples"):
+                    self.calls += 1
+                    if self.calls == 1:
+                        text = message["body"].replace(b'"length"', b'"abort" ')
+                        message = {**message, "body": text}
+                await send(message)
+
+            await fake.app(scope, receive, rewritten)
+
+    engine = Engine()
+    made = WeaverAdapter(WeaverOptions(**OPTIONS), config(), transport=httpx.ASGITransport(engine))
+    async with made as weaver:
+        (completion,) = await weaver.sampler.sample([1], SamplingParams(max_tokens=2))
+    assert engine.calls == 2
+    assert completion.stop_reason == "length"
+
+
+# Checkpoints
+
+
+async def test_a_resumed_run_repeats_the_uninterrupted_one(
+    fake: FakeWeaver, tmp_path: Path
+) -> None:
+    run = config(train={"total_train_steps": 5})
+    async with adapter(fake, run, lr_scheduler="cosine") as weaver:
+        for _ in range(2):
+            await weaver.update(batch())
+            await weaver.publish()
+        state = await weaver.save(tmp_path)
+        losses = [(await weaver.update(batch()))["loss"] for _ in range(3)]
+        wanted = table(fake)
+    async with adapter(fake, run, lr_scheduler="cosine") as resumed:
+        await resumed.load(state)
+        (completion,) = await resumed.sampler.sample([1], SamplingParams(max_tokens=1))
+        assert completion.version == 2
+        assert await resumed.publish() == 3
+        assert [(await resumed.update(batch()))["loss"] for _ in range(3)] == losses
+        assert table(fake) == wanted
+        await resumed.forget(state)
+        await resumed.forget(state)  # one that is gone already is well
+        assert fake.expired == [state.data["path"]]
+        with pytest.raises(CheckpointError, match="has no checkpoint weaver://"):
+            await resumed.load(state)
+
+
+# Ending
+
+
+async def test_leaving_ends_everything_on_the_service(fake: FakeWeaver) -> None:
+    async with adapter(fake) as weaver:
+        await weaver.update(batch())
+        await weaver.publish()
+    assert not fake.samplers
+    assert fake.terminated == list(fake.models)
+
+
+async def test_a_start_that_fails_leaves_nothing_behind(fake: FakeWeaver) -> None:
+    fake.fail_operation = {"error": "no_capacity", "error_message": "no engine is free"}
+    with pytest.raises(RemoteError, match="no engine is free"):
+        await adapter(fake).__aenter__()
+    assert fake.terminated == list(fake.models)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_failed_pass_fails_the_update(fake: FakeWeaver, weaver: WeaverAdapter) -> None:
+    fake.fail_operation = {"error": "trainer_lost", "error_message": "out of memory"}
+    with pytest.raises(RemoteError, match="out of memory"):
+        await weaver.update(batch())
+
+
+# Options
+
+
+def problems(options: dict[str, Any] | None = None, **sections: Any) -> list[str]:
+    return WeaverOptions(**(options or {})).problems(config(**sections))
+
+
+def test_the_defaults_have_no_problems() -> None:
+    assert problems() == []
+    able = WeaverOptions().capabilities()
+    assert able.losses == {"importance_sampling", "cross_entropy"}
+    assert {"ppo", "cispo", "dro", "dpo", "dapo"} <= able.surrogate_losses
+    assert able.tuning == {"lora"}
+    assert WeaverOptions(training_mode="full_ft").capabilities().tuning == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sections", "match"),
+    [
+        ({"url": "service:80"}, {}, "url: got 'service:80'"),
+        ({}, {"algorithm": {"loss": "ppo", "loss_config": {"beta": 1}}}, "has no key 'beta'"),
+        ({}, {"algorithm": {"loss_config": {"delta": 1}}}, "has no key 'delta'"),
+        ({"training_mode": "full_ft", "lora": {"rank": 2}}, {}, "lora has no effect"),
+        ({}, {"checkpoint": {"merge_lora": True}}, "merge_lora has no effect"),
+        ({"warmup_steps": 101}, {}, "warmup_steps 101 is longer than the run"),
+    ],
+)
+def test_what_cannot_be_honoured_is_a_problem(
+    options: dict[str, Any], sections: dict[str, Any], match: str
+) -> None:
+    (problem,) = problems(options, **sections)
+    assert match in problem
+
+
+def test_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ValidationError, match="learning_rte"):
+        WeaverOptions(learning_rte=1)  # type: ignore[call-arg]  # it is the misspelling
+
+
+def test_a_process_with_a_remote_service_loads_no_torch() -> None:
+    code = (
+        "import sys; import retrain.adapters.weaver.adapter; "
+        "print([name for name in ('torch', 'httpx', 'transformers') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
