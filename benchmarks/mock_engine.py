@@ -84,7 +84,7 @@ class MockAdapter(Adapter):
         draw = random.Random(params.seed)
         completions = [self._completion(prompt_ids, params, draw, skill, version) for _ in range(n)]
         if self.options.latency:
-            await asyncio.gather(*(self._wait(draw) for _ in range(n)))
+            await self._wait([self._latency(draw) for _ in range(n)])
         return completions
 
     async def update(self, batch: Batch) -> Metrics:
@@ -107,14 +107,22 @@ class MockAdapter(Adapter):
         self.skill = self.served_skill = float((state.folder / "skill.txt").read_text())
         self.version = state.data["version"]
 
-    async def _wait(self, draw: random.Random) -> None:
+    def _latency(self, draw: random.Random) -> float:
         mean, sigma = self.options.latency, self.options.sigma
-        seconds = draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
-        if self._slots is None:
-            await asyncio.sleep(seconds)
+        return draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+
+    async def _wait(self, latencies: Sequence[float]) -> None:
+        """Until the slowest is done; with a capacity, each holds a slot for its own time."""
+        slots = self._slots
+        if slots is None:
+            await asyncio.sleep(max(latencies))
             return
-        async with self._slots:
-            await asyncio.sleep(seconds)
+
+        async def hold(seconds: float) -> None:
+            async with slots:
+                await asyncio.sleep(seconds)
+
+        await asyncio.gather(*map(hold, latencies))
 
     def _completion(
         self,

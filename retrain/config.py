@@ -80,8 +80,8 @@ class RolloutConfig(Section):
     """Groups in flight at once; by default as many as staleness admits."""
     setup_concurrency: Annotated[int, Field(ge=1)] = 64
     """Environments that may be in `setup` at once."""
-    reward_concurrency: Annotated[int, Field(ge=1)] = 256
-    """Calls of one reward that may be under way at once."""
+    reward_concurrency: Annotated[int, Field(ge=1)] = 64
+    """Groups that one reward may be scoring at once."""
 
 
 class StalenessConfig(Section):

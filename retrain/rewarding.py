@@ -17,7 +17,7 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -81,7 +81,9 @@ class FunctionReward(RewardCalculator):
 
     async def calculate(self, trajectory: Trajectory) -> Verdict:
         result = self.call(trajectory)
-        verdict: Verdict = await result if inspect.isawaitable(result) else result
+        if self.is_async or inspect.isawaitable(result):
+            result = await result
+        verdict: Verdict = result
         return verdict
 
     def call(self, trajectory: Trajectory) -> Any:
@@ -147,12 +149,12 @@ class WeightedReward:
 class Scorer:
     """A run's rewards together: the reward is the weighted sum of the components.
 
-    `deadline` is in seconds a call; `concurrency` bounds each calculator's calls under way.
+    `deadline` is in seconds a call; at most `concurrency` groups are scored at once by each.
     Raises PluginError when two rewards have one name.
     """
 
     def __init__(
-        self, rewards: Sequence[WeightedReward], *, deadline: float = 120.0, concurrency: int = 256
+        self, rewards: Sequence[WeightedReward], *, deadline: float = 120.0, concurrency: int = 64
     ) -> None:
         names = [part.name for part in rewards]
         twice = {name for name in names if names.count(name) > 1}
@@ -161,7 +163,7 @@ class Scorer:
         self.rewards = tuple(rewards)
         self.deadline = deadline
         self._bounds = {part.name: asyncio.Semaphore(concurrency) for part in rewards}
-        self._pool = DaemonPool(concurrency)
+        self._pool = DaemonPool(4 * concurrency)
         self._slow: set[str] = set()
 
     def close(self) -> None:
@@ -206,40 +208,64 @@ class Scorer:
 
     async def _verdicts(
         self, part: WeightedReward, trajectories: Sequence[Trajectory]
-    ) -> list[Any]:
+    ) -> Sequence[Any]:  # any: what user code returned, or an exception; `_checked` judges
+        """One verdict a trajectory. The deadline runs once the bound admits the group."""
         calculator = part.calculator
-        if isinstance(calculator, FunctionReward) and not calculator.is_async:
-            return await self._in_threads(part, calculator, trajectories)
-        if type(calculator).calculate_group is RewardCalculator.calculate_group:
-            return list(await asyncio.gather(*(self._single(part, t) for t in trajectories)))
+        async with self._bounds[part.name]:
+            if isinstance(calculator, FunctionReward) and not calculator.is_async:
+                return await self._in_threads(part, calculator, trajectories)
+            if type(calculator).calculate_group is RewardCalculator.calculate_group:
+                return await self._one_by_one(
+                    part, [calculator.calculate(trajectory) for trajectory in trajectories]
+                )
+            return await self._as_group(part, trajectories)
+
+    async def _one_by_one(
+        self, part: WeightedReward, calls: Sequence[Coroutine[Any, Any, Any]]
+    ) -> list[Any]:
+        """All calls at once; one that fails or is late is the matter of its rollout alone."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            async with self._bounds[part.name], asyncio.timeout(self.deadline):
-                verdicts = list(await calculator.calculate_group(trajectories))
+            _, late = await asyncio.wait(tasks, timeout=self.deadline)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            raise
+        for task in late:
+            task.cancel()
+        return [
+            self._fault(part, TimeoutError() if task in late else task.exception())
+            if task in late or task.cancelled() or task.exception()
+            else task.result()
+            for task in tasks
+        ]
+
+    async def _as_group(
+        self, part: WeightedReward, trajectories: Sequence[Trajectory]
+    ) -> Sequence[Any]:
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.deadline):
+                verdicts = list(await part.calculator.calculate_group(trajectories))
             if len(verdicts) != len(trajectories):
                 raise ValueError(
                     f"calculate_group returned {len(verdicts)} rewards for "
                     f"{len(trajectories)} trajectories: one each, in order, is expected"
                 )
         except Exception as error:  # noqa: BLE001 - the boundary that attributes user errors
-            return [self._fault(part, error)] * len(trajectories)
+            late = time.perf_counter() - began >= self.deadline
+            fault = self._fault(part, TimeoutError() if late else error)
+            return [fault] * len(trajectories)
         return verdicts
-
-    async def _single(self, part: WeightedReward, trajectory: Trajectory) -> Any:
-        try:
-            async with self._bounds[part.name], asyncio.timeout(self.deadline):
-                return await part.calculator.calculate(trajectory)
-        except Exception as error:  # noqa: BLE001 - the boundary that attributes user errors
-            return self._fault(part, error)
 
     async def _in_threads(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
     ) -> list[Any]:
-        if part.name in self._slow:
-            pieces = await asyncio.gather(
-                *(self._thread(part, calculator, [t]) for t in trajectories)
-            )
-            return [verdict for piece in pieces for verdict in piece]
-        return await self._thread(part, calculator, trajectories)
+        """A plain function: one thread for the group while it is quick, else one a rollout."""
+        if part.name not in self._slow:
+            return await self._thread(part, calculator, trajectories)
+        pieces = await asyncio.gather(*(self._thread(part, calculator, [t]) for t in trajectories))
+        return [verdict for piece in pieces for verdict in piece]
 
     async def _thread(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
@@ -247,17 +273,17 @@ class Scorer:
         verdicts: list[Any] = []
 
         def work() -> None:
-            started = time.perf_counter()
+            began = time.perf_counter()
             for trajectory in trajectories:
                 try:
                     verdicts.append(calculator.call(trajectory))
                 except Exception as error:  # noqa: BLE001 - attributed below, rollout by rollout
                     verdicts.append(blame(f"reward '{part.name}'", error))
-            if time.perf_counter() - started > SLOW * len(trajectories):
+            if time.perf_counter() - began > SLOW * len(trajectories):
                 self._slow.add(part.name)
 
         try:
-            async with self._bounds[part.name], asyncio.timeout(self.deadline):
+            async with asyncio.timeout(self.deadline):
                 await self._pool.run(work)
         except TimeoutError as error:
             self._slow.add(part.name)
@@ -265,12 +291,11 @@ class Scorer:
             return done + [self._fault(part, error)] * (len(trajectories) - len(done))
         return verdicts
 
-    def _fault(self, part: WeightedReward, error: Exception) -> Exception:
-        if isinstance(error, TimeoutError):
-            return TimeoutError(
-                f"reward '{part.name}' took longer than deadlines.reward = {self.deadline} s"
-            )
-        return blame(f"reward '{part.name}'", error)
+    def _fault(self, part: WeightedReward, error: BaseException | None) -> Exception:
+        name = f"reward '{part.name}'"
+        if type(error) is TimeoutError and not error.args:
+            return TimeoutError(f"{name} took longer than deadlines.reward = {self.deadline} s")
+        return blame(name, error or asyncio.CancelledError("it cancelled itself"))
 
 
 def _checked(name: str, verdict: Any) -> Reward:

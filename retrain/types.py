@@ -167,15 +167,11 @@ class Sample:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        named = {
-            "loss_mask": self.loss_mask,
-            "logprobs": self.logprobs,
-            "advantages": self.advantages,
-            "versions": self.versions,
-            **self.streams,
-        }
-        wrong = {name: len(stream) for name, stream in named.items() if len(stream) != length}
-        if wrong:
+        own = (self.loss_mask, self.logprobs, self.advantages, self.versions)
+        if any(len(stream) != length for stream in (*own, *self.streams.values())):
+            names = ("loss_mask", "logprobs", "advantages", "versions", *self.streams)
+            streams = zip(names, (*own, *self.streams.values()), strict=True)
+            wrong = {name: len(stream) for name, stream in streams if len(stream) != length}
             raise ValueError(
                 f"a sample of group {self.group_id!r} has {length} token_ids, but {wrong}: "
                 "every stream of a sample must have the length of token_ids"

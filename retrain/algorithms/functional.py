@@ -68,7 +68,8 @@ def group_relative(
     """
     if run_ids is None:
         deltas = centred(rewards, baseline)
-        return [d / (std(rewards) + eps) for d in deltas] if scale else deltas
+        divisor = std(rewards) + eps if scale else 1.0
+        return [delta / divisor for delta in deltas]
     if len(run_ids) != len(rewards):
         raise ValueError(f"{len(run_ids)} run_ids for {len(rewards)} rewards: one each is expected")
     segments: dict[Hashable, list[float]] = {}
