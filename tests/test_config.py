@@ -1,0 +1,307 @@
+"""Reading a config: every problem at once, with its path, and nothing silent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import yaml
+
+from retrain.adapters.trl.options import TrlOptions
+from retrain.config import RunConfig, load_config, parse_config
+from retrain.config_errors import keys_of
+from retrain.config_keys import HOMES, PATHS, WRAPPERS
+from retrain.errors import ConfigError
+from retrain.observe.run_dir import resolved
+
+PROMPTS = {"type": "list", "rows": ["a"]}
+
+
+def problems(mapping: Mapping[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"prompts": PROMPTS, **mapping})
+    return list(caught.value.problems)
+
+
+def problem(mapping: Mapping[str, Any]) -> str:
+    (only,) = problems(mapping)
+    return only
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "task.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(folder, text), overrides)
+    return str(caught.value)
+
+
+def test_the_smallest_config_has_vetted_defaults(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "prompts: {type: file, path: x.jsonl}"))
+    assert (config.name, config.model, config.base_dir) == ("task", "tiny", tmp_path)
+    assert config.algorithm.type == "grpo"
+    assert config.staleness.bound == 2
+
+
+def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+    text = """\
+prompts: [a]
+train:
+  total_train_stepz: 3
+  groups_per_step: 0
+sampling: {temperature: hot, top_p: 2}
+rewards: [{weight: 1}]
+"""
+    assert refused(tmp_path, text).splitlines()[1:] == [
+        "  rewards.0.type: missing; expected the name of a built-in, module:Class "
+        + "or path/file.py:Class",
+        "  line 5: sampling.temperature: got 'hot', expected a number",
+        "  line 5: sampling.top_p: got 2, expected at most 1.0",
+        "  line 4: train.groups_per_step: got 0, expected at least 1",
+        "  line 3: train.total_train_stepz: unknown key; did you mean train.total_train_steps?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"modle": "x"}, "modle: unknown key; did you mean model?"),
+        ({"train": {"seed": True}}, "train.seed: got true, expected a whole number"),
+        ({"train": {"seed": "1"}}, "train.seed: got '1', expected a whole number"),
+        ({"train": {"seed": None}}, "train.seed: got nothing (null), expected a whole number"),
+        ({"train": 5}, "train: got 5, expected a mapping of its keys"),
+        ({"train": {"order": "up"}}, "train.order: got 'up', expected 'ready' or 'in_order'"),
+        ({"staleness": {"target": 3, "max": 1}}, "max (1) must be at least target (3)"),
+        ({"rewards": 5}, "rewards: got 5, expected a list"),
+        ({"base_dir": "x"}, "base_dir: unknown key; it is always the config file's folder"),
+        ({"sampling": {"stop": [1]}}, "sampling.stop.0: got 1, expected a text"),
+        ({"model": ["x"]}, "model: got ['x'], expected a text"),
+    ],
+)
+def test_a_wrong_value_says_what_was_got_and_expected(
+    mapping: dict[str, Any], message: str
+) -> None:
+    assert message in problem(mapping)
+
+
+@pytest.mark.parametrize(
+    ("path", "home"),
+    [
+        ("trainer.total_train_steps", "train.total_train_steps"),
+        ("trainer.train_service.backend", "backend.type"),
+        ("trainer.train_service.url", "backend.url"),
+        ("trainer.train_service.config.loss_fn", "algorithm.loss"),
+        ("trainer.train_service.config.learning_rate", "backend.learning_rate"),
+        ("trainer.custom_trainer_module_path", "algorithm.type, as path/file.py:Class"),
+        ("trainer.algorithm.my_param", "algorithm.my_param"),
+        ("policy.model_name", "model"),
+        ("policy.learning_rate", "backend.learning_rate"),
+        ("grpo.num_prompts_per_step", "train.groups_per_step"),
+        ("grpo.num_generations_per_prompt", "algorithm.group_size"),
+        ("grpo.use_leave_one_out_baseline", "algorithm.baseline: leave_one_out"),
+        ("loss_fn.ratio_clip_max", "algorithm.loss_config.epsilon_high"),
+        ("learning_rate", "backend.learning_rate"),
+        ("num_generations", "algorithm.group_size"),
+        ("max_steps", "train.total_train_steps"),
+        ("max_completion_length", "sampling.max_tokens"),
+        ("temperature", "sampling.temperature"),
+        ("experiment_name", "name"),
+        ("prompt_source.type", "prompts.type"),
+        ("prompt_source.source_config.file_path", "prompts.path"),
+        ("model.name_or_path", "model"),
+        ("staleness.order", "train.order"),
+    ],
+)
+def test_a_key_of_another_system_is_told_its_home(path: str, home: str) -> None:
+    mapping: dict[str, Any] = {}
+    inner = mapping
+    *sections, name = path.split(".")
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[name] = "x"
+    assert f"{path}: unknown key; that is {home} here" in problems(mapping)
+
+
+def test_what_has_no_home_says_so() -> None:
+    found = problem({"policy": {"dtensor_cfg": {"tensor_parallel_size": 2}}})
+    assert found.endswith("unknown key; leave it out: a run is one process")
+
+
+def test_every_home_in_the_tables_is_a_key() -> None:
+    keys = set(keys_of(RunConfig).values()) | set(keys_of(TrlOptions, "backend").values())
+    paths = {path for joined in keys for path in joined.split(" or ")}
+    plugins = {"algorithm.baseline", "algorithm.gamma", "algorithm.scale", "backend.url"}
+    plugins |= {"prompts.path", "prompts.system", "prompts.type", "environment.type"}
+    plugins |= {"backend.type", "algorithm.type", "backend.beta1", "backend.beta2"}
+    for home in (*HOMES.values(), *PATHS.values()):
+        path = home.split(":")[0].split(",")[0].split(" ")[0]
+        known = path in paths | plugins or path.startswith("algorithm.loss_config.")
+        assert known or home == "the argument --resume", home
+    assert {section for _, section in WRAPPERS} <= set(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"backend": {"type": "tinker", "api_key": "s3cret-value"}},
+        {"backend": {"type": "tinker", "headers": {"hf_token": "s3cret-value"}}},
+        {"trainer": {"train_service": {"api_key": "s3cret-value"}}},
+        {"backend": {"type": "tinker", "url": "https://user:s3cret-value@host/"}},
+        {"loggers": [{"type": "wandb", "WANDB_API_KEY": "s3cret-value"}]},
+        {"environment": {"type": "echo", "password": ["s3cret-value"]}},
+    ],
+)
+def test_a_secret_is_refused_and_never_shown(mapping: dict[str, Any]) -> None:
+    found = " ".join(problems(mapping))
+    assert "set the environment variable" in found
+    assert "s3cret-value" not in found
+
+
+def test_a_secret_in_an_argument_is_never_shown(tmp_path: Path) -> None:
+    message = refused(tmp_path, "prompts: [a]", "backend.api_key=s3cret-value")
+    assert "environment variable" in message
+    assert "s3cret" not in message
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "tokenizer", "stop_token_ids", "api_key_env"])
+def test_a_key_that_only_resembles_a_secret_is_taken(name: str) -> None:
+    config = parse_config({"prompts": PROMPTS, "environment": {"type": "echo", name: "x"}})
+    assert config.environment.arguments == {name: "x"}
+
+
+def test_short_forms_are_spelt_out() -> None:
+    config = parse_config(
+        {
+            "prompts": "data/x.jsonl",
+            "environment": "echo",
+            "rewards": ["exact_match", {"type": "slot_match", "weight": 2}],
+            "chat": "none",
+            "backend": "trl",
+            "loggers": "wandb",
+            "sampling": {"stop": "\n"},
+        }
+    )
+    assert config.prompts.arguments == {"path": "data/x.jsonl"}
+    assert config.environment.type == "echo"
+    assert [(r.type, r.weight) for r in config.rewards] == [("exact_match", 1), ("slot_match", 2)]
+    assert config.chat.template == "none"
+    assert config.loggers[0].type == "wandb"
+    assert config.sampling.stop == ("\n",)
+    assert parse_config({"prompts": ["a"], "rewards": "x"}).rewards[0].type == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-5", 1e-5), ("2.0e-3", 2e-3), ("1E5", 1e5), (".5e1", 5.0), ("3", 3), ("1_0", 10)],
+)
+def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
+    path = write(tmp_path, f"prompts: [a]\nbackend: {{type: trl, learning_rate: {text}}}")
+    found = load_config(path).backend.arguments["learning_rate"]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("# only a comment", "the file is empty"),
+        ("- a\n- b", "holds a list: expected a mapping"),
+        ("hello", "holds a text: expected a mapping"),
+        ("prompts: [a\ntrain: 3", "line 2, column 6: not YAML"),
+        ("prompts: [a]\n\tx: 1", "line 2, column 1: not YAML"),
+        ("prompts: [a]\ntrain: {seed: 1, seed: 2}", "line 2: train.seed stands here and in line 2"),
+        ("model: tiny", "prompts: missing; expected where the prompts come from"),
+        ("prompts: !!python/object:os.system x", "not YAML: could not determine a constructor"),
+        ("prompts: &a [*a]", "not YAML"),
+        ("prompts: [2024-99-99]", "not YAML"),
+    ],
+)
+def test_a_broken_file_says_where(tmp_path: Path, text: str, message: str) -> None:
+    found = refused(tmp_path, text)
+    assert message in found
+    assert str(tmp_path / "task.yaml") in found
+
+
+def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path, "")
+    with pytest.raises(
+        ConfigError, match=r"there is no file .*tsk\.yaml; the folder has task\.yaml"
+    ):
+        load_config(tmp_path / "tsk.yaml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_config(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not a UTF-8 text"):
+        load_config(tmp_path / "binary.yaml")
+
+
+def test_overrides_set_keys_make_sections_and_index_lists(tmp_path: Path) -> None:
+    text = "prompts: [a]\nenvironment: echo\nrewards: [exact_match]"
+    config = load_config(
+        write(tmp_path, text),
+        [
+            "train.seed=7",
+            "rewards.0.weight=2",
+            "rewards.1={type: slot_match, weight: 0.5}",
+            "environment.limit=3",
+            "sampling.stop=[a, b]",
+            "algorithm.loss_config.epsilon=2e-1",
+            "name=other",
+        ],
+    )
+    assert config.train.seed == 7
+    assert [(r.type, r.weight) for r in config.rewards] == [("exact_match", 2), ("slot_match", 0.5)]
+    assert config.environment.arguments == {"limit": 3}
+    assert config.sampling.stop == ("a", "b")
+    assert config.algorithm.loss_config == {"epsilon": 0.2}
+    assert config.name == "other"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.seed", "argument 'train.seed': expected dotted.key=value"),
+        ("=3", "expected dotted.key=value"),
+        ("train..seed=3", "expected dotted.key=value"),
+        ("train.seed.x=3", "train.seed is a value, not a section"),
+        ("rewards.5.weight=1", "rewards is a list of 1; expected an index from 0 to 1"),
+        ("train.seed=[1", "argument train.seed=...:"),
+        ("train.sed=1", "train.sed: unknown key; did you mean train.seed?"),
+    ],
+)
+def test_a_wrong_override_is_told(tmp_path: Path, override: str, message: str) -> None:
+    text = "prompts: [a]\ntrain: {seed: 1}\nrewards: [x]"
+    assert message in refused(tmp_path, text, override)
+
+
+def test_a_changed_backend_keeps_its_other_keys_unless_replaced_whole(tmp_path: Path) -> None:
+    path = write(tmp_path, "prompts: [a]\nbackend: {type: trl, lora: {r: 4}}")
+    assert load_config(path, ["backend.type=tinker"]).backend.arguments == {"lora": {"r": 4}}
+    assert load_config(path, ["backend={type: tinker}"]).backend.arguments == {}
+
+
+def test_any_mapping_will_do() -> None:
+    inner = MappingProxyType({"type": "list", "rows": ("a", "b")})
+    config = parse_config(MappingProxyType({"prompts": inner}))
+    assert config.prompts.arguments == {"rows": ["a", "b"]}
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        parse_config([1])  # type: ignore[arg-type]  # what a user might pass
+
+
+def test_a_config_is_frozen() -> None:
+    config = parse_config({"prompts": PROMPTS})
+    with pytest.raises(ValueError, match="frozen"):
+        config.model = "other"  # type: ignore[misc]  # the point of the test
+
+
+def test_the_resolved_config_is_a_config_that_says_the_same(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "prompts: [a]\nrewards: [x]\nchat: none"))
+    again = load_config(write(tmp_path, yaml.safe_dump(resolved(config))))
+    assert again == config
