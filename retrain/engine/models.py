@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.engine.tiny import tiny_folder, tiny_tokenizer
+from retrain.engine.tiny import quiet, tiny_folder, tiny_tokenizer
 from retrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,9 +58,10 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or torch.float32
-        )
+        with quiet():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype or torch.float32
+            )
     except (OSError, ValueError) as error:
         raise _cannot_load("model", folder, error) from error
     model.to(device)  # type: ignore[arg-type]  # a string will do
@@ -77,9 +78,12 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if folder == TINY:
         return tiny_tokenizer()
     from transformers import PreTrainedTokenizerFast
+    from transformers.utils import cached_file
 
     try:
-        if Path(folder).is_dir() and not (Path(folder) / "tokenizer.json").is_file():
+        if not Path(folder).is_dir():
+            cached_file(str(folder), "config.json")  # its error says why; the tokenizer's doesn't
+        elif not (Path(folder) / "tokenizer.json").is_file():
             from transformers import AutoTokenizer
 
             converted: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
@@ -104,12 +108,12 @@ def _is_hub_id(model: str) -> bool:
 
 
 def _cannot_load(what: str, folder: str | Path, error: Exception) -> ConfigError:
-    reason = str(error).strip().split("\n")[0]
+    reason = str(error).strip().split("\n")[0].rstrip(".")
     if Path(folder).is_dir():
         advice = "It must be a Hugging Face causal LM's folder, as save_pretrained writes it"
     else:
         advice = (
-            f"It was taken for a Hugging Face id: check its spelling, fetch it where there is a "
-            f"network with `hf download {folder}`, or give the path of a local folder"
+            "No folder of that name was found, so it was taken for a Hugging Face id: correct the "
+            f"path or the id, or fetch it where there is a network with `hf download {folder}`"
         )
     return ConfigError(f"model: the {what} of {str(folder)!r} can't be loaded: {reason}. {advice}")

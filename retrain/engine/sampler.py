@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +32,8 @@ class LocalSampler:
     """Serves completions from a copy of `model`; an async context manager.
 
     `model` is a plain causal LM: one whose `forward` was patched (by TRL or accelerate) is refused
-    with ValueError, since a copy of it would go on computing with the original's weights. At most
+    with ValueError, since a copy of it would go on computing with the original's weights, and so
+    is one without `past_key_values` (Mamba's own cache), which can't go on from a prefill. At most
     `max_rows` rows decode at once. `isolate` decodes each request as a batch of its own, so that
     its log-probs are the same to the bit whatever else is under way. `threads` is the number of
     CPU threads of one pass.
@@ -50,7 +52,7 @@ class LocalSampler:
         isolate: bool = False,
         threads: int = 1,
     ) -> None:
-        _refuse_patched(model)
+        _refuse_unfit(model)
         config = model.config.get_text_config()
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = config.vocab_size
@@ -202,7 +204,12 @@ def _check_params(params: SamplingParams, n: int) -> None:
             raise ValueError(f"{name} is {got!r}; it must be {expected}")
 
 
-def _refuse_patched(model: nn.Module) -> None:
+def _refuse_unfit(model: nn.Module) -> None:
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes no past_key_values, so the local sampler can't decode "
+            "with it: choose a causal LM with attention layers, pure or hybrid"
+        )
     for name, module in model.named_modules():
         if "forward" in vars(module):
             raise ValueError(
