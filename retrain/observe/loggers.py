@@ -122,6 +122,7 @@ class Logger(Callback, ABC):
         return not self._thread.is_alive()
 
     def _work(self, trainer: Run) -> None:
+        row: _Row | None = (0, {})
         try:
             self.open(trainer)
             while (row := self._rows.get()) is not None:
@@ -135,8 +136,8 @@ class Logger(Callback, ABC):
                 type(error).__name__,
                 error,
             )
-            while self._rows.get() is not None:
-                pass
+            while row is not None:  # the run goes on putting rows, up to the None of its end
+                row = self._rows.get()
 
 
 class TensorBoardLogger(Logger):

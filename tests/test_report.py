@@ -1,0 +1,276 @@
+"""The report: what it says, that it holds together after a crash, and that text stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observed import config, played, write_run
+
+from retrain.errors import ConfigError
+from retrain.observe.charts import charts, thin
+from retrain.observe.report import digest, write_report
+from retrain.observe.run_dir import RunDirectory
+from retrain.observe.samples import MAX_TEXT, PICKED, Samples
+from retrain.observe.timeline import MAX_INTERVALS, fates, timeline, waste
+from retrain.observe.verdict import bottleneck, findings
+
+
+def embedded(page: str) -> dict[str, Any]:
+    """The data of a page, as a browser would find it: up to the first end of the element."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script', page, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found.group(1))
+    return data
+
+
+def test_a_report_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
+    write_run(tmp_path / "maths")
+    report = write_report(tmp_path / "maths")
+    page = report.read_text(encoding="utf-8")
+    assert report == tmp_path / "maths" / "report.html"
+    assert "{{" not in page
+    assert not re.findall(r"""(?:src|href)=|url\(|@import|fetch\(""", page)
+    assert [a for a in re.findall(r"https?://[^\s\"']+", page) if "www.w3.org" not in a] == []
+    assert embedded(page)["name"] == "maths"
+
+
+def test_what_a_model_wrote_is_never_markup(tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> & \udc80"
+    write_run(tmp_path / "run", reply=hostile)
+    page = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    assert "alert(1)" in page
+    assert "<script>alert" not in page
+    assert "<img" not in page
+    assert "innerHTML" not in page
+    assert embedded(page)["samples"]["first"][0]["messages"][-1]["content"] == hostile
+
+
+def test_the_digest_tells_what_happened(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    data = digest(tmp_path / "run")
+    assert data["status"] == "completed"
+    assert {fact["label"]: fact["value"] for fact in data["facts"]} == {
+        "steps": "4 of 4",
+        "reward, first tenth": "0.250",
+        "reward, last tenth": "1.000",
+        "time": "0:04",
+        "rollouts": "24",
+        "sampled tokens": "48",
+    }
+    assert data["waste"] == [
+        {"fate": "trained", "groups": 8, "tokens": 32},
+        {"fate": "stale", "groups": 4, "tokens": 16},
+    ]
+    assert data["outcomes"] == [{"name": "ok", "count": 21}, {"name": "invalid", "count": 3}]
+    assert data["errors"] == [{"name": "it broke", "count": 3}]
+    assert data["bottleneck"]["sentence"].startswith("The trainer waited for rollouts 60%")
+    assert "staleness.target (now 1)" in data["bottleneck"]["advice"]
+    assert any("were too stale" in finding for finding in data["findings"])
+
+
+def test_a_report_of_a_run_under_way_or_cut_off(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", end=False)
+    assert digest(tmp_path / "run")["status"] == "cut off"
+    for name in ("events", "metrics", "rollouts"):
+        with (tmp_path / f"run/{name}.jsonl").open("a") as file:
+            file.write('{"step": 99, "torn')
+    assert len(digest(tmp_path / "run")["charts"][0]["series"][0]["points"]) == 4
+    with RunDirectory.open(tmp_path / "run", config(), resume=True):
+        assert digest(tmp_path / "run")["status"] == "running"
+
+
+def test_a_report_right_after_the_start_is_empty_but_whole(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path / "run", config()).close()
+    data = embedded(write_report(tmp_path / "run").read_text())
+    assert data["charts"] == []
+    assert data["timeline"] is None
+    assert data["bottleneck"] is None
+
+
+def test_a_damaged_configuration_does_not_prevent_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "run/config.yaml").write_text("a: [")
+    assert digest(tmp_path / "run")["facts"][0]["value"] == "4"
+
+
+def test_what_a_resume_voids_is_not_counted(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", end=False)
+    with RunDirectory.open(tmp_path / "run", config(), resume=True) as run_dir:
+        run_dir.event("resumed", from_step=0)
+    data = digest(tmp_path / "run")
+    assert data["waste"] == []
+    assert data["history"][-1].endswith("resumed from step 0")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_report(tmp_path)
+
+
+# charts
+
+
+def test_charts_come_in_reading_order_and_leave_out_what_is_missing() -> None:
+    rows = [{"step": 1, "reward/mean": 0.5, "reward/exact/mean": 0.4, "loss": None, "own": 3.0}]
+    evaluations = [{"event": "eval", "time": 1.0, "eval/step": 1.0, "eval/pass@4": 0.25}]
+    drawn = charts(rows, evaluations)
+    assert [(chart["place"], chart["title"]) for chart in drawn] == [
+        ("wide", "Reward"),
+        ("wide", "Evaluation on held-out prompts"),
+        ("further", "own"),
+    ]
+    assert drawn[0]["series"] == [
+        {"name": "reward/mean", "points": [(1.0, 0.5)]},
+        {"name": "reward/exact/mean", "points": [(1.0, 0.4)]},
+    ]
+    assert drawn[1]["series"] == [{"name": "eval/pass@4", "points": [(1.0, 0.25)]}]
+
+
+def test_a_long_series_is_averaged_in_equal_shares() -> None:
+    series = [(float(i), float(i)) for i in range(10_000)]
+    points = thin(series, 500)
+    assert len(points) == 500
+    assert sum(y for _, y in points) / 500 == pytest.approx(4999.5)
+    assert points[0] == (9.5, 9.5)
+
+
+# timeline
+
+
+def test_overlapping_groups_lie_on_lanes_of_their_own() -> None:
+    spans = [("a", 0.0, 2.0), ("b", 1.0, 3.0), ("c", 2.0, 4.0), ("d", 3.5, 5.0)]
+    events = [rollout(ticket, 2e9 + start, 2e9 + end) for ticket, start, end in spans]
+    line = timeline(events, fates(events))
+    assert line is not None
+    assert [[(a, b) for a, b, *_ in lane] for lane in line["lanes"]] == [
+        [(0.0, 2.0), (2.0, 4.0)],
+        [(1.0, 3.0), (3.5, 5.0)],
+    ]
+    assert line["seconds"] == 5.0
+
+
+def test_times_of_another_clock_are_shifted_to_the_events_own() -> None:
+    events = [{**rollout("a", 50.0, 52.0), "time": 2e9}]
+    line = timeline(events, fates(events))
+    assert line is not None
+    assert line["start"] == pytest.approx(2e9 - 2.0)
+
+
+def test_of_a_long_run_the_timeline_shows_the_end() -> None:
+    events = [rollout(str(i), 2e9 + i, 2e9 + i + 0.5) for i in range(2 * MAX_INTERVALS)]
+    events.insert(0, {"event": "update", "time": 2e9, "step": 1, "started": 2e9, "ended": 2e9 + 1})
+    line = timeline(events, fates(events))
+    assert line is not None
+    assert (line["shown"], line["groups"]) == (MAX_INTERVALS, 2 * MAX_INTERVALS)
+    assert line["start"] == 2e9 + MAX_INTERVALS
+    assert line["training"]["update"] == []
+
+
+def test_groups_that_are_neither_trained_nor_dropped_are_left() -> None:
+    events = [
+        {"event": "issued", "ticket": "a"},
+        {**rollout("b", 2e9, 2e9 + 1), "tokens": [3, 4]},
+        {"event": "dropped", "ticket": "c", "cause": "failed"},
+    ]
+    found = fates(events)
+    assert (found.of("a"), found.of("b"), found.of("c")) == ("left", "left", "failed")
+    assert waste(found) == [{"fate": "left", "groups": 2, "tokens": 7}]
+
+
+def rollout(ticket: str, started: float, ended: float) -> dict[str, Any]:
+    return {
+        "event": "rollout",
+        "time": ended,
+        "ticket": ticket,
+        "started": started,
+        "ended": ended,
+        "outcomes": ["ok", "ok"],
+        "versions": [0, 1],
+        "tokens": 7,
+    }
+
+
+# samples
+
+
+def test_the_best_and_worst_rollouts_are_found_in_bounded_memory() -> None:
+    rollouts = [
+        {"ticket": f"0.{i}.0", "index": 0, "outcome": "ok", "reward": (i * 37 % 100) / 100}
+        for i in range(100)
+    ]
+    picked = Samples(iter(rollouts)).picked()
+    assert [r["reward"] for r in picked["best"]] == [0.99, 0.98, 0.97, 0.96, 0.95, 0.94]
+    assert [r["reward"] for r in picked["worst"]] == [0.0, 0.01, 0.02, 0.03, 0.04, 0.05]
+    assert [r["ticket"] for r in picked["first"]] == [f"0.{i}.0" for i in range(PICKED)]
+    assert [r["ticket"] for r in picked["last"]] == [f"0.{i}.0" for i in range(94, 100)]
+    assert "failed" not in picked
+
+
+def test_a_very_long_message_is_cut(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        run_dir.event("issued", ticket="0.0.0")
+        run_dir.rollouts(played("0.0.0", "x" * (MAX_TEXT + 5), [1.0]))
+    (message,) = digest(tmp_path / "run")["samples"]["first"][0]["messages"][1:]
+    assert message["content"].endswith("x ... (5 more characters)")
+
+
+# verdict
+
+
+@pytest.mark.parametrize(
+    ("wait", "update", "publish", "stage", "target", "expected"),
+    [
+        (6.0, 3.0, 0.5, "sample", 2, "generation-bound. | Raise staleness.target (now 2)"),
+        (6.0, 3.0, 0.5, "sample", 0, "generation-bound. | staleness.target is 0"),
+        (6.0, 3.0, 0.5, "environment", 2, "generation-bound. | Make the environment faster"),
+        (6.0, 3.0, 0.5, "reward", 2, "generation-bound. | Make the reward faster"),
+        (0.1, 9.0, 0.5, "sample", 2, "training-bound. | Generation keeps up."),
+        (0.1, 4.0, 5.5, "sample", 2, "publish-bound. | Publish LoRA weights"),
+        (0.1, 1.0, 0.5, "sample", 2, "look at callbacks | Generation keeps up."),
+    ],
+)
+def test_the_bottleneck_in_words(
+    wait: float, update: float, publish: float, stage: str, target: int, expected: str
+) -> None:
+    row = {"time/step": 10.0, "time/wait_for_batch": wait, "time/update": update}
+    first = {"time/step": 100.0, "time/wait_for_batch": 100.0}
+    found = bottleneck([first, {**row, "time/publish": publish}], {stage: 9.0, "other": 1}, target)
+    assert found is not None
+    sentence, advice = expected.split(" | ")
+    assert sentence in found["sentence"]
+    assert advice in found["advice"]
+    assert sum(part["share"] for part in found["shares"]) == pytest.approx(1.0)
+
+
+def test_a_healthy_run_has_no_findings() -> None:
+    rows = [{"step": i, "entropy": 1.0, "groups/zero_signal": 1} for i in range(30)]
+    assert findings(rows, Counter(ok=100), Counter(stop=100), [], 8) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "outcomes", "stops", "expected"),
+    [
+        ([{"loss": 1.0}, {"loss": None, "nonfinite": {"loss": "nan"}}], {}, {}, "first in step 2"),
+        ([{"groups/zero_signal": 6}], {}, {}, "75% of the latest groups"),
+        ([], {"ok": 9, "timeout": 1}, {}, "10% of the rollouts failed"),
+        ([], {}, {"stop": 1, "length": 1}, "50% of the turns were cut off"),
+        ([{"kl/sampler_trainer": 0.5}], {}, {}, "reached 0.5 in step 1"),
+        ([{"entropy": 2.0}] * 20 + [{"entropy": 0.01}] * 20, {}, {}, "Entropy fell to 0.5%"),
+    ],
+)
+def test_what_deserves_a_look_is_found(
+    rows: list[dict[str, Any]], outcomes: dict[str, int], stops: dict[str, int], expected: str
+) -> None:
+    numbered = [{"step": step, **row} for step, row in enumerate(rows, 1)]
+    (finding,) = findings(numbered, Counter(outcomes), Counter(stops), [], 8)
+    assert expected in finding
+
+
+def test_a_metric_that_a_backend_never_reports_is_no_finding() -> None:
+    rows = [{"step": 1, "entropy": None, "nonfinite": {"entropy": "nan"}}]
+    assert findings(rows, Counter(), Counter(), [], 8) == []
