@@ -28,7 +28,7 @@ from typing import Any, Final, cast
 
 from retrain.chat_template import Template, after_reply
 from retrain.chat_tokens import TurnTokens
-from retrain.chat_tools import as_template, parse_reply
+from retrain.chat_tools import as_template, check_tools, parse_reply
 from retrain.environment import Action, ToolSpec
 from retrain.errors import UserCodeError
 from retrain.sampler import Tokenizer
@@ -64,8 +64,8 @@ class Chat:
     def begin(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Conversation:
         """A conversation that starts with `messages`; equal openings are tokenised once.
 
-        Raises TypeError or ValueError for what is no list of messages, UserCodeError for messages
-        that the template refuses or ignores.
+        Raises TypeError or ValueError for what is no list of messages or of tools, UserCodeError
+        for messages that the template refuses or ignores.
         """
         checked = _checked(messages, "the messages that a rollout starts with")
         if not checked:
@@ -81,6 +81,7 @@ class Chat:
         return Conversation(self, opening, checked)
 
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> _Opening:
+        check_tools(tools)
         shown = tuple(tool.as_template() for tool in tools)
         text = self.template.render(messages, shown)
         self.template.require_heard(messages, text, shown)

@@ -64,6 +64,36 @@ def parse_reply(
     return Reply(rest.rstrip(), tuple(calls), readable)
 
 
+def check_tools(tools: Sequence[object]) -> None:
+    """Raise TypeError or ValueError for what can't be offered as tools, before a model calls it."""
+    names = set()
+    for tool in tools:
+        if not isinstance(tool, ToolSpec):
+            raise TypeError(
+                f"tools must be a sequence of ToolSpec(name, description, parameters), got {tool!r}"
+            )
+        if tool.name in names:
+            raise ValueError(f"there are two tools with the name {tool.name!r}")
+        names.add(tool.name)
+        _check_schema(tool.parameters, f"tool {tool.name!r}: parameters")
+
+
+def _check_schema(schema: object, path: str) -> None:
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"{path} must be a JSON schema (a dict), got {schema!r}")
+    properties, wanted = schema.get("properties", {}), schema.get("type", [])
+    unknown = set([wanted] if isinstance(wanted, str) else wanted) - _TYPES.keys()
+    if unknown:
+        got = ", ".join(sorted(unknown))
+        raise ValueError(f"{path} has the type {got}: JSON schema knows {', '.join(_TYPES)}")
+    if not isinstance(properties, Mapping):
+        raise TypeError(f"{path}.properties must be a dict of JSON schemas, got {properties!r}")
+    for name, inner in properties.items():
+        _check_schema(inner, f"{path}.{name}")
+    if isinstance(schema.get("items"), Mapping):
+        _check_schema(schema["items"], f"{path}[]")
+
+
 def as_template(call: ToolCall) -> dict[str, Any]:
     """The form in which an assistant message carries a call to a chat template."""
     function = {"name": call.name, "arguments": dict(call.arguments)}
@@ -144,7 +174,7 @@ def _check_object(
     missing = [name for name in schema.get("required", ()) if name not in value]
     if missing:
         return f"{path} lacks {', '.join(missing)}"
-    if not schema.get("additionalProperties", not (closed and properties)):
+    if schema.get("additionalProperties", not (closed and properties)) is False:
         unknown = [name for name in value if name not in properties]
         if unknown:
             known = ", ".join(properties) or "none"
@@ -167,7 +197,7 @@ def _is(value: object, name: str) -> bool:
         return name == "boolean"
     if name == "integer" and isinstance(value, float):
         return value.is_integer()
-    return isinstance(value, _TYPES.get(name, object))
+    return isinstance(value, _TYPES[name])
 
 
 def _shown(value: object) -> str:

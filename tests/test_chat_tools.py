@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.chat_tools import as_template, parse_reply
+from retrain.chat_tools import as_template, check_tools, parse_reply
 from retrain.environment import ToolSpec
 
 SEARCH = ToolSpec(
@@ -157,6 +157,28 @@ def test_a_call_in_the_template_s_form_has_id_type_and_function() -> None:
         "type": "function",
         "function": {"name": "search", "arguments": {"query": "a"}},
     }
+
+
+@pytest.mark.parametrize(
+    ("tools", "error", "told"),
+    [
+        ([PING.as_template()], TypeError, "must be a sequence of ToolSpec"),
+        ([len], TypeError, "must be a sequence of ToolSpec"),
+        ([PING, PING], ValueError, "two tools with the name 'ping'"),
+        ([ToolSpec("f", "", {"properties": {"a": {"type": "int"}}})], ValueError,
+         "tool 'f': parameters.a has the type int: JSON schema knows string, number, integer"),
+        ([ToolSpec("f", "", {"properties": {"a": {"items": {"type": "str"}}}})], ValueError,
+         "parameters.a[] has the type str"),
+        ([ToolSpec("f", "", {"properties": ["a"]})], TypeError, "properties must be a dict"),
+        ([ToolSpec("f", "", {"properties": {"a": "string"}})], TypeError, "must be a JSON schema"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be_offered_are_an_error(
+    tools: list[Any], error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error) as raised:
+        check_tools(tools)
+    assert told in str(raised.value)
 
 
 JSON = st.recursive(
