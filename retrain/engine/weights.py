@@ -26,12 +26,14 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     the layer for its variants. A LoRA on one of two tied weights leaves them two tensors.
     """
     weights: dict[str, Tensor] = {}
-    copies: dict[tuple[Any, ...], Tensor] = {}
+    # The original is held beside its copy: a merged weight is a temporary, and the next one of its
+    # shape would be given the same memory and be taken for a tied tensor.
+    copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
     for name, tensor in _plain_weights(model):
         place = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
         if place not in copies:
-            copies[place] = tensor.detach().clone()
-        weights[name] = copies[place]
+            copies[place] = (tensor, tensor.detach().clone())
+        weights[name] = copies[place][1]
     return weights
 
 
