@@ -17,6 +17,7 @@ from retrain.config_keys import HOMES, PATHS, WRAPPERS
 from retrain.errors import ConfigError
 from retrain.observe.run_dir import resolved
 
+TYPE_HINT = "expected the name of a built-in, module:Class or path/file.py:Class"
 PROMPTS = {"type": "list", "rows": ["a"]}
 
 
@@ -60,8 +61,7 @@ sampling: {temperature: hot, top_p: 2}
 rewards: [{weight: 1}]
 """
     assert refused(tmp_path, text).splitlines()[1:] == [
-        "  rewards.0.type: missing; expected the name of a built-in, module:Class "
-        + "or path/file.py:Class",
+        f"  rewards.0.type: missing; {TYPE_HINT}",
         "  line 5: sampling.temperature: got 'hot', expected a number",
         "  line 5: sampling.top_p: got 2, expected at most 1.0",
         "  line 4: train.groups_per_step: got 0, expected at least 1",

@@ -1,0 +1,502 @@
+"""Finding plug-ins, checking their keys, and putting a run together from them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from retrain.algorithms.grpo import GRPO
+from retrain.assembly import KINDS, Parts, assemble
+from retrain.config import parse_config
+from retrain.environment import Environment
+from retrain.errors import ConfigError, PluginError
+from retrain.plugin_keys import bind
+from retrain.plugins import built_in_names, find_plugin
+from retrain.prompts import ListPrompts
+from retrain.rewarding import FunctionReward
+from retrain.schema import run_schema
+from retrain.types import Completion, Group, Prompt, Trajectory, Turn
+
+ENVIRONMENT = """
+from retrain import Environment
+from .constants import WORD
+
+class Mine(Environment):
+    word = WORD
+    def __init__(self, size: int, mode: str = "easy"):
+        self.size = size
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """The modules of a test's own folders are forgotten."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    temporary = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+        if any(str(place).startswith(temporary) for place in places):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    (tmp_path / "constants.py").write_text("WORD = 'hello'")
+    return tmp_path
+
+
+def found(kind: str, text: str, folder: Path) -> Any:
+    return find_plugin(KINDS[kind], text, f"{kind}.type", folder)
+
+
+def refusal(kind: str, text: str, folder: Path) -> str:
+    with pytest.raises(PluginError) as caught:
+        found(kind, text, folder)
+    return str(caught.value)
+
+
+def make(folder: Path, **sections: Any) -> Parts:
+    base = {"prompts": ["a"], "environment": "echo", "rewards": "exact_match"}
+    return assemble(parse_config({**base, **sections}, folder))
+
+
+def problems(folder: Path, **sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make(folder, **sections)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["mine.py:Mine", "mine:Mine", "mine.py"])
+def test_an_environment_is_found_beside_the_config(folder: Path, text: str) -> None:
+    if text.startswith("mine:"):  # a module is no member of a package: it has absolute imports
+        (folder / "mine.py").write_text(ENVIRONMENT.replace("from .", "from "))
+    assert found("environment", text, folder).word == "hello"
+
+
+def test_the_configs_folder_comes_before_the_working_folder(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working = tmp_path_factory.mktemp("working")
+    (working / "mine.py").write_text(ENVIRONMENT)
+    (working / "constants.py").write_text("WORD = 'from the working folder'")
+    (working / "other.py").write_text(ENVIRONMENT)
+    monkeypatch.chdir(working)
+    assert found("environment", "mine.py", folder).word == "hello"
+    assert found("environment", "other.py", folder).word == "from the working folder"
+
+
+def test_a_file_is_executed_once_whatever_names_it(folder: Path) -> None:
+    assert found("environment", "mine.py:Mine", folder) is found("environment", "mine.py", folder)
+
+
+def test_a_folder_with_an_init_is_its_package(folder: Path) -> None:
+    (folder / "__init__.py").write_text("SHARED = 3")
+    (folder / "uses.py").write_text(
+        "from retrain import Environment\nfrom . import SHARED\n"
+        "class Uses(Environment):\n    shared = SHARED\n"
+    )
+    assert found("environment", "uses.py", folder).shared == 3
+
+
+def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = folder / "environments"
+    package.mkdir()
+    (package / "echo.py").write_text(ENVIRONMENT.replace("from .constants import WORD", "WORD=1"))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    assert found("environment", "echo", folder).__name__ == "Echo"
+    assert found("environment", "environments.echo:Mine", folder).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("environment", "ech", "no built-in environment 'ech'; did you mean echo? (built-in: "),
+        ("algorithm", "gpro", "did you mean grpo? (built-in: grpo, "),
+        ("environment", "a.b.Mine", "for your own class write a.b:Mine"),
+        ("environment", "mime.py:Mine", "; did you mean mine.py?"),
+        ("environment", "mine.py:Mime", "there is no Mime in "),
+        ("environment", "constants.py:WORD", "is not an Environment; it defines no Environment"),
+        ("reward", "mine.py:Mine", "is not a RewardCalculator"),
+        ("environment", "constants.py", "must define one Environment, found none"),
+        ("environment", "nowhere:X", "there is no module nowhere: it must be installed, or stand"),
+        ("environment", "two.py", "found several: write two.py:A or two.py:B"),
+        ("environment", "raises.py", "raises.py:2: RuntimeError: no database"),
+        ("environment", "raises:X", "raises.py:2: RuntimeError: no database"),
+        ("environment", "syntax.py", "syntax.py:1: SyntaxError:"),
+        ("environment", "leaves.py", "leaves.py:1: SystemExit: 3"),
+        ("environment", "lacks.py", "No module named 'surely_not_there'"),
+        ("environment", "lacks:X", "No module named 'surely_not_there'"),
+        ("algorithm", "abstract.py:Half", "Half in "),
+    ],
+)
+def test_what_cannot_be_found_says_what_to_do(
+    folder: Path, kind: str, text: str, message: str
+) -> None:
+    header = "from retrain import Environment, Algorithm\n"
+    sources = {
+        "two": header + "class A(Environment): pass\nclass B(Environment): pass",
+        "raises": "x = 1\nraise RuntimeError('no database')",
+        "syntax": "def f(:",
+        "leaves": "raise SystemExit(3)",
+        "lacks": "import surely_not_there",
+        "abstract": header + "class Half(Algorithm): pass",
+    }
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    refused = refusal(kind, text, folder)
+    assert refused.startswith(f"{kind}.type: ")
+    assert message in refused
+
+
+def test_a_missing_file_lists_where_it_was_looked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    working = tmp_path_factory.mktemp("working")
+    monkeypatch.chdir(working)
+    message = refusal("environment", "gone.py:X", folder)
+    assert f"there is no file {folder / 'gone.py'} nor {working / 'gone.py'}" in message
+
+
+def test_an_abstract_class_names_what_it_lacks(folder: Path) -> None:
+    (folder / "half.py").write_text("from retrain import Algorithm\nclass Half(Algorithm): pass")
+    assert "does not define advantages" in refusal("algorithm", "half.py:Half", folder)
+
+
+def wanted(
+    size: int, rate: float = 1.0, mode: Literal["a", "b"] = "a", names: tuple[str, ...] = ()
+) -> None:
+    """What the signature tests bind."""
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"size": 1, "raet": 2}, "x.raet: unknown key; did you mean x.rate?"),
+        ({}, "x.size: missing; wanted needs a whole number"),
+        ({"size": True}, "x.size: got true, expected a whole number"),
+        ({"size": "1"}, "x.size: got '1', expected a whole number"),
+        ({"size": 1, "rate": "fast"}, "x.rate: got 'fast', expected a number"),
+        ({"size": 1, "mode": "c"}, "x.mode: got 'c', expected 'a' or 'b'"),
+        ({"size": 1, "names": [1]}, "x.names.0: got 1, expected a text"),
+    ],
+)
+def test_the_signature_is_the_schema(keys: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        bind(wanted, keys, "x")
+    assert caught.value.problems == (message,)
+
+
+def test_all_wrong_keys_are_told_at_once() -> None:
+    with pytest.raises(PluginError) as caught:
+        bind(wanted, {"sizes": 1, "rate": [], "mode": 3}, "x")
+    assert len(caught.value.problems) == 4
+
+
+def test_keys_are_converted_as_annotated() -> None:
+    assert bind(wanted, {"size": 1, "rate": 2, "names": ["n"]}, "x") == {
+        "size": 1,
+        "rate": 2.0,
+        "names": ("n",),
+    }
+
+
+def test_an_unresolved_annotation_checks_nothing() -> None:
+    def loose(size: Missing) -> None: ...  # type: ignore[name-defined]  # noqa: F821 - on purpose
+
+    assert bind(loose, {"size": object}, "x") == {"size": object}
+
+
+def test_a_constructor_may_ask_for_the_configs_folder() -> None:
+    def asks(name: str, base_dir: Path) -> None: ...
+
+    assert bind(asks, {"name": "n"}, "x", given={"base_dir": Path("/c")})["base_dir"] == Path("/c")
+    assert bind(wanted, {"size": 1}, "x", given={"base_dir": Path("/c")}) == {"size": 1}
+
+
+def test_a_run_is_put_together(folder: Path) -> None:
+    parts = make(
+        folder,
+        environment={"type": "mine.py:Mine", "size": 3},
+        algorithm={"type": "grpo", "baseline": "leave_one_out", "loss_config": {"epsilon": 0.1}},
+        eval={"prompts": ["b", "c"]},
+    )
+    assert isinstance(parts.prompts, ListPrompts)
+    assert parts.eval_prompts is not None
+    assert len(parts.eval_prompts) == 2
+    assert parts.environment() is not parts.environment()
+    assert isinstance(parts.algorithm, GRPO)
+    assert (parts.loss, parts.normalisation) == ("dapo", None)
+    assert parts.loss_config == {"epsilon": 0.1}
+    assert "dapo" in parts.capabilities.losses
+    assert parts.scorer.rewards[0].name == "exact_match"
+    assert parts.warnings == ()
+    parts.scorer.close()
+
+
+async def test_rewards_may_be_functions_classes_or_decorated(folder: Path) -> None:
+    (folder / "scores.py").write_text(
+        """
+from retrain import RewardCalculator, reward
+
+def helper(text): return len(text)
+
+def length(completion, target: int, scale: float = 1.0): return helper(completion) * scale - target
+
+async def constant(value: float = 1.0): return value
+
+@reward(name="nice", factor=2)
+def decorated(completion, factor, bonus=0): return factor + bonus
+
+class Calculator(RewardCalculator):
+    def __init__(self, value: float): self.value = value
+    async def calculate(self, trajectory): return self.value
+"""
+    )
+    parts = make(
+        folder,
+        rewards=[
+            {"type": "scores.py:length", "target": 1, "scale": 2},
+            {"type": "scores.py:constant", "weight": 3},
+            {"type": "scores.py:decorated", "bonus": 1},
+            {"type": "scores.py:Calculator", "value": 5, "name": "own"},
+        ],
+    )
+    completion = Completion([1], [0.0], "abc", "stop", 0)
+    prompt = Prompt("0.0.0", ({"role": "user", "content": "a"},))
+    trajectory = Trajectory(prompt, [Turn([1], completion)])
+    await parts.scorer.score(Group(prompt, [trajectory]))
+    parts.scorer.close()
+    assert trajectory.rewards == {"length": 5.0, "constant": 1.0, "nice": 3.0, "own": 5.0}
+    assert trajectory.reward == 5 + 3 + 3 + 5
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"type": "r.py:fine", "targt": 1}, "rewards.0.targt: unknown key; did you mean "),
+        ({"type": "r.py:fine", "weigth": 1}, "did you mean rewards.0.weight?"),
+        (
+            {"type": "r.py:fine", "target": "x"},
+            "rewards.0.target: got 'x', expected a whole number",
+        ),
+        ({"type": "r.py:needs"}, "rewards.0.word: missing; needs needs a text"),
+        ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion: unknown key"),
+        ({"type": "r.py:Fails"}, "rewards.0: Fails(...) raised OSError: no model (r.py:"),
+        ({"type": "r.py:object_", "x": 1}, "rewards.0.x: unknown key"),
+        ({"type": "r.py:fine", "name": "environment"}, "is the name of the steps' own reward"),
+    ],
+)
+def test_a_rewards_keys_are_checked(folder: Path, reward: dict[str, Any], message: str) -> None:
+    (folder / "r.py").write_text(
+        """
+from retrain import RewardCalculator
+def fine(completion, target: int = 1): return 1.0
+def needs(completion, word: str): return 1.0
+class Fails(RewardCalculator):
+    def __init__(self): raise OSError("no model")
+    async def calculate(self, trajectory): return 1.0
+class Fine(RewardCalculator):
+    async def calculate(self, trajectory): return 1.0
+object_ = Fine()
+"""
+    )
+    message = message.replace("(r.py:", f"at {folder / 'r.py'}:")
+    assert message in problems(folder, rewards=[reward])
+
+
+def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
+    message = problems(folder, rewards=["exact_match", "exact_match"])
+    assert "rewards: two are called 'exact_match': give each its own `name`" in message
+
+
+def test_an_environments_constructor_that_raises_is_a_config_error(folder: Path) -> None:
+    (folder / "e.py").write_text(
+        "from retrain import Environment\n"
+        "class E(Environment):\n    def __init__(self): raise KeyError('HOME')"
+    )
+    assert "environment: E(...) raised KeyError: 'HOME' at " in problems(
+        folder, environment="e.py:E"
+    )
+
+
+def test_the_problems_of_all_parts_come_together(folder: Path) -> None:
+    message = problems(
+        folder,
+        environment={"type": "mine.py:Mine", "siz": 3},
+        rewards=["exact_mach"],
+        algorithm={"type": "grpo", "baselin": "mean"},
+        backend={"type": "trl", "learning_rat": 1},
+        prompts={"type": "file", "path": "gone.jsonl"},
+        model="./nowhere",
+    )
+    for part in (
+        "environment.siz: unknown key; did you mean environment.size?",
+        "environment.size: missing",
+        "did you mean exact_match?",
+        "algorithm.baselin: unknown key; did you mean algorithm.baseline?",
+        "backend.learning_rat: unknown key; did you mean backend.learning_rate?",
+        "there is no prompt file",
+        "model: there is no folder",
+    ):
+        assert part in message
+
+
+def test_foreign_keys_inside_plug_in_sections_are_explained(folder: Path) -> None:
+    message = problems(
+        folder,
+        algorithm={"type": "grpo", "hyperparameters": {"learning_rate": 1, "num_generations": 2}},
+        environment={"type": "mine.py:Mine", "size": 1, "env_specific_config": {"mode": "x"}},
+        backend={"type": "trl", "loss_fn": "ppo"},
+    )
+    for part in (
+        "algorithm.hyperparameters.learning_rate: unknown key; that is backend.learning_rate here",
+        "algorithm.hyperparameters.num_generations: unknown key; that is algorithm.group_size here",
+        "environment.env_specific_config.mode: unknown key; that is environment.mode here",
+        "backend.loss_fn: unknown key; that is algorithm.loss here",
+    ):
+        assert part in message
+
+
+LIMITED = """
+from retrain import AdapterOptions, Capabilities
+class Options(AdapterOptions):
+    adapter = "nowhere:Adapter"
+    def capabilities(self):
+        return Capabilities(losses=frozenset({"ppo", "importance_sampling", "dro"}),
+                            max_staleness=3, sampling=frozenset({"max_tokens", "temperature"}))
+    def problems(self, config):
+        return ["backend: told by problems()"] if config.train.seed == 13 else []
+"""
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({}, "has no loss 'dapo'; the same is ppo with normalisation: token (it has "),
+        ({"algorithm": {"loss": "pp"}}, "has no loss 'pp'; the nearest is ppo"),
+        ({"algorithm": {"loss": "my.py:loss"}}, "can't train a loss of your own"),
+        ({"algorithm": {"loss": "dro", "normalisation": "sequence"}}, "can't be normalised by seq"),
+        ({"algorithm": {"group_size": 1}}, "algorithm.group_size: got 1, but grpo compares"),
+        ({"sampling": {"top_k": 5}}, "sampling.top_k: got 5, but the limited.py backend can't"),
+        ({"sampling": {"stop": ["x"]}}, "sampling.stop: got ('x',), but the limited.py backend"),
+        ({"staleness": {"target": 2}}, "staleness.max: is 4, but the limited.py backend allows"),
+        ({"train": {"seed": 13}}, "backend: told by problems()"),
+        ({"rewards": []}, "rewards: missing, and the environment echo gives none"),
+        (
+            {
+                "algorithm": {"loss": "importance_sampling"},
+                "staleness": {"target": 2, "max": 3},
+            },
+            "importance_sampling does not clip its ratio",
+        ),
+    ],
+)
+def test_what_the_backend_cannot_honour_is_refused(
+    folder: Path, sections: dict[str, Any], message: str
+) -> None:
+    (folder / "limited.py").write_text(LIMITED)
+    base = {"backend": "limited.py", "algorithm": {"loss": "ppo"}} if sections else {}
+    assert message in problems(folder, **{"backend": "limited.py", **base, **sections})
+
+
+def test_an_unclipped_loss_on_old_samples_can_be_forced(folder: Path) -> None:
+    parts = make(
+        folder,
+        algorithm={"loss": "importance_sampling", "loss_config": {"force": True}},
+        staleness={"target": 2},
+    )
+    assert (parts.loss, parts.normalisation, parts.loss_config) == (
+        "importance_sampling",
+        "token",
+        {},
+    )
+
+
+def test_a_normalisation_beside_trls_own_loss_is_refused(folder: Path) -> None:
+    message = problems(folder, algorithm={"loss": "dapo", "normalisation": "token"})
+    assert "the loss dapo carries its own: remove it" in message
+
+
+def test_seldom_meant_sampling_is_warned_of(folder: Path) -> None:
+    (folder / "limited.py").write_text(LIMITED)
+    backend = {"backend": "limited.py", "algorithm": {"loss": "ppo"}}
+    (warm,) = make(folder, sampling={"temperature": 0.7}, **backend).warnings
+    assert warm.startswith("sampling with temperature 0.7: ppo weighs tokens by the ratio")
+    (greedy,) = make(folder, sampling={"temperature": 0}, **backend).warnings
+    assert "the rollouts of a group are equal" in greedy
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./gone", "model: there is no folder "),
+        ("/gone/model", "model: there is no folder /gone/model"),
+        ("a/b/c", "model: there is no folder "),
+        ("  ", "model: got '  ', expected tiny, a folder or a Hugging Face id"),
+        ("hollow", "holds no model: it has no config.json"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused(folder: Path, model: str, message: str) -> None:
+    (folder / "hollow").mkdir()
+    assert message in problems(folder, model=model)
+
+
+def test_a_hub_id_is_left_to_the_backend(folder: Path) -> None:
+    assert make(folder, model="Qwen/Qwen3-0.6B").config.model == "Qwen/Qwen3-0.6B"
+
+
+def test_a_backend_whose_library_is_missing_says_what_to_install(folder: Path) -> None:
+    (folder / "limited.py").write_text(LIMITED.replace('"nowhere:', '"needs:'))
+    (folder / "needs.py").write_text("import surely_not_there")
+    parts = make(folder, backend="limited.py", algorithm={"loss": "ppo"})
+    with pytest.raises(PluginError, match="needs surely_not_there, which is not installed"):
+        parts.open_adapter()
+
+
+def test_built_in_names_are_the_files_and_the_table() -> None:
+    assert {"echo", "single_turn"} <= set(built_in_names("environment"))
+    assert {"exact_match", "slot_match"} <= set(built_in_names("reward"))
+    for kind, kind_of in KINDS.items():
+        if kind == "backend":
+            continue  # those whose parts are installed are tried by their own tests
+        for name in built_in_names(kind):
+            assert kind_of.fits(find_plugin(kind_of, name, kind, Path.cwd())), name
+
+
+def test_the_schema_has_the_built_ins_keys() -> None:
+    schema = run_schema()
+    assert "base_dir" not in schema["properties"]
+    cases = schema["properties"]["backend"]["allOf"]
+    by_name = {case["if"]["properties"]["type"]["const"]: case["then"] for case in cases}
+    assert by_name["trl"]["properties"]["learning_rate"]["default"] == 1e-5
+    files = schema["properties"]["prompts"]["allOf"][0]
+    assert files["if"]["properties"]["type"]["const"] == "file"
+    assert files["then"]["required"] == ["path"]
+    assert "base_dir" not in files["then"]["properties"]
+    rewards = schema["$defs"]["RewardConfig"]
+    assert {"type", "weight", "name"} == set(rewards["properties"])
+
+
+def test_a_subclass_of_environment_defined_elsewhere_is_no_candidate(folder: Path) -> None:
+    (folder / "base.py").write_text(
+        "from retrain import Environment\nclass Base(Environment): pass"
+    )
+    (folder / "child.py").write_text("from .base import Base\nclass Child(Base): pass")
+    child = found("environment", "child.py", folder)
+    assert child.__name__ == "Child"
+    assert issubclass(child, Environment)
+
+
+def test_function_rewards_stay_callable(folder: Path) -> None:
+    slot = found("reward", "slot_match", folder)
+    assert isinstance(slot, FunctionReward)
+    assert slot("ab", "abcd") == 0.5
