@@ -18,7 +18,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -441,19 +441,17 @@ async def serve(app: Any) -> AsyncIterator[str]:
     # asyncio turns Nagle's algorithm off for sockets that name TCP: 40 ms a reply otherwise.
     listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app, log_level="critical", lifespan="off", ws="none", timeout_graceful_shutdown=0
-    )
+    config = uvicorn.Config(app, log_level="critical", lifespan="off", ws="none")
+    config.load()
     server = uvicorn.Server(config)
-    server.capture_signals = _nothing  # type: ignore[method-assign]  # pytest keeps its own
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[listener])
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
-        await serving
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()  # the tests' clients have left; a hanging call has not
+        for listening in server.servers:
+            listening.close()
+            await listening.wait_closed()
         listener.close()
-
-
-def _nothing() -> Any:
-    return nullcontext()

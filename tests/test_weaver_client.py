@@ -459,7 +459,7 @@ async def test_leaving_ends_all_that_was_made_even_after_an_error(
         await use()
     assert sorted(fake.terminated) == sorted(fake.models)
     assert not fake.samplers
-    assert len(asyncio.all_tasks()) == 2, "the test's and the server's: the heartbeat has ended"
+    assert len(asyncio.all_tasks()) == 1, "the heartbeat has ended"
 
 
 async def test_leaving_a_service_that_is_gone_is_no_error(

@@ -35,8 +35,8 @@ def custom_surrogate(
         (gradients,) = torch.autograd.grad(value, learner)
     if not torch.isfinite(value) or not torch.isfinite(gradients).all():
         raise NonFiniteError(
-            f"the custom loss is {float(value.detach())}, or one of its gradients is not finite: check it "
-            "for logarithms and divisions of 0"
+            f"the custom loss is {float(value.detach())}, or a gradient of it is not finite: look "
+            "for logarithms and divisions of 0 in it"
         )
     rows = [row[: len(own)] for row, own in zip(gradients.tolist(), logprobs, strict=True)]
     return float(value.detach()), rows, loss_metrics(sums)
