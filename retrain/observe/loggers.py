@@ -27,13 +27,6 @@ from retrain.observe.callbacks import Callback, Run, TrainingResult
 from retrain.observe.run_dir import resolved
 from retrain.types import Metrics
 
-LOGGERS = {
-    "tensorboard": "retrain.observe.loggers:TensorBoardLogger",
-    "trackio": "retrain.observe.loggers:TrackioLogger",
-    "wandb": "retrain.observe.loggers:WandbLogger",
-}
-"""Short names for `loggers.type`."""
-
 QUEUE_ROWS = 1000
 """Rows that may wait for a slow service; further ones are counted in `lost` and left out."""
 
