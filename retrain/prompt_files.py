@@ -52,7 +52,7 @@ def _read_jsonl(path: Path) -> Iterator[Numbered]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield f"line {number}", _json(line, path, number)
+                yield f"line {number}", _json(line.strip(), path, number)
 
 
 def _read_json(path: Path) -> Iterator[Numbered]:

@@ -1,0 +1,205 @@
+"""Prompts: every form of row and file, and errors that name the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.errors import PromptError
+from retrain.prompts import DatasetPrompts, FilePrompts, ListPrompts, epoch_order
+from retrain.types import Ticket
+
+
+def file(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(path: Path, **keys: Any) -> str:
+    with pytest.raises(PromptError) as caught:
+        FilePrompts(str(path), **keys)
+    return str(caught.value)
+
+
+def test_a_row_is_a_text_or_a_mapping() -> None:
+    source = ListPrompts(
+        [
+            "plain",
+            {"prompt": "asked", "answer": 5, "level": "hard"},
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+            {"prompt": [{"role": "user", "content": "as messages"}]},
+        ]
+    )
+    assert [len(source.row(i).messages) for i in range(4)] == [1, 1, 2, 1]
+    prompt = source.prompt(Ticket(2, 1, 3))
+    assert (prompt.id, prompt.text, prompt.answer) == ("2.1.3", "asked", 5)
+    assert prompt.metadata == {"level": "hard"}
+    assert source.row(0).metadata == {}
+
+
+def test_a_system_prompt_comes_first() -> None:
+    source = ListPrompts(["a"], system="be brief")
+    assert [m["role"] for m in source.row(0).messages] == ["system", "user"]
+
+
+def test_a_message_with_tool_calls_needs_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    source = ListPrompts([{"messages": [{"role": "user", "content": "u"}, call]}])
+    assert source.row(0).messages[1]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (5, "a row is a text or a mapping with `prompt` or `messages`, got int"),
+        ("  ", "the prompt is empty"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"messages": []}, "the list of messages is empty"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "has both `prompt` and"),
+        ({"question": "a"}, "has no `prompt` or `messages`; its columns are question; name"),
+        ({}, "its columns are none"),
+        ({"prompt": 5}, "a prompt is a text or a list of messages, got int"),
+        ({"messages": ["a"]}, "message 0 must be a mapping with `role` and `content`"),
+        ({"messages": [{"role": "user"}]}, "message 0 has NoneType for its content"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "message 0 has list for its content"),
+    ],
+)
+def test_a_bad_row_is_named(row: Any, message: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        ListPrompts(["good", row])
+    assert str(caught.value).startswith("the list, row 1: ")
+    assert message in str(caught.value)
+
+
+ROWS = [{"prompt": "one", "answer": "1"}, {"prompt": "two", "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.jsonl", "\n".join(json.dumps(row) for row in ROWS) + "\n\n"),
+        ("p.JSONL", "\ufeff" + "\n".join(json.dumps(row) for row in ROWS)),
+        ("p.json", json.dumps(ROWS, indent=1)),
+        ("p.csv", 'prompt,answer\none,1\n"two",2\n'),
+    ],
+)
+def test_every_text_format_gives_the_same_rows(tmp_path: Path, name: str, text: str) -> None:
+    source = FilePrompts(str(file(tmp_path, name, text)))
+    assert [source.prompt(Ticket(0, i)).text for i in range(len(source))] == ["one", "two"]
+    assert [source.row(i).answer for i in range(len(source))] == ["1", "2"]
+
+
+def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
+    source = FilePrompts(str(file(tmp_path, "p.txt", "one \n\ntwo\r\n")))
+    assert [source.prompt(Ticket(0, i)).text for i in range(len(source))] == ["one ", "two"]
+
+
+def test_parquet_and_saved_data_sets_are_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"q": "one", "a": "1"}, {"q": "two", "a": "2"}])
+    data.to_parquet(tmp_path / "p.parquet")
+    data.save_to_disk(tmp_path / "saved")
+    keys = {"prompt_column": "q", "answer_column": "a"}
+    for source in (
+        FilePrompts("p.parquet", base_dir=tmp_path, **keys),
+        DatasetPrompts("saved", base_dir=tmp_path, **keys),
+        DatasetPrompts("saved", base_dir=tmp_path, limit=2, **keys),
+    ):
+        assert [source.row(i).answer for i in range(len(source))] == ["1", "2"]
+    with pytest.raises(PromptError, match=r"data set saved \(train\), row 0: has no `x`; its col"):
+        DatasetPrompts("saved", base_dir=tmp_path, prompt_column="x")
+    file(tmp_path, "bad.parquet", "not parquet")
+    assert "not a parquet file" in refused(tmp_path / "bad.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.jsonl", "", "is empty: a run needs at least one prompt"),
+        ("p.jsonl", "\n\n", "is empty"),
+        ("p.json", "", "is empty"),
+        ("p.json", "[]", "is empty"),
+        ("p.csv", "prompt,answer\n", "is empty"),
+        ("p.jsonl", '"a"\n{"prompt": \n', "p.jsonl, line 2, column 12: not JSON: Expecting value"),
+        ("p.json", '[\n"a",\n}', "p.json, line 3, column 1: not JSON"),
+        ("p.json", '{"prompt": "a"}', "holds a dict: expected a list of rows; one object a line"),
+        ("p.jsonl", '"a"\n\n5', "p.jsonl, line 3: a row is a text or a mapping"),
+        ("p.csv", "prompt,answer\na,1,2\n", "line 2: has another number of fields than the header"),
+        ("p.csv", "prompt,answer\na\n", "line 2: has another number of fields"),
+        ("p.csv", "question,answer\na,1\n", "its columns are question, answer"),
+        ("p.xyz", "a", "its ending tells no format: set `format` to one of csv, json, jsonl"),
+    ],
+)
+def test_a_bad_file_names_itself_and_the_line(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    path = file(tmp_path, name, text)
+    found = refused(path)
+    assert str(path) in found
+    assert message in found
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    path = file(tmp_path, "p.jsonl", json.dumps({"question": "q", "solution": "s"}))
+    source = FilePrompts(str(path), prompt_column="question", answer_column="solution")
+    assert source.row(0).answer == "s"
+    found = refused(path, prompt_column="question", answer_column="result")
+    assert "line 1: has no `result`; its columns are question, solution" in found
+
+
+def test_a_file_is_looked_up_beside_the_config_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    here.mkdir()
+    beside.mkdir()
+    monkeypatch.chdir(here)
+    file(here, "both.txt", "here")
+    file(beside, "both.txt", "beside")
+    file(here, "one.txt", "here")
+    assert FilePrompts("both.txt", base_dir=beside).prompt(Ticket(0, 0)).text == "beside"
+    assert FilePrompts("one.txt", base_dir=beside).prompt(Ticket(0, 0)).text == "here"
+    with pytest.raises(PromptError, match=r"no prompt file .*beside/no\.txt nor .*here/no\.txt"):
+        FilePrompts("no.txt", base_dir=beside)
+    with pytest.raises(PromptError, match="is a folder: expected a file of prompts"):
+        FilePrompts(str(beside))
+
+
+def test_a_format_may_be_given(tmp_path: Path) -> None:
+    path = file(tmp_path, "prompts", "one\ntwo")
+    assert len(FilePrompts(str(path), format="txt")) == 2
+    (tmp_path / "latin").write_bytes(b"\xe9\n")
+    assert "not a UTF-8 text" in refused(tmp_path / "latin", format="txt")
+
+
+def test_a_limit_takes_the_first_rows() -> None:
+    assert len(ListPrompts(["a", "b", "c"], limit=2)) == 2
+    with pytest.raises(PromptError, match="limit is 0, expected at least 1"):
+        ListPrompts(["a"], limit=0)
+
+
+def test_a_data_set_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "hollow").mkdir()
+    with pytest.raises(PromptError, match=r"data set hollow \(train\): "):
+        DatasetPrompts("hollow", base_dir=tmp_path)
+
+
+@given(st.integers(0, 50), st.integers(1, 60), st.integers(0, 1000))
+def test_every_epoch_is_a_permutation_and_repeats_itself(epoch: int, rows: int, seed: int) -> None:
+    order = epoch_order(epoch, rows, seed, True)
+    assert sorted(order) == list(range(rows))
+    assert order == epoch_order(epoch, rows, seed, True)
+    assert epoch_order(epoch, rows, seed, False) == list(range(rows))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = {tuple(epoch_order(epoch, 20, seed, True)) for epoch in range(3) for seed in range(3)}
+    assert len(orders) == 9
+    assert epoch_order(0, 5, 0, True) == [2, 3, 1, 0, 4]  # a resume on another machine agrees
