@@ -125,8 +125,9 @@ def _flat(rows: Sequence[Row], groups_per_step: int | None) -> str:
     if share < 0.5:
         return ""
     return (
-        f"{share:.0%} of the latest groups had equal rewards and taught nothing: the prompts are "
-        "too easy or too hard, or groups too small; train.no_signal: refill replaces them."
+        f"{share:.0%} of the latest groups had equal rewards and taught nothing: the task is "
+        "solved, its prompts are too easy or too hard, or the groups too small; "
+        "train.no_signal: refill replaces such groups."
     )
 
 
