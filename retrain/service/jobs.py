@@ -4,7 +4,8 @@
   with another body it is refused (409). So a client whose reply was lost may always repeat.
 - `Lane.submit(..., ordered=True)` runs jobs by their numbers, 1, 2, 3, ..., however they arrive; a
   job behind a gap waits `gap_timeout` seconds for the missing number, and then fails.
-- Finished jobs are kept for the `KEPT` newest; what came of an older one is forgotten (410).
+- Finished jobs are kept as long as their results hold less than `KEPT` numbers; what came of an
+  older one is forgotten (410).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Literal
 from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, missing
 
-KEPT = 20_000
+KEPT = 20_000_000
 Work = Callable[[], Awaitable[Any]]
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Job:
 
     kind: str
     """What it is, in the words of its protocol, for the encoding of its result."""
+    size: int = 1
+    """How many numbers its result holds, about."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     state: Literal["waiting", "pending", "running", "done", "failed"] = "pending"
     """`waiting`: for a request with a lower number; `pending`: for its turn."""
@@ -57,7 +60,7 @@ class Jobs:
         self._finished: OrderedDict[str, Job] = OrderedDict()
         self._open: dict[str, Job] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._forgotten = 0
+        self._kept = self._forgotten = 0
 
     def get(self, job_id: str) -> Job:
         """Raises ServiceError: 404 for an id that never was, 410 for one that was forgotten."""
@@ -109,7 +112,7 @@ class Jobs:
             self.fail(job, error)
         except ConfigError as error:  # of a loss's keys
             self.fail(job, ServiceError(400, "invalid_request", str(error)))
-        except Exception as error:  # noqa: BLE001 - the client that waits must hear of any failure
+        except Exception as error:  # the client that waits must hear of any failure
             log.exception("%s %s failed", job.kind, job.id)
             self.fail(job, ServiceError(500, "internal", f"{type(error).__name__}: {error}"))
         else:
@@ -123,8 +126,10 @@ class Jobs:
         job.state = state
         self._open.pop(job.id, None)
         self._finished[job.id] = job
-        while len(self._finished) > KEPT:
-            self._finished.popitem(last=False)
+        self._kept += job.size
+        while self._kept > KEPT and len(self._finished) > 1:
+            _, oldest = self._finished.popitem(last=False)
+            self._kept -= oldest.size
             self._forgotten += 1
         job.finished.set()
 

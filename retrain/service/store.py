@@ -105,6 +105,10 @@ class Store:
                 shutil.rmtree(left, ignore_errors=True)
         return saved
 
+    def check(self, place: Place) -> None:
+        """Raises ServiceError (400) unless model and name are words that can name a folder."""
+        self._folder(place)
+
     def find(self, place: Place) -> Saved:
         """The manifest; raises ServiceError (404) when there is none, or it has expired."""
         try:

@@ -1,0 +1,63 @@
+"""The ASGI app: both protocols over one service.
+
+service = create_app(Settings(model="tiny"))
+async with service:                                    # or uvicorn's lifespan
+    httpx.ASGITransport(service, raise_app_exceptions=False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+
+from retrain.service.core import Service
+from retrain.service.errors import ServiceError
+from retrain.service.state import Settings
+from retrain.service.tinker import TinkerProtocol
+from retrain.service.web import KeyCheck, answer_error
+
+
+class ServiceApp(Starlette):
+    """A Starlette app that is an async context manager too, for use without a server.
+
+    Entering loads the model; leaving ends every thread. A server does both by its lifespan.
+    """
+
+    service: Service
+
+    async def __aenter__(self) -> Self:
+        await self.service.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.service.__aexit__(kind, error, trace)
+
+
+def create_app(settings: Settings | None = None) -> ServiceApp:
+    """The app of one service; nothing is loaded before it's entered."""
+    service = Service(settings)
+    key = service.settings.api_key
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with service:
+            yield
+
+    app = ServiceApp(
+        routes=[*TinkerProtocol(service).routes()],
+        middleware=[Middleware(KeyCheck, key=key)] if key else [],
+        exception_handlers={ServiceError: answer_error},
+        lifespan=lifespan,
+    )
+    app.service = service
+    return app

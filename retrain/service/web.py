@@ -1,0 +1,148 @@
+"""HTTP without a protocol: bodies in, errors out, the key, the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar, overload
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from retrain.service.errors import ServiceError, invalid
+
+T = TypeVar("T")
+Json = Mapping[str, Any]  # an object as it came off the wire
+IN_THREAD = 64 * 1024
+"""Bytes from which a body is decoded in a thread, so that the event loop stays free."""
+_REQUIRED: Any = object()  # no default
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, decompressed; raises ServiceError (413) when it's larger than `limit` bytes."""
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise _too_large(limit)
+    except ClientDisconnect:
+        raise invalid("the connection ended before the body did") from None
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "zstd":
+        return await asyncio.to_thread(_unzstd, bytes(body), limit)
+    if encoding != "identity":
+        raise ServiceError(415, "unsupported_encoding", f"Content-Encoding {encoding!r}: send zstd")
+    return bytes(body)
+
+
+async def decoded(parse: Callable[[bytes], T], body: bytes) -> T:
+    """`parse(body)`, in a thread when it's long; what doesn't parse is a ServiceError (400)."""
+    try:
+        if len(body) > IN_THREAD:
+            return await asyncio.to_thread(parse, body)
+        return parse(body)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise invalid(f"the body can't be read: {type(error).__name__}: {error}") from None
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Raises ValueError unless the body is a JSON object, or empty; NaN is no JSON."""
+    value = json.loads(body, parse_constant=_no_constant) if body else {}
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
+@overload
+def want(body: Json, name: str, kind: type[T]) -> T: ...
+@overload
+def want(body: Json, name: str, kind: type[T], default: None) -> T | None: ...
+@overload
+def want(body: Json, name: str, kind: type[T], default: T) -> T: ...
+def want(body: Json, name: str, kind: type[T], default: Any = _REQUIRED) -> T | None:
+    """`body[name]`, a `kind`; absent or null is the default, or a ServiceError (400) without one.
+
+    An integer is a float too, but a boolean is no number.
+    """
+    value: Any = body.get(name)
+    if value is None:
+        if default is _REQUIRED:
+            raise invalid(f"{name} is missing: expected {_article(kind)}")
+        return default  # type: ignore[no-any-return]  # a T or None, say the overloads
+    wide: Any = (int, float) if kind is float else kind  # isinstance takes both
+    if not isinstance(value, wide) or (isinstance(value, bool) and kind is not bool):
+        raise invalid(f"{name} is {value!r}: expected {_article(kind)}")
+    return value  # type: ignore[no-any-return]  # it was checked just above
+
+
+def failure(error: ServiceError) -> JSONResponse:
+    """One body for both protocols: Tinker's clients read `detail`, Weaver's the others."""
+    content = {
+        "error": error.code,
+        "message": str(error),
+        "retryable": error.retryable,
+        "detail": str(error),
+    }
+    return JSONResponse(content, status_code=error.status)
+
+
+async def answer_error(_: Request, error: Exception) -> Response:
+    """Starlette's handler of ServiceError."""
+    assert isinstance(error, ServiceError)
+    return failure(error)
+
+
+class KeyCheck:
+    """ASGI middleware: without the key nothing is answered but whether the service lives."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not scope["path"].endswith("/healthz"):
+            sent = dict(scope["headers"])
+            given = sent.get(b"x-api-key") or sent.get(b"x-weaver-api-key") or b""
+            if not hmac.compare_digest(given, self._key):
+                refusal = ServiceError(401, "unauthorized", "the API key is missing or wrong")
+                await failure(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _unzstd(body: bytes, limit: int) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        raise ServiceError(
+            415, "unsupported_encoding", "zstd needs zstandard on the service: send the body plain"
+        ) from None
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+            plain: bytes = reader.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise invalid(f"the body is no zstd: {error}") from None
+    if len(plain) > limit:
+        raise _too_large(limit)
+    return plain
+
+
+def _too_large(limit: int) -> ServiceError:
+    return ServiceError(
+        413, "too_large", f"the body has more than {limit} bytes: send less at once"
+    )
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not allowed: numbers must be finite")
+
+
+def _article(kind: type[Any]) -> str:
+    names = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
+    return names.get(kind, "a list" if kind is list else "an object")
