@@ -295,7 +295,9 @@ class TinkerClient:
             saved = await future.result(timeout)
         if saved.sampling_session_id is not None:
             return SamplingClient(self._connection, saved.sampling_session_id)
-        return await self.sampling_session(model_path=saved.path)
+        sampler = await self.sampling_session(model_path=saved.path)
+        sampler.snapshot = saved.path
+        return sampler
 
     async def _create_then_load(
         self, path: str, optimizer: bool, timeout: float | None

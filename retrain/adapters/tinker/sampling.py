@@ -56,6 +56,8 @@ class SamplingClient:
 
     def __init__(self, connection: Connection, session_id: str) -> None:
         self.session_id = session_id
+        self.snapshot: str | None = None
+        """The path of weights that were saved for this session alone, to be deleted after it."""
         self._connection = connection
         self._seq_ids = itertools.count()
 
