@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from retrain.chat_template import Template, after_reply
+from retrain.chat_template import Template, after_reply, reasoning_opener
 from retrain.chat_tokens import TurnTokens
 from retrain.chat_tools import as_template, check_tools, parse_reply
 from retrain.environment import Action, ToolSpec
@@ -127,19 +127,19 @@ class Conversation:
         """
         if self._completion is not None:
             raise RuntimeError("reply() was called twice: the environment's observe() comes first")
-        tools = self._opening.tools
+        tools, template = self._opening.tools, self._chat.template
         self._completion = completion
         self._said = said = self._chat.tokens.text_of(completion, bool(tools))
+        opener = reasoning_opener(self._text)
+        message = template.reply_message(said, opener)
         if not tools:
-            self.messages.append({"role": "assistant", "content": said})
+            self.messages.append(message)
             return Action(said, (), completion.token_ids, completion.stop_reason)
-        inside = self._text.rstrip().endswith("<think>")
-        reply = parse_reply(said, tools, first=self._calls, reasoning=inside)
+        reply = parse_reply(said, tools, first=self._calls, reasoning=bool(opener))
         self._calls += len(reply.calls)
-        message: Message = {"role": "assistant", "content": said}
         # A call that can't be shown as a call stays in the text, where the model put it.
         if reply.calls and reply.readable and self._opening.shows_calls:
-            message["content"] = reply.text
+            message = template.reply_message(reply.text, opener)
             message["tool_calls"] = [as_template(call) for call in reply.calls]
         self.messages.append(message)
         return Action(reply.text, reply.calls, completion.token_ids, completion.stop_reason)
@@ -184,10 +184,11 @@ class Conversation:
         With the model's own words in the calls' place the reply is found; the true rendering has
         to end alike and to show the text beside the calls, so that only their spelling differs.
         """
-        own_words = Message(role="assistant", content=self._said)
+        opener = reasoning_opener(self._text)
+        in_own_words = self._chat.template.reply_message(self._said, opener)
         try:
             plain = self._chat.template.render(
-                [*self.messages[:-1], own_words, *added], self._opening.shown
+                [*self.messages[:-1], in_own_words, *added], self._opening.shown
             )
         except UserCodeError:  # a tool's answer must follow a call, to this template
             return None
@@ -196,8 +197,8 @@ class Conversation:
         rest = after_reply(plain[len(self._text) :], self._said)
         if rest is None or not text.endswith(rest):
             return None
-        shown = text[len(self._text) : len(text) - len(rest)]
-        return rest if self.messages[-1]["content"].strip() in shown else None
+        turn = text[len(self._text) - len(opener) : len(text) - len(rest)]
+        return rest if self.messages[-1]["content"].strip() in turn else None
 
 
 @dataclass(frozen=True, slots=True)

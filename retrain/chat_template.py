@@ -110,6 +110,35 @@ class Template:
                 )
             self._heard.add(role)
 
+    def reply_message(self, said: str, opener: str) -> Message:
+        """The message of a reply to a prompt that ends with `opener`, the start of reasoning.
+
+        The opener is a part of the turn, though not of what was sampled: without it a template
+        would take the reasoning for the answer. Reasoning that was cut off is closed.
+        """
+        if not opener or self.joins:
+            return Message(role="assistant", content=said)
+        reasoning, end, answer = said.partition("</think>")
+        if self._takes_reasoning_apart:
+            return Message(
+                role="assistant",
+                content=answer.lstrip("\n"),
+                reasoning_content=reasoning.strip("\n"),
+            )
+        return Message(role="assistant", content=opener + said + ("" if end else "\n</think>\n\n"))
+
+    @cached_property
+    def _takes_reasoning_apart(self) -> bool:
+        """Whether reasoning must come in a field of its own and isn't known by its tags."""
+        tagged = Message(role="assistant", content=f"<think>\n{_PROBE}\n</think>\n\nHi")
+        apart = Message(role="assistant", content="Hi", reasoning_content=_PROBE)
+        try:
+            if _PROBE not in self.render([_ASK, apart], generation=False):
+                return False
+            return self.render([_ASK, tagged], generation=False).count("</think>") > 1
+        except UserCodeError:
+            return False
+
     @cached_property
     def shows_calls(self) -> bool:
         """Whether an assistant message's `tool_calls` reach the model."""
@@ -154,6 +183,13 @@ class Template:
         except UserCodeError:  # this template knows no such role
             return ""
         return text.rpartition(_PROBE)[2] if _PROBE in text else ""
+
+
+def reasoning_opener(text: str) -> str:
+    """The end of a prompt that has the model begin inside its reasoning, else ""."""
+    end = text[-32:]
+    start = end.rfind("<think>")
+    return "" if start < 0 or end[start + len("<think>") :].strip() else end[start:]
 
 
 def after_reply(rest: str, reply: str) -> str | None:

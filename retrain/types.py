@@ -23,10 +23,11 @@ StopReason = Literal["stop", "length", "context"]
 
 
 class Message(TypedDict):
-    """One chat message; `tool_calls` and `tool_call_id` follow the chat-template convention."""
+    """One chat message; the optional keys follow the chat-template convention."""
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[dict[str, Any]]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]

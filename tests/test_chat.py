@@ -49,6 +49,12 @@ def extends(conversation: Conversation, prompt_ids: list[int], completion: Compl
     return conversation.prompt_ids[: len(told)] == told
 
 
+APART = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
 TABLE = {
     "chatml, end sampled": (
         chat_kit.CHATML,
@@ -141,6 +147,30 @@ TABLE = {
             "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n"
         ),
     ),
+    "reasoning that the prompt has opened": (
+        chat_kit.CHATML.replace("assistant\n", "assistant\n<think>\n"),
+        "Hm\n</think>\n\n4<|im_end|>",
+        (
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nHm\n</think>\n\n4"
+            "<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        ),
+    ),
+    "reasoning that is cut off": (
+        chat_kit.CHATML.replace("assistant\n", "assistant\n<think>\n"),
+        "Hm",
+        (
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nHm\n</think>\n\n"
+            "<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        ),
+    ),
+    "reasoning in a field of its own": (
+        APART,
+        "Hm\n</think>\n\n4<|im_end|>",
+        (
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nHm\n</think>\n\n4"
+            "<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        ),
+    ),
 }
 
 
@@ -166,11 +196,11 @@ REWRITINGS = {
         ),
     ),
     "the turn's opening is dropped": (
-        chat_kit.CHATML.replace("assistant\n", "assistant\n<think>\n"),
-        "Hm</think>4<|im_end|>",
+        chat_kit.CHATML.replace("assistant\n", "assistant\n~ "),
+        "4<|im_end|>",
         (
-            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHm</think>4<|im_end|>\n"
-            "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n<think>\n"
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+            "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n~ "
         ),
     ),
     "something is put before the reply": (

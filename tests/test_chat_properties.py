@@ -83,6 +83,7 @@ class Pair:
 @cache
 def pair(name: str) -> Pair:
     tools = chat_kit.byte_level(chat_kit.TOOLS, eos="<|endoftext|>")
+    opened = chat_kit.CHATML.replace("assistant\n", "assistant\n<think>\n")
     return {
         "tiny": lambda: Pair(tiny_tokenizer(), ascii_only=True),
         "tiny_tools": lambda: Pair(tiny_tokenizer(), tools=(ADD,), ascii_only=True),
@@ -90,13 +91,14 @@ def pair(name: str) -> Pair:
         "chatml": lambda: Pair(chat_kit.byte_level()),
         "trimming": lambda: Pair(chat_kit.byte_level(chat_kit.TRIMMING)),
         "thinking": lambda: Pair(chat_kit.byte_level(chat_kit.THINKING), rewrites=True),
+        "opened": lambda: Pair(chat_kit.byte_level(opened), rewrites=True),
         "tools": lambda: Pair(tools, tools=(ADD,)),
         "none": lambda: Pair(chat_kit.byte_level(None), template="none"),
     }[name]()
 
 
-NAMES = ["tiny", "tiny_tools", "character", "chatml", "trimming", "thinking", "tools", "none"]
-EXTENDING = [name for name in NAMES if name != "thinking"]
+EXTENDING = ["tiny", "tiny_tools", "character", "chatml", "trimming", "tools", "none"]
+NAMES = [*EXTENDING, "thinking", "opened"]
 VERBATIM = [name for name in EXTENDING if name not in {"trimming", "none"}]
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
