@@ -78,7 +78,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if folder == TINY:
         return tiny_tokenizer()
     from transformers import PreTrainedTokenizerFast
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     try:
         if not Path(folder).is_dir():
