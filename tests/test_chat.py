@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import chat_kit
 import pytest
 
 from retrain.chat import Chat, Conversation
@@ -15,6 +14,7 @@ from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import ToolSpec
 from retrain.errors import ConfigError, UserCodeError
 from retrain.types import Completion, Message
+from tests import chat_kit
 
 ADD = ToolSpec(
     "add",

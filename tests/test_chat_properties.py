@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import chat_kit
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from retrain.chat import Chat, Conversation
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import ToolSpec
 from retrain.types import Completion, Message, Prompt, Trajectory, Turn
+from tests import chat_kit
 
 ADD = ToolSpec("add", "Add.", {"type": "object", "properties": {"a": {}, "b": {}}})
 NONCE = "<zq>"  # stands in every reply of the encoding test, and nowhere else
