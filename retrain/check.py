@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,9 @@ async def check_environment(
     """What of the Environment's contract the environment that `make` makes keeps and breaks."""
     before = asyncio.all_tasks()
     environment = make()
-    findings = [*_tools(environment)]
+    findings = _tools(environment)
+    if not all(finding.good for finding in findings):
+        return findings  # the scripts call the tools
     alone: list[Transcript] = []
     form = "reset and step answer in the agreed form"
     findings.append(await _tried("setup", _within(environment.setup())))
@@ -229,7 +232,8 @@ async def _at_once(
         try:
             await _play_all(environment, prompts, transcripts)
         finally:
-            await _within(environment.close())
+            with suppress(Exception):  # close has a finding of its own
+                await _within(environment.close())
         return transcripts
 
     found: list[list[Transcript]] = []

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from retrain.observe.callbacks import Callback, TrainingResult
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-STUCK_SECONDS = 5.0
+STUCK_SECONDS = 3.0
 """What threads have to end by themselves when the run is over."""
 T = TypeVar("T")
 

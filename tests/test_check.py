@@ -1,0 +1,153 @@
+"""The conformance kit: good environments pass, each broken promise is found."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from retrain.__main__ import command
+from retrain.check import INSTANCES, Finding, check_environment
+from retrain.environment import Action, Environment, StepResult, ToolSpec
+from retrain.types import Message, Prompt
+
+
+class Guess(Environment):
+    """Two turns, with a tool: everything that is allowed."""
+
+    tools = (ToolSpec("hint", "a hint"),)
+
+    async def reset(self, prompt: Prompt) -> list[Message]:
+        self.turn = 0
+        return [*prompt.messages]
+
+    async def step(self, action: Action) -> StepResult:
+        await asyncio.sleep(0)
+        self.turn += 1
+        hint: list[Message] = [{"role": "tool", "content": "higher"}]
+        return StepResult(hint, 0.5, self.turn == 2, False, {"turn": self.turn})
+
+
+class Broken(Environment):
+    """One broken promise at a time."""
+
+    fault = ""
+    played: ClassVar[list[int]] = []
+
+    async def reset(self, prompt: Prompt) -> Any:
+        return {"text": "hello", "none": []}.get(self.fault, prompt.messages)
+
+    async def step(self, action: Action) -> Any:
+        self.played.append(1)
+        answers = {
+            "four": ([], 0.0, True, {}),
+            "reward": ([], "1", True, False, {}),
+            "nan": ([], float("nan"), True, False, {}),
+            "flag": ([], 0.0, 1, False, {}),
+            "info": ([], 0.0, True, False, None),
+            "observation": ("higher", 0.0, True, False, {}),
+            "content": ([{"role": "user", "content": None}], 0.0, True, False, {}),
+            "shared": ([], float(len(self.played)), True, False, {}),
+        }
+        if self.fault == "raises":
+            raise KeyError("x")
+        if self.fault == "task":
+            self.task = asyncio.create_task(asyncio.sleep(60), name="forgotten")
+        if self.fault == "swallows":
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        return answers.get(self.fault, ([], 0.0, True, False, {}))
+
+    async def close(self) -> None:
+        if self.fault == "close":
+            raise OSError("the connection is gone")
+
+
+def broken(fault: str) -> type[Environment]:
+    return type("Faulty", (Broken,), {"fault": fault, "played": []})
+
+
+async def bad(make: Any) -> list[Finding]:
+    found = [finding for finding in await check_environment(make) if not finding.good]
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    return found
+
+
+async def test_a_good_environment_passes() -> None:
+    findings = await check_environment(Guess)
+    assert [f.what for f in findings if not f.good] == []
+    assert findings[0].what == "tools: hint"
+
+
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [
+        ("text", "reset returned str for its messages: expected a list"),
+        ("none", "reset returned no message"),
+        ("four", "step returned tuple: expected StepResult("),
+        ("reward", "step returned the reward '1': expected a finite number"),
+        ("nan", "step returned the reward nan"),
+        ("flag", "step returned terminated = 1: expected True or False"),
+        ("info", "step returned the info None: expected a dict"),
+        ("observation", "step returned str for its messages"),
+        ("content", "its content is no text"),
+        ("raises", "it raised KeyError: 'x' (test_check.py:"),
+        ("swallows", "let CancelledError pass"),
+        ("close", "it raised OSError: the connection is gone"),
+        ("task", "end in close(): forgotten"),
+    ],
+)
+async def test_a_broken_promise_is_found(fault: str, advice: str) -> None:
+    (finding,) = await bad(broken(fault))
+    assert advice in finding.advice
+
+
+async def test_shared_state_is_found() -> None:
+    again, at_once = await bad(broken("shared"))
+    assert "clear the state of the last rollout" in again.advice
+    assert at_once.what.startswith(f"{INSTANCES} instances at once")
+
+
+async def test_a_plain_step_is_told_to_be_async() -> None:
+    class Plain(Environment):
+        def step(self, action: Action) -> StepResult:  # type: ignore[override]  # the mistake
+            return StepResult([], 0.0, True, False, {})
+
+    (finding,) = await bad(Plain)
+    assert "write `async def`" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("tools", "what"),
+    [
+        (("hint",), "tools are ToolSpecs"),
+        ((ToolSpec("a", ""), ToolSpec("a", "")), "tools have names of their own"),
+        ((ToolSpec("a", "", {"type": object()}),), "tools are JSON"),
+    ],
+)
+async def test_bad_tools_are_found(tools: Any, what: str) -> None:
+    (finding,) = await bad(type("Tooled", (Guess,), {"tools": tools}))
+    assert finding.what == what
+
+
+def test_the_command_checks_a_file_and_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from retrain import Environment\n"
+        "class Own(Environment):\n    def __init__(self, size: int): pass\n"
+        "class Bad(Environment):\n    async def reset(self, prompt): return 5\n"
+    )
+    assert command(["check", "own.py:Own", "size=3"]) == 0
+    assert command(["check", "own.py:Own"]) == 2
+    assert "environment.size: missing" in capsys.readouterr().err
+    assert command(["check", "own.py:Bad"]) == 1
+    assert "FAIL  reset and step" in capsys.readouterr().out
+    (tmp_path / "task.yaml").write_text("prompts: [a, b]\nrewards: exact_match")
+    assert command(["check", "task.yaml"]) == 0
+    assert "ok    the config's parts" in capsys.readouterr().out

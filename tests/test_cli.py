@@ -1,0 +1,327 @@
+"""The command line: exit codes, dry runs, run directories, signals and endings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import retrain
+from retrain.__main__ import command
+from retrain.config import load_config
+from retrain.errors import ConfigError, RunError
+from retrain.run import drive, exit_code, main, with_run_dir
+
+ROOT = Path(retrain.__file__).resolve().parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+CONFIG = """
+prompts: [{prompt: a=, answer: aaaa}, {prompt: b=, answer: bbbb}]
+environment: single_turn
+rewards: slot_match
+algorithm: {type: grpo, group_size: 4}
+backend: benchmarks.mock_engine:MockOptions
+sampling: {max_tokens: 4}
+chat: none
+train: {total_train_steps: 3, groups_per_step: 2}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run without a model, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    path = tmp_path / "task.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def run_apart(
+    arguments: Sequence[str], folder: Path, module: str = "retrain.run"
+) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(process: subprocess.Popen[str], timeout: float = 30) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_run_ends_with_0_and_its_directory(config: Path) -> None:
+    assert main([str(config)]) == 0
+    metrics = (config.parent / "runs" / "task" / "metrics.jsonl").read_text().splitlines()
+    assert len(metrics) == 3
+
+
+def test_a_dry_run_prints_a_config_that_says_the_same(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(config), "train.seed=5", "--dry-run"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["train"]["seed"] == 5
+    assert printed["algorithm"]["loss"] == "dapo"
+    assert printed["backend"]["learning_rate"] == 0.1
+    assert not (config.parent / "runs").exists()
+    config.write_text(yaml.safe_dump(printed))
+    assert load_config(config).train.seed == 5
+    assert main([str(config), "--dry-run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == printed
+
+
+def test_a_dry_run_loads_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys; from retrain.run import main; code = main(sys.argv[1:]);"
+        "heavy = [m for m in ('torch', 'trl', 'transformers', 'datasets') if m in sys.modules];"
+        "sys.exit(f'{code} {heavy}')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, QUICKSTART, "--dry-run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.strip() == "0 []"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "error: there is no file nowhere.yaml; the folder has task.yaml"),
+        (["task.yaml", "train.sed=1"], "train.sed: unknown key; did you mean train.seed?"),
+        (["task.yaml", "rewards=exact_mach"], "did you mean exact_match?"),
+        (["task.yaml", "--resume"], "there is no run to resume at runs/task"),
+        (["task.yaml", "prompts=none.jsonl"], "there is no prompt file"),
+        (["task.yaml", "--dry-run", "model=./gone"], "model: there is no folder"),
+    ],
+)
+def test_a_wrong_config_ends_with_2_and_a_sentence(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--nonsense"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+    assert "usage: retrain run" in capsys.readouterr().err
+
+
+def test_a_rerun_takes_a_fresh_directory_and_resume_the_last(config: Path) -> None:
+    loaded = load_config(config)
+    assert with_run_dir(loaded, resume=False).run_dir == Path("runs/task")
+    for name in ("task", "task-2"):
+        (config.parent / "runs" / name).mkdir(parents=True)
+        (config.parent / "runs" / name / "events.jsonl").touch()
+    assert with_run_dir(loaded, resume=False).run_dir == Path("runs/task-3")
+    assert with_run_dir(loaded, resume=True).run_dir == Path("runs/task-2")
+
+
+def test_a_given_run_directory_is_never_shared(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(config), "--run-dir", "here"]) == 0
+    assert main([str(config), "--run-dir", "here"]) == 2
+    told = capsys.readouterr().err
+    assert "holds a run already: continue it with --resume" in told
+
+
+def test_a_resume_goes_on(config: Path) -> None:
+    assert main([str(config)]) == 0
+    assert main([str(config), "--resume", "train.total_train_steps=5"]) == 0
+    metrics = (config.parent / "runs" / "task" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [1, 2, 3, 4, 5]
+
+
+def raising(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ConfigError("a", "b", source="x.yaml"), 2, "error: x.yaml: 2 problems\n  a\n  b\n"),
+        (RunError("the backend is gone"), 1, "error: the backend is gone\n"),
+        (ExceptionGroup("g", [RunError("inner")]), 1, "error: inner\n"),
+        (ExceptionGroup("g", [RunError("x"), RunError("x")]), 1, "error: x\n"),
+        (ExceptionGroup("g", [RunError("x"), ConfigError("y")]), 2, "error: x\nerror: y\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (asyncio.CancelledError(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_become_exit_codes(
+    error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(lambda: raising(error)) == code
+    assert capsys.readouterr().err == told
+
+
+def test_the_traceback_of_the_unforeseen_goes_to_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ValueError("odd")
+    error.add_note("in the callback Printer")
+    assert exit_code(lambda: raising(error), [tmp_path]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: ValueError: odd\n  in the callback Printer\n")
+    assert "Traceback" not in told
+    assert "ValueError: odd" in (tmp_path / "error.txt").read_text()
+    assert exit_code(lambda: raising(error)) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_drive_ends_what_is_left_and_restores_the_signals() -> None:
+    ended = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def leaves_a_task() -> int:
+        task = asyncio.create_task(endless())
+        await asyncio.sleep(0)
+        assert not task.done()
+        return 5
+
+    before = signal.getsignal(signal.SIGINT)
+    assert drive(leaves_a_task()) == 5
+    assert ended == [True]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_drive_works_outside_the_main_thread() -> None:
+    async def answer() -> int:
+        return 5
+
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(drive(answer())))
+    thread.start()
+    thread.join()
+    assert found == [5]
+
+
+async def test_the_module_is_callable(config: Path) -> None:
+    result = await retrain.run(str(config))  # type: ignore[operator]  # a callable module
+    assert (result.status, result.total_steps) == ("completed", 3)
+    again = await retrain.run(load_config(config).model_dump())  # type: ignore[operator]  # same
+    assert again.run_dir.name == "task-2"
+
+
+def wait_for_step(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    """Until the run has trained a step, seen in its files."""
+    file = run_dir / "metrics.jsonl"
+    waited = threading.Event()
+    for _ in range(600):
+        if file.exists() and file.read_text().strip():
+            return
+        assert process.poll() is None, process.communicate()
+        waited.wait(0.05)
+    raise AssertionError("no step in 30 s")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_p10_an_interrupt_checkpoints_and_ends_with_130(
+    config: Path, number: signal.Signals
+) -> None:
+    process = run_apart(
+        ["task.yaml", "train.total_train_steps=100000", "backend.latency=0.01"], config.parent
+    )
+    run_dir = config.parent / "runs" / "task"
+    wait_for_step(run_dir, process)
+    process.send_signal(number)
+    code, _, err = finished(process)
+    assert code == 130, err
+    assert "stopping after a checkpoint" in err
+    assert "Traceback" not in err
+    steps = [event["step"] for event in events(run_dir) if event["event"] == "update"]
+    assert (run_dir / "checkpoints" / f"step_{steps[-1]}").is_dir()
+
+
+def test_p10_a_second_interrupt_ends_at_once(config: Path) -> None:
+    process = run_apart(
+        ["task.yaml", "train.total_train_steps=100000", "backend.update=0.3"], config.parent
+    )
+    wait_for_step(config.parent / "runs" / "task", process)
+    assert process.stderr is not None
+    process.send_signal(signal.SIGINT)
+    while "stopping" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert finished(process, timeout=10)[0] == 130
+
+
+def test_a_hanging_thread_does_not_keep_the_process(config: Path) -> None:
+    (config.parent / "hangs.py").write_text(
+        """
+import threading
+from retrain import Environment
+
+class Hangs(Environment):
+    async def setup(self):
+        threading.Thread(target=threading.Event().wait, name="user-thread").start()
+"""
+    )
+    process = run_apart(["task.yaml", "environment=hangs.py"], config.parent)
+    code, _, err = finished(process)
+    assert code == 0, err
+    assert "left behind, since they did not end: user-thread" in err
+
+
+def test_the_commands_are_listed_and_near_ones_suggested(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(["--help"]) == 0
+    assert command([]) == 2
+    assert "report" in capsys.readouterr().out
+    assert command(["chek"]) == 2
+    assert "did you mean check?" in capsys.readouterr().err
+    assert command(["--version"]) == 0
+    assert capsys.readouterr().out == f"retrain {retrain.__version__}\n"
+
+
+def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "retrain run"
+
+
+def test_report_writes_the_page_of_a_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(config)]) == 0
+    capsys.readouterr()
+    assert command(["report", "runs/task"]) == 0
+    assert capsys.readouterr().out.strip() == "runs/task/report.html"
+    assert command(["report", "runs/none"]) == 2
+
+
+def test_run_is_the_same_command(config: Path) -> None:
+    assert command(["run", str(config), "--dry-run"]) == 0
