@@ -19,6 +19,7 @@ from retrain.service.core import Service
 from retrain.service.errors import ServiceError
 from retrain.service.state import Settings
 from retrain.service.tinker import TinkerProtocol
+from retrain.service.weaver import WeaverProtocol
 from retrain.service.web import KeyCheck, answer_error
 
 
@@ -54,7 +55,7 @@ def create_app(settings: Settings | None = None) -> ServiceApp:
             yield
 
     app = ServiceApp(
-        routes=[*TinkerProtocol(service).routes()],
+        routes=[*TinkerProtocol(service).routes(), *WeaverProtocol(service).routes()],
         middleware=[Middleware(KeyCheck, key=key)] if key else [],
         exception_handlers={ServiceError: answer_error},
         lifespan=lifespan,

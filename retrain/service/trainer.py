@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -268,6 +269,8 @@ def _with_lora(model: PreTrainedModel, tuning: Tuning) -> torch.nn.Module:
         raise ServiceError(
             400, "invalid_request", "this tuning trains nothing: switch on a kind of layer"
         )
+    # peft asks for a name that transformers has renamed; where warnings are errors it would fail.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
     config = LoraConfig(r=tuning.rank, lora_alpha=LORA_ALPHA, target_modules=targets, bias="none")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tuning.seed)
