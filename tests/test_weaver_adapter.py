@@ -7,12 +7,12 @@ import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fake_weaver import KEY, VOCABULARY, FakeWeaver, log_softmax
 from pydantic import ValidationError
 
 from retrain.adapters.remote import RemoteError
@@ -20,9 +20,10 @@ from retrain.adapters.weaver.adapter import WeaverAdapter
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.batching import normalised
 from retrain.config import RunConfig, parse_config
-from retrain.errors import CheckpointError, NonFiniteError
+from retrain.errors import AdapterError, CheckpointError, NonFiniteError
 from retrain.sampler import SamplingParams
 from retrain.types import Batch, Denominators, Sample
+from tests.fake_weaver import KEY, VOCABULARY, FakeWeaver, log_softmax
 
 OPTIONS: dict[str, Any] = {"url": "http://service", "learning_rate": 0.1, "max_grad_norm": 0.0}
 LOSSES: dict[str, dict[str, float]] = {
@@ -261,6 +262,17 @@ async def test_every_key_of_the_optimizer_goes_out_and_the_schedule_moves(
     }
 
 
+async def test_masked_samples_are_left_out_and_an_empty_batch_is_an_error(
+    fake: FakeWeaver, weaver: WeaverAdapter
+) -> None:
+    masked = replace(sample([1, 2, 3], 1.0), loss_mask=[0, 0, 0])
+    kept = batch()
+    await weaver.update(replace(kept, samples=[masked, *kept.samples]))
+    assert len(rows_sent(fake, "backward-passes")) == 3
+    with pytest.raises(AdapterError, match="no token to train on"):
+        await weaver.update(replace(kept, samples=[masked]))
+
+
 async def test_a_nan_advantage_is_refused_before_it_is_sent(
     fake: FakeWeaver, weaver: WeaverAdapter
 ) -> None:
@@ -424,6 +436,11 @@ def test_the_defaults_have_no_problems() -> None:
         ({}, {"algorithm": {"loss_config": {"delta": 1}}}, "has no key 'delta'"),
         ({"training_mode": "full_ft", "lora": {"rank": 2}}, {}, "lora has no effect"),
         ({}, {"checkpoint": {"merge_lora": True}}, "merge_lora has no effect"),
+        (
+            {"lora": {"train_unembed": False, "train_mlp": False, "train_attn": False}},
+            {},
+            "nothing would be trained",
+        ),
         ({"warmup_steps": 101}, {}, "warmup_steps 101 is longer than the run"),
     ],
 )
@@ -432,6 +449,11 @@ def test_what_cannot_be_honoured_is_a_problem(
 ) -> None:
     (problem,) = problems(options, **sections)
     assert match in problem
+
+
+def test_the_loss_has_one_key() -> None:
+    with pytest.raises(ValidationError, match=r"that is algorithm\.loss here"):
+        WeaverOptions.model_validate({"loss_fn": "ppo"})
 
 
 def test_an_unknown_key_is_refused() -> None:

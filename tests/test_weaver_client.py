@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_weaver import KEY, FakeWeaver, Fault, serve
 
 from retrain.adapters.remote import RemoteError, RetryPolicy
 from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
 from retrain.adapters.weaver.operations import Pace
 from retrain.errors import NonFiniteError
 from retrain.sampler import SamplingParams
+from tests.fake_weaver import KEY, FakeWeaver, Fault, serve
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=20.0)
 ROWS = [TrainingRow([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]})]

@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import pytest
-from fake_weaver import KEY, FakeWeaver, serve
 
 from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
 from retrain.sampler import SamplingParams
+from tests.fake_weaver import KEY, FakeWeaver, serve
 
 pytestmark = pytest.mark.slow  # the SDK imports torch and transformers
 

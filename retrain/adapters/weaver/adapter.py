@@ -27,14 +27,14 @@ from retrain.adapters.remote import RemoteError
 from retrain.adapters.remote_losses import valued
 from retrain.adapters.schedule import learning_rate
 from retrain.adapters.surrogate import Surrogate
-from retrain.adapters.weaver.client import WeaverClient
+from retrain.adapters.weaver.client import DEFAULT_URL, WeaverClient
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.adapters.weaver.sampling import SamplingSession
 from retrain.adapters.weaver.wire import AdamParams, ForwardResult, LoraConfig, TrainingRow
 from retrain.batching import as_shared
 from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer
-from retrain.errors import CheckpointError, ConfigError
+from retrain.errors import AdapterError, CheckpointError, ConfigError
 from retrain.sampler import Tokenizer
 from retrain.types import Batch, Metrics
 
@@ -61,6 +61,7 @@ class WeaverAdapter(Adapter):
         self.options = options
         self.config = config
         self.capabilities = options.capabilities()
+        self._base_model = options.base_model or config.model
         self._transport = transport
         self._version = 0
         self._step = 0
@@ -74,7 +75,7 @@ class WeaverAdapter(Adapter):
         async with AsyncExitStack() as stack:
             self._client = await stack.enter_async_context(await self._connect(stack))
             self._model = await self._client.create_model(
-                self.config.model,
+                self._base_model,
                 training_mode=self.options.training_mode,
                 lora=self._lora(),
             )
@@ -98,6 +99,9 @@ class WeaverAdapter(Adapter):
         """One optimizer step; raises NonFiniteError when the loss is NaN or infinite."""
         batch = as_shared(batch, self.config.sampling.max_tokens)
         datums = [shift(sample) for sample in batch.samples if len(sample.token_ids) > 1]
+        datums = [datum for datum in datums if datum.trained]
+        if not datums:
+            raise AdapterError("the batch has no token to train on")
         if batch.loss in self.options.native_losses:
             trained, stepped = await self._native(batch, datums)
         else:
@@ -152,8 +156,10 @@ class WeaverAdapter(Adapter):
         transport = self._transport
         if local and transport is None:
             transport = await stack.enter_async_context(_in_process(self.config))
+        url = {"local": "http://local", "hosted": DEFAULT_URL}.get(self.options.url)
         return WeaverClient(
-            "http://local" if local else self.options.url,
+            url or self.options.url,
+            api_key="" if local else None,
             transport=transport,
             deadline=max(
                 deadlines.sample, deadlines.update, deadlines.publish, deadlines.checkpoint
@@ -177,7 +183,7 @@ class WeaverAdapter(Adapter):
 
     def _context_length(self) -> int:
         """The option's, or that of the model's name (`NAME:262144`), or the tokenizer's."""
-        _, _, suffix = self.config.model.rpartition(":")
+        _, _, suffix = self._base_model.rpartition(":")
         known = self.options.context_length or (int(suffix) if suffix.isdigit() else None)
         found: int = known or int(getattr(self.tokenizer, "model_max_length", 10**9))
         if found > 10**8:  # transformers' way to say that it doesn't know
@@ -235,7 +241,7 @@ class WeaverAdapter(Adapter):
     async def _with_reference(self, datums: Sequence[Datum]) -> list[Datum]:
         """The datums with log-probs under the untrained model, where they have none."""
         if self._reference is None:
-            self._reference = await self._client.sampling_session(base_model=self.config.model)
+            self._reference = await self._client.sampling_session(base_model=self._base_model)
         session, turns = self._reference, asyncio.Semaphore(REFERENCES_AT_ONCE)
 
         async def refer(datum: Datum) -> Datum:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.adapters.remote import checked_url
@@ -30,14 +30,18 @@ class WeaverLora(BaseModel):
 
 
 class WeaverOptions(AdapterOptions):
-    """`backend: {type: weaver, ...}`: a Weaver service trains and samples."""
+    """`backend: {type: weaver, ...}`: a Weaver service trains and samples.
+
+    The key comes from WEAVER_API_KEY.
+    """
 
     adapter: ClassVar[str] = "retrain.adapters.weaver.adapter:WeaverAdapter"
 
-    type: Literal["weaver"] = "weaver"
     url: str = "local"
-    """`local`: a service inside this process; else http(s)://host, with the key in
-    WEAVER_API_KEY."""
+    """`local`: a service inside this process; `hosted`: Weaver itself; else http(s)://host."""
+    base_model: str | None = None
+    """The service's name of the model, where it isn't `model`; `NAME:262144` asks for a context of
+    that length."""
     training_mode: Literal["lora", "full_ft"] = "lora"
     lora: WeaverLora = WeaverLora()
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
@@ -65,6 +69,13 @@ class WeaverOptions(AdapterOptions):
     """The service recognises a repeated seq_id, so that a training call whose reply was lost may
     be sent again (`retrain serve` does). Otherwise a lost reply ends the run."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_loss_key(cls, data: Any) -> Any:  # whatever the YAML holds
+        if isinstance(data, dict) and "loss_fn" in data:
+            raise ValueError("loss_fn: that is algorithm.loss here")
+        return data
+
     def capabilities(self) -> Capabilities:
         """Native losses, and on our side every other function of log-probs."""
         return Capabilities(
@@ -81,7 +92,7 @@ class WeaverOptions(AdapterOptions):
         """Keys without effect, and settings that can't work."""
         found = []
         try:
-            if self.url != "local":
+            if self.url not in ("local", "hosted"):
                 checked_url(self.url)
         except ConfigError as error:
             found.append(f"backend.{error}")
@@ -91,6 +102,9 @@ class WeaverOptions(AdapterOptions):
             found.append(f"algorithm.loss_config: {error}")
         if self.training_mode == "full_ft" and "lora" in self.model_fields_set:
             found.append("backend.lora has no effect with training_mode full_ft: remove one")
+        lora = self.lora
+        if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
+            found.append("backend.lora: every train_* is false, so nothing would be trained")
         if config.checkpoint.merge_lora:
             found.append(
                 "checkpoint.merge_lora has no effect: the weights stay with the service, which "
