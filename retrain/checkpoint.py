@@ -13,11 +13,13 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retrain.config import RunConfig
 from retrain.errors import CheckpointError
+from retrain.threads import DaemonPool
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 
 MANIFEST = "manifest.json"
@@ -48,6 +50,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._disk = DaemonPool(1, "retrain-disk")
         self.torn: list[str] = []
         """Checkpoints that `newest` had to skip, with the reason."""
 
@@ -62,16 +65,16 @@ class Checkpoints:
         try:
             temporary.mkdir()
             checkpoint = await fill(temporary)
-            (temporary / RUN_STATE).write_text(json.dumps(asdict(checkpoint), default=repr))
-            _seal(temporary)
-            shutil.rmtree(target, ignore_errors=True)  # the torn one of a run that was killed
-            temporary.rename(target)
-            _sync(self.folder)
+            await self._disk.run(partial(_seal, checkpoint, temporary, target))
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             problem = f"the checkpoint of step {step} could not be written: {error}"
             raise CheckpointError(problem) from error
         return target
+
+    def close(self) -> None:
+        """Let the thread that writes end."""
+        self._disk.close()
 
     def newest(self) -> tuple[Path, Checkpoint] | None:
         """The newest whole checkpoint; torn ones are skipped and listed in `torn`."""
@@ -186,8 +189,9 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
     return Group(prompt, trajectories)
 
 
-def _seal(folder: Path) -> None:
-    """Sync every file, then write the manifest that vouches for them."""
+def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
+    """Write the run state, sync every file, then the manifest that vouches for them, and rename."""
+    (folder / RUN_STATE).write_text(json.dumps(asdict(checkpoint), default=repr))
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     entries = {}
     for path in files:
@@ -198,6 +202,9 @@ def _seal(folder: Path) -> None:
     _sync(manifest)
     for directory in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
         _sync(directory)
+    shutil.rmtree(target, ignore_errors=True)  # the torn one of a run that was killed
+    folder.rename(target)
+    _sync(target.parent)
 
 
 def _problem(folder: Path) -> str | None:

@@ -59,6 +59,7 @@ async def train(
                     status = await drive(run)
         finally:
             parts.scorer.close()
+            run.checkpoints.close()
             run_dir.event("end", status=status, step=run.step)
             run_dir.flush()
             await hooks.on_train_end(run, run.result(status))

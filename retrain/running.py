@@ -33,7 +33,7 @@ from retrain.intake import Intake
 from retrain.ledger import Ledger
 from retrain.metering import Meter
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
-from retrain.observe.run_dir import RunDirectory
+from retrain.observe.run_dir import RunDirectory, read_metrics
 from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts
 from retrain.sampler import SamplingParams
@@ -215,7 +215,7 @@ class Run:
         checkpoint_of = self._snapshot(groups)
         (folder / "adapter").mkdir()
         state = await self.adapter.save(folder / "adapter")
-        await asyncio.to_thread(self.run_dir.sync)
+        self.run_dir.flush()
         return checkpoint_of(dict(state.data))
 
     def _snapshot(self, groups: list[dict[str, Any]]) -> Callable[[dict[str, Any]], Checkpoint]:
@@ -246,6 +246,8 @@ class Run:
             limit="checkpoint",
         )
         self.step, self.version = saved.step, saved.version
+        rows = read_metrics(self.run_dir.path)
+        self.history = [row for row in rows if row["step"] <= saved.step]
         groups = [group_from_json(g, self.parts.prompts.prompt) for g in saved.groups]
         self.intake.held = {group.ticket: group for group in groups}
         self.ledger.restore(dict(saved.ledger), self.intake.held)

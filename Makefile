@@ -1,0 +1,38 @@
+# Needs Python 3.11 or later and make; everything else is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test check fmt clean
+.DEFAULT_GOAL := train
+
+train: $(VENV)/.train  ## a tiny model learns the echo task on the CPU
+	$(BIN)/python -m retrain.run configs/quickstart.yaml
+
+test: $(VENV)/.test  ## the whole suite
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: $(VENV)/.test  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "retrain needs Python 3.11 or later: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[trl]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[trl,remote,service,test,dev]'
+	@touch $@ $(VENV)/.train

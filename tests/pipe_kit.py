@@ -1,0 +1,38 @@
+"""What the tests of the pipe share."""
+
+import json
+from pathlib import Path
+
+from benchmarks.mock_engine import MockAdapter, MockOptions
+from retrain.assembly import assemble
+from retrain.observe.run_dir import read_events
+
+
+def slot_share(completion: str, answer: str) -> float:
+    return sum(a == b for a, b in zip(answer, completion, strict=False)) / len(answer)
+
+
+def events(folder: Path, kind: str) -> list[dict]:
+    return [event for event in read_events(folder) if event["event"] == kind]
+
+
+def rollouts_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+def kept_adapter(config, batches: int = 100) -> MockAdapter:
+    """A mock adapter that remembers its batches."""
+    adapter = MockAdapter(MockOptions(**config.backend.arguments), config)
+    adapter.keep_batches = batches
+    return adapter
+
+
+def parts_with(config, adapter):
+    """The config's parts, with this adapter in place of a new one."""
+    parts = assemble(config)
+
+    class Opened(type(parts)):
+        def open_adapter(self):
+            return adapter
+
+    return Opened(**{name: getattr(parts, name) for name in parts.__dataclass_fields__})

@@ -1,0 +1,476 @@
+"""The pipe on an engine without a model: what is trained, in which order, and how stale."""
+
+import asyncio
+import math
+import threading
+
+import pytest
+
+from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
+from retrain.algorithms.grpo import GRPO
+from retrain.batching import make_batch
+from retrain.chat import Chat
+from retrain.config import RunConfig
+from retrain.environment import Environment, StepResult
+from retrain.errors import AdapterError, DeadlineError, NoSignalError
+from retrain.observe.callbacks import Callback
+from retrain.observe.run_dir import read_events
+from retrain.pipeline import train
+from retrain.prompts import epoch_order
+from retrain.rewarding import Reward, RewardCalculator, reward
+from retrain.rollout import Rollouts
+from retrain.sampler import SamplingParams
+from retrain.types import Group, Prompt, Ticket
+from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
+
+
+async def test_the_reward_rises_and_the_files_say_so(tmp_path):
+    result = await train(mock_config(tmp_path, train={"total_train_steps": 10}))
+    assert result.status == "completed"
+    assert [row["step"] for row in result.history] == list(range(1, 11))
+    assert result.last_tenth_reward > result.first_tenth_reward + 0.3
+    assert len(events(tmp_path, "update")) == 10
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == [
+        "step_10", "step_6", "step_8",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["ready", "in_order"])
+async def test_staleness_0_equals_a_synchronous_loop_written_longhand(tmp_path, order):
+    config = mock_config(
+        tmp_path,
+        staleness={"target": 0},
+        train={"total_train_steps": 5, "order": order},
+        backend={"type": "benchmarks.mock_engine:MockOptions", "latency": 0.002, "sigma": 1.0},
+    )
+    adapter = MockAdapter(MockOptions(), config)
+    adapter.keep_batches = 5
+    result = await train(config, parts=parts_with(config, adapter))
+    assert adapter.batches == await longhand(config, steps=5)
+    assert [row["staleness/max"] for row in result.history] == [0] * 5
+
+
+async def longhand(config: RunConfig, steps: int):
+    """Sample, score, update, publish, step after step, with nothing of the pipe's stages."""
+    adapter = MockAdapter(MockOptions(), config)
+    adapter.keep_batches = steps
+    parts = parts_with(config, adapter)
+    rollouts = Rollouts(
+        adapter,
+        Chat(adapter.tokenizer, template="none"),
+        SamplingParams(max_tokens=4),
+        4096,
+        1,
+        config.deadlines,
+        0,
+    )
+    for step in range(steps):
+        groups = []
+        rows = [row for epoch in range(9) for row in epoch_order(epoch, 8, 0, True)]
+        for number in range(4 * step, 4 * step + 4):
+            prompt = parts.prompts.prompt(Ticket(number // 8, rows[number]))
+            group = await rollouts.play(prompt, [Environment() for _ in range(4)])
+            for trajectory in group.trajectories:
+                trajectory.reward = slot_share(trajectory.completion, prompt.answer)
+            groups.append(group)
+        credit = GRPO().advantages(groups)
+        await adapter.update(make_batch(groups, credit, loss="dapo", loss_config={}))
+        await adapter.publish()
+    return adapter.batches
+
+
+async def test_work_starts_only_as_far_ahead_as_staleness_admits(tmp_path):
+    class Watch(Callback):
+        most = 0
+
+        def on_step_begin(self, trainer, step):
+            self.most = max(self.most, len(trainer.ledger.open))
+
+    watch = Watch()
+    config = mock_config(
+        tmp_path, staleness={"target": 2, "max": 4}, train={"total_train_steps": 12}
+    )
+    result = await train(config, callbacks=[watch])
+    assert watch.most <= 3 * 4
+    assert max(row["staleness/mean"] for row in result.history) <= 2
+    issued = len(events(tmp_path, "issued"))
+    assert issued == 12 * 4, "nothing is started that the remaining steps can't use"
+
+
+async def test_p3_no_trained_group_is_staler_than_the_bound(tmp_path):
+    config = mock_config(
+        tmp_path,
+        staleness={"target": 2, "max": 2},
+        train={"total_train_steps": 30},
+        backend={"type": "benchmarks.mock_engine:MockOptions", "latency": 0.005, "sigma": 1.5},
+    )
+    result = await train(config)
+    assert max(row["staleness/max"] for row in result.history) <= 2
+    stale = [e for e in events(tmp_path, "dropped") if e["cause"] == "stale"]
+    assert stale, "with these latencies some groups come too late"
+    issued = [e["ticket"] for e in events(tmp_path, "issued")]
+    for event in stale:
+        ticket, again = Ticket.parse(event["ticket"]), Ticket.parse(event["again"])
+        assert again == ticket._replace(attempt=ticket.attempt + 1)
+    assert {e["again"] for e in stale[:-6]} <= set(issued), "a stale prompt is issued again"
+    assert sum(row["groups/dropped_stale"] for row in result.history) == len(stale)
+
+
+async def test_in_order_trains_the_groups_in_the_order_of_issue(tmp_path):
+    config = mock_config(
+        tmp_path,
+        staleness={"target": 1, "max": 4},
+        train={"total_train_steps": 6, "order": "in_order"},
+        backend={"type": "benchmarks.mock_engine:MockOptions", "latency": 0.003, "sigma": 1.5},
+    )
+    await train(config)
+    trained = [ticket for event in events(tmp_path, "update") for ticket in event["tickets"]]
+    assert trained == [e["ticket"] for e in events(tmp_path, "issued")]
+
+
+async def test_p8_the_same_seed_writes_the_same_event_log(tmp_path):
+    def log(folder):
+        return [
+            {k: v for k, v in e.items() if k not in {"time", "started", "ended", "path"}}
+            for e in read_events(folder)
+        ]
+
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        config = mock_config(
+            tmp_path / name,
+            rewards=[{"type": "tests.test_pipeline:share"}],  # async: threads have no fixed order
+            train={"seed": seed, "total_train_steps": 20},
+            checkpoint={"every": 0},
+        )
+        await train(config)
+    assert log(tmp_path / "a") == log(tmp_path / "b")
+    assert log(tmp_path / "a") != log(tmp_path / "c")
+
+
+# --- groups without signal ---------------------------------------------------------------------
+
+
+@reward
+async def share(completion, answer):
+    return slot_share(completion, answer)
+
+
+@reward
+async def always_one(completion):
+    return 1.0
+
+
+@reward
+async def always_half(completion):
+    return -0.5
+
+
+async def test_a_run_of_flat_groups_at_the_top_reward_is_solved(tmp_path):
+    config = mock_config(
+        tmp_path,
+        rewards=[{"type": "tests.test_pipeline:always_one"}],
+        train={"total_train_steps": 50, "stop_after_flat_steps": 3},
+    )
+    result = await train(config)
+    assert (result.status, result.total_steps) == ("solved", 3)
+    assert result.history[0]["groups/zero_signal"] == 4
+
+
+async def test_a_run_of_flat_groups_at_another_reward_ends_with_an_explanation(tmp_path):
+    config = mock_config(
+        tmp_path,
+        rewards=[{"type": "tests.test_pipeline:always_half"}],
+        train={"total_train_steps": 50, "stop_after_flat_steps": 3},
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config)
+    assert caught.group_contains(NoSignalError, match=r"3 steps in a row.*mean -0\.5")
+
+
+async def test_refill_replaces_flat_groups_and_is_bounded(tmp_path):
+    config = mock_config(
+        tmp_path,
+        rewards=[{"type": "tests.test_pipeline:always_one"}],
+        train={"total_train_steps": 1, "no_signal": "refill", "max_refill": 2},
+    )
+    result = await train(config)
+    dropped = [e["cause"] for e in events(tmp_path, "dropped")]
+    assert dropped == ["no_signal"] * 8, "two batches of four, then flat groups are kept"
+    assert result.history[0]["rollouts/ok"] == 48, "reward/mean covers the dropped ones too"
+
+
+# --- faults ------------------------------------------------------------------------------------
+
+
+class Breaks(Environment):
+    """Raises in the method that is named."""
+
+    def __init__(self, where: str, always: bool = True):
+        self.where, self.always = where, always
+
+    async def _maybe(self, where):
+        if where == self.where and (self.always or self.prompt.text == "a="):
+            raise RuntimeError(f"broken {where}")
+
+    async def setup(self):
+        if self.where == "setup":
+            raise RuntimeError("broken setup")
+
+    async def reset(self, prompt):
+        await self._maybe("reset")
+        return prompt.messages
+
+    async def step(self, action):
+        await self._maybe("step")
+        return StepResult([], 0.0, True, False, {})
+
+    async def close(self):
+        if self.where == "close":
+            raise RuntimeError("broken close")
+
+
+@pytest.mark.parametrize("where", ["setup", "reset", "step"])
+async def test_when_every_rollout_fails_the_run_ends_with_the_first_cause(tmp_path, where):
+    config = mock_config(
+        tmp_path, environment={"type": "tests.test_pipeline:Breaks", "where": where}
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config)
+    assert caught.group_contains(
+        NoSignalError, match=rf"16 groups in a row.*Breaks\.{where} raised RuntimeError: broken"
+    )
+    assert not events(tmp_path, "update")
+
+
+async def test_p5_a_fault_in_one_prompts_rollouts_touches_only_its_group(tmp_path):
+    config = mock_config(
+        tmp_path,
+        environment={"type": "tests.test_pipeline:Breaks", "where": "step", "always": False},
+        train={"total_train_steps": 6},
+    )
+    result = await train(config)
+    dropped = events(tmp_path, "dropped")
+    assert {e["cause"] for e in dropped} == {"failed"}
+    assert sum(row["rollouts/failed"] for row in result.history) == 4 * len(dropped)
+    assert sum(row["groups/trained"] for row in result.history) == 24
+
+
+async def test_an_environment_that_cant_close_doesnt_fail_the_run(tmp_path):
+    config = mock_config(
+        tmp_path, environment={"type": "tests.test_pipeline:Breaks", "where": "close"}
+    )
+    assert (await train(config)).status == "completed"
+
+
+class Flaky(RewardCalculator):
+    """Fails for the third rollout of each group, in the way that is named."""
+
+    def __init__(self, way: str):
+        self.way = way
+
+    async def calculate(self, trajectory):
+        score = slot_share(trajectory.completion, trajectory.prompt.answer)
+        seen = getattr(self, "seen", 0)
+        self.seen = seen + 1
+        if seen % 4 != 2:
+            return score
+        if self.way == "hangs":
+            await asyncio.Event().wait()
+        if self.way == "raises":
+            raise ValueError("judge is down")
+        return {"nan": math.nan, "none": None, "text": "1", "invalid": Reward(0, {}, "invalid")}[
+            self.way
+        ]
+
+
+@pytest.mark.parametrize(
+    ("way", "outcome", "message"),
+    [
+        ("raises", "infra_error", "reward 'Flaky' raised ValueError: judge is down"),
+        ("nan", "infra_error", "returned nan: a finite number is expected"),
+        ("none", "infra_error", "returned None: a finite number is expected"),
+        ("text", "infra_error", "returned '1': a finite number is expected"),
+        ("invalid", "invalid", "said invalid"),
+        ("hangs", "timeout", "took longer than deadlines.reward = 0.05 s"),
+    ],
+)
+async def test_p6_a_reward_that_fails_is_masked_and_counted_never_trained_as_0(
+    tmp_path, way, outcome, message
+):
+    config = mock_config(
+        tmp_path,
+        rewards=[{"type": "tests.test_pipeline:Flaky", "way": way}],
+        train={"total_train_steps": 2},
+        deadlines={"reward": 0.05},
+    )
+    adapter = kept_adapter(config)
+    result = await train(config, parts=parts_with(config, adapter))
+    assert [row["rollouts/failed"] for row in result.history] == [4, 4]
+    assert [len(batch.samples) for batch in adapter.batches] == [12, 12]
+    failed = [r for r in rollouts_of(tmp_path) if r["outcome"] != "ok"]
+    assert {r["outcome"] for r in failed} == {outcome}
+    assert all(message in r["error"] and r["reward"] is None for r in failed)
+
+
+class Sleeps(Environment):
+    """Never answers."""
+
+    async def step(self, action):
+        await asyncio.Event().wait()
+
+
+async def test_user_code_past_its_deadline_is_the_outcome_timeout(tmp_path):
+    config = mock_config(
+        tmp_path,
+        environment={"type": "tests.test_pipeline:Sleeps"},
+        deadlines={"step": 0.02},
+        train={"max_failed_groups": 4},
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config)
+    assert caught.group_contains(NoSignalError, match=r"Sleeps\.step took longer than deadlines")
+    assert {r["outcome"] for r in rollouts_of(tmp_path)} == {"timeout"}
+
+
+class Failing(MockAdapter):
+    """Fails in the way that is named, at step 2."""
+
+    way = "raises"
+
+    async def update(self, batch):
+        if self.version == 1 and self.way == "raises":
+            raise AdapterError("out of memory")
+        if self.version == 1 and self.way == "hangs":
+            await asyncio.Event().wait()
+        metrics = await super().update(batch)
+        return {**metrics, "loss": math.nan} if self.version == 1 else metrics
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "message"),
+    [
+        ("raises", AdapterError, "out of memory"),
+        ("hangs", DeadlineError, r"update took longer than deadlines.update = 0.05 s"),
+        ("nan", AdapterError, "the loss of step 2 is nan"),
+    ],
+)
+async def test_an_adapter_that_fails_ends_the_run(tmp_path, way, error, message):
+    config = mock_config(tmp_path, deadlines={"update": 0.05})
+    adapter = Failing(MockOptions(), config)
+    adapter.way = way
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, parts=parts_with(config, adapter))
+    assert caught.group_contains(error, match=message)
+    assert events(tmp_path, "end")[0]["status"] == "failed"
+    assert len(events(tmp_path, "update")) == 1
+
+
+# --- turns, slots and held-out prompts ---------------------------------------------------------
+
+
+class Twice(Environment):
+    """Two turns; the second prompt shows what was said, the reward is the environment's own."""
+
+    async def step(self, action):
+        if not hasattr(self, "said") or self.said is None:
+            self.said = action.text
+            return [{"role": "user", "content": f"<{action.text}>"}], 0.25, False, False, {"n": 1}
+        first, self.said = self.said, None
+        return [], float(action.text[0] == first[0]), True, False, {"n": 2}
+
+
+async def test_an_environment_of_two_turns_adds_its_rewards_and_masks_its_words(tmp_path):
+    config = mock_config(
+        tmp_path,
+        environment={"type": "tests.test_pipeline:Twice"},
+        rewards=[],
+        train={"total_train_steps": 1},
+    )
+    adapter = kept_adapter(config)
+    await train(config, parts=parts_with(config, adapter))
+    [batch] = adapter.batches
+    assert len(batch.samples) == 16
+    sample = batch.samples[0]
+    said = bytes(t for t, m in zip(sample.token_ids, sample.loss_mask, strict=True) if m)
+    whole = bytes(sample.token_ids)
+    assert whole == whole[:2] + said[:4] + b"<" + said[:4] + b">" + said[4:]
+    assert sample.loss_mask == [0] * 2 + [1] * 4 + [0] * 6 + [1] * 4
+    rows = rollouts_of(tmp_path)
+    assert {r["rewards"]["environment"] for r in rows} <= {0.25, 1.25}
+    assert all(r["info"] == {"n": 2} for r in rows)
+
+
+class Counted(Environment):
+    """Counts the setups that are under way at once, over all instances."""
+
+    now = most = 0
+
+    async def setup(self):
+        Counted.now += 1
+        Counted.most = max(Counted.most, Counted.now)
+        await asyncio.sleep(0)
+        Counted.now -= 1
+
+
+async def test_environments_are_set_up_few_at_a_time(tmp_path):
+    config = mock_config(
+        tmp_path,
+        environment={"type": "tests.test_pipeline:Counted"},
+        rollout={"setup_concurrency": 3},
+    )
+    await train(config)
+    assert Counted.most == 3
+
+
+async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tmp_path):
+    rows = [{"prompt": f"{c}=", "answer": c * 4} for c in "abc"]
+    config = mock_config(
+        tmp_path,
+        train={"total_train_steps": 12},
+        eval={"prompts": {"type": "list", "rows": rows}, "every": 4, "samples": 2},
+        checkpoint={"every": 1, "keep": 1},
+    )
+    result = await train(config)
+    evaluations = events(tmp_path, "eval")
+    assert [e["eval/step"] for e in evaluations] == [4, 8, 12]
+    assert all(0 <= e["eval/pass@2"] <= 1 for e in evaluations)
+    best = max(evaluations, key=lambda e: e["eval/reward/mean"])
+    assert result.best_checkpoint_path == tmp_path / "checkpoints" / f"step_{best['eval/step']}"
+    assert result.best_checkpoint_path.is_dir()
+    held_out = [r for r in rollouts_of(tmp_path) if r["ticket"].startswith("-1.")]
+    assert len(held_out) == 3 * 3 * 2
+
+
+class Closing(Environment):
+    """Counts the instances that are open."""
+
+    open = 0
+
+    async def setup(self):
+        Closing.open += 1
+
+    async def close(self):
+        Closing.open -= 1
+
+
+async def test_p7_a_run_leaves_no_task_thread_or_environment_behind(tmp_path):
+    tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
+    config = mock_config(tmp_path, environment={"type": "tests.test_pipeline:Closing"})
+    await train(config)
+    assert asyncio.all_tasks() == tasks
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=5)
+    assert set(threading.enumerate()) == threads
+    assert Closing.open == 0
+
+
+async def test_a_prompt_longer_than_the_context_says_what_to_do(tmp_path):
+    rows = [{"prompt": "x" * 5000, "answer": "x"}]
+    config = mock_config(tmp_path, prompts={"type": "list", "rows": rows})
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config)
+    assert caught.group_contains(NoSignalError, match=r"5000 tokens.*context is 4096: shorten")
+
+
+def test_a_group_without_a_turn_has_no_oldest_version():
+    assert Group(Prompt("0.0.0", []), []).oldest_version is None

@@ -1,0 +1,283 @@
+"""Checkpoints, crashes and resumes: no prompt is lost or trained twice, whatever happens."""
+
+import asyncio
+import json
+import shutil
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
+from retrain.checkpoint import MANIFEST, Checkpoints, group_from_json, group_to_json
+from retrain.errors import CheckpointError
+from retrain.ledger import Ledger
+from retrain.observe.callbacks import Callback
+from retrain.observe.run_dir import read_events, read_metrics, surviving
+from retrain.pipeline import train
+from retrain.prompts import epoch_order
+from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
+from tests.pipe_kit import parts_with
+
+STEPS = 12
+
+
+class Dies(MockAdapter):
+    """Raises at the nth call of an adapter method: a crash at that point of the run."""
+
+    class Crash(BaseException):
+        """Not an Exception: nothing of the pipe may handle it."""
+
+    calls = 0
+    fatal = 0
+
+    def _count(self):
+        self.calls += 1
+        if self.calls == self.fatal:
+            raise self.Crash
+
+    async def update(self, batch):
+        self._count()
+        metrics = await super().update(batch)
+        self._count()
+        return metrics
+
+    async def publish(self):
+        self._count()
+        return await super().publish()
+
+    async def save(self, folder):
+        state = await super().save(folder)
+        self._count()
+        return state
+
+
+def config_in(folder, **changes):
+    train_keys = {"total_train_steps": STEPS, **changes.pop("train", {})}
+    return mock_config(folder, train=train_keys, checkpoint={"every": 3}, **changes)
+
+
+def trained(folder) -> Counter:
+    """How often each ticket was trained, by the events that survive."""
+    updates = [e for e in surviving(read_events(folder)) if e["event"] == "update"]
+    return Counter(ticket for event in updates for ticket in event["tickets"])
+
+
+@pytest.mark.parametrize("fatal", [1, 2, 3, 6, 9, 10, 11, 14, 20, 21, 31])
+async def test_p1_no_prompt_is_lost_or_trained_twice_when_a_run_dies_and_is_resumed(
+    tmp_path, fatal
+):
+    config = config_in(tmp_path, staleness={"target": 1, "max": 2})
+    adapter = Dies(MockOptions(), config)
+    adapter.fatal = fatal
+    with pytest.raises(BaseException, match=r"Crash|unhandled errors"):
+        await train(config, parts=parts_with(config, adapter))
+    result = await train(config, resume=True)
+    assert result.total_steps == STEPS
+    counts = trained(tmp_path)
+    assert max(counts.values()) == 1
+    issued = {e["ticket"] for e in surviving(read_events(tmp_path)) if e["event"] == "issued"}
+    assert sorted(counts) == sorted(issued), "all that was issued was trained"
+    first = [f"0.{row}.0" for row in epoch_order(0, 8, 0, True)]
+    assert set(first) <= set(counts), "the first epoch is whole"
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in result.history] == list(range(1, STEPS + 1))
+
+
+async def test_a_resumed_run_trains_the_same_batches_as_one_that_was_not_stopped(tmp_path):
+    batches = {}
+    for name in ("whole", "parts"):
+        changes = {"staleness": {"target": 0}, "train": {"order": "in_order"}}
+        config = config_in(tmp_path / name, **changes)
+        seen = []
+        for fatal in (0,) if name == "whole" else (17, 0):
+            adapter = Dies(MockOptions(), config)
+            adapter.fatal, adapter.keep_batches = fatal, STEPS
+            resume = bool(seen)
+            crash = (
+                pytest.raises(BaseException, match="Crash|unhandled") if fatal else nullcontext()
+            )
+            with crash:
+                await train(config, resume=resume, parts=parts_with(config, adapter))
+            seen.append(adapter.batches)
+        batches[name] = seen
+    [whole] = batches["whole"]
+    died, resumed = batches["parts"]
+    assert died == whole[: len(died)]
+    assert resumed == whole[3:], "from the checkpoint of step 3 on"
+
+
+@pytest.mark.parametrize("damage", ["manifest gone", "file cut", "file changed", "half deleted"])
+async def test_p2_a_torn_checkpoint_is_detected_and_the_one_before_it_used(tmp_path, damage):
+    config = config_in(tmp_path)
+    await train(config)
+    newest = tmp_path / "checkpoints" / f"step_{STEPS}"
+    victim = newest / "adapter" / "skill.txt"
+    if damage == "manifest gone":
+        (newest / MANIFEST).unlink()
+    elif damage == "file cut":
+        victim.write_text(victim.read_text()[:-1])
+    elif damage == "file changed":
+        victim.write_text(victim.read_text()[:-1] + "7")
+    else:
+        shutil.rmtree(newest / "adapter")
+    longer = config_in(tmp_path, train={"total_train_steps": STEPS + 3})
+    result = await train(longer, resume=True)
+    log = list(read_events(tmp_path))
+    assert [e["from_step"] for e in log if e["event"] == "resumed"] == [STEPS - 3]
+    assert any(e["event"] == "torn" and f"step_{STEPS}" in e["checkpoint"] for e in log)
+    assert result.total_steps == STEPS + 3
+    assert max(trained(tmp_path).values()) == 1
+
+
+async def test_a_checkpoint_that_fails_leaves_the_one_before_it(tmp_path):
+    class Full(MockAdapter):
+        async def save(self, folder):
+            if self.version > 3:
+                raise OSError(28, "No space left on device")
+            return await super().save(folder)
+
+    config = config_in(tmp_path)
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, parts=parts_with(config, Full(MockOptions(), config)))
+    assert caught.group_contains(CheckpointError, match="step 6 could not be written.*No space")
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [3]
+    assert checkpoints.newest() is not None
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": {"group_size": 2}}, "algorithm: was"),
+        ({"model": "other"}, "model: was 'tiny', is 'other'"),
+        ({"train": {"groups_per_step": 2}}, r"train\.groups_per_step: was 4, is 2"),
+    ],
+)
+async def test_another_model_or_algorithm_is_refused_on_resume(tmp_path, change, message):
+    await train(config_in(tmp_path))
+    changed = config_in(tmp_path, **change)
+    parts = parts_with(config_in(tmp_path), MockAdapter(MockOptions(), changed))
+    with pytest.raises(CheckpointError, match=message):
+        await train(changed, resume=True, parts=parts)
+
+
+async def test_p10_cancelling_a_run_checkpoints_at_the_step_boundary(tmp_path):
+    class SlowUpdate(MockAdapter):
+        under_way = asyncio.Event()
+
+        async def update(self, batch):
+            if self.version == 4:
+                self.under_way.set()
+                await asyncio.sleep(0.05)
+            return await super().update(batch)
+
+    config = config_in(tmp_path)
+    adapter = SlowUpdate(MockOptions(), config)
+    running = asyncio.create_task(train(config, parts=parts_with(config, adapter)))
+    await adapter.under_way.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    found = Checkpoints(tmp_path / "checkpoints").newest()
+    assert found is not None
+    assert found[1].step == 5, "the step under way was finished and saved"
+    result = await train(config, resume=True)
+    assert result.total_steps == STEPS
+    assert max(trained(tmp_path).values()) == 1
+
+
+class Waiting(Callback):
+    """Says when the learner begins to wait for its first batch."""
+
+    def __init__(self):
+        self.begun = asyncio.Event()
+
+    def on_step_begin(self, trainer, step):
+        self.begun.set()
+
+
+async def test_p10_cancelling_while_waiting_for_rollouts_doesnt_wait_for_them(tmp_path):
+    config = config_in(
+        tmp_path, backend={"type": "benchmarks.mock_engine:MockOptions", "latency": 3600}
+    )
+    waiting = Waiting()
+    running = asyncio.create_task(train(config, callbacks=[waiting]))
+    await waiting.begun.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5):
+            await running
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [0]
+
+
+async def test_finished_groups_that_no_step_has_taken_are_saved_and_trained_after_a_resume(
+    tmp_path,
+):
+    config = config_in(tmp_path, staleness={"target": 3, "max": 6})
+    adapter = Dies(MockOptions(), config)
+    adapter.fatal = 11  # in the first step after the checkpoint of step 3
+    with pytest.raises(BaseException, match=r"unhandled|Crash"):
+        await train(config, parts=parts_with(config, adapter))
+    found = Checkpoints(tmp_path / "checkpoints").newest()
+    assert found is not None
+    kept = {group["ticket"] for group in found[1].groups}
+    assert kept
+    await train(config, resume=True)
+    log = list(read_events(tmp_path))
+    resumed = next(i for i, e in enumerate(log) if e["event"] == "resumed")
+    again = {e["ticket"] for e in log[resumed:] if e["event"] == "rollout"}
+    assert not kept & again, "what was finished is not sampled again"
+    assert kept <= set(trained(tmp_path))
+
+
+def test_a_group_survives_the_way_through_json():
+    prompt = Prompt("1.2.3", [{"role": "user", "content": "?"}], "a", {"k": 1})
+    completion = Completion([1, 2], [-0.1, -1 / 3], "x", "stop", 4)
+    turn = Turn([5, 6], completion, [{"role": "user", "content": "o"}])
+    trajectory = Trajectory(
+        prompt, [turn], {"r": 0.1}, {"n": 1}, "ok", 0.1, [{"role": "user", "content": "?"}]
+    )
+    group = Group(prompt, [trajectory])
+    saved = json.loads(json.dumps(group_to_json(group)))
+    assert group_from_json(saved, lambda ticket: prompt) == group
+
+
+@given(st.lists(st.sampled_from(["issue", "train", "reissue", "save", "crash"]), max_size=60))
+@settings(deadline=None)
+def test_the_ledger_loses_no_ticket_and_gives_none_out_twice(moves):
+    def order(epoch):
+        return epoch_order(epoch, 5, 0, True)
+
+    ledger, done = Ledger(order), set()
+    saved = (ledger.state(), set())
+    for move in moves:
+        if move == "issue":
+            ticket = ledger.issue()
+            assert ticket not in done
+            assert list(ledger.open).count(ticket) == 1
+        elif move == "train" and ledger.open:
+            ticket = next(iter(ledger.open))
+            ledger.retire([ticket])
+            assert ticket not in done
+            done.add(ticket)
+        elif move == "reissue" and ledger.open:
+            again = ledger.reissue(next(reversed(ledger.open)))
+            done.add(again._replace(attempt=again.attempt - 1))
+        elif move == "save":
+            saved = (json.loads(json.dumps(ledger.state())), set(done))
+        elif move == "crash":
+            ledger, done = Ledger(order), set(saved[1])
+            ledger.restore(saved[0], finished=[])
+    while len(done | set(ledger.open)) < 5 or ledger.epoch == 0:
+        ledger.issue()
+    rows = {(t.epoch, t.row) for t in done | set(ledger.open) if t.epoch == 0}
+    assert rows == {(0, row) for row in range(5)}, "every row of the first epoch was given out"
+
+
+def test_a_ticket_that_is_not_open_cant_be_retired():
+    with pytest.raises(KeyError):
+        Ledger(lambda epoch: [0]).retire([Ticket(0, 0)])
