@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         from retrain.config import load_config
 
-        config = load_config(arguments.config, arguments.overrides)
+        config = load_config(_config_file(arguments.config), arguments.overrides)
         if arguments.run_dir:
             config = config.model_copy(update={"run_dir": Path(arguments.run_dir)})
         if arguments.dry_run:
@@ -165,7 +165,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Train as a YAML file says. Exit code: 0 done, 1 the run failed, "
         "2 bad config or usage, 130 interrupted (after a checkpoint).",
     )
-    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument(
+        "config", metavar="CONFIG.yaml", help="a YAML file, or quickstart: the built-in example"
+    )
     parser.add_argument(
         "overrides",
         metavar="dotted.key=value",
@@ -180,6 +182,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept (runs/NAME)")
     return parser
+
+
+def _config_file(text: str) -> Path:
+    if text == "quickstart" and not Path(text).exists():
+        return Path(__file__).parent / "quickstart" / "quickstart.yaml"
+    return Path(text)
 
 
 async def _train(config: RunConfig, *, resume: bool) -> TrainingResult:
@@ -210,8 +218,14 @@ def _dry_run(config: RunConfig, source: str) -> int:
 
 def _full(mapping: dict[str, Any], parts: Parts) -> dict[str, Any]:
     """The resolved config with what the backend and the algorithm add by default."""
+    from retrain.observe.journal import plain
+
     algorithm = {"loss": parts.loss, "normalisation": parts.normalisation}
-    backend = {"type": parts.config.backend.type, **parts.options.model_dump(mode="json")}
+    options = {  # a set has no order: sorted, every dry run prints the same
+        key: sorted(value) if isinstance(value, frozenset) else value
+        for key, value in parts.options.model_dump().items()
+    }
+    backend = {"type": parts.config.backend.type, **plain(options)}
     return mapping | {"algorithm": mapping["algorithm"] | algorithm, "backend": backend}
 
 

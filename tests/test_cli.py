@@ -93,6 +93,11 @@ def test_a_dry_run_prints_a_config_that_says_the_same(
     assert yaml.safe_load(capsys.readouterr().out) == printed
 
 
+def test_quickstart_needs_no_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quickstart", "--dry-run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"] == "tiny"
+
+
 def test_a_dry_run_loads_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys; from retrain.run import main; code = main(sys.argv[1:]);"

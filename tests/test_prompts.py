@@ -126,7 +126,7 @@ def test_parquet_and_saved_data_sets_are_read(tmp_path: Path) -> None:
         ("p.json", "", "is empty"),
         ("p.json", "[]", "is empty"),
         ("p.csv", "prompt,answer\n", "is empty"),
-        ("p.jsonl", '"a"\n{"prompt": \n', "p.jsonl, line 2, column 12: not JSON: Expecting value"),
+        ("p.jsonl", '"a"\n{"prompt": \n', "p.jsonl, line 2, column 11: not JSON: Expecting value"),
         ("p.json", '[\n"a",\n}', "p.json, line 3, column 1: not JSON"),
         ("p.json", '{"prompt": "a"}', "holds a dict: expected a list of rows; one object a line"),
         ("p.jsonl", '"a"\n\n5', "p.jsonl, line 3: a row is a text or a mapping"),
