@@ -63,9 +63,7 @@ def main() -> None:
 
 async def compare(arguments: argparse.Namespace, folder: str, samples: Sequence[Sample]) -> None:
     steps = arguments.steps * (arguments.blocks + 1)
-    options = TrlOptions(
-        device=arguments.device, threads=arguments.threads, micro_batch_tokens=2**30
-    )
+    options = TrlOptions(device=arguments.device, threads=arguments.threads)
     config = RunConfig.model_validate(
         {
             "model": folder,

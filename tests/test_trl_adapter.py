@@ -14,8 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
-import trl_kit as kit  # noqa: E402 - needs torch
-
 from retrain.adapters.base import AdapterState  # noqa: E402 - the same
 from retrain.adapters.trl.adapter import TrlAdapter  # noqa: E402 - the same
 from retrain.engine.models import load_model, load_tokenizer  # noqa: E402 - the same
@@ -23,6 +21,7 @@ from retrain.engine.weights import digest, snapshot  # noqa: E402 - the same
 from retrain.errors import AdapterError, ConfigError, NonFiniteError  # noqa: E402 - the same
 from retrain.sampler import SamplingParams  # noqa: E402 - the same
 from retrain.types import Batch, Denominators, Sample  # noqa: E402 - the same
+from tests import trl_kit as kit  # noqa: E402 - needs torch
 
 
 def adapter(loss="dapo", *, loss_config=None, sections=None, **keys):
@@ -123,6 +122,19 @@ async def test_the_trainer_scores_at_the_samplers_temperature(temperature):
             )
         metrics = await trl.update(kit.batch(samples))
         assert abs(metrics["ratio/max"] - 1) < 1e-4
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora": {"r": 4}}])
+async def test_bfloat16_with_recomputation_trains_float32_weights(keys):
+    keys = {**keys, "dtype": "bfloat16", "gradient_checkpointing": True}
+    async with adapter(**keys) as trl:
+        before = weights_of(trl)
+        metrics = await trl.update(kit.batch(await rollouts(trl.sampler)))
+        assert abs(metrics["ratio/mean"] - 1) < 0.05
+        assert weights_of(trl) != before
+        trained = [p for p in trl._thread.trainer.model.parameters() if p.requires_grad]
+        assert {p.dtype for p in trained} == {torch.float32}
+        assert await trl.publish() == 1
 
 
 async def test_batches_of_any_shape_follow_each_other():

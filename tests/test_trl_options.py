@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import trl_kit as kit
 from pydantic import ValidationError
 
 from retrain.adapters.base import SHARED_LOSSES, TRL_LOSSES
@@ -15,6 +14,7 @@ from retrain.adapters.trl.keys import OWNED, PASSED, SCHEDULERS, refusal
 from retrain.adapters.trl.options import TrlOptions
 from retrain.adapters.trl.plan import SHARED_KEYS, plan_loss, run_plan
 from retrain.errors import ConfigError
+from tests import trl_kit as kit
 
 
 def test_every_key_of_the_installed_grpo_config_is_passed_or_has_a_home():

@@ -11,16 +11,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
-import trl_kit as kit  # noqa: E402 - needs torch
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402 - the same
 
 from retrain.adapters.trl.plan import plan_loss  # noqa: E402 - the same
+from retrain.adapters.trl.record import StepRecord  # noqa: E402 - the same
 from retrain.adapters.trl.rows import micro_batches  # noqa: E402 - the same
-from retrain.adapters.trl.trainer import StepRecord  # noqa: E402 - the same
 from retrain.batching import normalised  # noqa: E402 - the same
 from retrain.engine.losses import shared_loss  # noqa: E402 - the same
 from retrain.engine.models import load_model, load_tokenizer  # noqa: E402 - the same
 from retrain.errors import NonFiniteError  # noqa: E402 - the same
+from tests import trl_kit as kit  # noqa: E402 - needs torch
 
 TRL_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 

@@ -77,7 +77,7 @@ def build_trainer(
             processing_class=tokenizer,
             peft_config=_lora(options.lora),
             plan=plan,
-            cut=MicroBatches(options.micro_batch_rows, options.micro_batch_tokens),
+            cut=_cut(options, placement),
             feed=feed,
         )
     except (ValueError, NotImplementedError) as error:
@@ -127,6 +127,13 @@ def grpo_args(
     if args.n_gpu > 1:
         args._n_gpu = 1  # Trainer would take nn.DataParallel, which TRL refuses: use one card
     return args
+
+
+def _cut(options: TrlOptions, placement: Placement) -> MicroBatches:
+    tokens = options.micro_batch_tokens
+    if tokens == "auto":
+        tokens = 16_384 if placement.device.type == "cuda" else 2_048
+    return MicroBatches(options.micro_batch_rows, tokens)
 
 
 def _placeholder(config: RunConfig) -> Dataset:

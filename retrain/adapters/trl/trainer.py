@@ -16,10 +16,9 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +30,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from retrain.adapters.trl.plan import MEANS, LossPlan
+from retrain.adapters.trl.record import StepRecord
 from retrain.adapters.trl.rows import Rows, collate, group_ids, micro_batches
-from retrain.engine.losses import loss_metrics, shared_loss
+from retrain.engine.losses import shared_loss
 from retrain.errors import NonFiniteError
 from retrain.types import Batch, Metrics, Sample
 
@@ -45,47 +45,6 @@ class MicroBatches:
 
     rows: int | None
     tokens: int
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """What one step has told so far; sums over the step's tokens unless said otherwise."""
-
-    batch: Batch
-    loss: Tensor | float = 0.0
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    ratio_max: float = 0.0
-    grad_norm: float = 0.0
-    learning_rate: float = 0.0
-
-    def metrics(self) -> Metrics:
-        """The step's metrics; means are over the trained tokens."""
-        shared = loss_metrics(self.sums)
-        tokens = max(1.0, self.sums["tokens"])
-        trl = {name: total / tokens for name, total in self.sums.items() if name not in _ENGINE}
-        return {
-            "loss": float(self.loss),
-            "grad_norm": self.grad_norm,
-            "learning_rate": self.learning_rate,
-            **trl,
-            **{_RENAMED.get(name, name): value for name, value in shared.items()},
-            "ratio/max": self.ratio_max,
-        }
-
-
-_ENGINE = frozenset(
-    {"tokens", "ratio_sum", "clipped_sum", "kl_sum", "pairs", "margin_sum", "correct_sum"}
-)
-"""Sums that `engine.losses.loss_metrics` turns into means."""
-_RENAMED = {"clip_fraction": "clip_ratio"}
-_FROM_TRL = {
-    "clip_ratio/region_mean": "clip_ratio",
-    "cispo_clip_ratio": "clip_ratio",
-    "vespo/phi_seq_mean": "vespo/phi_seq_mean",
-    "kl": "kl/reference",
-    "aux_loss": "aux_loss",
-}
-"""TRL's means over a micro-batch's tokens that are worth keeping, by our names."""
 
 
 class Feed(Protocol):
@@ -138,7 +97,7 @@ class PipeTrainer(GRPOTrainer):
         )
         with self._own_randomness():
             loss = self._whole_batch(model, parts)
-        self.record.loss = loss
+        self.record.loss = loss.item()
         return loss
 
     def _whole_batch(self, model: Any, parts: Sequence[Sequence[Sample]]) -> Tensor:
@@ -169,37 +128,32 @@ class PipeTrainer(GRPOTrainer):
     # --- the loss of one micro-batch
 
     def _compute_loss(self, model: Any, rows: Rows) -> Tensor:
-        coefficient = self._bonus_in_force()
         if self.plan.reference:
             rows["ref_per_token_logps"] = self._reference_logprobs(model, rows)
-        tokens = int(rows["tool_mask"].sum())
-        loss = self._native_loss(model, rows, tokens) if self.plan.native else None
-        if loss is None:
-            return self._shared_loss(model, rows, tokens)
-        return self._share(loss, coefficient, tokens)
-
-    def _native_loss(self, model: Any, rows: Rows, tokens: int) -> Tensor:
-        whole = self.record.batch.denominators.tokens
-        # cispo's normaliser is in its advantages already, as for every shared loss: a plain sum.
-        rows["num_items_in_batch"] = torch.tensor(
-            1.0 if self.plan.name == "cispo" else float(whole), device=self.args.device
+        self._mask = rows["tool_mask"]
+        loss = (
+            self._native_loss(model, rows) if self.plan.native else self._shared_loss(model, rows)
         )
-        self._metrics["train"].clear()
-        loss = super()._compute_loss(model, rows)
-        told = self._metrics["train"]
-        for theirs, ours in _FROM_TRL.items():
-            if theirs in told:
-                self.record.sums[ours] += told[theirs][-1] * tokens
-        self._measure(rows, tokens)
+        logprobs, entropies, _ = self._scored
+        self.record.measure(logprobs, entropies, rows["old_per_token_logps"], self._mask)
         return loss
 
-    def _share(self, loss: Tensor, coefficient: float, tokens: int) -> Tensor:
-        """TRL's loss of a micro-batch as its share of the whole batch's.
+    def _native_loss(self, model: Any, rows: Rows) -> Tensor:
+        """TRL's loss of a micro-batch, as its share of the whole batch's.
 
         The policy term is scaled by `_scale`; the entropy bonus and the router's loss are means
         over tokens in every loss type, so their share is that of the tokens.
         """
-        scale, by_tokens = self._scale(tokens), tokens / self.record.batch.denominators.tokens
+        tokens, whole = int(self._mask.sum()), self.record.batch.denominators.tokens
+        # cispo's normaliser is in its advantages already, as for every shared loss: a plain sum.
+        rows["num_items_in_batch"] = torch.tensor(
+            1.0 if self.plan.name == "cispo" else float(whole), device=self.args.device
+        )
+        coefficient = self._bonus_in_force()  # TRL may move it for the next step
+        self._metrics["train"].clear()
+        loss = super()._compute_loss(model, rows)
+        self.record.add_trl(self._metrics["train"], tokens)
+        scale, by_tokens = self._scale(tokens), tokens / whole
         _, entropies, router = self._scored
         shared = loss * scale
         if coefficient:
@@ -215,7 +169,7 @@ class PipeTrainer(GRPOTrainer):
             return self._mask.shape[0] / whole.sequences
         return tokens / whole.tokens if mean == "tokens" else 1.0
 
-    def _shared_loss(self, model: Any, rows: Rows, tokens: int) -> Tensor:
+    def _shared_loss(self, model: Any, rows: Rows) -> Tensor:
         batch = self.record.batch
         logprobs, _, _ = self._score(model, rows, entropy=True)
         streams = {
@@ -234,10 +188,7 @@ class PipeTrainer(GRPOTrainer):
             rows["tool_mask"],
             streams,
         )
-        self._measure(rows, tokens)
-        for name in ("clipped_sum", "pairs", "margin_sum", "correct_sum"):
-            if name in sums:
-                self.record.sums[name] += sums[name]
+        self.record.add_shared(sums)
         return loss
 
     def _bonus_in_force(self) -> float:
@@ -273,34 +224,6 @@ class PipeTrainer(GRPOTrainer):
                 return self._score(self.ref_model, rows, entropy=False)[0]
             with self.model.disable_adapter():
                 return self._score(model, rows, entropy=False)[0]
-
-    @torch.no_grad()
-    def _measure(self, rows: Rows, tokens: int) -> None:
-        """Ratio, KL and entropy from the log-probs that the loss has just computed.
-
-        `kl/sampler_trainer` is the mean of r - 1 - log r, r the trainer's probability of a token
-        over the sampler's: the non-negative estimator of KL(sampler || trainer), k3 of
-        http://joschu.net/blog/kl-approx.html.
-        """
-        logprobs, entropies, _ = self._scored
-        self._mask = rows["tool_mask"]
-        log_ratio = ((logprobs - rows["old_per_token_logps"]) * self._mask).clamp(-20, 20)
-        ratio = log_ratio.exp()
-        kept = self._mask.bool()
-        kl, entropy, mean, top = torch.stack(
-            [
-                (ratio - 1 - log_ratio).sum(),
-                (entropies * self._mask).sum(),
-                ratio[kept].sum(),
-                ratio[kept].max() if tokens else ratio.new_zeros(()),
-            ]
-        ).tolist()
-        sums = self.record.sums
-        sums["tokens"] += tokens
-        sums["kl_sum"] += kl
-        sums["entropy"] += entropy
-        sums["ratio_sum"] += mean
-        self.record.ratio_max = max(self.record.ratio_max, top)
 
     # --- the end of a step
 
