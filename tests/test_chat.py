@@ -120,6 +120,14 @@ TABLE = {
         "4\n",
         "user: Hi\n\nassistant: 4\n\nuser: More\n\nassistant: ",
     ),
+    "a template that trims and then adds what was trimmed": (
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+        ),
+        " 4\n",
+        "user: Hi\nassistant:  4\nuser: More\nassistant: ",
+    ),
     "the next turn's marker ends a turn": (
         (
             "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
@@ -201,6 +209,14 @@ REWRITINGS = {
         (
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
             "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n~ "
+        ),
+    ),
+    "a newline is put before the reply": (
+        chat_kit.CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant"),
+        "4<|im_end|>",
+        (
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+            "<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant"
         ),
     ),
     "something is put before the reply": (
@@ -405,6 +421,19 @@ def test_a_tool_call_stays_as_it_was_sampled_however_it_is_spelled(said: str) ->
         f"<|im_start|>assistant\n{said}<|im_end|>\n"
         "<|im_start|>tool\n<tool_response>3</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_template_that_drops_the_text_beside_a_call_rewrites_history() -> None:
+    template = chat_kit.TOOLS.replace(
+        "'\\n' + m.content", "'\\n' + ('' if m.tool_calls else m.content)"
+    )
+    tokenizer = chat_kit.byte_level(template)
+    conversation = Chat(tokenizer).begin([HI], [ADD])
+    prompt_ids, completion = conversation.prompt_ids, say(tokenizer, f"I add.\n{CALL}<|im_end|>")
+    conversation.reply(completion)
+    conversation.observe([{"role": "tool", "content": "3"}])
+    assert not extends(conversation, prompt_ids, completion)
+    assert "I add." not in seen(tokenizer, conversation)
 
 
 def test_a_template_without_tools_is_shown_the_call_as_text_and_that_is_logged(
