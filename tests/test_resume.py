@@ -97,7 +97,7 @@ async def test_a_resumed_run_trains_the_same_batches_as_one_that_was_not_stopped
             adapter.fatal, adapter.keep_batches = fatal, STEPS
             resume = bool(seen)
             crash = (
-                pytest.raises(BaseException, match="Crash|unhandled") if fatal else nullcontext()
+                pytest.raises(BaseException, match=r"Crash|unhandled") if fatal else nullcontext()
             )
             with crash:
                 await train(config, resume=resume, parts=parts_with(config, adapter))

@@ -1,0 +1,133 @@
+"""Samples are made of the very ids, log-probs and versions that were sampled."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.batching import as_shared, make_batch, normalised, segments
+from retrain.types import Batch, Completion, Denominators, Group, Prompt, Sample, Trajectory, Turn
+
+PROMPT = Prompt("0.0.0", [{"role": "user", "content": "?"}])
+
+
+def turn(prompt_ids, token_ids, version=0):
+    logprobs = [-float(t) / 10 for t in token_ids]
+    return Turn(prompt_ids, Completion(token_ids, logprobs, "", "stop", version))
+
+
+def test_a_two_turn_rollout_is_one_sample_with_the_environments_tokens_masked():
+    trajectory = Trajectory(PROMPT, [turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 9], [6], 7)])
+    [sample] = segments(trajectory, 0.5, "r")
+    assert sample.token_ids == [1, 2, 3, 4, 9, 6]
+    assert sample.loss_mask == [0, 0, 1, 1, 0, 1]
+    assert sample.logprobs == [0, 0, -0.3, -0.4, 0, -0.6]
+    assert sample.advantages == [0, 0, 0.5, 0.5, 0, 0.5]
+    assert sample.versions == [-1, -1, 5, 5, -1, 7]
+
+
+def test_a_rewritten_history_starts_a_new_sample_of_the_same_rollout():
+    trajectory = Trajectory(PROMPT, [turn([1, 2], [3, 4]), turn([1, 2, 4, 9], [6])])
+    first, second = segments(trajectory, [0.1, 0.2, 0.3], "r")
+    assert (first.token_ids, first.advantages) == ([1, 2, 3, 4], [0, 0, 0.1, 0.2])
+    assert (second.token_ids, second.advantages) == ([1, 2, 4, 9, 6], [0, 0, 0, 0, 0.3])
+    assert first.run_id == second.run_id == "r"
+
+
+def test_a_rollout_without_a_sampled_token_makes_no_sample():
+    assert segments(Trajectory(PROMPT, [turn([1], [])]), 1.0, "r") == []
+    assert segments(Trajectory(PROMPT), 1.0, "r") == []
+
+
+def test_credit_of_the_wrong_length_is_an_error():
+    with pytest.raises(ValueError, match="2 sampled tokens, but 1 advantages"):
+        segments(Trajectory(PROMPT, [turn([1], [2, 3])]), [0.1], "r")
+
+
+def test_a_sample_whose_streams_differ_in_length_is_an_error():
+    with pytest.raises(ValueError, match=r"has 2 token_ids, but \{'logprobs': 1, 'ref': 3\}"):
+        Sample([1, 2], [0, 1], [0.0], [0, 0], [0, 0], {"ref": [1, 2, 3]})
+
+
+ids = st.lists(st.integers(0, 5), max_size=4)
+
+
+@given(st.lists(st.tuples(ids, ids, st.booleans()), max_size=5), st.booleans())
+def test_every_sampled_token_is_trained_once_after_the_tokens_that_the_sampler_saw(turns, flat):
+    history: list[int] = []
+    played = []
+    for version, (given_ids, sampled, rewrite) in enumerate(turns):
+        prompt = [99, *given_ids] if rewrite else [*history, *given_ids]
+        played.append(turn(prompt, sampled, version))
+        history = prompt + sampled
+    count = sum(len(t.completion.token_ids) for t in played)
+    credit = 1.0 if flat else [float(i) for i in range(count)]
+    samples = segments(Trajectory(PROMPT, played), credit, "r")
+    trained = [
+        (tuple(s.token_ids[:i]), s.token_ids[i], s.logprobs[i], s.versions[i], s.advantages[i])
+        for s in samples
+        for i, mask in enumerate(s.loss_mask)
+        if mask
+    ]
+    expected, number = [], 0
+    for t in played:
+        for i, token in enumerate(t.completion.token_ids):
+            past = (*t.prompt_ids, *t.completion.token_ids[:i])
+            advantage = 1.0 if flat else float(number)
+            number += 1
+            expected.append((past, token, -token / 10, t.completion.version, advantage))
+    assert trained == expected
+    for s in samples:
+        masked = [i for i, mask in enumerate(s.loss_mask) if not mask]
+        assert all(s.advantages[i] == 0 == s.logprobs[i] and s.versions[i] == -1 for i in masked)
+
+
+def batch_of(loss="ppo", **config):
+    samples = [
+        Sample([1, 2, 3], [0, 1, 1], [0, -1, -1], [0, 2.0, 2.0], [-1, 0, 0]),
+        Sample([1, 2], [0, 1], [0, -1], [0, -6.0], [-1, 0]),
+    ]
+    return Batch(samples, loss, config, Denominators(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        ("token", [2 / 3, 2 / 3, -2.0]),  # / 3 tokens
+        ("sequence", [0.5, 0.5, -3.0]),  # / (own length x 2)
+        ("batch", [1.0, 1.0, -3.0]),  # / 2 sequences
+    ],
+)
+def test_a_normaliser_folds_into_the_advantages(by, expected):
+    made = normalised(batch_of(), by)
+    values = [a for s in made.samples for a, m in zip(s.advantages, s.loss_mask, strict=True) if m]
+    assert values == pytest.approx(expected)
+
+
+def test_dro_scales_its_quadratic_term_too_and_refuses_sequences():
+    assert normalised(batch_of("dro", beta=0.6), "token").loss_config == {
+        "beta": pytest.approx(0.2)
+    }
+    with pytest.raises(ValueError, match="dro can't be normalised by sequence"):
+        normalised(batch_of("dro", beta=0.6), "sequence")
+
+
+@pytest.mark.parametrize(
+    ("loss", "first"),
+    [("dapo", 2 / 3), ("bnpo", 2 / 3), ("grpo", 0.5), ("dr_grpo", 2.0 / 2 / 8)],
+)
+def test_trls_names_are_shared_losses_with_a_normaliser(loss, first):
+    made = as_shared(batch_of(loss), max_tokens=8)
+    assert made.loss == "ppo"
+    assert made.samples[0].advantages[1] == pytest.approx(first)
+
+
+def test_a_shared_name_is_left_alone():
+    batch = batch_of("cispo")
+    assert as_shared(batch, 8) is batch
+
+
+def test_a_batch_counts_its_tokens_and_its_sequences():
+    group = Group(PROMPT, [Trajectory(PROMPT, [turn([1], [2, 3])]), Trajectory(PROMPT)])
+    batch = make_batch([group], [[1.0, 1.0]], loss="dapo", loss_config={"epsilon": 0.1})
+    assert batch.denominators == Denominators(tokens=2, sequences=1)
+    assert [s.run_id for s in batch.samples] == ["0.0.0#0"]
