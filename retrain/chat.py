@@ -123,6 +123,9 @@ class Conversation:
     def reply(self, completion: Completion) -> Action:
         """Take the model's turn down; tool calls are parsed when tools are offered.
 
+        The Action's text is what was sampled; the message in the history also holds the start of
+        reasoning that the prompt ended with, since templates look for it.
+
         Raises RuntimeError when the last reply has not been observed.
         """
         if self._completion is not None:
