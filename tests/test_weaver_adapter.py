@@ -22,7 +22,7 @@ from retrain.batching import normalised
 from retrain.config import RunConfig, parse_config
 from retrain.errors import AdapterError, CheckpointError, NonFiniteError
 from retrain.sampler import SamplingParams
-from retrain.types import Batch, Denominators, Sample
+from retrain.types import Batch, Completion, Denominators, Sample
 from tests.fake_weaver import KEY, VOCABULARY, FakeWeaver, log_softmax
 
 OPTIONS: dict[str, Any] = {"url": "http://service", "learning_rate": 0.1, "max_grad_norm": 0.0}
@@ -410,6 +410,42 @@ async def test_a_failed_pass_fails_the_update(fake: FakeWeaver, weaver: WeaverAd
     fake.fail_operation = {"error": "trainer_lost", "error_message": "out of memory"}
     with pytest.raises(RemoteError, match="out of memory"):
         await weaver.update(batch())
+
+
+# The service inside this process
+
+
+async def test_the_local_service_trains_and_a_resumed_run_finds_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEAVER_API_KEY", raising=False)
+    run = config().model_copy(update={"run_dir": tmp_path})
+    options = WeaverOptions(learning_rate=0.01, weight_decay=0.0)
+    params = SamplingParams(max_tokens=4, seed=1)
+    async with WeaverAdapter(options, run) as weaver:
+        prompt = weaver.tokenizer.encode("ab", add_special_tokens=False)
+        (first,) = await weaver.sampler.sample(prompt, params)
+        trained = Batch([learnt(prompt, first)], "ppo", {}, Denominators(4, 1))
+        before = (await weaver.update(trained))["loss"]
+        assert before == pytest.approx(-4.0, abs=1e-4)  # four ratios of 1
+        state = await weaver.save(tmp_path)
+        losses = [(await weaver.update(trained))["loss"] for _ in range(2)]
+        assert losses[0] < before
+    async with WeaverAdapter(options, run) as resumed:
+        await resumed.load(state)
+        assert [(await resumed.update(trained))["loss"] for _ in range(2)] == losses
+
+
+def learnt(prompt: list[int], completion: Completion) -> Sample:
+    """The completion as a sample of credit 1 a token."""
+    masked, sampled = [0.0] * len(prompt), len(completion.token_ids)
+    return Sample(
+        [*prompt, *completion.token_ids],
+        [0] * len(prompt) + [1] * sampled,
+        [*masked, *completion.logprobs],
+        [*masked, *[1.0] * sampled],
+        [-1] * len(prompt) + [completion.version] * sampled,
+    )
 
 
 # Options

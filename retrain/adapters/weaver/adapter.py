@@ -11,10 +11,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.datums import Datum, shift
+from retrain.adapters.local import in_process, local_model
 from retrain.adapters.published import PublishedSampler
 from retrain.adapters.remote import RemoteError
 from retrain.adapters.remote_losses import valued
@@ -61,7 +61,8 @@ class WeaverAdapter(Adapter):
         self.options = options
         self.config = config
         self.capabilities = options.capabilities()
-        self._base_model = options.base_model or config.model
+        own_name = local_model(config) if options.url == "local" else config.model
+        self._base_model = options.base_model or own_name
         self._transport = transport
         self._version = 0
         self._step = 0
@@ -155,7 +156,7 @@ class WeaverAdapter(Adapter):
         deadlines, local = self.config.deadlines, self.options.url == "local"
         transport = self._transport
         if local and transport is None:
-            transport = await stack.enter_async_context(_in_process(self.config))
+            transport = await stack.enter_async_context(in_process(self.config))
         url = {"local": "http://local", "hosted": DEFAULT_URL}.get(self.options.url)
         return WeaverClient(
             url or self.options.url,
@@ -177,9 +178,8 @@ class WeaverAdapter(Adapter):
 
     def _load_tokenizer(self) -> Tokenizer:
         """The option's, or the model's: a folder beside the config, or a Hugging Face id."""
-        name = self.options.tokenizer or self.config.model.partition(":")[0]
-        folder = self.config.base_dir / name
-        return cast(Tokenizer, load_tokenizer(folder if folder.is_dir() else name))
+        name = self.options.tokenizer or local_model(self.config).partition(":")[0]
+        return cast(Tokenizer, load_tokenizer(name))
 
     def _context_length(self) -> int:
         """The option's, or that of the model's name (`NAME:262144`), or the tokenizer's."""
@@ -300,9 +300,3 @@ def _target(datum: Datum, **inputs: Sequence[float]) -> TrainingRow:
 
 def _joined(results: Sequence[ForwardResult]) -> list[Sequence[float]]:
     return [row for result in results for row in result.logprobs]
-
-
-def _in_process(config: RunConfig) -> AbstractAsyncContextManager[httpx.AsyncBaseTransport]:
-    """The service that trains inside this process; its torch is loaded for `url: local` alone."""
-    local = importlib.import_module("retrain.service.local")
-    return cast("AbstractAsyncContextManager[httpx.AsyncBaseTransport]", local.in_process(config))
