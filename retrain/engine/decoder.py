@@ -10,6 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,9 +137,12 @@ class Decoder:
 
     def _forward(self, ids: Tensor, past: object, inputs: dict[str, Tensor]) -> Tensor:
         """The last position's logits; (rows, vocabulary)."""
-        known = {name: value for name, value in inputs.items() if name in self._known}
+        device = self.model.device
+        known: dict[str, Any] = {
+            name: value.to(device) for name, value in inputs.items() if name in self._known
+        }
         if "logits_to_keep" in self._known:
-            known["logits_to_keep"] = 1  # type: ignore[assignment]  # the one that is no tensor
+            known["logits_to_keep"] = 1
         logits: Tensor = self.model(ids, past_key_values=past, use_cache=True, **known).logits
         return logits[:, -1]
 
