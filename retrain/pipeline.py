@@ -126,6 +126,8 @@ async def collect(run: Run, slot: Slot) -> None:
             await run.done.put(group)
     finally:
         await slot.close()
+        for error in slot.close_errors:
+            run.fault(error)
 
 
 async def learn(run: Run) -> None:

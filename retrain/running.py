@@ -150,6 +150,11 @@ class Run:
         self.run_dir.event("dropped", **fields)
         self.admit.set()
 
+    def fault(self, error: str) -> None:
+        """Something failed that touches no rollout, such as an environment's `close`."""
+        self.run_dir.event("fault", error=error)
+        self.run_dir.tally.errors[error] += 1
+
     def retire(self, groups: Sequence[Group]) -> None:
         """These groups were trained and their weights are served: new work may start."""
         self.ledger.retire(group.ticket for group in groups)

@@ -260,6 +260,9 @@ async def test_an_environment_that_cant_close_doesnt_fail_the_run(tmp_path):
         tmp_path, environment={"type": "tests.test_pipeline:Breaks", "where": "close"}
     )
     assert (await train(config)).status == "completed"
+    faults = events(tmp_path, "fault")
+    assert len(faults) == 8 * 4, "each instance's failure is an event"
+    assert "Breaks.close raised RuntimeError: broken close" in faults[0]["error"]
 
 
 class Flaky(RewardCalculator):
