@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tinker_server import HOSTED, OPEN_RL, SKYRL, Peer, TinkerServer, logprob
 
 from retrain.adapters.base import AdapterState
 from retrain.adapters.datums import shift
@@ -33,6 +32,7 @@ from retrain.engine.tiny import tiny_tokenizer
 from retrain.errors import AdapterError, CheckpointError, NonFiniteError
 from retrain.sampler import SamplingParams
 from retrain.types import Batch, Denominators, Sample
+from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Peer, TinkerServer, logprob
 
 PEERS = {"hosted": HOSTED, "skyrl": SKYRL, "open_rl": OPEN_RL}
 

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
-from tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
 from retrain.adapters.remote import RemoteError, RetryPolicy
 from retrain.adapters.tinker import (
@@ -27,6 +26,7 @@ from retrain.adapters.tinker.limits import Backpressure, Budget
 from retrain.adapters.tinker.training import plain_model_name
 from retrain.adapters.tinker.values import ForwardBackwardOutput
 from retrain.errors import AdapterError, ConfigError, DeadlineError
+from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
 ADAM = AdamParams(learning_rate=0.1)

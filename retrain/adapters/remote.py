@@ -222,6 +222,7 @@ class Transport:
         try:
             async with asyncio.timeout(limit):
                 response = await self._http.handle_async_request(self._request(call, limit))
+                response.headers.encoding = "latin-1"  # given, so that httpx looks for none
                 try:
                     await response.aread()
                 finally:
@@ -249,13 +250,18 @@ class Transport:
             url = httpx.URL(f"{self.url}/{call.path}")
             if len(self._urls) < 256:  # paths with ids in them would grow it without end
                 self._urls[call.path] = url
-        return httpx.Request(
+        # A stream rather than `content`, and a given encoding: httpx then works no headers out,
+        # which would double the cost of a request. aiohttp adds Host and Content-Length.
+        request = httpx.Request(
             call.method,
             url,
             headers={**self._headers, **self.secrets, **call.headers},
-            content=call.body,
+            stream=httpx.ByteStream(call.body or b""),
             extensions={"timeout": {"connect": min(limit, 10.0)}},
         )
+        request.headers.encoding = "ascii"
+        request.read()
+        return request
 
     def _unreachable(self, what: str, error: Exception, limit: float) -> RemoteError:
         if isinstance(error, TimeoutError):

@@ -12,10 +12,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.datums import Datum, shift
+from retrain.adapters.local import in_process
 from retrain.adapters.published import PublishedSampler
 from retrain.adapters.remote import RemoteError
 from retrain.adapters.remote_losses import valued
@@ -164,7 +164,7 @@ class TinkerAdapter(Adapter):
         deadlines, local = self.config.deadlines, self.options.url == "local"
         transport = self._transport
         if local and transport is None:
-            transport = await stack.enter_async_context(_in_process(self.config))
+            transport = await stack.enter_async_context(in_process(self.config))
         url = {"local": "http://local", "hosted": DEFAULT_URL}.get(self.options.url)
         return TinkerClient(
             url or self.options.url,
@@ -275,9 +275,3 @@ class TinkerAdapter(Adapter):
             options.weight_decay,
             options.max_grad_norm,
         )
-
-
-def _in_process(config: RunConfig) -> AbstractAsyncContextManager[httpx.AsyncBaseTransport]:
-    """The service that trains inside this process; its torch is loaded for `url: local` alone."""
-    local = importlib.import_module("retrain.service.local")
-    return cast("AbstractAsyncContextManager[httpx.AsyncBaseTransport]", local.in_process(config))
