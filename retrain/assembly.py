@@ -25,7 +25,7 @@ from retrain.errors import ConfigError, PluginError, PromptError
 from retrain.models import find_model
 from retrain.observe.callbacks import Callback
 from retrain.plugin_keys import bind
-from retrain.plugins import Kind, find_plugin, line_of
+from retrain.plugins import Kind, find_file, find_plugin, line_of
 from retrain.prompts import PromptSource
 from retrain.rewarding import NAMES, FunctionReward, RewardCalculator, Scorer, WeightedReward
 
@@ -60,6 +60,8 @@ class Parts:
     """None for a loss that carries its normaliser."""
     options: AdapterOptions
     capabilities: Capabilities
+    chat_template: str = "auto"
+    """`auto`, `none`, or the text of the file that chat.template names."""
     loggers: tuple[Callback, ...] = ()
     warnings: tuple[str, ...] = ()
     """What is allowed, but worth a word at the start."""
@@ -103,6 +105,7 @@ def assemble(config: RunConfig) -> Parts:
     attempt("algorithm", lambda c: _make("algorithm", c.algorithm, "algorithm", c))
     attempt("options", _options)
     attempt("loggers", _loggers)
+    attempt("chat_template", _chat_template)
     attempt("model", lambda c: find_model(c.model, c.base_dir))
     if {"algorithm", "options", "environment"} <= made.keys():
         compatible = partial(check_compatible, made["algorithm"], made["options"])
@@ -173,6 +176,17 @@ def _environment(config: RunConfig) -> partial[Environment]:
     make: partial[Environment] = _maker("environment", config.environment, "environment", config)
     _construct("environment", make)  # what its constructor refuses is told before the run
     return make
+
+
+def _chat_template(config: RunConfig) -> str:
+    template = config.chat.template
+    if template in ("auto", "none"):
+        return template
+    path = find_file(template, "chat.template", config.base_dir)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat.template: {path} can't be read as text: {error}") from error
 
 
 def _loggers(config: RunConfig) -> tuple[Callback, ...]:

@@ -77,7 +77,7 @@ class Run:
         """Tie the adapter to the rollouts."""
         config, self.adapter = self.config, adapter
         chat = Chat(
-            adapter.tokenizer, template=config.chat.template, arguments=config.chat.arguments
+            adapter.tokenizer, template=self.parts.chat_template, arguments=config.chat.arguments
         )
         sampling = config.sampling
         self.rollouts = Rollouts(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observed import ObservedRun, config
+from tests.observed import ObservedRun, config
 
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult, tenths
 from retrain.observe.run_dir import RunDirectory

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from observed import ObservedRun, config
+from tests.observed import ObservedRun, config
 from rich.console import Console as Terminal
 
 from retrain.observe.callbacks import Callbacks, TrainingResult

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observed import ObservedRun, config
+from tests.observed import ObservedRun, config
 
 from retrain.errors import ConfigError
 from retrain.observe.callbacks import Callbacks

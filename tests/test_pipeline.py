@@ -8,11 +8,12 @@ import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.algorithms.grpo import GRPO
+from retrain.assembly import assemble
 from retrain.batching import make_batch
 from retrain.chat import Chat
 from retrain.config import RunConfig
 from retrain.environment import Environment, StepResult
-from retrain.errors import AdapterError, DeadlineError, NoSignalError
+from retrain.errors import AdapterError, ConfigError, DeadlineError, NoSignalError
 from retrain.observe.callbacks import Callback
 from retrain.observe.run_dir import read_events
 from retrain.pipeline import train
@@ -465,6 +466,15 @@ async def test_p7_a_run_leaves_no_task_thread_or_environment_behind(tmp_path):
         thread.join(timeout=5)
     assert set(threading.enumerate()) == threads
     assert Closing.open == 0
+
+
+async def test_the_chat_template_may_be_a_file_beside_the_config(tmp_path):
+    (tmp_path / "chat.jinja").write_text("...")
+    config = mock_config(tmp_path / "run", chat={"template": "chat.jinja"})
+    config = config.model_copy(update={"base_dir": tmp_path})
+    assert assemble(config).chat_template == "..."
+    with pytest.raises(ConfigError, match=r"chat\.template: there is no file .*gone\.jinja"):
+        assemble(mock_config(tmp_path / "run", chat={"template": "gone.jinja"}))
 
 
 async def test_a_prompt_longer_than_the_context_says_what_to_do(tmp_path):

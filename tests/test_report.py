@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observed import config, played, write_run
+from tests.observed import config, played, write_run
 
 from retrain.errors import ConfigError
 from retrain.observe.charts import charts, thin
