@@ -8,6 +8,7 @@ import gc
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -557,6 +558,29 @@ async def test_closing_fails_what_is_under_way_or_asked_later(model: LlamaForCau
         await task
     with pytest.raises(AdapterError, match="the sampler was closed"):
         await sampler.sample([A], SEEDED)
+
+
+async def test_closing_leaves_no_thread_and_may_be_repeated(model: LlamaForCausalLM) -> None:
+    before = set(threading.enumerate())
+    async with LocalSampler(model, TOKENIZER) as sampler:
+        assert len(set(threading.enumerate()) - before) == 1
+        await sampler.close()
+    await LocalSampler(model, TOKENIZER).close()
+    assert set(threading.enumerate()) == before
+
+
+async def test_a_pass_that_never_ends_cannot_hold_a_cancelled_close(
+    model: LlamaForCausalLM,
+) -> None:
+    wedge = threading.Event()
+    sampler = await LocalSampler(model, TOKENIZER).__aenter__()
+    stuck = asyncio.create_task(sampler._call(wedge.wait))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await sampler.close()
+    wedge.set()
+    await sampler.close()
+    assert await stuck
 
 
 async def test_a_sampler_that_was_never_entered_says_so(model: LlamaForCausalLM) -> None:

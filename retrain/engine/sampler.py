@@ -116,7 +116,7 @@ class LocalSampler:
 
     async def close(self) -> None:
         """End the thread; what still waits raises AdapterError."""
-        await asyncio.get_running_loop().run_in_executor(None, self._worker.stop)
+        await self._worker.close()
 
     async def __aenter__(self) -> Self:
         self._worker.start()

@@ -79,6 +79,7 @@ class Worker:
         self._gate = threading.Lock()  # held by a submit, and by the end of the thread
         self._failure: AdapterError | None = None
         self._closing = False
+        self._farewells: list[asyncio.Future[None]] = []  # of those who wait for the end
         self._thread = threading.Thread(
             target=self._run, args=(threads,), name="retrain-sampler", daemon=True
         )
@@ -88,9 +89,9 @@ class Worker:
         return self._thread.ident is not None
 
     def start(self) -> None:
-        """Start the thread; it ends with `stop`, and before the interpreter does."""
+        """Start the thread; it ends with `close`, and before the interpreter does."""
         self._thread.start()
-        atexit.register(self.stop, 2.0)
+        atexit.register(self._end_before_exit)
 
     def submit(self, items: Sequence[Request | Call]) -> None:
         """Queue them together; their futures get AdapterError where the worker has ended."""
@@ -101,13 +102,28 @@ class Worker:
         for item in items:
             _resolve(item.future, error=self._repeated())
 
-    def stop(self, timeout: float | None = None) -> None:
-        """End the thread at the next pass and fail what waits; waits for it so many seconds."""
-        atexit.unregister(self.stop)
+    async def close(self) -> None:
+        """End the thread at the next pass and fail what waits; may be cancelled, or called again.
+
+        No thread of an executor waits for it: one would keep a wedged pass from being given up.
+        """
+        ended = asyncio.get_running_loop().create_future()
+        with self._gate:
+            self._closing = True
+            if self.started and self._failure is None:
+                self._farewells.append(ended)
+                self._inbox.put(())
+            else:
+                ended.set_result(None)
+        await ended
+        if self.started:
+            self._thread.join(1.0)  # it has nothing left to do
+        atexit.unregister(self._end_before_exit)
+
+    def _end_before_exit(self) -> None:
         self._closing = True
         self._inbox.put(())
-        if self.started:
-            self._thread.join(timeout)
+        self._thread.join(2.0)
 
     def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Serve `weights` from now on; to be run as a Call."""
@@ -215,6 +231,8 @@ class Worker:
             left += self._inbox.get()
         for item in left:
             _resolve(item.future, error=self._repeated())
+        for future in self._farewells:
+            _resolve(future)
 
     def _repeated(self) -> AdapterError:
         """The failure anew: an exception that is raised in several places grows a wrong trace."""
