@@ -34,6 +34,8 @@ class Inputs:
 
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
+    ignores_others: bool = False
+    """A client-side loss sends the inputs that it reads itself, too."""
 
 
 _RATIO = Inputs(frozenset({"target_tokens", "logprobs", "advantages"}))
@@ -47,8 +49,8 @@ TINKER_LOSSES: Mapping[str, Inputs] = {
 WEAVER_LOSSES: Mapping[str, Inputs] = {
     "cross_entropy": Inputs(frozenset({"target_tokens", "weights"}), frozenset({"loss_mask"})),
     "importance_sampling": Inputs(_RATIO.required, frozenset({"loss_mask"})),
-    "forward_logprob": Inputs(frozenset({"target_tokens"})),
-    "surrogate": Inputs(frozenset({"target_tokens", "surrogate_weights"})),
+    "forward_logprob": Inputs(frozenset({"target_tokens"}), ignores_others=True),
+    "surrogate": Inputs(frozenset({"target_tokens", "surrogate_weights"}), ignores_others=True),
 }
 
 
@@ -80,6 +82,7 @@ def training_row(
     where = f"datum {index}"
     check_tokens(where, tokens, limits)
     _check_names(where, inputs, expected)
+    inputs = {n: v for n, v in inputs.items() if n in expected.required | expected.optional}
     for name, values in inputs.items():
         _check_values(f"{where}: {name}", values, len(tokens), name == "target_tokens")
     targets = [int(target) for target in inputs["target_tokens"].data]
@@ -134,7 +137,8 @@ def _check_names(where: str, got: Collection[str], expected: Inputs) -> None:
     wanted = ", ".join(sorted(expected.required))
     if lacking := sorted(expected.required - set(got)):
         raise invalid(f"{where} lacks {lacking}: this loss takes {wanted}")
-    if unknown := sorted(set(got) - expected.required - expected.optional):
+    unknown = sorted(set(got) - expected.required - expected.optional)
+    if unknown and not expected.ignores_others:
         raise invalid(f"{where} has unknown loss inputs {unknown}: this loss takes {wanted}")
 
 

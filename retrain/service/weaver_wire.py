@@ -20,6 +20,7 @@ from retrain.service.tinker_wire import adam_params, prompt_tokens
 from retrain.service.trainer import Adam, Passed, Row, Tuning
 from retrain.service.validation import (
     WEAVER_LOSSES,
+    Inputs,
     Limits,
     Values,
     known_loss,
@@ -60,7 +61,7 @@ def training_call(body: Json, model_id: str, key: str, limits: Limits) -> Traini
         training_row(
             index,
             prompt_tokens(want(datum, "model_input", dict)),
-            {n: _values(n, t) for n, t in want(datum, "loss_fn_inputs", dict).items()},
+            _inputs(want(datum, "loss_fn_inputs", dict), expected),
             expected,
             limits,
         )
@@ -205,6 +206,13 @@ def ttl(body: Json) -> float | None:
     if seconds is not None and seconds < 1:
         raise invalid(f"ttl_seconds is {seconds}: expected 1 or more, or null to keep it")
     return seconds
+
+
+def _inputs(given: Json, expected: Inputs) -> dict[str, Values]:
+    """Those that the loss reads, and whatever it doesn't know, unless that is to be ignored."""
+    read = expected.required | expected.optional
+    names = [name for name in given if name in read or not expected.ignores_others]
+    return {name: _values(name, given[name]) for name in names}
 
 
 def _values(name: str, tensor: Any) -> Values:  # whatever JSON stood there

@@ -1,0 +1,145 @@
+"""`python -m retrain serve`: the training service on a port of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from retrain.errors import ConfigError
+from retrain.service.app import create_app
+from retrain.service.state import Settings
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SHUTDOWN = 10
+"""Seconds that requests under way may take once the service is to end."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until interrupted; 0 then, 1 when the port can't be had, 2 on a bad setting."""
+    arguments = _parser().parse_args(argv)
+    try:
+        settings = _settings(arguments)
+    except ConfigError as error:
+        return _complain(2, str(error))
+    try:
+        listening = _listen(arguments.host, arguments.port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return _complain(
+            1,
+            f"can't listen on {arguments.host}:{arguments.port}: {reason}. Take another --port, or "
+            "0 for any free one",
+        )
+    with listening:
+        try:
+            asyncio.run(_serve(settings, listening))
+        except ConfigError as error:
+            return _complain(2, str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="retrain serve",
+        description="A training service that speaks the Tinker and the Weaver protocol, on one "
+        "base model of this machine.",
+    )
+    parser.add_argument("--model", default="tiny", help="tiny, a model folder, or a Hub id")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--port", type=int, default=8765, help="0 takes any free one")
+    parser.add_argument(
+        "--api-key-env",
+        metavar="NAME",
+        help="the environment variable that holds the key which clients must send",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("service"),
+        help="where checkpoints are kept; a restarted service finds them there",
+    )
+    parser.add_argument("--device", help="cpu or cuda; by default cuda where there is one")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each worker")
+    return parser
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    key = None
+    if arguments.api_key_env:
+        key = os.environ.get(arguments.api_key_env, "").strip()
+        if not key:
+            raise ConfigError(
+                f"the environment variable {arguments.api_key_env} is empty: set it to the key, or "
+                "leave --api-key-env out"
+            )
+    if key is None and arguments.host not in LOOPBACK:
+        raise ConfigError(
+            f"--host {arguments.host} lets other machines in, and no key is asked for: name the "
+            "variable that holds one with --api-key-env"
+        )
+    return Settings(
+        model=arguments.model,
+        folder=arguments.folder,
+        api_key=key,
+        device=arguments.device,
+        threads=max(1, arguments.threads),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+async def _serve(settings: Settings, listening: socket.socket) -> None:
+    """Until SIGINT or SIGTERM; a second SIGINT doesn't wait for the requests under way."""
+    async with create_app(settings) as app:
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=SHUTDOWN,
+        )
+        server = _Server(config)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+        _announce(settings, listening)
+        await server.serve(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: uvicorn would raise them again before the service has ended."""
+        yield
+
+
+def _announce(settings: Settings, listening: socket.socket) -> None:
+    """The socket takes connections already, and they are answered once the server runs."""
+    host, port = listening.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    sys.stdout.write(
+        f"{settings.model} is served on {url}; checkpoints are kept in {settings.folder}\n"
+        f"backend: {{type: tinker, url: {url}}}   (or type: weaver); stop with Ctrl-C\n"
+    )
+    sys.stdout.flush()
+
+
+def _complain(code: int, message: str) -> int:
+    sys.stderr.write(f"retrain serve: {message}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
