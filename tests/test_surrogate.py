@@ -152,6 +152,8 @@ def test_drift_is_zero_where_the_learner_is_the_sampler() -> None:
     assert same["kl/sampler_trainer"] == 0.0
     assert same["clip_fraction"] == 0.0
     assert same["ratio/mean"] == 1.0
+    kept = [lp for d in rows for lp, m in zip(d.logprobs, d.mask, strict=True) if m]
+    assert same["entropy"] == pytest.approx(-sum(kept) / len(kept))
 
 
 def test_a_batch_without_trained_tokens_has_no_drift() -> None:

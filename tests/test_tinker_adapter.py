@@ -368,3 +368,39 @@ def test_sound_options_have_no_problems_and_load_nothing_heavy() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert shown.stdout.strip() == "False", "a process whose service runs elsewhere loads no torch"
+
+
+async def test_the_local_service_trains_a_loss_of_its_own_and_ours_alike(tmp_path: Path) -> None:
+    found = []
+    for native in (["ppo", "cross_entropy"], ["cross_entropy"]):
+        run = config(run_dir=tmp_path / str(len(native)))
+        options = TinkerOptions(native_losses=native, learning_rate=1e-2, lora={"rank": 4})
+        async with TinkerAdapter(options, run) as tinker:
+            ids = tinker.tokenizer.encode("ab=")
+            params = SamplingParams(max_tokens=5, seed=1)
+            completions = await tinker.sampler.sample(ids, params, n=2)
+            rows = [
+                Sample(
+                    [*ids, *one.token_ids],
+                    [0] * len(ids) + [1] * len(one.token_ids),
+                    [0.0] * len(ids) + list(one.logprobs),
+                    [0.0] * len(ids) + [advantage] * len(one.token_ids),
+                    [-1] * len(ids) + [0] * len(one.token_ids),
+                )
+                for one, advantage in zip(completions, (0.5, -0.25), strict=True)
+            ]
+            steps = [await tinker.update(batch(*rows))]
+            assert steps[0]["kl/sampler_trainer"] == pytest.approx(0.0, abs=1e-6)
+            assert await tinker.publish() == 1
+            state = await tinker.save(tmp_path)
+            steps += [await tinker.update(batch(*rows)) for _ in range(2)]
+            after = await tinker.sampler.sample(ids, params, n=2)
+            await tinker.load(state)
+            again = [await tinker.update(batch(*rows)) for _ in range(2)]
+            assert again == steps[1:], "a run that continues does what the first one did"
+            resumed = await tinker.sampler.sample(ids, params, n=2)
+            assert [c.logprobs for c in resumed] == [c.logprobs for c in after]
+        found.append(steps)
+    for native, ours in zip(*found, strict=True):
+        for name in ("loss", "grad_norm", "kl/sampler_trainer", "clip_fraction"):
+            assert native[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name

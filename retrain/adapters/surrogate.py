@@ -54,7 +54,7 @@ class Surrogate:
     gradients: list[list[float]]
     """dL/dlogp of each target of each datum; 0.0 where the mask is 0."""
     metrics: Metrics
-    """`kl/sampler_trainer`, `ratio/mean`, `clip_fraction` and `tokens/trained`."""
+    """`kl/sampler_trainer`, `ratio/mean`, `entropy`, `clip_fraction` and `tokens/trained`."""
 
 
 def surrogate(
@@ -114,11 +114,12 @@ def drift(
     """How far the learner is from the sampler, over the targets with mask 1.
 
     `kl/sampler_trainer` is the mean of r - 1 - log r (estimator k3 of
-    http://joschu.net/blog/kl-approx.html), never negative. `clip_fraction`, of the clipped losses
-    alone, is the share of tokens whose clipped ratio took effect.
+    http://joschu.net/blog/kl-approx.html), never negative. `entropy` is the mean of -lp: an
+    estimate of the learner's entropy where the tokens are samples of its own. `clip_fraction`, of
+    the clipped losses alone, is the share of tokens whose clipped ratio took effect.
     """
     bounds = clip_bounds(loss, loss_settings(loss, config))
-    tokens, kl, ratios, clipped = 0, 0.0, 0.0, 0
+    tokens, kl, ratios, surprise, clipped = 0, 0.0, 0.0, 0.0, 0
     for learner, datum in zip(logprobs, datums, strict=True):
         rows = zip(learner, datum.logprobs, datum.advantages, datum.mask, strict=True)
         for lp, old, advantage, kept in rows:
@@ -127,13 +128,18 @@ def drift(
             ratio = _exp(lp - old)
             tokens += 1
             ratios += ratio
+            surprise -= lp
             kl += ratio - 1.0 - (lp - old)
             if bounds:
                 used = min(max(ratio, bounds[0]), bounds[1])
                 less = used * advantage < ratio * advantage
                 clipped += less if loss == "ppo" else used != ratio
     many = max(tokens, 1)
-    metrics = {"tokens/trained": float(tokens), "ratio/mean": ratios / many}
+    metrics = {
+        "tokens/trained": float(tokens),
+        "ratio/mean": ratios / many,
+        "entropy": surprise / many,
+    }
     if bounds:
         metrics["clip_fraction"] = clipped / many
     return {**metrics, "kl/sampler_trainer": kl / many}

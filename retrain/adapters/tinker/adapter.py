@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.datums import Datum, shift
-from retrain.adapters.local import in_process
+from retrain.adapters.local import in_process, local_model
 from retrain.adapters.published import PublishedSampler
 from retrain.adapters.remote import RemoteError
 from retrain.adapters.remote_losses import valued
@@ -71,7 +71,8 @@ class TinkerAdapter(Adapter):
         self.options = options
         self.config = config
         self.capabilities = options.capabilities()
-        self._base_model = options.base_model or config.model
+        own_name = local_model(config) if options.url == "local" else config.model
+        self._base_model = options.base_model or own_name
         self._transport = transport
         self._version = 0
         self._step = 0
