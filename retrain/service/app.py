@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from retrain.service.core import Service
@@ -57,7 +58,7 @@ def create_app(settings: Settings | None = None) -> ServiceApp:
     app = ServiceApp(
         routes=[*TinkerProtocol(service).routes(), *WeaverProtocol(service).routes()],
         middleware=[Middleware(KeyCheck, key=key)] if key else [],
-        exception_handlers={ServiceError: answer_error},
+        exception_handlers=dict.fromkeys((ServiceError, HTTPException, Exception), answer_error),
         lifespan=lifespan,
     )
     app.service = service

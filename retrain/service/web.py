@@ -8,6 +8,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, overload
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -91,8 +92,12 @@ def failure(error: ServiceError) -> JSONResponse:
 
 
 async def answer_error(_: Request, error: Exception) -> Response:
-    """Starlette's handler of ServiceError."""
-    assert isinstance(error, ServiceError)
+    """Starlette's handler of every exception: a client always gets the same kind of body."""
+    if isinstance(error, HTTPException):
+        code = "not_found" if error.status_code == 404 else "invalid_request"
+        error = ServiceError(error.status_code, code, error.detail)
+    if not isinstance(error, ServiceError):
+        error = ServiceError(500, "internal", f"{type(error).__name__}: {error}")
     return failure(error)
 
 

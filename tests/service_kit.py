@@ -1,0 +1,139 @@
+"""What the tests of the local service share: a service in the process, and one on a real port."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from retrain.service.app import ServiceApp, create_app
+from retrain.service.state import Settings
+
+TOKENS = [70, 71, 72, 73, 74, 75]
+CROSS_ENTROPY = {"target_tokens": ([71, 72, 73, 74, 75], "int64"), "weights": ([0, 1, 1, 1, 1],)}
+
+
+def datum(tokens: list[int] = TOKENS[:-1], **inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """A datum as both protocols write it; an input is (numbers,) or (numbers, dtype)."""
+    tensors = {}
+    for name, (numbers, *dtype) in (inputs or CROSS_ENTROPY).items():
+        tensors[name] = {"data": numbers, "dtype": dtype[0] if dtype else "float32"}
+    chunk = {"type": "encoded_text", "tokens": tokens}
+    return {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": tensors}
+
+
+class Caller:
+    """Speaks to a service over httpx, as plainly as a client can."""
+
+    def __init__(self, http: httpx.AsyncClient, app: ServiceApp) -> None:
+        self.http, self.app = http, app
+
+    async def post(self, path: str, body: Any = None, expect: int = 200, **more: Any) -> Any:
+        return await self.call("POST", path, body, expect, **more)
+
+    async def get(self, path: str, expect: int = 200) -> Any:
+        return await self.call("GET", path, None, expect)
+
+    async def call(
+        self, method: str, path: str, body: Any = None, expect: int = 200, **more: Any
+    ) -> Any:
+        kwargs = more or ({} if body is None else {"json": body})
+        reply = await self.http.request(method, f"/api/v1/{path}", **kwargs)
+        assert reply.status_code == expect, reply.text
+        return reply.json() if reply.content else None
+
+
+class Tinker(Caller):
+    """One session and one model of the Tinker protocol, numbered by hand."""
+
+    session_id = model_id = ""
+
+    async def start(self, **lora: Any) -> None:
+        self.session_id = (await self.post("create_session", {}))["session_id"]
+        self.model_id = await self.model(0, **lora)
+
+    async def model(self, number: int, **lora: Any) -> str:
+        body = {
+            "session_id": self.session_id,
+            "model_seq_id": number,
+            "base_model": "tiny",
+            "lora_config": {"rank": 8, **lora},
+        }
+        return (await self.result(await self.post("create_model", body)))["model_id"]
+
+    async def result(self, future: Any) -> Any:
+        return await self.post("retrieve_future", {"request_id": future["request_id"]})
+
+    async def submit(self, name: str, seq_id: int, expect: int = 200, **body: Any) -> Any:
+        sent = {"model_id": self.model_id, "seq_id": seq_id, **body}
+        return await self.post(name, sent, expect)
+
+    async def done(self, name: str, seq_id: int, **body: Any) -> Any:
+        return await self.result(await self.submit(name, seq_id, **body))
+
+    async def forward_backward(self, seq_id: int, *data: Any, **loss: Any) -> Any:
+        return await self.done("forward_backward", seq_id, **passed(*data, **loss))
+
+    async def step(self, seq_id: int, rate: float = 1e-2) -> Any:
+        return await self.done("optim_step", seq_id, adam_params={"learning_rate": rate})
+
+    async def logprobs(self, seq_id: int, model_id: str = "") -> list[float]:
+        body = {"model_id": model_id or self.model_id, "seq_id": seq_id}
+        body |= {"forward_input": passed(datum())["forward_backward_input"]}
+        out = await self.result(await self.post("forward", body))
+        return out["loss_fn_outputs"][0]["logprobs"]["data"]
+
+    async def score(self, sampler_id: str, seq_id: int) -> list[float]:
+        """The sampler's log-probs of TOKENS[1:]."""
+        body = {
+            "sampling_session_id": sampler_id,
+            "seq_id": seq_id,
+            "num_samples": 1,
+            "prompt": datum(TOKENS)["model_input"],
+            "sampling_params": {"max_tokens": 1},
+            "prompt_logprobs": True,
+        }
+        return (await self.result(await self.post("asample", body)))["prompt_logprobs"][1:]
+
+
+def passed(*data: Any, loss: str = "cross_entropy", config: Any = None) -> dict[str, Any]:
+    """The part of a forward_backward's body that says what to train."""
+    given = {"data": list(data) or [datum()], "loss_fn": loss}
+    if config is not None:
+        given["loss_fn_config"] = config
+    return {"forward_backward_input": given}
+
+
+@asynccontextmanager
+async def in_process(
+    folder: Path, kind: type[Caller] = Tinker, **settings: Any
+) -> AsyncIterator[Any]:
+    """A caller of a service that lives in this event loop."""
+    async with create_app(Settings(folder=folder, **{"long_poll": 20.0, **settings})) as app:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://local") as http:
+            yield kind(http, app)
+
+
+@contextmanager
+def on_a_port(folder: Path, **settings: Any) -> Iterator[str]:
+    """The URL of a service on a free loopback port, in a thread of its own."""
+    app = create_app(Settings(folder=folder, **settings))
+    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the service did not start"
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

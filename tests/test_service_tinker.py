@@ -1,0 +1,480 @@
+"""The Tinker protocol of the local service, spoken by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+
+import httpx
+import pytest
+import zstandard
+from service_kit import CROSS_ENTROPY, TOKENS, Tinker, datum, in_process, passed
+
+from retrain.adapters.tinker import messages
+from retrain.adapters.tinker.values import Datum, ForwardBackward, Tensor
+from retrain.service.app import create_app
+from retrain.service.state import Settings
+
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+
+
+@pytest.fixture
+async def tinker(tmp_path):
+    async with in_process(tmp_path) as client:
+        await client.start()
+        yield client
+
+
+def proto(model_id: str, seq_id: int, loss: str = "cross_entropy") -> bytes:
+    inputs = {
+        "target_tokens": Tensor(TOKENS[1:], "int64"),
+        "weights": Tensor([0.0, 1.0, 1.0, 1.0, 1.0]),
+    }
+    return messages.encode_request(
+        ForwardBackward(model_id, seq_id, [Datum(TOKENS[:-1], inputs)], loss)
+    )
+
+
+async def test_a_model_learns_what_it_is_trained_on(tinker):
+    losses = []
+    for step in range(6):
+        out = await tinker.forward_backward(2 * step + 1)
+        losses.append(out["metrics"]["loss:sum"])
+        stepped = await tinker.step(2 * step + 2)
+        assert stepped["metrics"]["grad_norm"] > 0
+    assert losses[-1] < 0.6 * losses[0]
+    logprobs = out["loss_fn_outputs"][0]["logprobs"]
+    assert logprobs["shape"] == [5]
+    assert losses[-1] == pytest.approx(-sum(logprobs["data"][1:]), rel=1e-5)
+
+
+async def test_protobuf_and_json_are_two_forms_of_one_request(tinker):
+    plain = await tinker.forward_backward(1)
+    future = await tinker.post(
+        "forward_backward", content=proto(tinker.model_id, 2), headers=PROTOBUF
+    )
+    reply = await tinker.http.post(
+        "/api/v1/retrieve_future",
+        json={"request_id": future["request_id"]},
+        headers={"Accept": "application/x-protobuf, application/json"},
+    )
+    assert reply.headers["content-type"] == "application/x-protobuf"
+    output = messages.decode_output(reply.content)
+    assert output.metrics["loss:sum"] == pytest.approx(plain["metrics"]["loss:sum"])
+    assert output.logprobs[0] == pytest.approx(plain["loss_fn_outputs"][0]["logprobs"]["data"])
+
+
+async def test_a_compressed_body_is_read_and_a_bomb_is_not(tmp_path):
+    async with in_process(tmp_path, max_body=100_000) as tinker:
+        await tinker.start()
+        headers = {**PROTOBUF, "Content-Encoding": "zstd"}
+        body = zstandard.compress(proto(tinker.model_id, 1))
+        future = await tinker.post("forward_backward", content=body, headers=headers)
+        assert (await tinker.result(future))["metrics"]["tokens:sum"] == 5
+        bomb = zstandard.compress(bytes(10_000_000))
+        await tinker.post("forward_backward", expect=413, content=bomb, headers=headers)
+        await tinker.post("forward_backward", expect=413, content=bytes(200_000), headers=PROTOBUF)
+
+
+async def test_a_repeated_request_is_applied_once(tinker):
+    first = await tinker.submit("forward_backward", 1, **passed())
+    again = await tinker.submit("forward_backward", 1, **passed())
+    assert first == again
+    step = {"adam_params": {"learning_rate": 1e-2}}
+    futures = [await tinker.submit("optim_step", 2, **step) for _ in range(3)]
+    assert futures[0] == futures[1] == futures[2]
+    norm = (await tinker.result(futures[0]))["metrics"]["grad_norm"]
+    model = tinker.app.service.models[tinker.model_id]
+    assert model.trainer.steps == 1
+    twin = await tinker.model(1)  # the same seed, trained without repeats
+    other = {"model_id": twin, **passed()}
+    await tinker.result(await tinker.post("forward_backward", {**other, "seq_id": 1}))
+    stepped = await tinker.post("optim_step", {"model_id": twin, "seq_id": 2, **step})
+    assert (await tinker.result(stepped))["metrics"]["grad_norm"] == pytest.approx(norm)
+
+
+async def test_a_number_that_comes_again_with_another_body_is_a_conflict(tinker):
+    await tinker.forward_backward(1)
+    await tinker.submit("optim_step", 1, expect=409, adam_params={})
+    await tinker.submit("forward_backward", 1, expect=409, **passed(datum(), datum()))
+
+
+async def test_requests_run_by_number_however_they_arrive(tinker):
+    step = await tinker.submit("optim_step", 3, adam_params={"learning_rate": 1e-2})
+    second = await tinker.submit("forward_backward", 2, **passed())
+    waiting = tinker.app.service.jobs.get(step["request_id"])
+    assert waiting.state == "waiting"
+    await tinker.submit("forward_backward", 1, **passed())
+    norm = (await tinker.result(step))["metrics"]["grad_norm"]
+    assert (await tinker.result(second))["metrics"]["tokens:sum"] == 5
+    await tinker.forward_backward(4)
+    single = (await tinker.step(5))["metrics"]["grad_norm"]
+    assert norm > single  # two passes had added up before the step
+
+
+async def test_a_request_behind_a_gap_says_so_and_fails_in_the_end(tmp_path):
+    async with in_process(tmp_path, gap_timeout=0.2, long_poll=0.05) as tinker:
+        session = (await tinker.post("create_session", {}))["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        future = await tinker.post("create_model", body)
+        assert await tinker.app.service.jobs.get(future["request_id"]).wait(30)
+        tinker.model_id = future["model_id"]
+        late = await tinker.submit("forward_backward", 2, **passed())
+        assert (await tinker.result(late))["type"] == "try_again"
+        assert "lower seq_id" in (await tinker.result(late))["queue_state_reason"]
+        job = tinker.app.service.jobs.get(late["request_id"])
+        await job.wait(10)
+        failed = await tinker.result(late)
+        assert failed["category"] == "user"
+        assert "seq_id 1, which never came" in failed["error"]
+
+
+def inputs(**changes):
+    given = {
+        "target_tokens": ([71, 72, 73, 74, 75], "int64"),
+        "logprobs": ([-1.0] * 5,),
+        "advantages": ([1.0] * 5,),
+    }
+    return datum(**{name: value for name, value in {**given, **changes}.items() if value})
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "message"),
+    [
+        ([inputs(logprobs=([-1.0] * 4,))], "ppo", "expected 5, one a token"),
+        ([inputs(advantages=None)], "ppo", "lacks ['advantages']"),
+        ([inputs(mask=([1.0] * 5,))], "ppo", "unknown loss inputs ['mask']"),
+        ([inputs(logprobs=([1] * 5, "int64"))], "ppo", "expected float32"),
+        ([inputs(target_tokens=([1.0] * 5,))], "ppo", "expected int64"),
+        ([inputs(target_tokens=([1, 2, 3, 4, 500], "int64"))], "ppo", "500 is no token"),
+        ([inputs(target_tokens=([1, 2, 3, 4, -1], "int64"))], "ppo", "-1 is no token"),
+        ([inputs(advantages=([True] * 5,))], "ppo", "expected a number"),
+        ([inputs(), datum([1, 2, 999], **CROSS_ENTROPY)], "ppo", "datum 1: tokens: 999"),
+        ([datum([], **CROSS_ENTROPY)], "cross_entropy", "no tokens"),
+        ([datum([70] * 2000)], "cross_entropy", "the context is 1024"),
+        ([], "cross_entropy", "no data"),
+        ([inputs()], "pppo", "did you mean 'ppo'"),
+        ([inputs()], "dpo", "is not served"),
+    ],
+)
+async def test_what_cannot_be_trained_is_refused_and_takes_no_number(tinker, data, loss, message):
+    body = {"forward_backward_input": {"data": data, "loss_fn": loss}}
+    reply = await tinker.submit("forward_backward", 1, expect=400, **body)
+    assert message in reply["detail"]
+    await tinker.forward_backward(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("forward_backward", passed(config={"beta": 1}), "unknown keys ['beta']"),
+        ("forward_backward", passed(inputs(), loss="ppo", config={"clip_low_threshold": 2}), "1"),
+        ("optim_step", {}, "adam_params is missing"),
+        ("optim_step", {"adam_params": {"lr": 1}}, "unknown fields ['lr']"),
+        ("optim_step", {"adam_params": {"learning_rate": -1}}, "0.0 or more"),
+        ("optim_step", {"adam_params": {"beta1": 1.0}}, "below 1"),
+        ("optim_step", {"adam_params": {"eps": "small"}}, "expected a number"),
+        ("save_weights", {"path": "../escape"}, "can't name a checkpoint"),
+        ("save_weights", {"path": "a/b"}, "can't name a checkpoint"),
+        ("save_weights", {"path": ".hidden"}, "can't name a checkpoint"),
+        ("save_weights", {"path": "x", "ttl_seconds": -5}, "ttl_seconds"),
+        ("save_weights_for_sampler", {"path": ".."}, "can't name a checkpoint"),
+        (
+            "save_weights_for_sampler",
+            {"sampling_session_seq_id": 0, "kind": "inflight"},
+            "snapshot",
+        ),
+        ("save_weights_for_sampler", {}, "sampling_session_seq_id is missing"),
+        ("load_weights", {"path": "tinker://a/b", "optimizer": True}, "is no path"),
+        ("load_weights", {"path": "tinker://m/sampler_weights/n", "optimizer": True}, "sampling"),
+    ],
+)
+async def test_a_call_with_bad_values_is_refused(tinker, name, body, message):
+    reply = await tinker.submit(name, 1, expect=400, **body)
+    assert message in reply["detail"]
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[]", b'{"model_id": NaN}', b"\xff", b"\x0a\xff"])
+async def test_a_body_that_is_no_json_is_a_400(tinker, raw):
+    reply = await tinker.post("optim_step", expect=400, content=raw)
+    assert "can't be read" in reply["detail"]
+    await tinker.post("forward_backward", expect=400, content=raw, headers=PROTOBUF)
+
+
+async def test_infinite_numbers_do_not_get_in_by_protobuf(tinker):
+    values = {"target_tokens": Tensor([71], "int64"), "weights": Tensor([math.inf])}
+    call = ForwardBackward(tinker.model_id, 1, [Datum([70], values)], "cross_entropy")
+    body = messages.encode_request(call)
+    reply = await tinker.post("forward_backward", expect=400, content=body, headers=PROTOBUF)
+    assert "expected a finite number" in reply["detail"]
+
+
+async def test_unknown_ids_are_404s(tinker):
+    for name in ("optim_step", "get_info", "unload_model"):
+        await tinker.post(name, {"model_id": "nobody", "seq_id": 1, "adam_params": {}}, 404)
+    await tinker.post("retrieve_future", {"request_id": "none"}, 404)
+    await tinker.post("session_heartbeat", {"session_id": "none"}, 404)
+    await tinker.get("samplers/none", 404)
+    assert "Not Found" in (await tinker.get("nothing_like_it", 404))["detail"]
+    assert "detail" in await tinker.get("optim_step", 405)
+
+
+async def test_a_loss_that_overflows_fails_the_job_and_not_the_model(tinker):
+    bad = inputs(logprobs=([-3000.0] * 5,))
+    failed = await tinker.forward_backward(1, bad, loss="importance_sampling")
+    assert failed["category"] == "user"
+    assert "check logprobs" in failed["error"]
+    await tinker.forward_backward(2)
+    assert (await tinker.step(3))["metrics"]["grad_norm"] > 0
+
+
+async def test_clip_thresholds_are_bounds_of_the_ratio(tinker):
+    lp = (await tinker.forward_backward(1))["loss_fn_outputs"][0]["logprobs"]["data"]
+    data = inputs(logprobs=([x - 0.5 for x in lp],))  # every ratio is e^0.5 = 1.6487
+
+    async def loss(seq_id, name, **config):
+        return (await tinker.forward_backward(seq_id, data, loss=name, config=config))["metrics"]
+
+    assert (await loss(2, "ppo"))["loss:sum"] == pytest.approx(-5 * 1.2, rel=1e-5)
+    wide = {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5}
+    assert (await loss(3, "ppo", **wide))["loss:sum"] == pytest.approx(-5 * 1.5, rel=1e-5)
+    exact = -math.exp(0.5) * sum(lp)
+    assert (await loss(4, "cispo"))["loss:sum"] == pytest.approx(exact, rel=1e-5)
+    dro = -(sum(lp) - 0.05 * 5 * 0.25)
+    assert (await loss(5, "dro", beta=0.1))["loss:sum"] == pytest.approx(dro, rel=1e-5)
+
+
+async def sampler_of(tinker: Tinker, seq_id: int, number: int) -> str:
+    saved = await tinker.done("save_weights_for_sampler", seq_id, sampling_session_seq_id=number)
+    return saved["sampling_session_id"]
+
+
+async def test_a_snapshot_is_not_changed_by_later_steps(tinker):
+    await tinker.forward_backward(1)
+    await tinker.step(2)
+    snapshot = await sampler_of(tinker, 3, 0)
+    before = await tinker.score(snapshot, 0)
+    assert before == pytest.approx(await tinker.logprobs(4), abs=1e-5)
+    await tinker.forward_backward(5)
+    await tinker.step(6)
+    assert await tinker.score(snapshot, 1) == before
+    later = await sampler_of(tinker, 7, 1)
+    assert await tinker.score(later, 0) == pytest.approx(await tinker.logprobs(8), abs=1e-5)
+    assert await tinker.score(later, 1) != before
+
+
+async def test_more_snapshots_than_live_samplers_are_all_served(tmp_path):
+    async with in_process(tmp_path, max_live_samplers=2) as tinker:
+        await tinker.start()
+        samplers, expected = [], []
+        for i in range(4):
+            await tinker.forward_backward(4 * i + 1)
+            await tinker.step(4 * i + 2)
+            samplers.append(await sampler_of(tinker, 4 * i + 3, i))
+            expected.append(await tinker.logprobs(4 * i + 4))
+        for seq_id in range(3):  # all at once, so that they fight for two places
+            scores = await asyncio.gather(*(tinker.score(one, seq_id) for one in samplers))
+            for score, wanted in zip(scores, expected, strict=True):
+                assert score == pytest.approx(wanted, abs=1e-5)
+
+
+async def test_samples_have_the_asked_shape_and_are_drawn_once_a_number(tinker):
+    sampler = await sampler_of(tinker, 1, 0)
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "num_samples": 3,
+        "prompt": datum()["model_input"],
+        "sampling_params": {"max_tokens": 4, "temperature": 1.0, "top_k": -1},
+    }
+    future = await tinker.post("asample", body)
+    assert len(future["sample_sequence_ids"]) == 3
+    drawn = (await tinker.result(future))["sequences"]
+    assert [len(one["tokens"]) == len(one["logprobs"]) for one in drawn] == [True] * 3
+    assert await tinker.post("asample", body) == future
+    assert (await tinker.result(future))["sequences"] == drawn
+    await tinker.post("asample", {**body, "num_samples": 2}, 409)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": {"chunks": []}}, "no tokens"),
+        ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "encoded_text"),
+        ({"topk_prompt_logprobs": 2}, "not served"),
+        ({"sampling_params": {"stop": []}}, "never stop"),
+        ({"seq_id": None}, "seq_id is missing"),
+    ],
+)
+async def test_a_sample_that_cannot_be_served_is_refused(tinker, changes, message):
+    sampler = await sampler_of(tinker, 1, 0)
+    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": datum()["model_input"]}
+    reply = await tinker.post("asample", {**body, **changes}, 400)
+    assert message in reply["detail"]
+
+
+async def test_a_base_model_can_be_sampled_and_another_one_cannot(tinker):
+    body = {"session_id": tinker.session_id, "sampling_session_seq_id": 5, "base_model": "tiny"}
+    sampler = (await tinker.post("create_sampling_session", body))["sampling_session_id"]
+    assert await tinker.score(sampler, 0) == pytest.approx(await tinker.logprobs(1), abs=1e-5)
+    reply = await tinker.post("create_sampling_session", {**body, "base_model": "llama"}, 400)
+    assert "'llama' is not served" in reply["detail"]
+
+
+async def test_a_checkpoint_goes_on_where_it_was_saved_with_its_optimizer(tinker):
+    await tinker.forward_backward(1)
+    await tinker.step(2)
+    path = (await tinker.done("save_weights", 3, path="one"))["path"]
+    assert path == f"tinker://{tinker.model_id}/weights/one"
+    await tinker.forward_backward(4)
+    await tinker.step(5)
+    expected = await tinker.logprobs(6)
+
+    info = await tinker.post("weights_info", {"tinker_path": path})
+    assert (info["base_model"], info["lora_rank"], info["train_unembed"]) == ("tiny", 8, True)
+    body = {"session_id": tinker.session_id, "model_seq_id": 1, "path": path, "optimizer": True}
+    loaded = await tinker.result(await tinker.post("load_weights", body))
+    assert loaded["model_id"] == f"{tinker.session_id}:train:1"
+    tinker.model_id = loaded["model_id"]
+    await tinker.forward_backward(1)
+    await tinker.step(2)
+    assert await tinker.logprobs(3) == expected
+
+
+async def test_loading_is_a_models_first_request_or_none(tinker):
+    path = (await tinker.done("save_weights", 1, path="one"))["path"]
+    reply = await tinker.submit("load_weights", 2, expect=400, path=path, optimizer=False)
+    assert "not permitted with seq_id 2" in reply["detail"]
+    tinker.model_id = await tinker.model(1)
+    assert (await tinker.done("load_weights", 1, path=path, optimizer=True))["path"] == path
+
+
+async def test_a_taken_name_is_a_conflict_unless_it_may_be_overwritten(tinker):
+    await tinker.done("save_weights", 1, path="one")
+    failed = await tinker.done("save_weights", 2, path="one")
+    assert "exists already" in failed["error"]
+    assert "path" in await tinker.done("save_weights", 3, path="one", overwrite=True)
+
+
+async def test_checkpoints_survive_the_server_and_models_do_not(tmp_path):
+    async with in_process(tmp_path) as tinker:
+        await tinker.start()
+        await tinker.forward_backward(1)
+        await tinker.step(2)
+        path = (await tinker.done("save_weights", 3, path="one"))["path"]
+        sampler = (await tinker.done("save_weights_for_sampler", 4, path="two"))["path"]
+        await sampler_of(tinker, 5, 0)
+        expected, gone = await tinker.logprobs(6), tinker.model_id
+    async with in_process(tmp_path) as tinker:
+        reply = await tinker.post("get_info", {"model_id": gone}, 404)
+        assert "make one from a checkpoint" in reply["detail"]
+        tinker.session_id = (await tinker.post("create_session", {}))["session_id"]
+        body = {"session_id": tinker.session_id, "model_seq_id": 0, "path": path}
+        loaded = await tinker.result(await tinker.post("load_weights", {**body, "optimizer": True}))
+        assert await tinker.logprobs(1, loaded["model_id"]) == expected
+        session = {"session_id": tinker.session_id, "sampling_session_seq_id": 0}
+        made = await tinker.post("create_sampling_session", {**session, "model_path": sampler})
+        assert await tinker.score(made["sampling_session_id"], 0) == pytest.approx(
+            expected, abs=1e-5
+        )
+        listed = (await tinker.get("checkpoints"))["checkpoints"]
+        assert {one["tinker_path"] for one in listed} == {path, sampler}
+
+
+async def test_a_deleted_checkpoint_is_gone(tinker, tmp_path):
+    path = (await tinker.done("save_weights", 1, path="one"))["path"]
+    where = f"training_runs/{tinker.model_id}/checkpoints"
+    assert (await tinker.get(where))["checkpoints"][0]["checkpoint_id"] == "weights/one"
+    await tinker.call("DELETE", f"{where}/weights/one", expect=204)
+    await tinker.call("DELETE", f"{where}/weights/one", expect=404)
+    await tinker.call("DELETE", f"{where}/one", expect=404)
+    await tinker.post("weights_info", {"tinker_path": path}, 404)
+    assert not list(tmp_path.glob("*/weights/one"))
+
+
+async def test_no_name_leads_out_of_the_folder(tinker, tmp_path):
+    secret = tmp_path.parent / "secret"
+    secret.mkdir()
+    (secret / "manifest.json").write_text("{}")
+    for path in ("tinker://../weights/secret", "tinker://x/weights/..", "tinker://../../weights/x"):
+        await tinker.post("weights_info", {"tinker_path": path}, 400)
+    reply = await tinker.http.delete("/api/v1/training_runs/..%2F..%2Fx/checkpoints/weights/y")
+    assert reply.status_code in (400, 404)
+    assert secret.exists()
+
+
+async def test_a_time_to_live_ends_a_checkpoint(tinker):
+    path = (await tinker.done("save_weights", 1, path="one", ttl_seconds=3600))["path"]
+    where = f"training_runs/{tinker.model_id}/checkpoints/weights/one/ttl"
+    await tinker.call("PUT", where, {"ttl_seconds": None})
+    listed = (await tinker.get("checkpoints"))["checkpoints"]
+    assert listed[0]["expires_at"] is None
+    store = tinker.app.service.store
+    [saved] = store.list()
+    store.expire_at(saved.place, -1.0)
+    await tinker.post("weights_info", {"tinker_path": path}, 404)
+    store.sweep()
+    assert not list(store.folder.glob("*/weights/one"))
+
+
+async def test_a_finished_session_is_over_and_its_snapshots_with_it(tinker, tmp_path):
+    await sampler_of(tinker, 1, 0)
+    assert list(tmp_path.glob("*/sampler_weights/*"))
+    finish = {"reason": {"type": "success"}, "detail": None}
+    await tinker.post(f"sessions/{tinker.session_id}/finish", finish)
+    await tinker.post("session_heartbeat", {"session_id": tinker.session_id}, 410)
+    await tinker.post("get_info", {"model_id": tinker.model_id}, 404)
+    assert not list(tmp_path.glob("*/sampler_weights/*"))
+
+
+async def test_the_key_is_asked_for_everywhere_but_at_the_health_check(tmp_path):
+    async with in_process(tmp_path, api_key="tml-right") as tinker:
+        await tinker.get("healthz")
+        for headers in ({}, {"X-API-Key": "tml-wrong"}, {"X-API-Key": ""}):
+            tinker.http.headers.update(headers)
+            reply = await tinker.post("create_session", {}, 401)
+            assert "tml-right" not in json.dumps(reply)
+        tinker.http.headers["X-API-Key"] = "tml-right"
+        await tinker.post("create_session", {})
+        del tinker.http.headers["X-API-Key"]
+        tinker.http.headers["X-WEAVER-API-KEY"] = "tml-right"
+        await tinker.post("sessions", {}, 201)
+        assert "tml-right" not in repr(tinker.app.service.settings)
+
+
+async def test_full_weights_are_trained_at_rank_0(tmp_path):
+    async with in_process(tmp_path) as tinker:
+        await tinker.start(rank=0)
+        info = await tinker.post("get_info", {"model_id": tinker.model_id})
+        assert not info["is_lora"]
+        await tinker.forward_backward(1)
+        await tinker.step(2)
+        sampler = await sampler_of(tinker, 3, 0)
+        score = await tinker.score(sampler, 0)
+        assert score == pytest.approx(await tinker.logprobs(4), abs=1e-5)
+
+
+async def test_leaving_the_service_answers_whoever_waits_and_ends_its_threads(tmp_path):
+    app = create_app(Settings(folder=tmp_path))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://local") as http:
+        tinker = Tinker(http, app)
+        async with app:
+            await tinker.start()
+            behind_a_gap = await tinker.submit("forward_backward", 9, **passed())
+            body = {
+                "sampling_session_id": await sampler_of(tinker, 1, 0),
+                "seq_id": 0,
+                "prompt": datum()["model_input"],
+                "num_samples": 64,
+                "sampling_params": {"max_tokens": 1000},
+            }
+            drawing = await tinker.post("asample", body)
+            asking = [asyncio.create_task(tinker.result(one)) for one in (behind_a_gap, drawing)]
+            await asyncio.sleep(0)
+        gap, drawn = await asyncio.gather(*asking)
+        assert "which never came" in gap["error"]
+        assert "shutting down" in drawn["error"]
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("retrain")]

@@ -1,0 +1,200 @@
+"""The service's trainer against plain torch: losses, gradients, AdamW, LoRA, copies."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+
+from retrain.engine.losses import LOSS_DEFAULTS
+from retrain.engine.models import load_model
+from retrain.engine.sampler import LocalSampler
+from retrain.engine.tiny import tiny_folder, tiny_tokenizer
+from retrain.service import trainer as trainer_module
+from retrain.service.errors import ServiceError
+from retrain.service.trainer import Adam, Row, Trainer, Tuning, merged_weights, untied
+
+FULL = Tuning(rank=0)
+ADAM = Adam(3e-3, 0.8, 0.97, 1e-8, 0.1, 0.5)
+
+
+@pytest.fixture(scope="module")
+def base():
+    torch.set_num_threads(1)
+    return load_model(tiny_folder()).requires_grad_(False)
+
+
+def rows(count: int = 5, seed: int = 0) -> list[Row]:
+    """Of different lengths, with every stream filled at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(length: int, scale: float) -> list[float]:
+        return (torch.randn(length, generator=generator) * scale).tolist()
+
+    made = []
+    for length in [3 + 4 * i for i in range(count)]:
+        ids = torch.randint(7, 100, (length + 1,), generator=generator).tolist()
+        mask = (torch.rand(length, generator=generator) > 0.3).float().tolist()
+        logprobs = [-4.6 + x for x in numbers(length, 0.5)]
+        made.append(Row(ids[:-1], ids[1:], numbers(length, 1.0), logprobs, mask))
+    return made
+
+
+def plain_loss(model, data: list[Row], loss: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Row by row, without padding, by the formulas as the protocol writes them."""
+    total, found = torch.zeros(()), []
+    for row in data:
+        logits = model(input_ids=torch.tensor([row.tokens])).logits[0]
+        lp = log_softmax(logits, -1).gather(1, torch.tensor(row.targets)[:, None])[:, 0]
+        old, a, m = (torch.tensor(x) for x in (row.logprobs, row.advantages, row.mask))
+        r = (lp - old).exp()
+        value = {
+            "importance_sampling": -r * a,
+            "ppo": -torch.minimum(r * a, r.clamp(0.8, 1.2) * a),
+            "cispo": -r.clamp(0.0, 5.0).detach() * a * lp,
+            "cross_entropy": -a * lp,
+            "dro": -(a * lp - 0.025 * (lp - old) ** 2),
+        }[loss]
+        total = total + (value * m).sum()
+        found.append(lp.detach())
+    return total, found
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSS_DEFAULTS if name != "dpo"])
+def test_loss_gradient_and_one_step_equal_plain_torch(base, loss):
+    data = rows()
+    trained = Trainer(base, FULL)
+    passed = trained.forward_backward(data, loss, {})
+    metrics = trained.optim_step(ADAM)
+
+    model = copy.deepcopy(base).requires_grad_(True)
+    value, logprobs = plain_loss(model, data, loss)
+    value.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.grad_clip_norm)
+    torch.optim.AdamW(
+        model.parameters(), lr=3e-3, betas=(0.8, 0.97), eps=1e-8, weight_decay=0.1
+    ).step()
+
+    assert passed.loss == pytest.approx(value.item(), rel=1e-5, abs=1e-5)
+    for got, expected in zip(passed.logprobs, logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(got), expected, atol=1e-5, rtol=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    after = plain_loss(model, data, "cross_entropy")[1]
+    for got, expected in zip(trained.forward(data).logprobs, after, strict=True):
+        torch.testing.assert_close(torch.tensor(got), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_add_up_over_calls_whatever_the_micro_batches(base, monkeypatch):
+    once, twice = Trainer(base, FULL), Trainer(base, FULL)
+    data = rows()
+    once.forward_backward(data, "ppo", {})
+    monkeypatch.setattr(trainer_module, "LOGITS_AT_ONCE", 105 * 12)  # 12 tokens a micro-batch
+    twice.forward_backward(data[:2], "ppo", {})
+    twice.forward_backward(data[2:], "ppo", {})
+    assert once.optim_step(Adam())["grad_norm"] == pytest.approx(
+        twice.optim_step(Adam())["grad_norm"], rel=1e-5
+    )
+
+
+def test_a_forward_leaves_no_gradient(base):
+    trained = Trainer(base, FULL)
+    trained.forward(rows())
+    with pytest.raises(ServiceError, match="no gradient to apply"):
+        trained.optim_step(Adam())
+
+
+def test_a_call_that_fails_adds_nothing(base):
+    alone, failed = Trainer(base, FULL), Trainer(base, FULL)
+    good, bad = rows(2), rows(2, seed=1)
+    bad[1] = replace(bad[1], logprobs=[-2000.0] * 7, mask=[1.0] * 7)  # exp overflows
+    alone.forward_backward(good, "importance_sampling", {})
+    failed.forward_backward(good, "importance_sampling", {})
+    with pytest.raises(ServiceError, match="check logprobs and advantages"):
+        failed.forward_backward(bad, "importance_sampling", {})
+    assert alone.optim_step(Adam()) == failed.optim_step(Adam())
+
+
+def test_a_gradient_that_is_not_finite_takes_no_step(base):
+    trained = Trainer(base, FULL)
+    before = trained.weights()
+    row = replace(rows(1)[0], advantages=[1e37, 0.0, 0.0], mask=[1.0, 0.0, 0.0])
+    trained.forward_backward([row], "cross_entropy", {})  # finite, but not its square
+    with pytest.raises(ServiceError, match="no step was taken"):
+        trained.optim_step(Adam())
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained.weights().items())
+    assert trained.steps == 0
+
+
+def learn(trained: Trainer, steps: int, seed: int = 0) -> None:
+    for step in range(steps):
+        trained.forward_backward(rows(seed=seed + step), "cross_entropy", {})
+        trained.optim_step(Adam(1e-2))
+
+
+@pytest.mark.parametrize("tuning", [FULL, Tuning(rank=4)], ids=["full", "lora"])
+def test_a_copy_goes_on_exactly_as_the_original(base, tuning):
+    original, resumed = Trainer(base, tuning), Trainer(base, replace(tuning, seed=9))
+    learn(original, 2)
+    weights, state = original.weights(), original.optimizer_state()
+    learn(original, 1, seed=50)  # what was copied must not move with it
+    resumed.load(weights, state)
+    learn(resumed, 1, seed=50)
+    for name, tensor in original.weights().items():
+        assert torch.equal(tensor, resumed.weights()[name]), name
+    assert resumed.steps == 3
+
+
+def test_weights_of_another_tuning_are_refused(base):
+    with pytest.raises(ServiceError, match="another tuning"):
+        Trainer(base, Tuning(rank=4)).load(Trainer(base, Tuning(rank=8)).weights(), None)
+
+
+def test_lora_trains_the_layers_that_it_is_told_to(base):
+    def layers(**tuning: bool) -> set[str]:
+        names = Trainer(base, Tuning(rank=2, **tuning)).weights()
+        return {name.split(".")[-3] for name in names}
+
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    mlp = {"gate_proj", "up_proj", "down_proj"}
+    assert layers() == attention | mlp | {"lm_head"}
+    assert layers(mlp=False, unembed=False) == attention
+    assert layers(attention=False, unembed=False) == mlp
+    assert layers(attention=False, mlp=False) == {"lm_head"}
+    with pytest.raises(ServiceError, match="trains nothing"):
+        layers(attention=False, mlp=False, unembed=False)
+
+
+def test_lora_shares_the_base_weights_and_never_changes_them(base):
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    trained = Trainer(base, Tuning(rank=4))
+    shared = dict(trained.model.named_parameters())["base_model.model.model.norm.weight"]
+    assert shared is base.model.norm.weight
+    learn(trained, 2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
+
+
+def test_without_the_output_layer_a_random_model_learns_little(base):
+    def loss(**tuning: bool) -> float:
+        trained = Trainer(base, Tuning(rank=16, **tuning))
+        data = [replace(row, advantages=[1.0] * len(row.tokens)) for row in rows(3)]
+        for _ in range(30):
+            passed = trained.forward_backward(data, "cross_entropy", {})
+            trained.optim_step(Adam(5e-3))
+        return passed.loss / passed.tokens
+
+    assert loss() < 0.5 * loss(unembed=False)
+
+
+@pytest.mark.parametrize("tuning", [FULL, Tuning(rank=4)], ids=["full", "lora"])
+async def test_a_sampler_of_the_merged_weights_scores_as_the_trainer_does(base, tuning):
+    trained, plain = Trainer(base, tuning), untied(base)
+    learn(trained, 3)
+    weights = merged_weights(plain, trained.weights(), tuning.rank)
+    row = rows()[-1]
+    async with LocalSampler(plain, tiny_tokenizer()) as sampler:
+        await sampler.load_weights(weights, 1)
+        scored = await sampler.logprobs([*row.tokens, row.targets[-1]])
+    assert scored[1:] == pytest.approx(trained.forward([row]).logprobs[0], abs=1e-5)
