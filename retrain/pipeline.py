@@ -62,6 +62,7 @@ async def train(
             run.checkpoints.close()
             run_dir.event("end", status=status, step=run.step)
             run_dir.flush()
+            run.report()
             await hooks.on_train_end(run, run.result(status))
         if status == "interrupted":
             raise asyncio.CancelledError

@@ -28,11 +28,12 @@ from retrain.checkpoint import (
     read,
 )
 from retrain.config import RunConfig
-from retrain.errors import DeadlineError, NoSignalError
+from retrain.errors import ConfigError, DeadlineError, NoSignalError
 from retrain.intake import Intake
 from retrain.ledger import Ledger
 from retrain.metering import Meter
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
+from retrain.observe.report import write_report
 from retrain.observe.run_dir import RunDirectory, read_metrics
 from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts
@@ -149,6 +150,13 @@ class Run:
             self.ledger.retire([group.ticket])
         self.run_dir.event("dropped", **fields)
         self.admit.set()
+
+    def report(self) -> None:
+        """Write report.html from what the files hold."""
+        try:
+            write_report(self.run_dir.path)
+        except ConfigError as error:
+            self.fault(str(error))
 
     def fault(self, error: str) -> None:
         """Something failed that touches no rollout, such as an environment's `close`."""

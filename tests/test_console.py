@@ -185,6 +185,8 @@ def test_signs_that_the_terminal_lacks_are_replaced() -> None:
 
 def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
     (tmp_path / "final").mkdir()
+    (tmp_path / "checkpoints/step_5").mkdir(parents=True)
+    (tmp_path / "report.html").touch()
     tally = Tally()
     tally.outcomes.update(ok=990, timeout=10)
     tally.errors["environment 'echo' timed out"] = 10
@@ -202,8 +204,8 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
         ("files", str(tmp_path)),
         ("model", str(tmp_path / "final")),
         ("best", str(tmp_path / "checkpoints/step_5")),
-        ("next", f"retrain report {tmp_path}"),
-        ("", "the same command with --resume goes on from the last checkpoint"),
+        ("report", str(tmp_path / "report.html")),
+        ("next", "the same command with --resume goes on from the last checkpoint"),
     ]
 
 

@@ -175,9 +175,11 @@ def _places(result: TrainingResult) -> list[tuple[str, str]]:
         lines.append(("model", near(result.run_dir / "final")))
     if result.best_checkpoint_path is not None:
         lines.append(("best", near(result.best_checkpoint_path)))
-    lines.append(("next", f"retrain report {folder}"))
-    if result.status in ("interrupted", "failed"):
-        lines.append(("", "the same command with --resume goes on from the last checkpoint"))
+    if (result.run_dir / "report.html").is_file():
+        lines.append(("report", near(result.run_dir / "report.html")))
+    stopped = result.status in ("interrupted", "failed")
+    if stopped and any((result.run_dir / "checkpoints").glob("step_*")):
+        lines.append(("next", "the same command with --resume goes on from the last checkpoint"))
     return lines
 
 
