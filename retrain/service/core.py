@@ -123,23 +123,19 @@ class Service:
 
     # Models
 
-    async def create_model(
-        self,
-        session: Session,
-        model_id: str,
-        tuning: Tuning,
-        metadata: Mapping[str, Any],
-        source: tuple[Place, bool] | None = None,
+    def add_model(
+        self, session: Session, model_id: str, tuning: Tuning, metadata: Mapping[str, Any]
     ) -> Model:
-        """A fresh model, or one that continues from `source`: a checkpoint, with its optimizer?
-
-        It can be addressed at once; what is asked of it waits until it's built.
-        """
+        """A model that can be addressed at once; what is asked of it waits for `build_model`."""
         model = Model(model_id, session, self._lane(), tuning, metadata)
         self.models[model_id] = session.owned[model_id] = model
+        return model
+
+    async def build_model(self, model: Model, source: tuple[Place, bool] | None = None) -> None:
+        """Give it weights: fresh ones, or of `source`, a checkpoint (with its optimizer?)."""
 
         def build() -> None:
-            trainer = Trainer(self._base, tuning)
+            trainer = Trainer(self._base, model.tuning)
             if source is not None:
                 self._restore(trainer, *source)
             model.trainer = trainer
@@ -149,14 +145,15 @@ class Service:
         except BaseException:
             self.drop_model(model)
             raise
-        return model
 
     def model(self, model_id: str) -> Model:
         """Marks its session as alive; raises ServiceError (404)."""
         if model_id not in self.models:
-            raise missing(
-                f"the model {model_id} (a restarted service has lost its models: make "
-                "one from a checkpoint)"
+            raise ServiceError(
+                404,
+                "not_found",
+                f"the model {model_id} is not on this service. A service that was restarted has "
+                "its checkpoints and no models: make one from a checkpoint",
             )
         model = self.models[model_id]
         model.session.seen = time.monotonic()

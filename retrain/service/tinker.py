@@ -158,16 +158,18 @@ class TinkerProtocol:
         source: tuple[Place, bool] | None,
     ) -> Json:
         seq_id = want(body, "model_seq_id", int)
+        metadata = want(body, "user_metadata", dict, {})
         model_id = f"{session.id}:train:{seq_id}"
 
         async def work() -> Json:
-            metadata = want(body, "user_metadata", dict, {})
-            await self._service.create_model(session, model_id, tuning, metadata, source)
+            await self._service.build_model(self._service.models[model_id], source)
             return {"model_id": model_id, "path": body.get("path")}
 
-        kind = "CreateModel" if source is None else "LoadWeights"
-        job = session.models.submit(seq_id, raw, Job(kind), work, ordered=False)
-        return {"request_id": job.id, "model_id": model_id}
+        job = Job("CreateModel" if source is None else "LoadWeights")
+        submitted = session.models.submit(seq_id, raw, job, work, ordered=False)
+        if submitted is job:
+            self._service.add_model(session, model_id, tuning, metadata)
+        return {"request_id": submitted.id, "model_id": model_id}
 
     async def _get_info(self, body: Json, _raw: bytes) -> Json:
         model = self._service.model(want(body, "model_id", str))

@@ -120,10 +120,11 @@ class WeaverProtocol:
         model_id = str(uuid.uuid5(uuid.UUID(session.id), f"model {number}"))
 
         async def work() -> None:
-            metadata = want(body, "user_metadata", dict, {})
-            await self._service.create_model(session, model_id, tuning, metadata)
+            await self._service.build_model(self._service.models[model_id])
 
-        session.models.submit(number, raw, Job("create_model"), work, ordered=False)
+        metadata, job = want(body, "user_metadata", dict, {}), Job("create_model")
+        if session.models.submit(number, raw, job, work, ordered=False) is job:
+            self._service.add_model(session, model_id, tuning, metadata)
         return JSONResponse(self._shown(model_id, tuning.rank), status_code=201)
 
     async def _get_model(self, request: Request) -> Response:
