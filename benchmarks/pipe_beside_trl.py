@@ -1,0 +1,327 @@
+"""The whole pipe beside TRL's GRPOTrainer on the same task, where an environment takes its time.
+
+    python -m benchmarks.pipe_beside_trl [--latencies 0 100] [--rounds 3]
+
+The echo task of the quickstart on the model `tiny`: 16 prompts x 8 rollouts x 4 tokens a step,
+one OpenMP thread for each worker of every arm. A rollout waits for its latency once:
+
+- `trl, gathering`: in an async reward function that waits for its whole batch at once, the best
+  that a user of TRL can write.
+- `trl, environments`: in a tool of its environment_factory. TRL awaits one row after the other, so
+  few steps are measured, after warm-up steps without latency. A model this small never writes a
+  tool call: a response template takes every reply's text for the tool's argument, and a chat
+  template leaves the tool out of the prompt, so that the tokens are those of the other arms. TRL
+  drops the tool's answer, which would go beyond max_completion_length, so that no second turn is
+  sampled. A reply without text calls nothing and waits for nothing.
+- `ours, S=n`: in Environment.step, by `train()` itself with its run directory.
+
+Times are of steps in the middle of a run: warm-up, start and end are left out. Arms take turns;
+ratios are medians of the rounds. Bars at 100 ms and S=2: 2x faster than S=0 and than
+`gathering`, 20x than `environments`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # environment_factory is experimental, and says so
+
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.sampler import device_name
+from retrain import Action, Environment, StepResult
+from retrain.adapters.trl.build import hush
+from retrain.config import RunConfig, load_config
+from retrain.engine.models import load_model, load_tokenizer
+from retrain.engine.tiny import CHAT_TEMPLATE, tiny_folder
+from retrain.observe.callbacks import Callback
+from retrain.pipeline import train
+
+ROOT = Path(__file__).parents[1]
+PROMPTS, SIZE, TOKENS, LEARNING_RATE = 16, 8, 4, 2e-3
+LETTERS = "abcdefgh"
+WARM_UP = 5
+STALENESS = (0, 1, 2, 4)
+GATHERING, ENVIRONMENTS = "trl, gathering", "trl, environments"
+BARS = ((GATHERING, 2.0), (ENVIRONMENTS, 20.0), ("ours, S=0", 2.0))
+"""At 100 ms: by how much S=2 is to be faster."""
+
+EVERY_REPLY_CALLS = {
+    "start_anchor": "<|assistant|>",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "tool_calls": {
+            "close_pattern": r"<\|end\|>",
+            "repeats": True,
+            "content": "text",
+            "transform": {
+                "type": "function",
+                "function": {"name": "reply", "arguments": {"text": "{content}"}},
+            },
+        }
+    },
+}
+WITHOUT_TOOLS = "{%- set tools = none %}" + CHAT_TEMPLATE
+
+
+def slot_match(text: str, answer: str) -> float:
+    """The quickstart's reward."""
+    return sum(a == b for a, b in zip(answer, text, strict=False)) / len(answer)
+
+
+# --- ours
+
+
+class Waiting(Environment):
+    """The echo task, whose only step takes `latency` seconds."""
+
+    def __init__(self, latency: float) -> None:
+        self.latency = latency
+
+    async def step(self, action: Action) -> StepResult:
+        await asyncio.sleep(self.latency)
+        return StepResult([], 0.0, True, False, {})
+
+
+class Clock(Callback):
+    """Notes when each step ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *_: Any) -> None:  # any: the step's own, which is not used
+        self.ends.append(time.perf_counter())
+
+    def per_step(self, steps: int) -> float:
+        """Milliseconds of a step, of so many after the warm-up."""
+        return 1e3 * (self.ends[WARM_UP + steps - 1] - self.ends[WARM_UP - 1]) / steps
+
+
+def ours(staleness: int) -> Callable[[float, int], float]:
+    """The pipe at staleness `staleness`."""
+
+    def run(latency: float, steps: int) -> float:
+        clock = Clock()
+        with tempfile.TemporaryDirectory() as scratch:
+            # The last S steps have no work issued beside them: they are not measured.
+            total = WARM_UP + steps + staleness + 1
+            config = our_config(latency, staleness, total, Path(scratch))
+            asyncio.run(train(config, callbacks=[clock]))
+        return clock.per_step(steps)
+
+    return run
+
+
+def our_config(latency: float, staleness: int, steps: int, run_dir: Path) -> RunConfig:
+    return load_config(
+        ROOT / "configs" / "quickstart.yaml",
+        [
+            "environment.type=benchmarks.pipe_beside_trl:Waiting",
+            f"environment.latency={latency}",
+            f"staleness={{target: {staleness}, max: {2 * staleness}}}",
+            f"train.total_train_steps={steps}",
+            "checkpoint.every=0",
+            f"run_dir={run_dir}",
+        ],
+    )
+
+
+# --- TRL
+
+
+class TrlClock(TrainerCallback):
+    """The same, for TRL."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:  # any: as above
+        self._clock.on_step_end()
+
+
+def gathering(latency: float, steps: int) -> float:
+    """TRL, with a reward function that waits for all rows at once."""
+
+    async def reward(completions: Any, answer: list[str], **_: Any) -> list[float]:
+        await asyncio.gather(*(asyncio.sleep(latency) for _ in completions))
+        return [
+            slot_match(completion[0]["content"], wanted)
+            for completion, wanted in zip(completions, answer, strict=True)
+        ]
+
+    return measure_trl(steps, reward_funcs=reward)
+
+
+def environments(latency: float, steps: int) -> float:
+    """TRL, with one environment a row, whose tool waits."""
+    clock = Clock()
+
+    class Echo:
+        def reset(self, answer: str, **_: Any) -> None:
+            self.answer, self.score = answer, 0.0
+
+        async def reply(self, text: str) -> str:
+            """Give an answer.
+
+            Args:
+                text: The answer.
+            """
+            if len(clock.ends) >= WARM_UP:
+                await asyncio.sleep(latency)
+            self.score = slot_match(text, self.answer)
+            return "seen"
+
+        def get_reward(self) -> float:
+            return self.score
+
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.response_template = EVERY_REPLY_CALLS
+    tokenizer.chat_template = WITHOUT_TOOLS
+    return measure_trl(steps, clock, environment_factory=Echo, processing_class=tokenizer)
+
+
+def measure_trl(steps: int, clock: Clock | None = None, **arguments: Any) -> float:
+    """Milliseconds of a step of a fresh GRPOTrainer; `arguments` are its own."""
+    clock = clock or Clock()
+    folder = tiny_folder()
+    arguments.setdefault("processing_class", load_tokenizer(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = GRPOTrainer(
+            load_model(folder, "cpu"),
+            args=trl_args(scratch, WARM_UP + steps),
+            train_dataset=trl_rows(),
+            callbacks=[TrlClock(clock)],
+            **arguments,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return clock.per_step(steps)
+
+
+def trl_args(folder: str, steps: int) -> GRPOConfig:
+    """The quickstart's settings, without what makes TRL slower on a CPU."""
+    return GRPOConfig(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=PROMPTS * SIZE,
+        num_generations=SIZE,
+        max_completion_length=TOKENS,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        loss_type="dapo",
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def trl_rows() -> Dataset:
+    """One step's prompts, over and over."""
+    letters = LETTERS * (PROMPTS // len(LETTERS))
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": f"{letter}="}] for letter in letters],
+            "answer": [letter * TOKENS for letter in letters],
+        }
+    )
+
+
+# --- the comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One row of the table."""
+
+    name: str
+    run: Callable[[float, int], float]
+    """Milliseconds a step, from a latency in seconds and a number of steps."""
+    sequential: bool = False
+    """It awaits one row after the other: few steps are enough, and all there is time for."""
+
+
+ARMS = (
+    Arm(GATHERING, gathering),
+    Arm(ENVIRONMENTS, environments, sequential=True),
+    *(Arm(f"ours, S={s}", ours(s)) for s in STALENESS),
+)
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(arguments.trl_threads)
+    hush()
+    print(
+        f"tiny, {device_name('cpu')}, {os.cpu_count()} cores, TRL on {arguments.trl_threads} "
+        f"thread(s), ours on one a worker; {PROMPTS} x {SIZE} rollouts of {TOKENS} tokens"
+    )
+    for latency in arguments.latencies:
+        report(latency, compare(latency, arguments))
+
+
+def compare(latency: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds a step of each arm, round by round."""
+    found: dict[str, list[float]] = {arm.name: [] for arm in ARMS}
+    for number in range(arguments.rounds):
+        for arm in ARMS:
+            slow = arm.sequential and latency > 0
+            if slow and number:
+                continue  # one round of it takes minutes
+            steps = arguments.sequential_steps if slow else arguments.steps
+            found[arm.name].append(arm.run(latency / 1e3, steps))
+    return found
+
+
+def report(latency: int, found: dict[str, list[float]]) -> None:
+    print(f"\n{latency} ms of latency; load of the machine {os.getloadavg()[0]:.1f}")
+    print(f"{'':20}{'ms a step':>12}{'least':>10}{GATHERING:>18}{ENVIRONMENTS:>20}")
+    for name, times in found.items():
+        ratios = [faster(found, other, name) for other in (GATHERING, ENVIRONMENTS)]
+        print(
+            f"{name:20}{median(times):12.1f}{min(times):10.1f}{ratios[0]:17.2f}x{ratios[1]:19.2f}x"
+        )
+    if latency == 100:
+        for other, bar in BARS:
+            ratio = faster(found, other, "ours, S=2")
+            verdict = "met" if ratio >= bar else "missed"
+            print(f"S=2 is {ratio:.1f}x faster than {other!r}, bar {bar:.0f}x {verdict}")
+
+
+def faster(found: dict[str, list[float]], other: str, name: str) -> float:
+    """How many times `name` is faster than `other`: the median of the rounds."""
+    pairs: Sequence[tuple[float, float]]
+    if len(found[other]) == len(found[name]):
+        pairs = list(zip(found[other], found[name], strict=True))
+    else:
+        pairs = [(median(found[other]), median(found[name]))]
+    return median(theirs / mine for theirs, mine in pairs)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--latencies", type=int, nargs="+", default=[0, 100, 500], help="in ms")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30, help="measured in a round")
+    parser.add_argument("--sequential-steps", type=int, default=2)
+    parser.add_argument("--trl-threads", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
