@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pytest
@@ -41,7 +42,10 @@ def _clean_imports(
     yield
     temporary = str(tmp_path_factory.getbasetemp())
     for name, module in list(sys.modules.items()):
-        places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+        folders = getattr(module, "__path__", ())
+        if not isinstance(module, ModuleType) or not isinstance(folders, Iterable):
+            continue  # torch puts objects of its own among the modules
+        places = [getattr(module, "__file__", None) or "", *folders]
         if any(str(place).startswith(temporary) for place in places):
             del sys.modules[name]
 
