@@ -1,0 +1,212 @@
+"""The official SDKs, unmodified, train and sample on the local service over real loopback.
+
+Run by test_service_sdk.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import tinker
+import weaver
+from service_kit import TOKENS, on_a_port
+
+KEY = "tml-a-key"
+TARGETS = TOKENS[1:]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TINKER_TELEMETRY", "0")
+    patch.setenv("WEAVER_OPERATION_POLL_INTERVAL", "0.01")
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        patch.delenv(name)  # loopback needs none
+    with on_a_port(tmp_path_factory.mktemp("service"), api_key=KEY) as url:
+        yield url
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def service(url):
+    """Weaver's, shared: leaving it takes the SDK five seconds."""
+    with weaver.ServiceClient(base_url=url, api_key=KEY) as service:
+        yield service
+
+
+def inputs(loss: str, logprobs: list[float]) -> dict[str, Any]:
+    if loss == "cross_entropy":
+        return {"target_tokens": TARGETS, "weights": [0.0, 1.0, 1.0, 1.0, 1.0]}
+    return {
+        "target_tokens": TARGETS,
+        "logprobs": logprobs,
+        "advantages": [0.0, 1.0, -1.0, 0.5, 2.0],
+    }
+
+
+def tinker_datum(loss: str, logprobs: list[float]) -> tinker.Datum:
+    prompt = tinker.ModelInput.from_ints(TOKENS[:-1])
+    return tinker.Datum(model_input=prompt, loss_fn_inputs=inputs(loss, logprobs))
+
+
+def weaver_datum(loss: str, logprobs: list[float]) -> Any:
+    prompt = weaver.types.ModelInput.from_ints(TOKENS[:-1])
+    return weaver.types.Datum(model_input=prompt, loss_fn_inputs=inputs(loss, logprobs))
+
+
+def shrank(losses: list[float]) -> bool:
+    return all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
+def test_tinker_trains(url, loss):
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    model = service.create_lora_training_client("tiny", rank=8, seed=3).result()
+
+    def logprobs() -> list[float]:
+        out = model.forward([tinker_datum("cross_entropy", [])], "cross_entropy").result()
+        return list(out.loss_fn_outputs[0]["logprobs"].data)
+
+    old = logprobs()
+    for _ in range(STEPS):
+        passed = model.forward_backward([tinker_datum(loss, old)], loss)
+        stepped = model.optim_step(tinker.AdamParams(learning_rate=3e-4))
+        assert math.isfinite(passed.result().metrics["loss:sum"])
+        assert stepped.result().metrics["grad_norm"] > 0
+    credit = inputs(loss, old).get("advantages") or inputs(loss, old)["weights"]
+    assert weighted(logprobs(), credit) > weighted(old, credit)
+    service.close("success").result()
+
+
+def weighted(logprobs: list[float], credit: list[float]) -> float:
+    return sum(lp * a for lp, a in zip(logprobs, credit, strict=True))
+
+
+def test_tinker_samples_saves_and_loads(url):
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    model = service.create_lora_training_client("tiny", rank=8).result()
+    assert model.get_info().model_data.model_name == "tiny"
+    data = [tinker_datum("cross_entropy", [])]
+    model.forward_backward(data, "cross_entropy").result()
+    model.optim_step(tinker.AdamParams(learning_rate=5e-3)).result()
+    sampler = model.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints(TOKENS[:2])
+    params = tinker.SamplingParams(max_tokens=5, temperature=1.0)
+    drawn = sampler.sample(prompt=prompt, num_samples=3, sampling_params=params).result()
+    assert [len(s.tokens) == len(s.logprobs) for s in drawn.sequences] == [True] * 3
+    scored = sampler.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()
+    trained = model.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    assert scored[1:] == pytest.approx(list(trained), abs=1e-5)
+
+    path = model.save_state("kept").result().path
+    again = service.create_training_client_from_state_with_optimizer(path).result()
+    named = model.save_weights_for_sampler("named").result().path
+    assert service.create_sampling_client(model_path=named).result()
+    for one in (model, again):
+        one.forward_backward(data, "cross_entropy").result()
+        one.optim_step(tinker.AdamParams(learning_rate=5e-3)).result()
+    both = [one.forward(data, "cross_entropy").result().metrics for one in (model, again)]
+    assert both[0] == both[1]
+    service.close("success").result()
+
+
+async def test_tinker_works_by_await(url):
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    model = await service.create_lora_training_client("tiny", rank=8)
+    passed = await model.forward_backward_async(
+        [tinker_datum("cross_entropy", [])], "cross_entropy"
+    )
+    stepped = await model.optim_step_async(tinker.AdamParams(learning_rate=5e-3))
+    assert (await passed).metrics["tokens:sum"] == 5
+    assert (await stepped).metrics["grad_norm"] > 0
+    sampler = await model.save_weights_and_get_sampling_client()
+    params = tinker.SamplingParams(max_tokens=3)
+    prompt = tinker.ModelInput.from_ints(TOKENS[:2])
+    drawn = await sampler.sample_async(prompt=prompt, num_samples=2, sampling_params=params)
+    assert len(drawn.sequences) == 2
+    service.close("success").result()
+
+
+def test_tinker_hears_why_a_request_is_refused(url):
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    model = service.create_lora_training_client("tiny", rank=8).result()
+    with pytest.raises(tinker.TinkerError, match="no gradient to apply"):
+        model.optim_step(tinker.AdamParams()).result()
+    with pytest.raises(tinker.TinkerError, match="lacks"):
+        model.forward_backward([tinker_datum("cross_entropy", [])], "ppo").result()
+    service.close("success").result()
+
+
+def test_weaver_trains_samples_saves_and_loads(service):
+    model = service.create_model(base_model="tiny", lora_config={"rank": 8})
+    data = [weaver_datum("cross_entropy", [])]
+    old = model.forward(data, "forward_logprob")["result"]["loss_fn_outputs"][0]["logprobs"]
+    losses = []
+    for step in range(2 * STEPS):
+        loss = ("cross_entropy", "importance_sampling")[step % 2]
+        passed = model.forward_backward([weaver_datum(loss, old)], loss)
+        losses.append(passed["result"]["metrics"]["loss"])
+        stepped = model.optim_step(weaver.types.AdamParams(learning_rate=5e-3))
+        assert stepped["metrics"]["grad_norm"] > 0
+    assert shrank(losses[::2])
+    sampler = model.save_weights_and_get_sampling_client(name="a")
+    params = weaver.types.SamplingParams(max_tokens=5, temperature=1.0)
+    prompt = weaver.types.ModelInput.from_ints(TOKENS[:2])
+    drawn = sampler.sample(prompt=prompt, num_samples=3, sampling_params=params)
+    assert [len(s["tokens"]) == len(s["logprobs"]) for s in drawn["sequences"]] == [True] * 3
+    scored = sampler.compute_logprobs(prompt=weaver.types.ModelInput.from_ints(TOKENS))
+    now = model.forward(data, "forward_logprob")["result"]["loss_fn_outputs"][0]["logprobs"]
+    assert scored[1:] == pytest.approx(now, abs=1e-5)
+
+    kept = model.save_state(name="kept", checkpoint_type="weight_and_optimizer")
+    assert kept.path in [one.path for one in model.list_checkpoints()]
+    again = service.create_model(base_model="tiny", lora_config={"rank": 8})
+    again.load_state_with_optimizer(kept.path)
+    both = []
+    for one in (model, again):
+        one.forward_backward(data, "cross_entropy")
+        one.optim_step(weaver.types.AdamParams(learning_rate=5e-3))
+        both.append(one.forward(data, "cross_entropy")["result"]["metrics"])
+    assert both[0] == both[1]
+
+
+def test_weaver_runs_a_custom_loss(service):
+    model = service.create_model(base_model="tiny", lora_config={"rank": 8})
+
+    def nll(_data: Any, logprobs: Any) -> Any:
+        return -sum(row[1:].sum() for row in logprobs), {}
+
+    data = [weaver_datum("cross_entropy", [])]
+    losses = []
+    for _ in range(STEPS):
+        losses.append(float(model.forward_backward_custom(data, nll)["loss"]))
+        model.optim_step(weaver.types.AdamParams(learning_rate=5e-3))
+    assert shrank(losses)
+
+
+async def test_weaver_works_by_await(url):
+    async with weaver.AsyncServiceClient(base_url=url, api_key=KEY) as service:
+        await service.connect()
+        model = await service.create_model(base_model="tiny", lora_config={"rank": 8})
+        data = [weaver_datum("cross_entropy", [])]
+        passed = await model.forward_backward(data, "cross_entropy")
+        stepped = await model.optim_step(weaver.types.AdamParams(learning_rate=5e-3))
+        assert passed["result"]["metrics"]["tokens"] == 5
+        assert stepped["metrics"]["grad_norm"] > 0
+        sampler = await model.save_weights_and_get_sampling_client(name="a")
+        prompt = weaver.types.ModelInput.from_ints(TOKENS)
+        assert len(await sampler.compute_logprobs(prompt=prompt)) == len(TOKENS)
+
+
+def test_weaver_hears_why_a_request_is_refused(service, url):
+    model = service.create_model(base_model="tiny", lora_config={"rank": 8})
+    with pytest.raises(Exception, match="no gradient to apply"):
+        model.optim_step(weaver.types.AdamParams())
+    with pytest.raises(Exception, match="'ppo' is not served"):
+        model.forward_backward([weaver_datum("ppo", [0.0] * 5)], "ppo")
+    with pytest.raises(Exception, match="key is missing or wrong"):
+        weaver.ServiceClient(base_url=url, api_key="sk-wrong").connect()
