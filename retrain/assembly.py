@@ -6,7 +6,7 @@ It loads no torch; `Parts.open_adapter` does. All problems are raised as one Con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from retrain.plugin_keys import bind
 from retrain.plugins import Kind, find_file, find_plugin, line_of
 from retrain.prompts import PromptSource
 from retrain.rewarding import NAMES, FunctionReward, RewardCalculator, Scorer, WeightedReward
+from retrain.types import Group, Metrics
 
 T = TypeVar("T")
 
@@ -65,6 +66,8 @@ class Parts:
     loggers: tuple[Callback, ...] = ()
     warnings: tuple[str, ...] = ()
     """What is allowed, but worth a word at the start."""
+    review: Callable[[Sequence[Group]], Awaitable[Metrics]] | None = None
+    """Looks at a step's groups before credit is given; may change rewards, returns metrics."""
 
     def open_adapter(self) -> Adapter:
         """The backend's adapter, not yet entered; imports it, and with it torch if it needs that.
@@ -86,15 +89,18 @@ class Parts:
         return adapter
 
 
-def assemble(config: RunConfig) -> Parts:
+def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts:
     """The parts of the run that `config` describes.
 
-    Raises ConfigError with every problem of every part.
+    `given` holds parts by their name in Parts that exist already: what the config says of them is
+    a label, and no plug-in is looked for. Raises ConfigError with every problem of every part.
     """
     problems: list[str] = []
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = dict(given or {})
 
     def attempt(name: str, make: Callable[[RunConfig], Any]) -> None:
+        if name in made:
+            return
         with _collected(problems):
             made[name] = make(config)
 
@@ -109,7 +115,8 @@ def assemble(config: RunConfig) -> Parts:
     attempt("model", lambda c: find_model(c.model, c.base_dir))
     if {"algorithm", "options", "environment"} <= made.keys():
         compatible = partial(check_compatible, made["algorithm"], made["options"])
-        attempt("loss", lambda c: compatible(c, made["environment"].func))
+        kind = getattr(made["environment"], "func", None) or type(made["environment"]())
+        attempt("loss", lambda c: compatible(c, kind))
     if problems:
         raise ConfigError(*problems)
     del made["model"]

@@ -130,23 +130,56 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(problem) from error
 
 
+def verified(path: Path) -> Checkpoint:
+    """The run state of a whole checkpoint; raises CheckpointError for a torn one."""
+    problem = _problem(path)
+    if problem is not None:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {problem}")
+    return read(path)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a whole checkpoint to `target`, replacing an older one there; blocks.
+
+    Raises FileExistsError when `target` holds something else, CheckpointError when `source` is torn
+    or the disk refuses.
+    """
+    verified(source)
+    if target.exists() and not (target / MANIFEST).exists() and not _is_empty(target):
+        raise FileExistsError(f"{target} exists and is no checkpoint: choose another folder")
+    temporary = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(source, temporary)
+        for path in [*temporary.rglob("*"), temporary]:
+            _sync(path)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+        _sync(target.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"the checkpoint {target} could not be written: {error}") from error
+
+
+MODEL = ("model", "backend.type", "backend.lora")
+"""Keys that a checkpoint's weights depend on."""
+DATA = ("prompts", "train.seed", "train.shuffle")
+"""Keys that the order of the prompts depends on."""
+SCORING = ("environment", "rewards", "algorithm", "chat")
+"""Keys that the rewards of finished groups depend on."""
+
+
+def changes(saved: Mapping[str, Any], config: RunConfig, keys: Iterable[str]) -> list[str]:
+    """What differs between a saved config and the present one, a line a dotted key."""
+    pairs = {key: (_at(saved, key), _at(config.model_dump(mode="json"), key)) for key in keys}
+    return [f"{key}: was {old!r}, is {new!r}" for key, (old, new) in pairs.items() if old != new]
+
+
 def check_same_run(saved: Mapping[str, Any], config: RunConfig) -> None:
     """Refuse to go on with another model, algorithm or data; raises CheckpointError."""
-    present = config.model_dump(mode="json")
-    sections = ("model", "prompts", "environment", "algorithm", "chat")
-    pairs = {name: (saved.get(name), present.get(name)) for name in sections}
-    for section, key in (
-        ("backend", "type"),
-        ("backend", "lora"),
-        ("train", "seed"),
-        ("train", "shuffle"),
-        ("train", "groups_per_step"),
-    ):
-        pairs[f"{section}.{key}"] = (
-            saved.get(section, {}).get(key),
-            present.get(section, {}).get(key),
-        )
-    changed = [f"{n}: was {old!r}, is {new!r}" for n, (old, new) in pairs.items() if old != new]
+    scoring = ("environment", "algorithm", "chat")
+    changed = changes(saved, config, (*MODEL, *DATA, *scoring, "train.groups_per_step"))
     if changed:
         raise CheckpointError(
             "this run can't be resumed with another configuration; changed: "
@@ -222,6 +255,17 @@ def _problem(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"its manifest can't be read ({error})"
     return None
+
+
+def _at(config: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _digest(path: Path) -> str:

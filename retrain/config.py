@@ -76,6 +76,8 @@ class ChatConfig(Section):
 
 class RolloutConfig(Section):
     max_turns: Annotated[int, Field(ge=1)] = 16
+    max_sequence_length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of prompt and replies together; by default as many as the model's context."""
     slots: Annotated[int, Field(ge=1)] | None = None
     """Groups in flight at once; by default as many as staleness admits."""
     setup_concurrency: Annotated[int, Field(ge=1)] = 64

@@ -37,12 +37,14 @@ async def train(
     *,
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
+    start_from: Path | None = None,
     parts: Parts | None = None,
 ) -> TrainingResult:
     """Train as `config` says; with `resume`, go on from the run directory's newest checkpoint.
 
-    `parts` replaces what the config's plug-ins would make. Raises ConfigError before any model
-    loads, RunError when the run can't go on, CancelledError after a clean checkpoint.
+    `start_from` begins a new run with the weights, optimizer and step count of a checkpoint of the
+    same model. `parts` replaces what the config's plug-ins would make. Raises ConfigError before
+    any model loads, RunError when the run can't go on, CancelledError after a clean checkpoint.
     """
     parts = parts or assemble(config)
     hooks = Callbacks([*callbacks, *parts.loggers])
@@ -55,6 +57,8 @@ async def train(
                 run.serve(adapter)
                 if resume:
                     await run.restore()
+                elif start_from is not None:
+                    await run.begin_from(start_from)
                 with _rare_collections():
                     status = await drive(run)
         finally:
@@ -160,10 +164,14 @@ async def learn(run: Run) -> None:
 async def step(run: Run) -> list[Group] | None:
     """One optimizer step and its publication; None when the run is to stop instead."""
     number, began = run.step + 1, time.perf_counter()
+    if run.at_epoch_start:
+        await run.callbacks.on_epoch_begin(run, run.epochs + 1)
     await run.callbacks.on_step_begin(run, number)
-    groups = await run.intake.take(run.version)
+    groups = None if run.stopping else await run.intake.take(run.version)
     if groups is None:
         return None
+    review = run.parts.review
+    noted = {} if review is None else await review(groups)
     batch, has_credit = credit(run, groups)
     tickets = [group.prompt.id for group in groups]
     run.run_dir.event(
@@ -174,10 +182,10 @@ async def step(run: Run) -> list[Group] | None:
         tokens=batch.denominators.tokens,
     )
     update_began, update_time = time.perf_counter(), time.time()
-    metrics = await run.within("update", run.adapter.update(batch))
+    metrics = {**noted, **await run.within("update", run.adapter.update(batch))}
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
-    run.step = number
+    before, run.step = run.epochs, number
     run.run_dir.event(
         "update",
         step=number,
@@ -200,6 +208,8 @@ async def step(run: Run) -> list[Group] | None:
     run.retire(groups)
     run.signal.step(groups, has_credit)
     await run.callbacks.on_step_end(run, number, row)
+    for epoch in range(before, run.epochs):
+        await run.callbacks.on_epoch_end(run, epoch + 1, row)
     return groups
 
 

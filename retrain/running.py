@@ -20,12 +20,16 @@ from retrain.adapters.base import Adapter, AdapterState
 from retrain.assembly import Parts
 from retrain.chat import Chat
 from retrain.checkpoint import (
+    DATA,
+    SCORING,
     Checkpoint,
     Checkpoints,
+    changes,
     check_same_run,
     group_from_json,
     group_to_json,
     read,
+    verified,
 )
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, DeadlineError, NoSignalError
@@ -58,6 +62,10 @@ class Run:
         self.history: list[Metrics] = []
         self.stopping = False
         """The learner is to end at the next step boundary."""
+        self.data_since = 0
+        """The step after which training on these prompts began; not 0 after a change of data."""
+        self.spared: set[int] = set()
+        """Checkpoints that pruning leaves alone."""
         self.adapter: Adapter
         self.rollouts: Rollouts
         self.watchdog: Watchdog
@@ -91,7 +99,7 @@ class Run:
                 sampling.top_k,
                 sampling.stop,
             ),
-            adapter.context_length,
+            min(adapter.context_length, config.rollout.max_sequence_length or sys.maxsize),
             config.rollout.max_turns,
             config.deadlines,
             config.train.seed,
@@ -113,6 +121,18 @@ class Run:
     def finished(self) -> bool:
         """Whether no further step is to be taken."""
         return self.stopping or self.signal.solved or self.step >= self.total_steps
+
+    @property
+    def epochs(self) -> int:
+        """Completed ones: as many prompts as there are rows were trained, in whole steps."""
+        trained = (self.step - self.data_since) * self.config.train.groups_per_step
+        return trained // max(1, len(self.parts.prompts))
+
+    @property
+    def at_epoch_start(self) -> bool:
+        """Whether the next step is the first of an epoch."""
+        per_step, rows = self.config.train.groups_per_step, max(1, len(self.parts.prompts))
+        return ((self.step - self.data_since) * per_step) % rows < per_step
 
     def due(self, every: int) -> bool:
         """Whether something that happens every so many steps happens at this one."""
@@ -202,7 +222,9 @@ class Run:
         )
         self.run_dir.event("checkpoint", step=self.step, path=str(path))
         self.run_dir.flush()
-        for old in self.checkpoints.prune(self.config.checkpoint.keep, spare=[self.step]):
+        for old in self.checkpoints.prune(
+            self.config.checkpoint.keep, spare={self.step, *self.spared}
+        ):
             saved = read(old)
             await self.adapter.forget(AdapterState(old / "adapter", saved.adapter))
             self.checkpoints.remove(old)
@@ -211,11 +233,10 @@ class Run:
 
     def result(self, status: Status) -> TrainingResult:
         """What the run came to so far."""
-        rows = max(1, len(self.parts.prompts))
         return TrainingResult(
             status=status,
             total_steps=self.step,
-            total_epochs=self.step * self.config.train.groups_per_step // rows,
+            total_epochs=self.epochs,
             run_dir=self.run_dir.path,
             metrics=self.history[-1] if self.history else {},
             history=self.history,
@@ -239,6 +260,7 @@ class Run:
             **self.signal.state(),
             "best_reward": _finite(self.best_reward),
             "failed_in_a_row": self.intake.failed_in_a_row,
+            "data_since": self.data_since,
         }
         config = self.config.model_dump(mode="json")
         return lambda data: Checkpoint(step, version, ledger, groups, data, counters, config)
@@ -253,17 +275,39 @@ class Run:
             return
         path, saved = found
         check_same_run(saved.config, self.config)
+        await self._load(path, saved)
+        rows = read_metrics(self.run_dir.path)
+        self.history = [row for row in rows if row["step"] <= saved.step]
+        self._take_up(saved, saved.groups)
+
+    async def begin_from(self, path: Path) -> None:
+        """Begin where the checkpoint at `path` left another run of the same model.
+
+        Weights, optimizer and step count go on. So do the position in the data when the prompts are
+        the same, and the finished groups when their rewards would be. Raises CheckpointError.
+        """
+        saved = verified(path)
+        await self._load(path, saved)
+        if changes(saved.config, self.config, DATA):
+            self.data_since = self.step
+            self.run_dir.event("resumed", from_step=self.step, checkpoint=str(path))
+            return
+        self._take_up(saved, [] if changes(saved.config, self.config, SCORING) else saved.groups)
+
+    async def _load(self, path: Path, saved: Checkpoint) -> None:
         await self.within(
             "load",
             self.adapter.load(AdapterState(path / "adapter", saved.adapter)),
             limit="checkpoint",
         )
         self.step, self.version = saved.step, saved.version
-        rows = read_metrics(self.run_dir.path)
-        self.history = [row for row in rows if row["step"] <= saved.step]
-        groups = [group_from_json(g, self.parts.prompts.prompt) for g in saved.groups]
-        self.intake.held = {group.ticket: group for group in groups}
+
+    def _take_up(self, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Go on in the data where `saved` was, with its finished `groups`."""
+        finished = [group_from_json(g, self.parts.prompts.prompt) for g in groups]
+        self.intake.held = {group.ticket: group for group in finished}
         self.ledger.restore(dict(saved.ledger), self.intake.held)
+        self.data_since = saved.counters.get("data_since", 0)
         self.signal.restore(saved.counters)
         self.intake.failed_in_a_row = saved.counters["failed_in_a_row"]
         best = saved.counters["best_reward"]

@@ -102,8 +102,11 @@ class Callback:
     def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> Any:
         """After the new weights are served; `metrics` is the line of metrics.jsonl."""
 
+    def on_epoch_begin(self, trainer: Run, epoch: int) -> Any:
+        """Before the first step of an epoch (1 is the first), unless one step takes it whole."""
+
     def on_epoch_end(self, trainer: Run, epoch: int, metrics: Metrics) -> Any:
-        """After the last prompt of an epoch was issued."""
+        """After the step with which an epoch's number of prompts is trained."""
 
     def on_eval_end(self, trainer: Run, step: int, metrics: Metrics) -> Any:
         """After the held-out prompts were evaluated with the weights of `step`."""
@@ -134,6 +137,9 @@ class Callbacks:
 
     async def on_step_end(self, trainer: Run, step: int, metrics: Mapping[str, float]) -> None:
         await self._call("on_step_end", trainer, step, metrics)
+
+    async def on_epoch_begin(self, trainer: Run, epoch: int) -> None:
+        await self._call("on_epoch_begin", trainer, epoch)
 
     async def on_epoch_end(self, trainer: Run, epoch: int, metrics: Mapping[str, float]) -> None:
         await self._call("on_epoch_end", trainer, epoch, metrics)
