@@ -33,8 +33,14 @@ ALLOWED = {
     "torch": ("engine", "adapters.trl", "service", "trainer.nexrl"),
     "trl": ("adapters.trl",),
     "peft": ("engine", "adapters.trl", "service"),
-    "httpx": ("adapters.tinker", "adapters.weaver", "adapters.remote"),
-    "httpx_aiohttp": ("adapters.tinker", "adapters.weaver", "adapters.remote"),
+    "httpx": (
+        "adapters.tinker",
+        "adapters.weaver",
+        "adapters.remote",
+        "adapters.exchange",
+        "adapters.local",
+    ),
+    "aiohttp": ("adapters.exchange",),
 }
 
 

@@ -515,8 +515,8 @@ async def test_a_pause_is_longer_after_a_large_prompt(monkeypatch: pytest.Monkey
     pressure = Backpressure(1, 10)
     for tokens, seconds in ((10, 1.0), (20_000, 5.0)):
         pressure.pause(tokens, None)
-        async with pressure.submission(tokens):
-            assert slept.pop() == pytest.approx(seconds, abs=0.1)
+        await pressure.pause_over()
+        assert slept.pop() == pytest.approx(seconds, abs=0.1)
 
 
 def test_a_models_name_is_cut_to_what_a_tokenizer_is_called() -> None:

@@ -5,9 +5,7 @@
 - Each attempt and the whole call have a time limit (`Call.timeout`, `RetryPolicy.total`).
 - Secrets are sent as headers and never appear in a repr, a log or an error (`_redacted`).
 
-httpx's transports are used without its client: the client's cookies, redirects and header merging
-cost more CPU than the request itself, and its pool collapses near 300 requests in flight. Any
-`httpx.AsyncBaseTransport` fits; by default aiohttp carries the requests.
+How a request travels is the matter of exchange.py.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ import os
 import random
 import time
 import urllib.parse
-import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from retrain.adapters.exchange import Exchange, HttpxExchange, Lost, NetworkExchange, Reply
 from retrain.errors import AdapterError, ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +35,6 @@ log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER = 60.0
 """Seconds; a service that asks for a longer pause is asked again after this one."""
-KEEPALIVE = 4.0
-"""Seconds that an idle connection is kept: below the 5 s after which uvicorn closes its end."""
 
 
 class RemoteError(AdapterError):
@@ -154,8 +150,9 @@ class Transport:
         for secret in self.secrets.values():
             self.hide(secret)
         self._headers = dict(headers or {})
-        self._http = transport or aiohttp_transport(self.url, max_connections)
-        self._urls: dict[str, httpx.URL] = {}
+        self._exchange: Exchange = (
+            HttpxExchange(transport) if transport else NetworkExchange(self.url, max_connections)
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -168,13 +165,13 @@ class Transport:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._http.aclose()
+        await self._exchange.close()
 
     def hide(self, secret: str) -> None:
         """Keep `secret` out of every message from now on."""
         self._hidden |= {secret, secret.removeprefix("Bearer ")} - {""}
 
-    async def send(self, call: Call, decode: Callable[[httpx.Response], T]) -> T:
+    async def send(self, call: Call, decode: Callable[[Reply], T]) -> T:
         """`decode` of the first good reply (status below 300).
 
         A ValueError of `decode` counts as a malformed reply. Raises RemoteError when the service
@@ -214,20 +211,15 @@ class Transport:
             error.add_note(f"gave up after {attempt + 1} attempts")
         raise error
 
-    async def _attempt(self, call: Call, decode: Callable[[httpx.Response], T], left: float) -> T:
-        import httpx
-
+    async def _attempt(self, call: Call, decode: Callable[[Reply], T], left: float) -> T:
         limit = min(call.timeout, max(left, 0.001))
         what = f"{call.method} {call.path}"
         try:
             async with asyncio.timeout(limit):
-                response = await self._http.handle_async_request(self._request(call, limit))
-                response.headers.encoding = "latin-1"  # given, so that httpx looks for none
-                try:
-                    await response.aread()
-                finally:
-                    await response.aclose()
-        except (TimeoutError, httpx.RequestError, httpx.InvalidURL, OSError) as error:
+                headers = {**self._headers, **self.secrets, **call.headers}
+                url = f"{self.url}/{call.path}"
+                response = await self._exchange.send(call.method, url, headers, call.body)
+        except (TimeoutError, Lost) as error:
             raise self._unreachable(what, error, limit) from error
         if response.status_code >= 300 and response.status_code not in call.accept:
             raise self._refused(what, response)
@@ -242,38 +234,15 @@ class Transport:
                 fault="server",
             ) from error
 
-    def _request(self, call: Call, limit: float) -> httpx.Request:
-        import httpx
-
-        url = self._urls.get(call.path)
-        if url is None:
-            url = httpx.URL(f"{self.url}/{call.path}")
-            if len(self._urls) < 256:  # paths with ids in them would grow it without end
-                self._urls[call.path] = url
-        # A stream rather than `content`, and a given encoding: httpx then works no headers out,
-        # which would double the cost of a request. aiohttp adds Host and Content-Length.
-        request = httpx.Request(
-            call.method,
-            url,
-            headers={**self._headers, **self.secrets, **call.headers},
-            stream=httpx.ByteStream(call.body or b""),
-            extensions={"timeout": {"connect": min(limit, 10.0)}},
-        )
-        request.headers.encoding = "ascii"
-        request.read()
-        return request
-
-    def _unreachable(self, what: str, error: Exception, limit: float) -> RemoteError:
+    def _unreachable(self, what: str, error: TimeoutError | Lost, limit: float) -> RemoteError:
         if isinstance(error, TimeoutError):
             message = f"{what}: {self.url} did not answer within {limit:g} s"
             return RemoteError(message, code="timeout", retryable=True, may_have_acted=True)
-        sent = not never_sent(error)
-        detail = self._redacted(str(error)) or type(error).__name__
-        message = f"{what}: {'lost' if sent else 'could not reach'} {self.url}: {detail}"
-        code = "disconnect" if sent else "connect"
-        return RemoteError(message, code=code, retryable=True, may_have_acted=sent)
+        verb, code = ("lost", "disconnect") if error.sent else ("could not reach", "connect")
+        message = f"{what}: {verb} {self.url}: {self._redacted(str(error))}"
+        return RemoteError(message, code=code, retryable=True, may_have_acted=error.sent)
 
-    def _refused(self, what: str, response: httpx.Response) -> RemoteError:
+    def _refused(self, what: str, response: Reply) -> RemoteError:
         body = error_body(response.content)
         status = response.status_code
         headers = response.headers
@@ -374,23 +343,6 @@ def retry_after(headers: Mapping[str, str], now: float | None = None) -> float |
     return max(0.0, date.timestamp() - (time.time() if now is None else now))
 
 
-def never_sent(error: BaseException) -> bool:
-    """True when no byte of the request can have reached the service.
-
-    httpx-aiohttp 0.2 calls every lost connection a ConnectTimeout, also one that was lost after
-    the request was sent, so aiohttp's own exception decides where there is one.
-    """
-    import httpx
-
-    cause = error.__cause__
-    if cause is not None and type(cause).__module__.startswith("aiohttp"):
-        names = {kind.__name__ for kind in type(cause).__mro__}
-        return bool(names & {"ClientConnectorError", "ConnectionTimeoutError", "InvalidURL"})
-    return isinstance(
-        error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.InvalidURL)
-    )
-
-
 def checked_url(url: str) -> str:
     """`url` without its trailing slash; raises ConfigError unless it can be a base URL."""
     parts = urllib.parse.urlsplit(url)
@@ -401,28 +353,6 @@ def checked_url(url: str) -> str:
             f"url: {parts.hostname} comes with a password; put the key in the environment instead"
         )
     return url.rstrip("/")
-
-
-def aiohttp_transport(url: str, max_connections: int) -> httpx.AsyncBaseTransport:
-    """A transport that keeps its pace with thousands of requests in flight.
-
-    Raises ConfigError when the `remote` extra is not installed.
-    """
-    try:
-        import httpx
-        from httpx_aiohttp import AiohttpTransport
-    except ImportError as error:
-        raise ConfigError(
-            f"a remote backend needs {error.name}, which is not installed: "
-            "pip install 'retrain[remote]'"
-        ) from error
-    # aiohttp would look the proxy up for each request, in a thread: once is enough.
-    parts = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and urllib.request.proxy_bypass(parts.hostname or ""):
-        proxy = None
-    limits = httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEPALIVE)
-    return AiohttpTransport(limits=limits, proxy=httpx.Proxy(proxy) if proxy else None)
 
 
 def api_key(variable: str, *, required: bool) -> str:

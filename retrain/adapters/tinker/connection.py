@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
+from retrain.adapters.exchange import Reply
 from retrain.adapters.remote import (
     NO_RETRY,
     Call,
@@ -26,9 +28,6 @@ from retrain.adapters.remote import (
 )
 from retrain.adapters.tinker.limits import Backpressure
 from retrain.errors import DeadlineError
-
-if TYPE_CHECKING:
-    import httpx
 
 T = TypeVar("T")
 Wire = Literal["proto", "json"]
@@ -171,7 +170,7 @@ class Future(Generic[T]):
         return self.result().__await__()
 
     async def result(self, timeout: float | None = None) -> T:
-        """The job's result, within `timeout` seconds (by default the connection's).
+        """The job's result, within `timeout` seconds (by default the connection's; inf: no limit).
 
         Raises RemoteError when the job failed or was lost, DeadlineError when it is not done in
         time. A sample whose waiter is cancelled or late is cancelled on the service.
@@ -181,7 +180,7 @@ class Future(Generic[T]):
         limit = self._connection.result_timeout if timeout is None else timeout
         started = self._reported = time.monotonic()
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(None if limit == math.inf else limit):
                 self._result.append(await self._wait(started))
         except TimeoutError as error:
             self._abandon()
@@ -246,7 +245,7 @@ class Future(Generic[T]):
         log.info("%s; asking again", error)
         await asyncio.sleep(policy.pause(failures, error.retry_after))
 
-    def _read(self, response: httpx.Response) -> T | _Pending:
+    def _read(self, response: Reply) -> T | _Pending:
         if response.headers.get("content-type", "").startswith(PROTOBUF):
             if self._kind.from_proto is None:
                 raise ValueError(f"{self._kind.name} came as protobuf, which it never does")
@@ -262,7 +261,7 @@ class Future(Generic[T]):
             raise self._failed(response)
         return self._kind.from_json(body)
 
-    def _body(self, response: httpx.Response) -> dict[str, Any]:
+    def _body(self, response: Reply) -> dict[str, Any]:
         if response.status_code < 300:
             return json_object(response)
         try:
@@ -278,7 +277,7 @@ class Future(Generic[T]):
             retryable=True,
         )
 
-    def _failed(self, response: httpx.Response) -> RemoteError:
+    def _failed(self, response: Reply) -> RemoteError:
         body = error_body(response.content)
         fault: Fault = body.fault or ("user" if response.status_code == 400 else "unknown")
         return RemoteError(
@@ -309,7 +308,7 @@ class Future(Generic[T]):
             self._connection.cancel(self.request_id)
 
 
-def json_object(response: httpx.Response) -> dict[str, Any]:
+def json_object(response: Reply) -> dict[str, Any]:
     """The reply's JSON object; raises ValueError on anything else."""
     body = json.loads(response.content)
     if not isinstance(body, dict):

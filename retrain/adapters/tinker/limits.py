@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 
 SUBMISSIONS = 400
 """Samples whose submission may be on its way at once."""
@@ -27,17 +26,12 @@ class Budget:
         self._free = limit
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    @contextlib.asynccontextmanager
-    async def take(self, units: int = 1) -> AsyncIterator[None]:
-        """Hold `units` within the block; waits until they are free."""
-        units = min(units, self._limit)
-        await self._acquire(units)
-        try:
-            yield
-        finally:
-            self._release(units)
+    def take(self, units: int = 1) -> Loan:
+        """Hold `units` within an `async with`; entering waits until they are free."""
+        return Loan(self, min(units, self._limit))
 
-    async def _acquire(self, units: int) -> None:
+    async def acquire(self, units: int) -> None:
+        """Wait for at most the limit's units."""
         if not self._waiting and units <= self._free:
             self._free -= units
             return
@@ -47,14 +41,15 @@ class Budget:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._release(units)  # it was served at the very moment of the cancellation
+                self.release(units)  # it was served at the very moment of the cancellation
             else:
                 with contextlib.suppress(ValueError):  # a release may have passed over it
                     self._waiting.remove((units, turn))
-                self._release(0)
+                self.release(0)
             raise
 
-    def _release(self, units: int) -> None:
+    def release(self, units: int) -> None:
+        """Give back what was acquired, and serve those who wait."""
         self._free += units
         while self._waiting and self._waiting[0][0] <= self._free:
             wanted, turn = self._waiting.popleft()
@@ -63,30 +58,48 @@ class Budget:
                 turn.set_result(None)
 
 
+class Loan:
+    """Units of a budget for as long as the block runs.
+
+    Classes rather than generators: thousands of live ones cost the garbage collector a good part
+    of the client's time.
+    """
+
+    __slots__ = ("_budget", "_units")
+
+    def __init__(self, budget: Budget, units: int) -> None:
+        self._budget = budget
+        self._units = units
+
+    async def __aenter__(self) -> None:
+        await self._budget.acquire(self._units)
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._budget.release(self._units)
+
+
 class Backpressure:
     """What every sampling session of one client shares."""
 
     def __init__(self, in_flight: int, dispatch_bytes: int) -> None:
         self.in_flight = Budget(in_flight)
         """Samples that were asked for and have not come back."""
-        self._submissions = Budget(SUBMISSIONS)
-        self._bytes = Budget(dispatch_bytes)
+        self.submissions = Budget(SUBMISSIONS)
+        self.bytes = Budget(dispatch_bytes)
         self._resume = 0.0
         self.pauses = 0
         """How often the service turned a sample away."""
 
-    @contextlib.asynccontextmanager
-    async def submission(self, tokens: int) -> AsyncIterator[None]:
-        """Held while a prompt of `tokens` is being sent; waits out a pause first."""
-        async with self._submissions.take(), self._bytes.take(BYTES_A_TOKEN * tokens):
-            await self._pause_over()
-            yield
+    def weight(self, tokens: int) -> Loan:
+        """The bytes of a prompt of `tokens`, held while it is being sent."""
+        return self.bytes.take(BYTES_A_TOKEN * tokens)
 
-    async def _pause_over(self) -> None:
+    async def pause_over(self) -> None:
+        """Wait out what the service asked for."""
         wait = self._resume - time.monotonic()
         if wait > 0:
             await asyncio.sleep(wait)
-            await self._pause_over()  # it may have been made longer meanwhile
+            await self.pause_over()  # it may have been made longer meanwhile
 
     def pause(self, tokens: int, asked: float | None) -> None:
         """The service is full: nobody submits for a while (1 s, 5 s after a large prompt)."""

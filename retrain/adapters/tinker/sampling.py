@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,13 +94,11 @@ class SamplingClient:
         limit = self._connection.result_timeout if timeout is None else timeout
         try:
             async with asyncio.timeout(limit), self._connection.backpressure.in_flight.take():
-                return await self._until_done(payload, len(prompt), limit)
+                return await self._until_done(payload, len(prompt))
         except TimeoutError as error:
-            if isinstance(error, DeadlineError):
-                raise
             raise DeadlineError(
-                f"a sample of {self.session_id} was not accepted within {limit:g} s: the service "
-                "is full or away; raise the deadline or lower the load"
+                f"a sample of {self.session_id} was not done within {limit:g} s: the service is "
+                "full, slow or away; raise the deadline or lower the load"
             ) from error
 
     async def compute_logprobs(
@@ -120,11 +119,11 @@ class SamplingClient:
             raise AdapterError(f"{len(logprobs)} log-probs came for {len(tokens)} tokens")
         return logprobs
 
-    async def _until_done(self, payload: dict[str, Any], tokens: int, limit: float) -> SampleResult:
+    async def _until_done(self, payload: dict[str, Any], tokens: int) -> SampleResult:
         for attempt in itertools.count(1):
             future = await self._submit({**payload, "seq_id": next(self._seq_ids)}, tokens)
             try:
-                return await future.result(limit)
+                return await future.result(math.inf)  # the caller's deadline is running
             except RemoteError as error:
                 if error.status != 410 or attempt >= LOST_RESULTS:
                     raise
@@ -136,7 +135,8 @@ class SamplingClient:
         pressure = self._connection.backpressure
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
         for failures in itertools.count():
-            async with pressure.submission(tokens):
+            async with pressure.submissions.take(), pressure.weight(tokens):
+                await pressure.pause_over()
                 try:
                     return await self._connection.submit_json(
                         "asample", payload, SAMPLE, headers=headers, policy=NO_RETRY

@@ -15,13 +15,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from retrain.adapters.exchange import Reply
 from retrain.adapters.remote import Call, RemoteError, Transport
 from retrain.adapters.weaver import wire
-
-if TYPE_CHECKING:
-    import httpx
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -159,10 +157,10 @@ class Operation(Generic[T]):
         )
 
 
-def decode_json(response: httpx.Response) -> Any:
+def decode_json(response: Reply) -> Any:
     """The reply's JSON value, {} for an empty body."""
     return json.loads(response.content) if response.content.strip() else {}
 
 
-def decode_operation(response: httpx.Response) -> wire.OperationState:
+def decode_operation(response: Reply) -> wire.OperationState:
     return wire.operation(decode_json(response))
