@@ -3,8 +3,11 @@
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -107,6 +110,47 @@ async def test_a_resumed_run_trains_the_same_batches_as_one_that_was_not_stopped
     died, resumed = batches["parts"]
     assert died == whole[: len(died)]
     assert resumed == whole[3:], "from the checkpoint of step 3 on"
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from benchmarks.mock_engine import mock_config
+from retrain.pipeline import train
+config = mock_config(
+    Path(sys.argv[1]),
+    backend={"type": "benchmarks.mock_engine:MockOptions", "latency": 0.01},
+    train={"total_train_steps": 30},
+    staleness={"target": 1, "max": 2},
+    checkpoint={"every": 4},
+)
+asyncio.run(train(config, resume=sys.argv[2] == "resume"))
+"""
+
+
+@pytest.mark.slow
+def test_p1_holds_when_the_process_is_killed_again_and_again(tmp_path):
+    folder = tmp_path / "run"
+
+    def start(how):
+        command = [sys.executable, "-c", KILLED, str(folder), how]
+        return subprocess.Popen(command, cwd=Path(__file__).parent.parent)
+
+    def killed(process, lines):
+        metrics = folder / "metrics.jsonl"
+        while process.poll() is None:  # a busy wait: the moment of the kill is not to be regular
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= lines:
+                process.kill()
+        process.wait()
+
+    killed(start("new"), 7)
+    for lines in (13, 20, 27):
+        killed(start("resume"), lines)
+    assert start("resume").wait() == 0
+    counts = trained(folder)
+    assert len(counts) == 30 * 4
+    assert max(counts.values()) == 1
+    assert [row["step"] for row in read_metrics(folder)] == list(range(1, 31))
 
 
 @pytest.mark.parametrize("damage", ["manifest gone", "file cut", "file changed", "half deleted"])
