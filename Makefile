@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test check fmt clean
+.PHONY: train remote test check fmt docs clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.train  ## a tiny model learns the echo task on the CPU
 	$(BIN)/python -m retrain.run configs/quickstart.yaml
+
+remote: $(VENV)/.remote  ## install what the tinker and weaver backends need
 
 test: $(VENV)/.test  ## the whole suite
 	$(BIN)/python -m pytest
@@ -22,17 +24,25 @@ fmt: $(VENV)/.test  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.test  ## write the tables of docs/configuration.md anew
+	$(BIN)/python docs/configuration.py
+
 clean:
 	rm -rf $(VENV) runs
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "retrain needs Python 3.11 or later: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "retrain needs Python 3.11 or later: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
+# A stamp says that its set of packages is installed; the larger sets hold the smaller ones.
 $(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[trl]'
 	@touch $@
 
+$(VENV)/.remote: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[trl,remote,service]'
+	@touch $@ $(VENV)/.train
+
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[trl,remote,service,test,dev]'
-	@touch $@ $(VENV)/.train
+	@touch $@ $(VENV)/.train $(VENV)/.remote

@@ -1,0 +1,151 @@
+"""The pages hold true: their examples run, their configs and commands are valid, their links lead
+somewhere, the configuration page is current, and the metrics page names what a run writes.
+
+A fenced block whose first line is `# name.py` or `# name.yaml` is that file, written into a folder
+that all blocks of a page share; another python block is run there; another yaml block is a part of
+a config. Commands are run as far as a dry run goes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import retrain
+from retrain.__main__ import COMMANDS, command
+from retrain.assembly import assemble
+from retrain.config import parse_config
+from retrain.run import main
+
+ROOT = Path(retrain.__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+NAMED = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
+LEAST = {"prompts": ["hello"], "rewards": "exact_match"}
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of each `python -m retrain...` of a page, the module first."""
+    for kind, text in blocks(page):
+        for line in text.splitlines() if kind == "sh" else ():
+            words = shlex.split(line, comments=True)
+            if words[:2] == ["python", "-m"] and words[2].partition(".")[0] == "retrain":
+                yield words[2 : words.index(">")] if ">" in words else words[2:]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working folder with the repository's configs and data; its modules go with it."""
+    for name in ("configs", "data"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if not name.startswith("retrain") and str(tmp_path) in str(
+            getattr(sys.modules[name], "__file__", "")
+        ):
+            del sys.modules[name]
+
+
+def written(page: Path, folder: Path) -> list[Path]:
+    """The named blocks of a page, as files."""
+    files = []
+    for _, text in blocks(page):
+        if named := NAMED.match(text):
+            file = folder / named[1]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            files.append(file)
+    return files
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_the_examples_of_a_page_run(page: Path, folder: Path) -> None:
+    files = written(page, folder)
+    for file in files:
+        if file.suffix == ".py":
+            runpy.run_path(str(file), run_name="example")
+    for kind, text in blocks(page):
+        if kind == "python" and not NAMED.match(text):
+            exec(compile(text, str(page), "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_the_configs_of_a_page_are_valid(
+    page: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in written(page, folder):
+        if file.suffix == ".yaml":
+            assert main([str(file), "--dry-run"]) == 0, capsys.readouterr().err
+    for kind, text in blocks(page):
+        if kind == "yaml" and not NAMED.match(text):
+            part = yaml.safe_load(text)
+            assemble(parse_config({**LEAST, **part}, folder)).scorer.close()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_the_commands_of_a_page_are_valid(
+    page: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(page, folder)
+    for module, *arguments in commands(page):
+        shown = " ".join(arguments)
+        if module == "retrain.run" or arguments[0] == "run":
+            given = arguments if module == "retrain.run" else arguments[1:]
+            assert main([*given, "--dry-run"]) == 0, shown + capsys.readouterr().err
+        elif arguments[0] == "check":
+            assert command(arguments) == 0, shown + capsys.readouterr().out
+        else:
+            assert arguments[0] in COMMANDS, shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    targets = [target.partition("#")[0] for target in LINK.findall(text)]
+    local = [target for target in targets if target and "://" not in target]
+    assert not [target for target in local if not (page.parent / target).exists()]
+
+
+def test_the_configuration_page_is_current() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "configuration.py"))
+    present = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert script["page"](present) == present, "run: make docs"
+
+
+def test_every_config_of_the_repository_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        assert main([str(file), "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_trains_and_writes_the_metrics_that_the_docs_name(
+    folder: Path,
+) -> None:
+    written(ROOT / "README.md", folder)
+    assert main(["hotter.yaml", "train.total_train_steps=2", "train.groups_per_step=2"]) == 0
+    rows = (folder / "runs" / "hotter" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 2
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    missing = [key for key in json.loads(rows[-1]) if f"`{key}`" not in page]
+    assert missing in ([], ["reward/environment/mean", "reward/quick/mean"])
