@@ -419,6 +419,20 @@ async def test_a_time_to_live_ends_a_checkpoint(tinker):
     assert not list(store.folder.glob("*/weights/one"))
 
 
+async def test_snapshots_without_a_name_go_when_nobody_samples_them_any_more(tmp_path):
+    async with in_process(tmp_path, snapshot_ttl=-1.0) as tinker:
+        await tinker.start()
+        old, new = [await sampler_of(tinker, number + 1, number) for number in range(2)]
+        named = (await tinker.done("save_weights_for_sampler", 3, path="kept"))["path"]
+        session = {"session_id": tinker.session_id, "sampling_session_seq_id": 2}
+        made = await tinker.post("create_sampling_session", {**session, "model_path": named})
+        tinker.app.service.drop_unused()
+        await tinker.get(f"samplers/{old}", 404)
+        for kept in (new, made["sampling_session_id"]):
+            await tinker.get(f"samplers/{kept}")
+        assert len(list(tmp_path.glob("*/sampler_weights/*"))) == 2
+
+
 async def test_a_finished_session_is_over_and_its_snapshots_with_it(tinker, tmp_path):
     await sampler_of(tinker, 1, 0)
     assert list(tmp_path.glob("*/sampler_weights/*"))

@@ -83,7 +83,9 @@ def test_loss_gradient_and_one_step_equal_plain_torch(base, loss):
         torch.testing.assert_close(torch.tensor(got), expected, atol=1e-5, rtol=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     after = plain_loss(model, data, "cross_entropy")[1]
-    for got, expected in zip(trained.forward(data).logprobs, after, strict=True):
+    for got, expected in zip(
+        trained.forward(data, "cross_entropy", {}).logprobs, after, strict=True
+    ):
         torch.testing.assert_close(torch.tensor(got), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -101,7 +103,7 @@ def test_gradients_add_up_over_calls_whatever_the_micro_batches(base, monkeypatc
 
 def test_a_forward_leaves_no_gradient(base):
     trained = Trainer(base, FULL)
-    trained.forward(rows())
+    trained.forward(rows(), "ppo", {})
     with pytest.raises(ServiceError, match="no gradient to apply"):
         trained.optim_step(Adam())
 
@@ -197,4 +199,6 @@ async def test_a_sampler_of_the_merged_weights_scores_as_the_trainer_does(base, 
     async with LocalSampler(plain, tiny_tokenizer()) as sampler:
         await sampler.load_weights(weights, 1)
         scored = await sampler.logprobs([*row.tokens, row.targets[-1]])
-    assert scored[1:] == pytest.approx(trained.forward([row]).logprobs[0], abs=1e-5)
+    assert scored[1:] == pytest.approx(
+        trained.forward([row], "cross_entropy", {}).logprobs[0], abs=1e-5
+    )

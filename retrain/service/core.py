@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -165,15 +165,22 @@ class Service:
         self.models.pop(model.id, None)
         model.session.owned.pop(model.id, None)
 
-    async def forward(self, model: Model, rows: Sequence[Row]) -> Passed:
-        return await self.on_trainer(model, lambda trainer: trainer.forward(rows))
-
-    async def forward_backward(
-        self, model: Model, rows: Sequence[Row], loss: str, config: Mapping[str, float]
+    async def run_pass(
+        self,
+        model: Model,
+        rows: Sequence[Row],
+        loss: str,
+        config: Mapping[str, float],
+        *,
+        backward: bool,
     ) -> Passed:
-        return await self.on_trainer(
-            model, lambda trainer: trainer.forward_backward(rows, loss, config)
-        )
+        """The targets' log-probs and the loss; with `backward` its gradients are kept."""
+
+        def call(trainer: Trainer) -> Passed:
+            run = trainer.forward_backward if backward else trainer.forward
+            return run(rows, loss, config)
+
+        return await self.on_trainer(model, call)
 
     async def optim_step(self, model: Model, adam: Adam) -> dict[str, float]:
         return await self.on_trainer(model, lambda trainer: trainer.optim_step(adam))
@@ -259,7 +266,7 @@ class Service:
         self, sampler: SamplingSession, prompt: list[int], params: SamplingParams, n: int
     ) -> list[Completion]:
         """`n` completions; raises ServiceError on a prompt or params that can't be served."""
-        async with self._pool.use(_key(sampler.place), lambda: self._weights(sampler.place)) as one:
+        async with self._serving(sampler) as one:
             try:
                 return await one.sample(prompt, params, n)
             except ValueError as error:
@@ -267,7 +274,7 @@ class Service:
 
     async def logprobs(self, sampler: SamplingSession, tokens: list[int]) -> list[float | None]:
         """The log-prob of each token given those before it; the first has none."""
-        async with self._pool.use(_key(sampler.place), lambda: self._weights(sampler.place)) as one:
+        async with self._serving(sampler) as one:
             try:
                 found = await one.logprobs(tokens)
             except ValueError as error:
@@ -303,6 +310,12 @@ class Service:
         state = self.store.optimizer(place) if optimizer else None
         trainer.load(self.store.weights(place), state)
 
+    def _serving(self, sampler: SamplingSession) -> AbstractAsyncContextManager[LocalSampler]:
+        sampler.used = time.monotonic()
+        place = sampler.place
+        key = "" if place is None else "/".join(place)
+        return self._pool.use(key, lambda: self._weights(place))
+
     # In other threads
 
     def _make_sampler(self) -> LocalSampler:
@@ -321,7 +334,7 @@ class Service:
         return Lane(self.jobs, self.settings.gap_timeout)
 
     async def _sweep(self) -> None:
-        """End silent sessions and delete what has expired, now and then."""
+        """Now and then, end what has fallen silent and delete what has expired."""
         while True:
             await asyncio.sleep(min(60.0, self.settings.session_ttl / 4))
             for session in list(self.sessions.values()):
@@ -332,8 +345,16 @@ class Service:
                 else:
                     log.warning("the session %s fell silent: its models are dropped", session.id)
                     self.finish(session)
+            self.drop_unused()
             await asyncio.to_thread(self.store.sweep)
 
-
-def _key(place: Place | None) -> str:
-    return "" if place is None else "/".join(place)
+    def drop_unused(self) -> None:
+        """Drop snapshots that their sessions alone know, but for each model's newest, once nobody
+        has sampled them for `snapshot_ttl`: Tinker's clients have no way to say that they are done.
+        """
+        unnamed = [one for one in self.samplers.values() if one.place and one.path is None]
+        newest = {one.place.model_id: one for one in unnamed if one.place}
+        for sampler in unnamed:
+            idle = time.monotonic() - sampler.used > self.settings.snapshot_ttl
+            if idle and sampler not in newest.values():
+                self.drop_sampler(sampler)

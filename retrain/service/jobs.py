@@ -99,14 +99,14 @@ class Jobs:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for job in list(self._open.values()):
-            self.fail(job, _shutting_down())
+            self.fail(job, _stopped())
 
     async def _run(self, job: Job, work: Work) -> None:
         job.state = "running"
         try:
             job.result = await work()
         except asyncio.CancelledError:
-            self.fail(job, _shutting_down())
+            self.fail(job, _stopped())
             raise
         except ServiceError as error:
             self.fail(job, error)
@@ -191,5 +191,5 @@ class Lane:
             self._jobs.fail(job, ServiceError(400, "sequence_gap", message))
 
 
-def _shutting_down() -> ServiceError:
-    return ServiceError(503, "shutting_down", "the service is shutting down", retryable=True)
+def _stopped() -> ServiceError:
+    return ServiceError(503, "stopped", "it was cancelled, or the service is shutting down")

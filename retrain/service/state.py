@@ -33,6 +33,8 @@ class Settings:
     """Completions that one sampler decodes at once."""
     session_ttl: float = 900.0
     """Seconds of silence that end a session."""
+    snapshot_ttl: float = 3600.0
+    """Seconds without a sample that end a snapshot which only a sampling session knows."""
     gap_timeout: float = 300.0
     """Seconds that a numbered request waits for the missing number before it."""
     long_poll: float = 30.0
@@ -71,4 +73,6 @@ class SamplingSession:
     place: Place | None
     """The snapshot that it samples; None is the base model."""
     path: str | None = None
-    """As the client named it."""
+    """As the client named it; None for the base model, and for a snapshot without a name."""
+    used: float = field(default_factory=time.monotonic)
+    """Last sample, on the monotonic clock."""

@@ -46,7 +46,6 @@ class TinkerProtocol:
             "create_model": self._create_model,
             "load_weights": self._load_weights,
             "get_info": self._get_info,
-            "forward": self._forward_json,
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
             "save_weights_for_sampler": self._save_for_sampler,
@@ -69,6 +68,7 @@ class TinkerProtocol:
                 for name, call in self._calls.items()
             ),
             Route("/api/v1/forward_backward", self._forward_backward, methods=["POST"]),
+            Route("/api/v1/forward", self._forward, methods=["POST"]),
             Route("/api/v1/retrieve_future", self._retrieve, methods=["POST"]),
             Route("/api/v1/sessions/{session_id}/finish", self._finish, methods=["POST"]),
             Route("/api/v1/samplers/{sampler_id}", self._sampler_info),
@@ -203,8 +203,9 @@ class TinkerProtocol:
             call = await decoded(wire.forward_backward_request, raw)
         return JSONResponse(await self._pass(call, raw))
 
-    async def _forward_json(self, _body: Json, raw: bytes) -> Json:
-        return await self._pass(await decoded(wire.forward_request, raw), raw)
+    async def _forward(self, request: Request) -> Response:
+        raw = await read_body(request, self._service.settings.max_body)
+        return JSONResponse(await self._pass(await decoded(wire.forward_request, raw), raw))
 
     async def _pass(self, call: ForwardBackward, raw: bytes) -> Json:
         service = self._service
@@ -213,9 +214,9 @@ class TinkerProtocol:
         rows = await asyncio.to_thread(wire.rows, call, service.limits)
 
         async def work() -> ForwardBackwardOutput:
-            if call.forward_only:
-                return wire.output(await service.forward(model, rows))
-            return wire.output(await service.forward_backward(model, rows, call.loss, config))
+            backward = not call.forward_only
+            found = await service.run_pass(model, rows, call.loss, config, backward=backward)
+            return wire.output(found)
 
         kind = "Forward" if call.forward_only else "ForwardBackward"
         job = Job(kind, size=sum(len(row.tokens) for row in rows))

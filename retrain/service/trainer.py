@@ -100,10 +100,10 @@ class Trainer:
         self._device = base.device
         self._vocabulary = int(_embedding(base).weight.shape[0])
 
-    def forward(self, rows: Sequence[Row]) -> Passed:
-        """The targets' log-probs, no gradients; the loss is that of `cross_entropy`."""
+    def forward(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
+        """The same numbers as `forward_backward`, and no gradients."""
         with torch.no_grad():
-            return self._passed(rows, "cross_entropy", {})
+            return self._passed(rows, loss, config)
 
     def forward_backward(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
         """Adds the loss's gradient to what has accumulated.

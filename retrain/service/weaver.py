@@ -159,13 +159,11 @@ class WeaverProtocol:
         call = await asyncio.to_thread(wire.training_call, body, model.id, key, service.limits)
         if backward and call.loss == "forward_logprob":
             raise invalid("forward_logprob has no gradient: call forward with it")
-        loss = "cross_entropy" if call.loss == "surrogate" else call.loss
+        plain = call.loss in ("surrogate", "forward_logprob")  # weights, or none, times log-probs
+        loss = "cross_entropy" if plain else call.loss
 
         async def work() -> Json:
-            if backward:
-                found = await service.forward_backward(model, call.rows, loss, {})
-            else:
-                found = await service.forward(model, call.rows)
+            found = await service.run_pass(model, call.rows, loss, {}, backward=backward)
             return wire.passed(found, call, model.id)
 
         kind = "forward_backward" if backward else "forward"
