@@ -16,7 +16,7 @@ one OpenMP thread for each worker of every arm. A rollout waits for its latency 
 - `ours, S=n`: in Environment.step, by `train()` itself with its run directory.
 
 Times are of steps in the middle of a run: warm-up, start and end are left out. Arms take turns;
-ratios are medians of the rounds. Bars at 100 ms and S=2: 2x faster than S=0 and than
+ratios, of wall time, are medians of the rounds. Bars at 100 ms and S=2: 2x faster than S=0 and than
 `gathering`, 20x than `environments`.
 """
 
@@ -27,11 +27,11 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # environment_factory is experimental, and says so
 
@@ -95,24 +95,33 @@ class Waiting(Environment):
         return StepResult([], 0.0, True, False, {})
 
 
+class Step(NamedTuple):
+    """What a step costs, in milliseconds."""
+
+    wall: float
+    cpu: float
+    """Of all threads of this process: a busy neighbour hardly changes it."""
+
+
 class Clock(Callback):
     """Notes when each step ends."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: list[tuple[float, float]] = []
 
     def on_step_end(self, *_: Any) -> None:  # any: the step's own, which is not used
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), time.process_time()))
 
-    def per_step(self, steps: int) -> float:
-        """Milliseconds of a step, of so many after the warm-up."""
-        return 1e3 * (self.ends[WARM_UP + steps - 1] - self.ends[WARM_UP - 1]) / steps
+    def per_step(self, steps: int) -> Step:
+        """The mean of so many after the warm-up."""
+        before, after = self.ends[WARM_UP - 1], self.ends[WARM_UP + steps - 1]
+        return Step(*(1e3 * (b - a) / steps for a, b in zip(before, after, strict=True)))
 
 
-def ours(staleness: int) -> Callable[[float, int], float]:
+def ours(staleness: int) -> Callable[[float, int], Step]:
     """The pipe at staleness `staleness`."""
 
-    def run(latency: float, steps: int) -> float:
+    def run(latency: float, steps: int) -> Step:
         clock = Clock()
         with tempfile.TemporaryDirectory() as scratch:
             # The last S steps have no work issued beside them: they are not measured.
@@ -151,7 +160,7 @@ class TrlClock(TrainerCallback):
         self._clock.on_step_end()
 
 
-def gathering(latency: float, steps: int) -> float:
+def gathering(latency: float, steps: int) -> Step:
     """TRL, with a reward function that waits for all rows at once."""
 
     async def reward(completions: Any, answer: list[str], **_: Any) -> list[float]:
@@ -164,7 +173,7 @@ def gathering(latency: float, steps: int) -> float:
     return measure_trl(steps, reward_funcs=reward)
 
 
-def environments(latency: float, steps: int) -> float:
+def environments(latency: float, steps: int) -> Step:
     """TRL, with one environment a row, whose tool waits."""
     clock = Clock()
 
@@ -192,8 +201,8 @@ def environments(latency: float, steps: int) -> float:
     return measure_trl(steps, clock, environment_factory=Echo, processing_class=tokenizer)
 
 
-def measure_trl(steps: int, clock: Clock | None = None, **arguments: Any) -> float:
-    """Milliseconds of a step of a fresh GRPOTrainer; `arguments` are its own."""
+def measure_trl(steps: int, clock: Clock | None = None, **arguments: Any) -> Step:
+    """A step of a fresh GRPOTrainer; `arguments` are its own."""
     clock = clock or Clock()
     folder = tiny_folder()
     arguments.setdefault("processing_class", load_tokenizer(folder))
@@ -250,8 +259,8 @@ class Arm:
     """One row of the table."""
 
     name: str
-    run: Callable[[float, int], float]
-    """Milliseconds a step, from a latency in seconds and a number of steps."""
+    run: Callable[[float, int], Step]
+    """Measures a step, from a latency in seconds and a number of steps."""
     sequential: bool = False
     """It awaits one row after the other: few steps are enough, and all there is time for."""
 
@@ -275,9 +284,9 @@ def main() -> None:
         report(latency, compare(latency, arguments))
 
 
-def compare(latency: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds a step of each arm, round by round."""
-    found: dict[str, list[float]] = {arm.name: [] for arm in ARMS}
+def compare(latency: int, arguments: argparse.Namespace) -> dict[str, list[Step]]:
+    """A step of each arm, round by round."""
+    found: dict[str, list[Step]] = {arm.name: [] for arm in ARMS}
     for number in range(arguments.rounds):
         for arm in ARMS:
             slow = arm.sequential and latency > 0
@@ -288,13 +297,16 @@ def compare(latency: int, arguments: argparse.Namespace) -> dict[str, list[float
     return found
 
 
-def report(latency: int, found: dict[str, list[float]]) -> None:
+def report(latency: int, found: dict[str, list[Step]]) -> None:
     print(f"\n{latency} ms of latency; load of the machine {os.getloadavg()[0]:.1f}")
-    print(f"{'':20}{'ms a step':>12}{'least':>10}{GATHERING:>18}{ENVIRONMENTS:>20}")
-    for name, times in found.items():
-        ratios = [faster(found, other, name) for other in (GATHERING, ENVIRONMENTS)]
+    print(f"{'':20}{'ms a step':>12}{'least':>10}{'CPU ms':>10}{GATHERING:>18}{ENVIRONMENTS:>20}")
+    for name, steps in found.items():
+        walls = [step.wall for step in steps]
+        cpu = median(step.cpu for step in steps)
+        ratios = [f"{faster(found, other, name):.2f}x" for other in (GATHERING, ENVIRONMENTS)]
         print(
-            f"{name:20}{median(times):12.1f}{min(times):10.1f}{ratios[0]:17.2f}x{ratios[1]:19.2f}x"
+            f"{name:20}{median(walls):12.1f}{min(walls):10.1f}{cpu:10.1f}"
+            f"{ratios[0]:>18}{ratios[1]:>20}"
         )
     if latency == 100:
         for other, bar in BARS:
@@ -303,14 +315,12 @@ def report(latency: int, found: dict[str, list[float]]) -> None:
             print(f"S=2 is {ratio:.1f}x faster than {other!r}, bar {bar:.0f}x {verdict}")
 
 
-def faster(found: dict[str, list[float]], other: str, name: str) -> float:
+def faster(found: dict[str, list[Step]], other: str, name: str) -> float:
     """How many times `name` is faster than `other`: the median of the rounds."""
-    pairs: Sequence[tuple[float, float]]
-    if len(found[other]) == len(found[name]):
-        pairs = list(zip(found[other], found[name], strict=True))
-    else:
-        pairs = [(median(found[other]), median(found[name]))]
-    return median(theirs / mine for theirs, mine in pairs)
+    theirs, mine = ([step.wall for step in found[arm]] for arm in (other, name))
+    if len(theirs) != len(mine):
+        return median(theirs) / median(mine)
+    return median(a / b for a, b in zip(theirs, mine, strict=True))
 
 
 def parse() -> argparse.Namespace:
