@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,6 +22,7 @@ from retrain.config import Plugin, RewardConfig, RunConfig
 from retrain.config_errors import keys_of, problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, PromptError
+from retrain.examples import Pairs
 from retrain.models import find_model
 from retrain.observe.callbacks import Callback
 from retrain.plugin_keys import bind
@@ -69,6 +70,15 @@ class Parts:
     review: Callable[[Sequence[Group]], Awaitable[Metrics]] | None = None
     """Looks at a step's groups before credit is given; may change rewards, returns metrics."""
 
+    def in_form(self) -> Self:
+        """With the rows in the form that the algorithm trains on; raises PromptError."""
+        rows, held_out = self.algorithm.rows, self.eval_prompts
+        return replace(
+            self,
+            prompts=rows(self.prompts),
+            eval_prompts=None if held_out is None else rows(held_out),
+        )
+
     def open_adapter(self) -> Adapter:
         """The backend's adapter, not yet entered; imports it, and with it torch if it needs that.
 
@@ -113,6 +123,9 @@ def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts
     attempt("loggers", _loggers)
     attempt("chat_template", _chat_template)
     attempt("model", lambda c: find_model(c.model, c.base_dir))
+    for name, where in (("prompts", "prompts"), ("eval_prompts", "eval.prompts")):
+        if "algorithm" in made and made.get(name) is not None:
+            attempt(name, partial(_in_form, made["algorithm"], made[name], where))
     if {"algorithm", "options", "environment"} <= made.keys():
         compatible = partial(check_compatible, made["algorithm"], made["options"])
         kind = getattr(made["environment"], "func", None) or type(made["environment"]())
@@ -121,7 +134,8 @@ def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts
         raise ConfigError(*problems)
     del made["model"]
     loss, normalisation, capabilities = made.pop("loss")
-    loss_config = {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
+    own = {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
+    loss_config = {**made["algorithm"].loss_config, **own}
     return Parts(
         config,
         **made,
@@ -129,8 +143,15 @@ def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts
         loss_config=loss_config,
         normalisation=normalisation,
         capabilities=capabilities,
-        warnings=tuple(warnings_about(config, loss, capabilities)),
+        warnings=(*warnings_about(config, loss, capabilities), *_left_out(made["prompts"])),
     )
+
+
+def _left_out(prompts: PromptSource) -> Iterator[str]:
+    """What of the data set is not trained on."""
+    if isinstance(prompts, Pairs):
+        for reason, count in prompts.dropped.items():
+            yield f"prompts: {count} left out, {reason}; {len(prompts)} pairs remain"
 
 
 def target_of(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
@@ -170,6 +191,13 @@ def _construct(where: str, make: Callable[[], T]) -> T:
         raise PluginError(
             f"{where}: {name}(...) raised {type(error).__name__}: {error}{line_of(error)}"
         ) from error
+
+
+def _in_form(algorithm: Algorithm, prompts: PromptSource, where: str, _: RunConfig) -> PromptSource:
+    try:
+        return algorithm.rows(prompts)
+    except PromptError as error:
+        raise PromptError(*(f"{where}: {problem}" for problem in error.problems)) from error
 
 
 def _eval_prompts(config: RunConfig) -> PromptSource | None:

@@ -7,6 +7,7 @@ the tokens that the sampler saw, with the log-prob and version that it returned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -40,17 +41,63 @@ def make_batch(
 
     Raises ValueError when the credits don't fit the groups.
     """
+    samples = make_samples(groups, credits, paired=loss == "dpo")
+    return batch_of(samples, loss=loss, loss_config=loss_config, normalisation=normalisation)
+
+
+def make_samples(
+    groups: Sequence[Group], credits: Sequence[Sequence[Credit]], *, paired: bool = False
+) -> list[Sample]:
+    """The samples of scored groups; `paired` adds the stream `pair_ids`, a number a group."""
     samples: list[Sample] = []
-    for group, group_credit in zip(groups, credits, strict=True):
-        for index, (trajectory, credit) in enumerate(
-            zip(group.trajectories, group_credit, strict=True)
-        ):
-            samples += segments(trajectory, credit, f"{group.prompt.id}#{index}")
+    for number, (group, group_credit) in enumerate(zip(groups, credits, strict=True)):
+        rollouts = zip(group.trajectories, group_credit, strict=True)
+        made = [
+            sample
+            for index, (trajectory, credit) in enumerate(rollouts)
+            for sample in segments(trajectory, credit, f"{group.prompt.id}#{index}")
+        ]
+        if paired:
+            made = [_with_stream(s, "pair_ids", [float(number)] * len(s.token_ids)) for s in made]
+        samples += made
+    return samples
+
+
+def batch_of(
+    samples: Sequence[Sample],
+    *,
+    loss: str,
+    loss_config: Mapping[str, Any],
+    normalisation: Normalisation | None = None,
+) -> Batch:
+    """The batch of these samples; see `make_batch`."""
     counts = [sum(sample.loss_mask) for sample in samples]
     batch = Batch(
         samples, loss, dict(loss_config), Denominators(sum(counts), sum(map(bool, counts)))
     )
     return batch if normalisation is None else normalised(batch, normalisation)
+
+
+def penalised(
+    samples: Sequence[Sample], reference: Sequence[Sequence[float]], coefficient: float
+) -> tuple[list[Sample], float]:
+    """A KL penalty as credit, and the KL: A_t - coefficient x (log p_t - log ref_t).
+
+    p_t is the sampler's and ref_t the reference's probability of the sampled token: the penalty of
+    Ziegler et al. 2019 (arXiv:1909.08593, eq. 2), charged to the token that causes it. Its policy
+    gradient is that of the sum over positions of KL(p || ref), the contexts held fixed, whatever
+    the loss. The KL that is told is the mean of x - 1 - log x, x = ref_t / p_t, over the sampled
+    tokens: estimator k3 of http://joschu.net/blog/kl-approx.html, never negative.
+    """
+    charged, distances = [], []
+    for sample, logprobs in zip(samples, reference, strict=True):
+        rows = zip(sample.loss_mask, sample.logprobs, logprobs, strict=True)
+        gaps = [lp - ref if kept else 0.0 for kept, lp, ref in rows]
+        advantages = [a - coefficient * gap for a, gap in zip(sample.advantages, gaps, strict=True)]
+        kept_gaps = [gap for gap, kept in zip(gaps, sample.loss_mask, strict=True) if kept]
+        distances += [math.expm1(min(-gap, 50.0)) + gap for gap in kept_gaps]
+        charged.append(replace(sample, advantages=advantages))
+    return charged, math.fsum(distances) / max(1, len(distances))
 
 
 def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample]:
@@ -77,6 +124,10 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
         made[-1].extend(prompt, completion.token_ids, completion.logprobs, advantages)
         made[-1].versions += [completion.version] * count
     return [s.sample(trajectory.prompt.id, run_id) for s in made if any(s.loss_mask)]
+
+
+def _with_stream(sample: Sample, name: str, values: Sequence[float]) -> Sample:
+    return replace(sample, streams={**sample.streams, name: values})
 
 
 class _Segment:

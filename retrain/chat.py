@@ -147,6 +147,20 @@ class Conversation:
         self.messages.append(message)
         return Action(reply.text, reply.calls, completion.token_ids, completion.stop_reason)
 
+    def spell(self, message: Message) -> list[int]:
+        """The ids of a reply that is given instead of sampled, its turn's end included.
+
+        They are what the template writes for it after `prompt_ids`; where that is no extension (a
+        template that takes reasoning out), the message's text as the model would have said it.
+        Raises UserCodeError when the template refuses the message.
+        """
+        chat, shown = self._chat, self._opening.shown
+        text = chat.template.render([*self.messages, message], shown, generation=False)
+        if text.startswith(self._text):
+            return chat.tokens.encode_reply(text[len(self._text) :])
+        opener = reasoning_opener(self._text)
+        return chat.tokens.encode_reply(message["content"].removeprefix(opener))
+
     def observe(self, observation: Sequence[Message]) -> None:
         """Append the environment's answer and compute the next `prompt_ids`.
 

@@ -61,6 +61,16 @@ class TurnTokens:
         end = ids.index(sampled[-1])
         return None if self._tokenizer.decode(ids[:end]).strip() else ids[end + 1 :]
 
+    def encode_reply(self, text: str) -> list[int]:
+        """The ids of a reply up to its end, which is added where `text` has none."""
+        ids = self._encode_inside(text)
+        end = next((index for index, token in enumerate(ids) if token in self.stops), None)
+        return [*ids, *self.stops[:1]] if end is None else ids[: end + 1]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What ids say, without special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
     def text_of(self, completion: Completion, calls: bool) -> str:
         """What a completion says, with its markup if `calls` are to be read from it."""
         ids, text = completion.token_ids, completion.text

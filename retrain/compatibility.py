@@ -36,9 +36,14 @@ def check_compatible(
         *_normalisation(loss, config),
         *_sampling(config, capabilities),
         *_staleness(loss, config, capabilities),
-        *_rewards(loss, config, environment),
+        *_kl_penalty(algorithm, config, capabilities),
+        *_no_signal(algorithm, config),
         *options.problems(config),
     ]
+    if algorithm.source != "rollouts":
+        problems += _examples(algorithm, loss, config, capabilities)
+    else:
+        problems += _rewards(loss, config, environment)
     if config.algorithm.group_size < algorithm.min_group_size:
         problems.append(
             f"algorithm.group_size: got {config.algorithm.group_size}, but "
@@ -131,6 +136,63 @@ def _staleness(loss: str, config: RunConfig, capabilities: Capabilities) -> Iter
             "clip its ratio, which explodes on old samples: choose the loss ppo or cispo, a target "
             "of at most 1, or say algorithm.loss_config.force: true"
         )
+
+
+def _kl_penalty(
+    algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
+) -> Iterator[str]:
+    """The penalty compares plain log-probs: those of the sampler with the reference's."""
+    settings, sampling = config.algorithm, config.sampling
+    if not settings.kl_penalty:
+        return
+    where = f"algorithm.kl_penalty: got {settings.kl_penalty}, but"
+    if algorithm.source != "rollouts":
+        yield f"{where} {settings.type} samples nothing that could be charged for it: remove it"
+    if not capabilities.scores:
+        yield f"{where} the {config.backend.type} backend has no reference log-probs: remove it"
+    if settings.loss_config.get("beta") and settings.loss not in SHARED_LOSSES:
+        yield f"{where} algorithm.loss_config.beta is a KL to the same reference: keep one of them"
+    if (sampling.temperature, sampling.top_p, sampling.top_k) != (1.0, 1.0, 0):
+        yield (
+            f"{where} it compares the sampled distribution with the reference's plain one: set "
+            "sampling.temperature to 1, top_p to 1 and top_k to 0"
+        )
+
+
+def _no_signal(algorithm: Algorithm, config: RunConfig) -> Iterator[str]:
+    if config.train.no_signal == "refill" and (
+        algorithm.source != "rollouts" or algorithm.compares == "batch"
+    ):
+        yield (
+            f"train.no_signal: got 'refill', but to {config.algorithm.type} a group with equal "
+            "rewards is no group without a signal: set it to keep"
+        )
+
+
+def _examples(
+    algorithm: Algorithm, loss: str, config: RunConfig, capabilities: Capabilities
+) -> Iterator[str]:
+    """What has no effect where rows of the data set are trained as they stand."""
+    settings, plain = config.algorithm, RunConfig(prompts=config.prompts)
+    trains = f"has no effect beside algorithm {settings.type}, which trains on {algorithm.source}"
+    if config.environment != plain.environment:
+        yield f"environment: {config.environment.type} {trains} of the data set: remove it"
+    if config.rewards:
+        yield f"rewards: {config.rewards[0].type} {trains} of the data set: remove it"
+    if config.sampling != plain.sampling:
+        yield f"sampling: it {trains} of the data set: remove it (see algorithm.max_length)"
+    size = {"demonstrations": 1, "pairs": 2}[algorithm.source]
+    if settings.group_size not in (plain.algorithm.group_size, size):
+        yield (
+            f"algorithm.group_size: {settings.group_size} {trains}, {size} of a row: remove it; "
+            "train.groups_per_step is the batch size"
+        )
+    if loss != algorithm.loss:
+        yield f"algorithm.loss: got {loss!r}, but {settings.type} is {algorithm.loss}: remove it"
+    for key in sorted(algorithm.loss_config.keys() & settings.loss_config.keys()):
+        yield f"algorithm.loss_config.{key}: it is algorithm.{key} here"
+    if config.eval is not None and not capabilities.scores:
+        yield f"eval: the {config.backend.type} backend can't score given tokens: remove it"
 
 
 def _rewards(loss: str, config: RunConfig, environment: type[Environment]) -> Iterator[str]:

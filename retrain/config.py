@@ -56,6 +56,9 @@ class AlgorithmConfig(Plugin):
     """The loss's keys: epsilon, epsilon_high, delta, beta, ..."""
     normalisation: Literal["token", "sequence", "batch"] | None = None
     """What a shared loss is averaged over; TRL's own loss names carry theirs."""
+    kl_penalty: Annotated[float, Field(ge=0)] = 0.0
+    """Charged to each sampled token: kl_penalty x log(p / reference), the reference being the
+    weights that the run started from. It means the same on every backend."""
 
 
 class SamplingConfig(Section):

@@ -6,14 +6,21 @@ An evaluation's seeds depend on its prompts alone, so that two evaluations diffe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from statistics import fmean
 
+from retrain.batching import segments
 from retrain.config import EvalConfig
+from retrain.playback import Playback
 from retrain.prompts import PromptSource
 from retrain.slots import Slot
-from retrain.types import Group, Metrics, Ticket
+from retrain.types import Group, Metrics, Sample, Ticket
 
+Score = Callable[..., Awaitable[list[list[float]]]]
+"""`Adapter.logprobs`."""
+AT_ONCE = 64
+"""Held-out rows that are scored at a time."""
 EPOCH = -1
 """The epoch of evaluation tickets: never a training one."""
 
@@ -21,7 +28,7 @@ EPOCH = -1
 async def evaluate(
     config: EvalConfig,
     prompts: PromptSource,
-    make_slot: Callable[[], Slot],
+    make_slot: Callable[[], Slot | Playback],
     *,
     concurrency: int,
     record: Callable[[Group], None],
@@ -60,3 +67,65 @@ async def evaluate(
     if rewards:
         metrics["eval/reward/mean"] = fmean(rewards)
     return metrics
+
+
+async def held_out_loss(
+    prompts: PromptSource,
+    slot: Slot | Playback,
+    score: Score,
+    *,
+    beta: float | None,
+    progress: Callable[[], None],
+) -> Metrics:
+    """The loss of held-out rows under the served weights: cross-entropy, or DPO's with `beta`.
+
+    Of demonstrations the mean over all assistant tokens, and e to its power as the perplexity; of
+    pairs the mean over pairs, and the share in which the chosen answer gains more on the reference
+    than the rejected one. Rows that fail are counted and left out.
+    """
+    losses: list[float] = []
+    tokens, right, failed = 0, 0, 0
+    for start in range(0, len(prompts), AT_ONCE):
+        rows = range(start, min(start + AT_ONCE, len(prompts)))
+        groups = [await slot.play(prompts.prompt(Ticket(EPOCH, row))) for row in rows]
+        samples = [s for g in groups for t in g.scored for s in segments(t, 1.0, g.prompt.id)]
+        failed += sum(not group.scored for group in groups)
+        logprobs = [_said(*row) for row in await _scored(samples, score)]
+        if beta is None:
+            losses += [-lp for row in logprobs for lp in row]
+        else:
+            reference = [_said(*row) for row in await _scored(samples, score, reference=True)]
+            gains = [
+                math.fsum(now) - math.fsum(before)
+                for now, before in zip(logprobs, reference, strict=True)
+            ]
+            margins = [
+                chosen - rejected for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)
+            ]
+            losses += [_softplus(-beta * margin) for margin in margins]
+            right += sum(margin > 0 for margin in margins)
+        tokens += sum(map(len, logprobs))
+        progress()
+    if not losses:
+        return {"eval/rows/failed": failed}
+    loss = math.fsum(losses) / len(losses)
+    shown = {"eval/perplexity": math.exp(min(loss, 700.0))}
+    if beta is not None:
+        shown = {"eval/dpo/accuracy": right / len(losses)}
+    return {"eval/loss": loss, **shown, "eval/tokens": tokens, "eval/rows/failed": failed}
+
+
+async def _scored(
+    samples: Sequence[Sample], score: Score, *, reference: bool = False
+) -> list[tuple[Sample, list[float]]]:
+    logprobs = await score([s.token_ids for s in samples], reference=reference)
+    return list(zip(samples, logprobs, strict=True))
+
+
+def _said(sample: Sample, logprobs: Sequence[float]) -> list[float]:
+    """The log-probs of the assistant's tokens."""
+    return [lp for lp, kept in zip(logprobs, sample.loss_mask, strict=True) if kept]
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

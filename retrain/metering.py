@@ -15,11 +15,20 @@ from statistics import fmean, pstdev
 from retrain.algorithms.functional import is_flat
 from retrain.types import Group, Metrics
 
+NOT_SAMPLED = ("kl/sampler_trainer", "entropy", "clip_ratio", "clip_fraction")
+"""Metrics of an adapter that mean nothing where no token was sampled; `ratio/*` neither."""
+
 
 class Meter:
-    """Counts what happened since the last `row`."""
+    """Counts what happened since the last `row`.
 
-    def __init__(self) -> None:
+    `sampled` is false where rows of the data set are trained: what speaks of rewards and of the
+    sampler is then left out. `by_group` is false where equal rewards in a group are a signal.
+    """
+
+    def __init__(self, *, sampled: bool = True, by_group: bool = True) -> None:
+        self._sampled = sampled
+        self._by_group = by_group
         self._began = time.perf_counter()
         self.evaluation: Metrics = {}
         """The latest evaluation, to be shown in the next row."""
@@ -28,12 +37,14 @@ class Meter:
     def group(self, group: Group) -> None:
         """The learner took a group."""
         scored = group.scored
+        self._ok += len(scored)
         self._rewards += [t.reward for t in scored]
         for trajectory in scored:
             for name, value in trajectory.rewards.items():
                 self._components[name].append(value)
         self._failed += len(group.trajectories) - len(scored)
-        self._zero_signal += len(scored) > 1 and is_flat([t.reward for t in scored])
+        flat = len(scored) > 1 and is_flat([t.reward for t in scored])
+        self._zero_signal += flat and self._by_group
         for trajectory in group.trajectories:
             self._turns += len(trajectory.turns)
             for turn in trajectory.turns:
@@ -64,24 +75,16 @@ class Meter:
             self.group(group)
         now = time.perf_counter()
         elapsed = now - self._began
-        ages = [version - v for g in trained for t in g.scored for v in t.versions]
+        ages = [version - v for g in trained for t in g.scored for v in t.versions if v >= 0]
         row: Metrics = {
             "step": step,
             "version": version + 1,
-            "reward/mean": fmean(self._rewards) if self._rewards else math.nan,
-            "reward/std": pstdev(self._rewards) if self._rewards else math.nan,
-            **{f"reward/{name}/mean": fmean(v) for name, v in self._components.items()},
             "loss": math.nan,
             "grad_norm": math.nan,
-            "kl/sampler_trainer": math.nan,
-            "entropy": math.nan,
-            **adapter,
-            "staleness/mean": fmean(ages) if ages else 0.0,
-            "staleness/max": max(ages, default=0),
+            **(self._sampling(adapter, ages) if self._sampled else _unsampled(adapter)),
             "groups/trained": len(trained),
-            "groups/zero_signal": self._zero_signal,
             **{f"groups/dropped_{c}": self._dropped[c] for c in ("stale", "failed", "no_signal")},
-            "rollouts/ok": len(self._rewards),
+            "rollouts/ok": self._ok,
             "rollouts/failed": self._failed,
             "rollouts/turns": self._turns,
             "tokens/prompt": self._prompt_tokens,
@@ -97,9 +100,32 @@ class Meter:
         self._clear()
         return row
 
+    def _sampling(self, adapter: Mapping[str, float], ages: Sequence[int]) -> Metrics:
+        """What there is to say of rollouts, and what the adapter says."""
+        return {
+            "reward/mean": fmean(self._rewards) if self._rewards else math.nan,
+            "reward/std": pstdev(self._rewards) if self._rewards else math.nan,
+            **{f"reward/{name}/mean": fmean(v) for name, v in self._components.items()},
+            "kl/sampler_trainer": math.nan,
+            "entropy": math.nan,
+            **adapter,
+            "staleness/mean": fmean(ages) if ages else 0.0,
+            "staleness/max": max(ages, default=0),
+            "groups/zero_signal": self._zero_signal,
+        }
+
     def _clear(self) -> None:
         self._rewards: list[float] = []
         self._components: defaultdict[str, list[float]] = defaultdict(list)
         self._dropped: defaultdict[str, int] = defaultdict(int)
-        self._failed = self._zero_signal = self._turns = 0
+        self._ok = self._failed = self._zero_signal = self._turns = 0
         self._prompt_tokens = self._completion_tokens = 0
+
+
+def _unsampled(adapter: Mapping[str, float]) -> Metrics:
+    """What an adapter says of a batch of examples, less what compares with a sampler."""
+    return {
+        name: value
+        for name, value in adapter.items()
+        if name not in NOT_SAMPLED and not name.startswith("ratio/")
+    }

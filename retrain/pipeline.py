@@ -20,15 +20,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from retrain.assembly import Parts, assemble
-from retrain.batching import make_batch
+from retrain.batching import batch_of, make_samples, penalised
 from retrain.config import RunConfig
 from retrain.errors import NonFiniteError, NoSignalError, StallError
-from retrain.evaluation import evaluate
+from retrain.evaluation import evaluate, held_out_loss
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
 from retrain.observe.run_dir import RunDirectory
+from retrain.playback import Playback
 from retrain.running import Run
 from retrain.slots import Slot
-from retrain.types import Batch, Group
+from retrain.types import Batch, Group, Metrics
 from retrain.watchdog import Watchdog
 
 
@@ -46,7 +47,7 @@ async def train(
     same model. `parts` replaces what the config's plug-ins would make. Raises ConfigError before
     any model loads, RunError when the run can't go on, CancelledError after a clean checkpoint.
     """
-    parts = parts or assemble(config)
+    parts = (parts or assemble(config)).in_form()
     hooks = Callbacks([*callbacks, *parts.loggers])
     folder = config.run_dir or Path("runs") / (config.name or "run")
     with RunDirectory.open(folder, config, resume=resume) as run_dir:
@@ -120,7 +121,7 @@ async def feed(run: Run) -> None:
         await run.todo.put(run.parts.prompts.prompt(ticket))
 
 
-async def collect(run: Run, slot: Slot) -> None:
+async def collect(run: Run, slot: Slot | Playback) -> None:
     """Play one group after the other in this slot."""
     try:
         while True:
@@ -150,6 +151,8 @@ async def learn(run: Run) -> None:
             if to_evaluate:
                 if evaluation is not None:
                     await evaluation  # one at a time: they share the sampler with training
+                if not run.sampled:
+                    await _publish(run)
                 evaluation = beside.create_task(_evaluate(run, run.step), name="evaluate")
         if evaluation is not None and run.stopping:
             evaluation.cancel()
@@ -172,7 +175,7 @@ async def step(run: Run) -> list[Group] | None:
         return None
     review = run.parts.review
     noted = {} if review is None else await review(groups)
-    batch, has_credit = credit(run, groups)
+    batch, has_credit, told = await credit(run, groups)
     tickets = [group.prompt.id for group in groups]
     run.run_dir.event(
         "batch",
@@ -194,15 +197,16 @@ async def step(run: Run) -> list[Group] | None:
         tickets=tickets,
         loss=metrics.get("loss"),
     )
-    publish_began, publish_time, sampled = time.perf_counter(), time.time(), run.version
-    run.version = await run.within("publish", run.adapter.publish())
-    run.run_dir.event("publish", version=run.version, started=publish_time, ended=time.time())
+    publish_began, sampled = time.perf_counter(), run.version
+    if run.sampled:
+        await _publish(run)
     seconds = {
         "wait_for_batch": update_began - began,
         "update": publish_began - update_began,
         "publish": time.perf_counter() - publish_began,
     }
-    row = run.meter.row(number, sampled, groups, metrics, seconds)
+    row = run.meter.row(number, sampled, groups, {**metrics, **told}, seconds)
+    row["version"] = run.version
     run.history.append(row)
     run.run_dir.metrics(row)
     run.retire(groups)
@@ -213,23 +217,37 @@ async def step(run: Run) -> list[Group] | None:
     return groups
 
 
-def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool]:
-    """The groups' batch, and whether any rollout got credit.
+async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metrics]:
+    """The groups' batch, whether any rollout got credit, and what there is to say of it.
 
     Raises NoSignalError when nothing was sampled at all.
     """
+    parts, told = run.parts, Metrics()
     scored = [Group(group.prompt, group.scored) for group in groups]
-    credits = run.parts.algorithm.advantages(scored)
-    batch = make_batch(
-        scored,
-        credits,
-        loss=run.parts.loss,
-        loss_config=run.parts.loss_config,
-        normalisation=run.parts.normalisation,
-    )
-    if not batch.samples:
+    credits = parts.algorithm.advantages(scored)
+    samples = make_samples(scored, credits, paired=parts.loss == "dpo")
+    if not samples:
         raise NoSignalError("a step's rollouts hold no sampled token: nothing can be trained")
-    return batch, any(any(sample.advantages) for sample in batch.samples)
+    has_credit = any(any(sample.advantages) for sample in samples)
+    if penalty := run.config.algorithm.kl_penalty:
+        sequences = [sample.token_ids for sample in samples]
+        reference = await run.within(
+            "reference log-probs", run.adapter.logprobs(sequences, reference=True), limit="update"
+        )
+        samples, told["kl/reference"] = penalised(samples, reference, penalty)
+    batch = batch_of(
+        samples,
+        loss=parts.loss,
+        loss_config=parts.loss_config,
+        normalisation=parts.normalisation,
+    )
+    return batch, has_credit, told
+
+
+async def _publish(run: Run) -> None:
+    started = time.time()
+    run.version = await run.within("publish", run.adapter.publish())
+    run.run_dir.event("publish", version=run.version, started=started, ended=time.time())
 
 
 async def _evaluate(run: Run, step: int) -> None:
@@ -237,15 +255,24 @@ async def _evaluate(run: Run, step: int) -> None:
     config, prompts = run.config.eval, run.parts.eval_prompts
     assert config is not None
     assert prompts is not None
-    metrics = await evaluate(
-        config,
-        prompts,
-        lambda: run.slot(config.samples),
-        concurrency=run.config.train.groups_per_step,
-        record=lambda group: run.record_evaluation(group, step),
-    )
+    if run.sampled:
+        metrics = await evaluate(
+            config,
+            prompts,
+            lambda: run.slot(config.samples),
+            concurrency=run.config.train.groups_per_step,
+            record=lambda group: run.record_evaluation(group, step),
+        )
+    else:
+        metrics = await held_out_loss(
+            prompts,
+            run.slot(1),
+            run.adapter.logprobs,
+            beta=run.parts.loss_config.get("beta"),
+            progress=run.watchdog.progress,
+        )
     metrics["eval/step"] = step
-    reward = metrics.get("eval/reward/mean", -math.inf)
+    reward = metrics.get("eval/reward/mean", -metrics.get("eval/loss", math.inf))
     if reward > run.best_reward:
         run.best_reward = reward
         run.checkpoints.mark_best(step)

@@ -33,7 +33,13 @@ HOME = Path(__file__).resolve().parent.parent
 BUILT_IN: dict[str, dict[str, str]] = {
     "environment": {"single_turn": "retrain.environment:Environment"},
     "reward": {},
-    "algorithm": {"grpo": "retrain.algorithms.grpo:GRPO", "rloo": "retrain.algorithms.rloo:RLOO"},
+    "algorithm": {
+        "dpo": "retrain.algorithms.dpo:DPO",
+        "grpo": "retrain.algorithms.grpo:GRPO",
+        "reinforce": "retrain.algorithms.reinforce:Reinforce",
+        "rloo": "retrain.algorithms.rloo:RLOO",
+        "sft": "retrain.algorithms.sft:SFT",
+    },
     "prompts": {
         "file": "retrain.prompts:FilePrompts",
         "hf": "retrain.prompts:DatasetPrompts",

@@ -179,7 +179,7 @@ def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | N
         raise ValueError(f"has no `{answer_column}`; its columns are {', '.join(map(str, rest))}")
     value = rest.pop(column)
     answer = rest.pop(answer_column or "answer", None)
-    messages = _user(value) if isinstance(value, str) else _messages(value)
+    messages = _user(value) if isinstance(value, str) else parse_messages(value)
     return Row(messages, answer, rest)
 
 
@@ -189,7 +189,8 @@ def _user(text: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": text},)
 
 
-def _messages(value: Any) -> tuple[Message, ...]:
+def parse_messages(value: Any) -> tuple[Message, ...]:
+    """A list of messages of a data set. Raises ValueError saying what one must be."""
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise ValueError(f"a prompt is a text or a list of messages, got {type(value).__name__}")
     if not value:
@@ -204,6 +205,11 @@ def _messages(value: Any) -> tuple[Message, ...]:
             )
     plain = ({**message, "content": message.get("content") or ""} for message in value)
     return cast("tuple[Message, ...]", tuple(plain))
+
+
+def load_dataset_rows(path: str, name: str | None, split: str) -> list[dict[str, Any]]:
+    """All rows of a data set on the Hub or in a folder; raises PromptError when it can't be had."""
+    return [dict(row) for row in _load_dataset(path, name, split, None)]
 
 
 def _found(path: str, base_dir: Path | None) -> Path:

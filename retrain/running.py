@@ -39,6 +39,7 @@ from retrain.metering import Meter
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
 from retrain.observe.report import write_report
 from retrain.observe.run_dir import RunDirectory, read_metrics
+from retrain.playback import Playback
 from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts
 from retrain.sampler import SamplingParams
@@ -67,9 +68,14 @@ class Run:
         self.spared: set[int] = set()
         """Checkpoints that pruning leaves alone."""
         self.adapter: Adapter
+        self.chat: Chat
         self.rollouts: Rollouts
         self.watchdog: Watchdog
-        self.meter = Meter()
+        self.sampled = parts.algorithm.source == "rollouts"
+        """The model plays episodes; otherwise the data set's rows are trained as they stand."""
+        self.meter = Meter(sampled=self.sampled, by_group=parts.algorithm.compares == "group")
+        if not self.sampled:
+            run_dir.tally.unit = parts.algorithm.source
         self.checkpoints = Checkpoints(run_dir.checkpoints)
         train, rows = config.train, len(parts.prompts)
         self.ledger = Ledger(lambda e: epoch_order(e, rows, train.seed, train.shuffle))
@@ -83,9 +89,9 @@ class Run:
         self._setups = asyncio.Semaphore(config.rollout.setup_concurrency)
 
     def serve(self, adapter: Adapter) -> None:
-        """Tie the adapter to the rollouts."""
+        """Tie the adapter to what is played."""
         config, self.adapter = self.config, adapter
-        chat = Chat(
+        self.chat = chat = Chat(
             adapter.tokenizer, template=self.parts.chat_template, arguments=config.chat.arguments
         )
         sampling = config.sampling
@@ -138,26 +144,35 @@ class Run:
         """Whether something that happens every so many steps happens at this one."""
         return every > 0 and self.step % every == 0
 
-    def slot(self, size: int) -> Slot:
-        """A slot for groups of `size` rollouts."""
+    def slot(self, size: int) -> Slot | Playback:
+        """A slot for groups of `size` rollouts; rows need none, they play themselves."""
+        if not self.sampled:
+            longest = self.parts.algorithm.max_length or self.adapter.context_length
+            return Playback(self.chat, min(longest, self.adapter.context_length))
         return Slot(size, self.parts.environment, self.rollouts, self.parts.scorer, self._setups)
 
     def record(self, group: Group, started: float) -> None:
-        """Write down a group that was played and scored."""
+        """Write down a group that was played and scored.
+
+        An example is told by its outcome alone: the data set itself holds the rest.
+        """
         trajectories, ticket = group.trajectories, group.prompt.id
         self.run_dir.event(
-            "rollout",
+            "rollout" if self.sampled else "example",
             ticket=ticket,
             started=started,
             ended=time.time(),
             outcomes=[t.outcome for t in trajectories],
-            versions=sorted({v for t in trajectories for v in t.versions}),
+            versions=sorted({v for t in trajectories for v in t.versions if v >= 0}),
             tokens=sum(len(u.completion.token_ids) for t in trajectories for u in t.turns),
         )
+        self.watchdog.progress()
+        if not self.sampled:
+            self.run_dir.count(group)
+            return
         self.run_dir.event("scored", ticket=ticket, rewards=[t.reward for t in trajectories])
         self.run_dir.rollouts(group)
         self.signal.see(group)
-        self.watchdog.progress()
 
     def drop(self, group: Group, cause: str) -> None:
         """A finished group is not trained: count it; a stale one's prompt is issued again."""
@@ -191,7 +206,8 @@ class Run:
 
     def record_evaluation(self, group: Group, step: int) -> None:
         """Write down a held-out group; it counts for no step's reward."""
-        self.run_dir.rollouts(group, step=step)
+        if self.sampled:
+            self.run_dir.rollouts(group, step=step)
         self.watchdog.progress()
 
     def last_words(self, message: str) -> None:

@@ -61,6 +61,10 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def ticket(self) -> Ticket:
+        return Ticket.parse(self.id)
+
+    @property
     def text(self) -> str:
         """The last user message's text (of the last message, when no user speaks)."""
         for message in reversed(self.messages):
@@ -80,7 +84,7 @@ class Completion:
     """Decoded without special tokens."""
     stop_reason: StopReason
     version: int
-    """The weights' version that sampled it."""
+    """The weights' version that sampled it; -1 where nobody did: the data set says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ class Group:
 
     @property
     def ticket(self) -> Ticket:
-        return Ticket.parse(self.prompt.id)
+        return self.prompt.ticket
 
     @property
     def scored(self) -> list[Trajectory]:
@@ -140,7 +144,7 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """The lowest weights' version among the sampled tokens; None if nothing was sampled."""
-        return min((v for t in self.trajectories for v in t.versions), default=None)
+        return min((v for t in self.trajectories for v in t.versions if v >= 0), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ LAYERS = [
         """types errors threads config config_errors config_keys config_yaml models plugin_keys
         plugins""",
         """environment rewarding prompts prompt_files sampler chat chat_template chat_tokens
-        chat_tools algorithms adapters.base""",
-        "rollout batching ledger checkpoint intake metering slots watchdog",
+        chat_tools examples algorithms adapters.base""",
+        "rollout playback batching ledger checkpoint intake metering slots watchdog",
         "compatibility assembly running evaluation pipeline observe",
         "engine",
         "adapters service",

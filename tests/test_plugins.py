@@ -124,7 +124,7 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
     ("kind", "text", "message"),
     [
         ("environment", "ech", "no built-in environment 'ech'; did you mean echo? (built-in: "),
-        ("algorithm", "gpro", "did you mean grpo? (built-in: grpo, "),
+        ("algorithm", "gpro", "did you mean grpo? (built-in: dpo, grpo, "),
         ("environment", "a.b.Mine", "for your own class write a.b:Mine"),
         ("environment", "mime.py:Mine", "; did you mean mine.py?"),
         ("environment", "mine.py:Mime", "there is no Mime in "),

@@ -7,7 +7,7 @@ nothing heavy, so that `--dry-run` and the start-up checks load no model code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict
 
 from retrain.config import RunConfig
+from retrain.errors import AdapterError
 from retrain.sampler import Sampler, Tokenizer
 from retrain.types import Batch, Metrics
 
@@ -36,6 +37,9 @@ class Capabilities:
     """A user's own function of log-probs can be trained."""
     per_token_advantages: bool = True
     reference_kl: bool = False
+    """Its own losses have a KL term to the starting weights (`algorithm.loss_config.beta`)."""
+    scores: bool = False
+    """`Adapter.logprobs` works: algorithm.kl_penalty, and held-out losses."""
     tuning: frozenset[Literal["full", "lora"]] = frozenset({"full", "lora"})
     resume: Literal["exact", "weights", "none"] = "exact"
     max_staleness: int | None = None
@@ -85,6 +89,16 @@ class Adapter(ABC):
     @abstractmethod
     async def load(self, state: AdapterState) -> None:
         """Continue from `state`; the sampler serves it and the version is the saved one."""
+
+    async def logprobs(
+        self, sequences: Sequence[Sequence[int]], *, reference: bool = False
+    ) -> list[list[float]]:
+        """The log-prob of each token given those before it, at temperature 1; a first one's is 0.0.
+
+        Under the weights that the sampler serves; with `reference` under those that the run
+        started from, after a resume too.
+        """
+        raise AdapterError(f"{type(self).__name__} computes no log-probs of given tokens")
 
     async def forget(self, state: AdapterState) -> None:  # noqa: B027 - a default, not a forgotten body
         """The checkpoint is about to be deleted: free what a service keeps of it."""

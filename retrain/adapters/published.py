@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 ABORTED = "abort"
 """The stop reason of a completion that the service cut short, as when its engine was reloaded."""
+SCORED_AT_ONCE = 64
+"""Sequences whose log-probs are asked for at a time."""
 TRIES = 3
 """Times that a prompt is sampled when its completions are cut short."""
 
@@ -44,6 +46,7 @@ class Session(Protocol):
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
     ) -> Sequence[Sampled]: ...
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]: ...
     async def close(self) -> None: ...
 
 
@@ -81,6 +84,16 @@ class PublishedSampler:
             f"the service cut the completions of a prompt short {TRIES} times in a row"
         )
 
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]:
+        """Log-probs of given tokens under the weights that are served now; None for the first."""
+        served = self._current()
+        served.in_flight += 1
+        try:
+            return await served.session.compute_logprobs(token_ids)
+        finally:
+            served.in_flight -= 1
+            self._retire(served)
+
     def swap(self, session: Session, version: int) -> None:
         """From now on samples come from `session`, whose weights have this version."""
         before, self._now = self._now, _Served(session, version)
@@ -113,6 +126,23 @@ class PublishedSampler:
             reason = "context" if full else "length"
         text = self._tokenizer.decode(one.tokens, skip_special_tokens=True)
         return Completion(list(one.tokens), list(one.logprobs), text, reason, version)
+
+
+class Scorer(Protocol):
+    """What knows the log-probs of given tokens."""
+
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]: ...
+
+
+async def logprobs_of(scorer: Scorer, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Of each sequence's tokens, 0.0 for the first; `SCORED_AT_ONCE` requests at a time."""
+    turns = asyncio.Semaphore(SCORED_AT_ONCE)
+
+    async def score(token_ids: Sequence[int]) -> list[float]:
+        async with turns:
+            return [lp or 0.0 for lp in await scorer.compute_logprobs(token_ids)]
+
+    return list(await asyncio.gather(*map(score, sequences)))
 
 
 async def _close(session: Session) -> None:

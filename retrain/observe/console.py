@@ -59,11 +59,13 @@ class Console(Callback):
             clock=self._clock,
             tally=trainer.run_dir.tally,
         )
-        config = trainer.config
+        config, unit = trainer.config, trainer.run_dir.tally.unit
+        batch = f"{config.train.groups_per_step} {unit}"
+        if unit == "rollouts":
+            batch = f"{config.train.groups_per_step} groups x {config.algorithm.group_size} {unit}"
         self._say(
             f"{config.algorithm.type} on {config.backend.type}, model {config.model}: "
-            f"{trainer.total_steps} steps of {config.train.groups_per_step} groups x "
-            f"{config.algorithm.group_size} rollouts"
+            f"{trainer.total_steps} steps of {batch}"
             + (f", from step {trainer.step}" if trainer.step else "")
         )
         self._say(f"files in {near(trainer.run_dir.path)}")

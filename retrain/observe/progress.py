@@ -96,7 +96,7 @@ class Progress:
         facts = [fact for fact in self._facts() if fact[0] not in ("reward", "flat", "failed")]
         if facts:
             rows.add_row("step", Text("   ").join(_fact(*fact) for fact in facts))
-        rows.add_row("rollouts", self._rollouts())
+        rows.add_row(self.tally.unit, self._rollouts())
         return Group(self._bar(), rows)
 
     def _bar(self) -> RenderableType:
@@ -125,7 +125,7 @@ class Progress:
     def _rollouts(self) -> Text:
         outcomes, drops = self.tally.outcomes, self.tally.drops
         failed = outcomes.total() - outcomes["ok"]
-        text = Text(f"{outcomes['ok']:,} scored")
+        text = Text(f"{outcomes['ok']:,} {_done(self.tally)}")
         text.append(f"   {failed:,} failed", style="red" if failed else "dim")
         dropped = ", ".join(f"{count:,} {cause}" for cause, count in drops.most_common())
         text.append(f"   groups dropped: {dropped or 'none'}", style="" if dropped else "dim")
@@ -158,9 +158,13 @@ def closing(
     if math.isfinite(first):
         moved = f"{first:.3f} in the first tenth -> {last:.3f} in the last ({last - first:+.3f})"
         lines.append(("reward", moved))
+    elif len(losses := [row["loss"] for row in result.history if "loss" in row]) > 1:
+        lines.append(("loss", f"{number(losses[0])} in the first step -> {number(losses[-1])}"))
     failed = tally.outcomes.total() - tally.outcomes["ok"]
     since = " since the resume" if resumed else ""
-    lines.append(("rollouts", f"{tally.outcomes['ok']:,} scored, {failed:,} failed{since}"))
+    label = "rollouts" if tally.unit == "rollouts" else "rows"
+    done = f"{tally.outcomes['ok']:,} {_done(tally)}"
+    lines.append((label, f"{done}, {failed:,} failed{since}"))
     lines += [("", f"{n:,} x {cause}") for cause, n in tally.errors.most_common(MAX_SHOWN_CAUSES)]
     if tally.drops:
         causes = ", ".join(f"{n:,} {cause}" for cause, n in tally.drops.most_common())
@@ -224,6 +228,11 @@ def short(value: float) -> str:
 
 def percent(value: float) -> str:
     return f"{100 * value:.0f}%"
+
+
+def _done(tally: Tally) -> str:
+    """What has been done to a rollout that is well, or to a row of the data set."""
+    return "scored" if tally.unit == "rollouts" else "read"
 
 
 def _fact(label: str, text: str) -> Text:

@@ -40,6 +40,9 @@ MAX_CAUSES = 64
 class Tally:
     """What went wrong since this process began, by cause."""
 
+    unit: str = "rollouts"
+    """What a group holds: rollouts, or rows of the data set (demonstrations, pairs)."""
+
     drops: Counter[str] = field(default_factory=Counter)
     """Groups, by the cause of their `dropped` event."""
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -106,11 +109,16 @@ class RunDirectory:
 
     def rollouts(self, group: Group, *, step: int | None = None) -> None:
         """Append every rollout of a group; `step` is the one that trained it, if any."""
+        self.count(group)
         for index, trajectory in enumerate(group.trajectories):
+            self._rollouts.write(_rollout(trajectory, index, step))
+
+    def count(self, group: Group) -> None:
+        """Take a group into the tally alone."""
+        for trajectory in group.trajectories:
             self.tally.outcomes[trajectory.outcome] += 1
             if trajectory.outcome != "ok":
                 self._count_error(trajectory)
-            self._rollouts.write(_rollout(trajectory, index, step))
 
     def metrics(self, row: Mapping[str, float]) -> None:
         """Append one step's metrics, and flush all files."""

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Self, cast
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.datums import Datum, shift
 from retrain.adapters.local import in_process, local_model
-from retrain.adapters.published import PublishedSampler
+from retrain.adapters.published import PublishedSampler, logprobs_of
 from retrain.adapters.remote import RemoteError
 from retrain.adapters.remote_losses import valued
 from retrain.adapters.schedule import learning_rate
@@ -155,6 +154,16 @@ class TinkerAdapter(Adapter):
         self._step = int(state.data["step"])
         await self._serve(int(state.data["version"]))
 
+    async def logprobs(
+        self, sequences: Sequence[Sequence[int]], *, reference: bool = False
+    ) -> list[list[float]]:
+        """The reference is the untrained model, which is what every run here starts from."""
+        if not reference:
+            return await logprobs_of(self.sampler, sequences)
+        if self._reference is None:
+            self._reference = await self._client.sampling_session(base_model=self._base_model)
+        return await logprobs_of(self._reference, sequences)
+
     async def forget(self, state: AdapterState) -> None:
         """Delete the checkpoint on the service; one that is gone already is well."""
         await self._client.delete(str(state.data["path"]))
@@ -244,20 +253,16 @@ class TinkerAdapter(Adapter):
         await passing.result(limit)
         return own_metrics(trained), await stepping.result(limit)
 
-    async def _with_reference(self, datums: Sequence[Datum]) -> list[Datum]:
-        """The datums with log-probs under the untrained model, where they have none."""
-        if self._reference is None:
-            self._reference = await self._client.sampling_session(base_model=self._base_model)
-        session = self._reference
-
-        async def refer(datum: Datum) -> Datum:
-            if "reference_logprobs" in datum.streams:
-                return datum
-            scored = await session.compute_logprobs([*datum.inputs, datum.targets[-1]])
-            streams = {**datum.streams, "reference_logprobs": [lp or 0.0 for lp in scored[1:]]}
-            return replace(datum, streams=streams)
-
-        return list(await asyncio.gather(*map(refer, datums)))
+    async def _with_reference(self, datums: Sequence[Datum]) -> Sequence[Datum]:
+        """The datums with log-probs under the untrained model, unless all have them."""
+        if all("reference_logprobs" in datum.streams for datum in datums):
+            return datums
+        sequences = [[*datum.inputs, datum.targets[-1]] for datum in datums]
+        scored = await self.logprobs(sequences, reference=True)
+        return [
+            replace(datum, streams={"reference_logprobs": logprobs[1:], **datum.streams})
+            for datum, logprobs in zip(datums, scored, strict=True)
+        ]
 
     def _adam(self) -> AdamParams:
         options = self.options

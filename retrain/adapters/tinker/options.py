@@ -86,6 +86,7 @@ class TinkerOptions(AdapterOptions):
             custom_losses=True,
             per_token_advantages=True,
             reference_kl=False,
+            scores=True,
             tuning=frozenset({"lora"}),
             resume="exact",
         )

@@ -57,6 +57,10 @@ class ServedWeights:
             )
         return [cut(one, params, self._tokenizer) for one in result.sequences]
 
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
+        """The log-prob of each token after those before it; None for the first."""
+        return await self._sampler.compute_logprobs(token_ids, timeout=self._deadline)
+
     async def close(self) -> None:
         """Free the snapshot, where it is a checkpoint of its own; sessions end by themselves."""
         if self._sampler.snapshot is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +42,8 @@ class TrlAdapter(Adapter):
         self.capabilities = options.capabilities()
         self.plan = run_plan(config)
         self._version = 0
+        self._reference: LocalSampler | None = None
+        self._reference_turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         """Load the model twice (to train, and to sample); the trainer's thread does the work.
@@ -77,6 +79,8 @@ class TrlAdapter(Adapter):
         trace: TracebackType | None,
     ) -> None:
         try:
+            if self._reference is not None:
+                await self._reference.close()
             await self.sampler.close()
         finally:
             await self._end_thread()
@@ -117,6 +121,25 @@ class TrlAdapter(Adapter):
         weights = await self._in_thread(lambda: snapshot(self._thread.trainer.model))
         self._version = int(state.data["version"])
         await self.sampler.load_weights(weights, self._version)
+
+    async def logprobs(
+        self, sequences: Sequence[Sequence[int]], *, reference: bool = False
+    ) -> list[list[float]]:
+        """The reference is the model as it is in its folder, loaded when it is first asked for."""
+        scorer = await self._start() if reference else self.sampler
+        return list(await asyncio.gather(*map(scorer.logprobs, sequences)))
+
+    async def _start(self) -> LocalSampler:
+        async with self._reference_turn:
+            if self._reference is None:
+                placement = place(self.options)
+                model = await asyncio.to_thread(
+                    load_model, self._folder, placement.device, placement.frozen_dtype
+                )
+                self._reference = await LocalSampler(
+                    model, self.tokenizer, threads=self.options.threads
+                ).__aenter__()
+        return self._reference
 
     async def export(self, folder: Path) -> Path:
         """A Hugging Face folder with the tokenizer; of LoRA alone unless checkpoint.merge_lora."""

@@ -88,6 +88,7 @@ class TrlOptions(AdapterOptions):
             custom_losses=True,
             per_token_advantages=True,
             reference_kl=True,
+            scores=True,
             tuning=frozenset({"full", "lora"}),
             resume="exact",
             scored_as_sampled=frozenset({"temperature"}),

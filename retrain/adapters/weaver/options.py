@@ -84,6 +84,7 @@ class WeaverOptions(AdapterOptions):
             custom_losses=True,
             per_token_advantages=True,
             reference_kl=False,
+            scores=True,
             tuning=frozenset({"full" if self.training_mode == "full_ft" else "lora"}),
             resume="exact",
         )

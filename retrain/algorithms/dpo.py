@@ -1,0 +1,58 @@
+"""Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7)
+
+    loss = -1/P sum over the P pairs of
+           log sigmoid( beta [ log p(w|x)/ref(w|x) - log p(l|x)/ref(l|x) ] )
+
+with w the chosen and l the rejected answer to x, log-probs summed over an answer's tokens, and ref
+the weights that the run started from: the loss of the first step is ln 2. The sign of an advantage
+tells the chosen from the rejected, its size is the pair's weight 1/P.
+
+A row is `prompt`, `chosen` and `rejected`. Where a data set scores single responses (HelpSteer2),
+`pair_by` names the score: of each prompt the best response is paired with the worst.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from retrain.algorithms.base import Algorithm, Source
+from retrain.examples import Pairs
+from retrain.prompts import PromptSource
+from retrain.types import Group
+
+
+class DPO(Algorithm):
+    """Learns from preferences; a group is the chosen answer and the rejected one."""
+
+    loss: ClassVar[str] = "dpo"
+    source: ClassVar[Source] = "pairs"
+
+    def __init__(
+        self, beta: float = 0.1, pair_by: str | None = None, max_length: int | None = None
+    ) -> None:
+        """`beta` weighs the distance to the reference; longer pairs than `max_length` tokens an
+        answer, its prompt included, are left out."""
+        if not (math.isfinite(beta) and beta > 0):
+            raise ValueError(f"beta is {beta}: expected a number above 0")
+        self.beta = beta
+        self.pair_by = pair_by
+        self.max_length = max_length
+
+    @property
+    def loss_config(self) -> Mapping[str, Any]:  # the loss's own keys
+        return {"beta": self.beta}
+
+    def rows(self, prompts: PromptSource) -> PromptSource:
+        return Pairs.of(prompts, self.pair_by)
+
+    def advantages(self, groups: Sequence[Group]) -> list[list[float]]:
+        for group in groups:
+            if len(group.trajectories) != 2:
+                raise ValueError(
+                    f"group {group.prompt.id} has {len(group.trajectories)} answers: a pair, the "
+                    "chosen and the rejected one, is expected"
+                )
+        weight = 1.0 / max(1, len(groups))
+        return [[weight, -weight] for _ in groups]

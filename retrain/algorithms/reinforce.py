@@ -1,0 +1,37 @@
+"""REINFORCE with the batch's mean reward as baseline (Williams 1992, section 2, eq. 4)
+
+    A_i = r_i - mean(r)              over all rollouts of the batch, whatever their prompts
+
+`scale: batch` divides by the batch's std (ddof 1) + 1e-8, so that the step's size doesn't depend
+on the reward's unit. One rollout a prompt is enough; a batch whose rewards are all equal has no
+signal, and its advantages are exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from retrain.algorithms.base import Algorithm
+from retrain.algorithms.functional import centred, check_finite, std
+from retrain.types import Group
+
+EPS = 1e-8
+
+
+class Reinforce(Algorithm):
+    """The policy gradient with one baseline for the whole batch."""
+
+    min_group_size: ClassVar[int] = 1
+    compares: ClassVar[Literal["group", "batch"]] = "batch"
+
+    def __init__(self, scale: Literal["batch", "none"] = "none") -> None:
+        self.scale = scale
+
+    def advantages(self, groups: Sequence[Group]) -> list[list[float]]:
+        for group in groups:
+            check_finite([t.reward for t in group.trajectories], group.prompt.id)
+        rewards = [t.reward for group in groups for t in group.trajectories]
+        divisor = std(rewards) + EPS if self.scale == "batch" else 1.0
+        credit = iter([delta / divisor for delta in centred(rewards)])
+        return [[next(credit) for _ in group.trajectories] for group in groups]

@@ -1,0 +1,36 @@
+"""Supervised fine-tuning: the model learns to say what the demonstrations say.
+
+    loss = -1/N sum_t log p(y_t | x, y_<t)        over the N assistant tokens of the batch
+
+Cross-entropy with the weight 1 on every token of an assistant's turn, the token that ends the turn
+included, and 0 elsewhere (Ouyang et al. 2022, section 3.5, step 1). A row is `prompt` and `answer`
+(or `response`, or `completion`), or `messages` whose assistant turns are all trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from retrain.algorithms.base import Algorithm, Source
+from retrain.examples import Demonstrations
+from retrain.prompts import PromptSource
+from retrain.types import Group
+
+
+class SFT(Algorithm):
+    """Imitates the data set; a group is one demonstration."""
+
+    loss: ClassVar[str] = "cross_entropy"
+    min_group_size: ClassVar[int] = 1
+    source: ClassVar[Source] = "demonstrations"
+
+    def __init__(self, max_length: int | None = None) -> None:
+        """Rows of more than `max_length` tokens are left out, never cut."""
+        self.max_length = max_length
+
+    def rows(self, prompts: PromptSource) -> PromptSource:
+        return Demonstrations.of(prompts)
+
+    def advantages(self, groups: Sequence[Group]) -> list[list[float]]:
+        return [[1.0] * len(group.trajectories) for group in groups]
