@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import tinker
 import weaver
-from service_kit import TOKENS, on_a_port
+
+from tests.service_kit import TOKENS, on_a_port
 
 KEY = "tml-a-key"
 TARGETS = TOKENS[1:]

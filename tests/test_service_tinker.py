@@ -10,12 +10,12 @@ import threading
 import httpx
 import pytest
 import zstandard
-from service_kit import CROSS_ENTROPY, TOKENS, Tinker, datum, in_process, passed
 
 from retrain.adapters.tinker import messages
 from retrain.adapters.tinker.values import Datum, ForwardBackward, Tensor
 from retrain.service.app import create_app
 from retrain.service.state import Settings
+from tests.service_kit import CROSS_ENTROPY, TOKENS, Tinker, datum, in_process, passed
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 

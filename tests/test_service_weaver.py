@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from service_kit import TOKENS, Caller, datum, in_process
+
+from tests.service_kit import TOKENS, Caller, datum, in_process
 
 LOGPROB = {"target_tokens": ([71, 72, 73, 74, 75], "int64")}
 

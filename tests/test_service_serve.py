@@ -1,0 +1,85 @@
+"""`retrain serve` as a process: where it listens, how it ends, what a kill leaves behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from retrain.service.serve import main
+from tests.service_kit import Tinker, passed
+
+COMMAND = "import sys; from retrain.service.serve import main; sys.exit(main(sys.argv[1:]))"
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "--port", "0", "--folder", str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:[0-9]+", process.stdout.readline())
+        assert found
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+async def test_a_killed_service_comes_back_with_its_checkpoints(tmp_path):
+    with serving(tmp_path) as (process, url):
+        async with httpx.AsyncClient(base_url=url) as http:
+            tinker = Tinker(http, None)
+            await tinker.start()
+            await tinker.forward_backward(1)
+            await tinker.step(2)
+            path = (await tinker.done("save_weights", 3, path="kept"))["path"]
+            expected = await tinker.logprobs(4)
+            await tinker.submit("forward_backward", 5, **passed())
+            await tinker.submit("save_weights", 6, path="torn")
+            process.kill()
+    assert process.wait() == -signal.SIGKILL
+    with serving(tmp_path) as (process, url):
+        async with httpx.AsyncClient(base_url=url) as http:
+            tinker = Tinker(http, None)
+            session = (await tinker.post("create_session", {}))["session_id"]
+            body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+            loaded = await tinker.result(await tinker.post("load_weights", body))
+            assert await tinker.logprobs(1, loaded["model_id"]) == expected
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+    assert not list(tmp_path.glob(".draft-*"))
+
+
+def test_a_taken_port_is_said_to_be_taken(capsys, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--port", str(port), "--folder", str(tmp_path)]) == 1
+    assert "Take another --port" in capsys.readouterr().err
+
+
+def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
+    monkeypatch.delenv("A_KEY", raising=False)
+    assert main(["--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "--api-key-env" in capsys.readouterr().err
+    assert main(["--host", "0.0.0.0", "--port", "0", "--api-key-env", "A_KEY"]) == 2
+    assert "A_KEY is empty" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):
+    argv = ["--port", "0", "--model", str(tmp_path / "nothing"), "--folder", str(tmp_path)]
+    assert main(argv) == 2
+    assert "is not there" in capsys.readouterr().err
