@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal
 
 Baseline = Literal["mean", "leave_one_out"]
+KLEstimator = Literal["k1", "abs", "k2", "k3"]
 FLAT = 1e-8
 
 
@@ -80,3 +81,112 @@ def group_relative(
         zip(segments, group_relative(means, baseline=baseline, scale=scale, eps=eps), strict=True)
     )
     return [credit[run] for run in run_ids]
+
+
+def kl_estimates(
+    logprobs: Sequence[float], reference: Sequence[float], estimator: KLEstimator = "k1"
+) -> list[float]:
+    """Each token's estimate of KL(p || ref) from a token that p sampled, d = log p - log ref.
+
+    `k1` is d, unbiased and of either sign; `abs` |d|; `k2` d^2 / 2; `k3` exp(-d) - 1 + d, unbiased
+    and never negative (http://joschu.net/blog/kl-approx.html). Beyond d = -50 `k3` stays finite.
+    """
+    gaps = [lp - ref for lp, ref in zip(logprobs, reference, strict=True)]
+    if estimator == "k1":
+        return gaps
+    if estimator == "abs":
+        return [abs(gap) for gap in gaps]
+    if estimator == "k2":
+        return [gap * gap / 2 for gap in gaps]
+    if estimator == "k3":
+        return [math.expm1(min(-gap, 50.0)) + gap for gap in gaps]
+    raise ValueError(f"estimator: got {estimator!r}, expected k1, abs, k2 or k3")
+
+
+def kl_penalised_rewards(
+    rewards: Sequence[float],
+    logprobs: Sequence[float],
+    reference: Sequence[float],
+    beta: float,
+    estimator: KLEstimator = "k1",
+) -> list[float]:
+    """r_t - beta KL_t, token by token (Ziegler et al. 2019, arXiv:1909.08593, eq. 2)."""
+    estimates = kl_estimates(logprobs, reference, estimator)
+    return [reward - beta * kl for reward, kl in zip(rewards, estimates, strict=True)]
+
+
+def token_rewards(reward: float, loss_mask: Sequence[int]) -> list[float]:
+    """A rollout's reward as one per token: all of it on the last trained token, (T,).
+
+    Zeros where no token is trained.
+    """
+    rewards = [0.0] * len(loss_mask)
+    for index in range(len(loss_mask) - 1, -1, -1):
+        if loss_mask[index]:
+            rewards[index] = float(reward)
+            break
+    return rewards
+
+
+def gae(
+    rewards: Sequence[float],
+    values: Sequence[float],
+    *,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    last_value: float = 0.0,
+) -> list[float]:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
+
+    A_t = sum_l (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t. `last_value` is the
+    value of the state after the last reward, 0.0 where the episode ended there. A_t + V_t are the
+    returns that a value function is fitted to.
+    """
+    if len(values) != len(rewards):
+        raise ValueError(f"{len(values)} values for {len(rewards)} rewards: one each is expected")
+    advantages = [0.0] * len(rewards)
+    following, after = 0.0, last_value
+    for t in range(len(rewards) - 1, -1, -1):
+        following = rewards[t] + gamma * after - values[t] + gamma * lam * following
+        advantages[t], after = following, values[t]
+    return advantages
+
+
+def n_step_returns(
+    rewards: Sequence[float], n: int, gamma: float, values: Sequence[float] | None = None
+) -> list[float]:
+    """G_t = sum_{j<n} gamma^j r_{t+j}, cut where the episode ends (Sutton & Barto 2018, eq. 7.1).
+
+    With `values`, gamma^n V_{t+n} is added where the episode goes on after the n steps.
+    """
+    if n < 1:
+        raise ValueError(f"n: got {n}, expected at least one step")
+    if values is not None and len(values) != len(rewards):
+        raise ValueError(f"{len(values)} values for {len(rewards)} rewards: one each is expected")
+    returns = []
+    for t in range(len(rewards)):
+        total = math.fsum(gamma**j * reward for j, reward in enumerate(rewards[t : t + n]))
+        if values is not None and t + n < len(rewards):
+            total += gamma**n * values[t + n]
+        returns.append(total)
+    return returns
+
+
+def ppo_clipped_losses(
+    logprobs: Sequence[float],
+    old_logprobs: Sequence[float],
+    advantages: Sequence[float],
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> list[float]:
+    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) of each token, r = exp(lp - old).
+
+    Schulman et al. 2017, arXiv:1707.06347, eq. 7; `epsilon_high` None is `epsilon`.
+    """
+    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    losses = []
+    for lp, old, advantage in zip(logprobs, old_logprobs, advantages, strict=True):
+        ratio = math.exp(lp - old)
+        losses.append(-min(ratio * advantage, min(max(ratio, low), high) * advantage))
+    return losses
