@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,10 +122,14 @@ async def in_process(
 
 
 @contextmanager
-def on_a_port(folder: Path, **settings: Any) -> Iterator[str]:
+def on_a_port(
+    folder: Path, wrap: Callable[[ServiceApp], Any] | None = None, **settings: Any
+) -> Iterator[str]:
     """The URL of a service on a free loopback port, in a thread of its own."""
     app = create_app(Settings(folder=folder, **settings))
-    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        wrap(app) if wrap else app, port=0, log_level="warning", timeout_graceful_shutdown=2
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

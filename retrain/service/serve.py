@@ -22,6 +22,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHUTDOWN = 10
 """Seconds that requests under way may take once the service is to end."""
 
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than clients keep theirs, so that none is
+closed just as a request goes out on it."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until interrupted; 0 then, 1 when the port can't be had, 2 on a bad setting."""
@@ -108,6 +112,7 @@ async def _serve(settings: Settings, listening: socket.socket) -> None:
             lifespan="off",
             log_level="warning",
             access_log=False,
+            timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=SHUTDOWN,
         )
         server = _Server(config)
