@@ -125,7 +125,8 @@ def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts
     attempt("model", lambda c: find_model(c.model, c.base_dir))
     for name, where in (("prompts", "prompts"), ("eval_prompts", "eval.prompts")):
         if "algorithm" in made and made.get(name) is not None:
-            attempt(name, partial(_in_form, made["algorithm"], made[name], where))
+            with _collected(problems):
+                made[name] = _in_form(made["algorithm"], made[name], where)
     if {"algorithm", "options", "environment"} <= made.keys():
         compatible = partial(check_compatible, made["algorithm"], made["options"])
         kind = getattr(made["environment"], "func", None) or type(made["environment"]())
@@ -193,7 +194,7 @@ def _construct(where: str, make: Callable[[], T]) -> T:
         ) from error
 
 
-def _in_form(algorithm: Algorithm, prompts: PromptSource, where: str, _: RunConfig) -> PromptSource:
+def _in_form(algorithm: Algorithm, prompts: PromptSource, where: str) -> PromptSource:
     try:
         return algorithm.rows(prompts)
     except PromptError as error:

@@ -54,7 +54,8 @@ class Surrogate:
     gradients: list[list[float]]
     """dL/dlogp of each target of each datum; 0.0 where the mask is 0."""
     metrics: Metrics
-    """`kl/sampler_trainer`, `ratio/mean`, `entropy`, `clip_fraction` and `tokens/trained`."""
+    """`kl/sampler_trainer`, `ratio/mean`, `entropy`, `clip_fraction` and `tokens/trained`; of dpo
+    `dpo/margin` (of the implicit rewards) and `dpo/accuracy`, over pairs."""
 
 
 def surrogate(
@@ -74,13 +75,14 @@ def surrogate(
     """
     settings = loss_settings(loss, config)
     _check_lengths(logprobs, datums)
+    told: Metrics = {}
     if loss == "dpo":
-        value, gradients = _dpo(settings["beta"], logprobs, datums)
+        value, gradients, told = _dpo(settings["beta"], logprobs, datums)
     else:
         value, gradients = _token_level(loss, settings, logprobs, datums)
     if not math.isfinite(value):
         raise NonFiniteError(f"the {loss} loss is {value}: the log-probs or advantages diverged")
-    return Surrogate(value, gradients, drift(logprobs, datums, loss, config))
+    return Surrogate(value, gradients, {**drift(logprobs, datums, loss, config), **told})
 
 
 def loss_settings(loss: str, config: Mapping[str, Any]) -> dict[str, float]:
@@ -183,21 +185,26 @@ def _token(
 
 def _dpo(
     beta: float, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
-) -> tuple[float, list[list[float]]]:
+) -> tuple[float, list[list[float]], Metrics]:
+    """Value, slopes, and the mean margin and the share of margins above 0, over pairs."""
     gains = [_gain(*row) for row in zip(logprobs, datums, strict=True)]
     weights = [max((abs(a) for a in datum.advantages), default=0.0) for datum in datums]
     total = 0.0
-    slopes = [0.0] * len(datums)
+    slopes, margins = [0.0] * len(datums), []
     for chosen, rejected in _pairs(datums):
         margin = beta * (gains[chosen] - gains[rejected])
+        margins.append(margin)
         weight = (weights[chosen] + weights[rejected]) / 2
         total += weight * _softplus(-margin)
         slopes[rejected] = weight * beta * _exp(-_softplus(margin))  # sigmoid(-margin)
         slopes[chosen] = -slopes[rejected]
-    return total, [
+    gradients = [
         [slope if kept else 0.0 for kept in datum.mask]
         for slope, datum in zip(slopes, datums, strict=True)
     ]
+    many = max(1, len(margins))
+    right = sum(margin > 0 for margin in margins)
+    return total, gradients, {"dpo/margin": math.fsum(margins) / many, "dpo/accuracy": right / many}
 
 
 def _gain(learner: Sequence[float], datum: Datum) -> float:
