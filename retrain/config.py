@@ -213,7 +213,7 @@ def parse_config(mapping: Mapping[str, Any], base_dir: str | Path | None = None)
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"expected a mapping of the config's keys, got {type(mapping).__name__}")
     folder = Path(base_dir).resolve() if base_dir is not None else Path.cwd()
-    return _checked(_plain(mapping), folder, [], {}, source="")
+    return _checked(plain(mapping), folder, [], {}, source="")
 
 
 def _checked(
@@ -272,12 +272,12 @@ def _prompts(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-def _plain(value: Any) -> Any:
-    """Mappings as dicts with text keys, sequences as lists: what YAML would have given."""
+def plain(value: Any) -> Any:
+    """A deep copy as YAML would give it: mappings as dicts with text keys, sequences as lists."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return value
 
 

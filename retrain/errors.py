@@ -3,7 +3,8 @@
     RetrainError
     ├── ConfigError (ValueError)              the run's description is wrong; exit 2
     │   ├── PluginError                       a plug-in can't be found, or its keys don't fit
-    │   └── PromptError                       a prompt file or row can't be used
+    │   ├── PromptError                       a prompt file or row can't be used
+    │   └── NotFoundError (FileNotFoundError) a path given to a trainer does not exist
     ├── RunError                              the run can't go on; exit 1
     │   ├── AdapterError                      the backend failed
     │   │   └── NonFiniteError                a loss, gradient or weight is NaN or infinite
@@ -12,6 +13,7 @@
     │   ├── NoSignalError                     nothing to learn from: all fail, or all are flat
     │   └── CheckpointError                   a checkpoint can't be written, read or continued from
     └── UserCodeError                         an environment or reward failed: one rollout's matter
+        └── RewardError                       a trainer's reward_fn failed, and fit() is to say so
 
 User code raises plain Python errors; `blame` turns one into a UserCodeError that names whose code
 it was and where, and the pipe records that as the rollout's outcome.
@@ -54,6 +56,10 @@ class PromptError(ConfigError):
     """A prompt file or one of its rows can't be used."""
 
 
+class NotFoundError(ConfigError, FileNotFoundError):
+    """A model, data set or checkpoint that can only be a path does not exist."""
+
+
 class RunError(RetrainError):
     """The run can't go on; its last checkpoint stays good."""
 
@@ -84,6 +90,10 @@ class CheckpointError(RunError):
 
 class UserCodeError(RetrainError):
     """An environment or a reward failed; the message names it, the cause is its exception."""
+
+
+class RewardError(UserCodeError):
+    """A trainer's `reward_fn` raised or returned no number; the message holds prompt and reply."""
 
 
 def blame(owner: str, error: BaseException) -> UserCodeError:

@@ -1,0 +1,36 @@
+"""Trainer objects over the pipe, as NeMo RL's page and the older retrain's describe them.
+
+    trainer = GRPOTrainer.from_pretrained("tiny", num_prompts_per_step=8)
+    result = trainer.fit(dataset="data/echo.jsonl", reward_fn=my_reward, max_steps=100)
+
+NexRL's trainers have a face of their own: retrain.trainer.nexrl. Importing this loads no torch.
+"""
+
+from retrain.observe.callbacks import Callback, TrainingResult
+from retrain.trainer.base import BaseTrainer
+from retrain.trainer.environments import EnvironmentInterface, EnvironmentReturn
+from retrain.trainer.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+from retrain.trainer.registry import (
+    create_trainer,
+    get_algorithm,
+    list_algorithms,
+    register_algorithm,
+)
+from retrain.trainer.scoring import batched
+
+__all__ = [
+    "BaseTrainer",
+    "Callback",
+    "DPOTrainer",
+    "EnvironmentInterface",
+    "EnvironmentReturn",
+    "GRPOTrainer",
+    "RLOOTrainer",
+    "SFTTrainer",
+    "TrainingResult",
+    "batched",
+    "create_trainer",
+    "get_algorithm",
+    "list_algorithms",
+    "register_algorithm",
+]

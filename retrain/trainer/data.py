@@ -1,0 +1,155 @@
+"""The `dataset` of fit(): a path, a Hub id, a list, a datasets.Dataset or a DataModule, as rows.
+
+Everything is read and checked before a model loads. The rows are kept as they came, for reward
+functions that ask for them; the prompts are made of a copy under our column names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import NotFoundError, PromptError
+from retrain.prompt_files import FORMATS, read_rows
+from retrain.prompts import ListPrompts, PromptSource, load_dataset_rows
+from retrain.trainer.columns import HELPSTEER, Wanted, mapping_of, renamed
+from retrain.trainer.settings import Data as DataOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """A data set that was read."""
+
+    prompts: PromptSource
+    rows: Sequence[Any]
+    """As the data set holds them."""
+    label: Mapping[str, Any]
+    """The config's `prompts:`; another data set has another digest."""
+    eval_prompts: PromptSource | None = None
+    pair_by: str | None = None
+    """The score of a data set that is known to hold scored responses, no pairs."""
+    close: Callable[[], None] = lambda: None
+    """To be called when training ends."""
+
+
+def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
+    """The rows of whatever `fit` was given.
+
+    Raises PromptError when there are none or a column is missing, NotFoundError for a path that
+    does not exist, TypeError for something that is no data set.
+    """
+    if isinstance(dataset, PromptSource):
+        label = {"type": "given", "source": type(dataset).__name__, "rows": len(dataset)}
+        return Data(dataset, [dataset.row(i)._asdict() for i in range(len(dataset))], label)
+    if callable(getattr(dataset, "train_dataloader", None)):
+        return _of_module(dataset, wanted, options)
+    source, rows = _rows(dataset, options)
+    return _data(source, rows, wanted, options)
+
+
+def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions) -> Data:
+    if not rows:
+        raise PromptError(f"{source} is empty: training needs at least one row")
+    columns = list(map(str, rows[0])) if isinstance(rows[0], Mapping) else []
+    mapping = mapping_of(columns, wanted, options.column_mapping, source) if columns else {}
+    prompts = ListPrompts(
+        [renamed(row, mapping) for row in rows], system=options.system, limit=options.limit
+    )
+    label = {
+        "type": "given",
+        "source": source,
+        "rows": len(prompts),
+        "digest": _digest([prompts.row(index) for index in range(len(prompts))]),
+    }
+    scored = wanted == "pairs" and set(columns) >= HELPSTEER and "chosen" not in columns
+    return Data(prompts, rows, label, pair_by="helpfulness" if scored else None)
+
+
+def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
+    """What to call the data set in messages, and its rows."""
+    if isinstance(dataset, str | Path):
+        return str(dataset), _named(str(dataset), options)
+    if isinstance(dataset, Mapping):  # datasets.DatasetDict is one
+        if options.split not in dataset:
+            splits = ", ".join(map(str, dataset))
+            raise PromptError(f"the data set has no split {options.split!r}; it has {splits}")
+        dataset = dataset[options.split]
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"dataset: got {type(dataset).__name__}, expected a path, a Hub id, a list of rows, a "
+            "datasets.Dataset or a DataModule; rows are read more than once, so write a generator "
+            "as list(...)"
+        )
+    kind = "list" if isinstance(dataset, list | tuple) else type(dataset).__name__
+    return f"the {kind} given as dataset", [dataset[index] for index in range(len(dataset))]
+
+
+def _named(name: str, options: DataOptions) -> Sequence[Any]:
+    if not name.strip():
+        raise PromptError("dataset: got an empty text, expected a path or a Hub id")
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [row for _, row in read_rows(path)]
+    if not path.is_dir() and _looks_like_a_path(name):
+        raise NotFoundError(f"dataset: there is no file or folder {path}")
+    return load_dataset_rows(name, options.name, options.split)
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return (
+        name.startswith(("/", "./", "../", "~"))
+        or name.count("/") > 1
+        or Path(name).suffix.lower() in FORMATS
+    )
+
+
+def _of_module(module: Any, wanted: Wanted, options: DataOptions) -> Data:
+    """A DataModule: its loaders are read once; the pipe's ledger is the cursor from then on."""
+    if callable(getattr(module, "setup", None)):
+        module.setup("fit")
+    name = type(module).__name__
+    data = _data(f"{name}.train_dataloader()", list(_loaded(module, "train")), wanted, options)
+    held_out = list(_loaded(module, "val"))
+    evaluated = (
+        _data(f"{name}.val_dataloader()", held_out, wanted, options).prompts if held_out else None
+    )
+    teardown = getattr(module, "teardown", None)
+    close = (lambda: teardown("fit")) if callable(teardown) else (lambda: None)
+    return Data(data.prompts, data.rows, data.label, evaluated, data.pair_by, close)
+
+
+def _loaded(module: Any, stage: str) -> Iterator[Any]:
+    make = getattr(module, f"{stage}_dataloader", None)
+    loader = make() if callable(make) else None
+    for item in loader if loader is not None else ():
+        if isinstance(item, Mapping) and _is_columnar(item):
+            yield from (
+                dict(zip(item, row, strict=True)) for row in zip(*item.values(), strict=True)
+            )
+        elif isinstance(item, list | tuple):
+            yield from item
+        else:
+            yield item
+
+
+def _is_columnar(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch is {column: [value a row]}, as torch's default collation makes it."""
+    columns = list(batch.values())
+    return bool(columns) and all(
+        hasattr(column, "__len__")
+        and not isinstance(column, str | Mapping)
+        and len(column) == len(columns[0])
+        and not (len(column) and isinstance(column[0], Mapping) and "role" in column[0])
+        for column in columns
+    )
+
+
+def _digest(rows: Sequence[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        digest.update(json.dumps(row, default=repr, sort_keys=True).encode())
+    return digest.hexdigest()

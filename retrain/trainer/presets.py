@@ -1,0 +1,421 @@
+"""GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer: arguments in, a RunConfig and Parts out.
+
+Each is a table of defaults and a signature; what they train by is the pipe, its algorithms and its
+adapters, so that whatever those can do is a key away (`backend={"type": "tinker"}`,
+`staleness={"target": 2}`, ...).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import ValidationError
+
+from retrain.config import Plugin, RewardConfig, RunConfig, parse_config, plain
+from retrain.config_errors import keys_of, problems_of
+from retrain.environment import Environment
+from retrain.errors import ConfigError
+from retrain.observe.callbacks import Callback, TrainingResult
+from retrain.rewarding import Scorer, WeightedReward
+from retrain.threads import DaemonPool
+from retrain.trainer.base import BaseTrainer, Plan, Task, check_model
+from retrain.trainer.columns import Wanted
+from retrain.trainer.data import Data, read_data
+from retrain.trainer.environments import (
+    MessageLogEnvironment,
+    Review,
+    environment_factory,
+    environment_label,
+)
+from retrain.trainer.scoring import NAME, Judge, as_calculator
+from retrain.trainer.settings import (
+    DPOSettings,
+    GRPOSettings,
+    RLOOSettings,
+    Rollouts,
+    Settings,
+    SFTSettings,
+    flat_keys,
+)
+from retrain.types import Prompt, Ticket
+
+T = TypeVar("T")
+USER_THREADS = 64
+_LATER = {"type": "given", "source": "what fit() is given"}
+
+
+class PresetTrainer(BaseTrainer):
+    """A trainer made from NeMo RL's nested config, or by `from_pretrained`.
+
+    Raises ConfigError with every problem of the config, NotFoundError for a model folder that
+    doesn't exist; loads nothing.
+    """
+
+    settings_type: ClassVar[type[Settings]]
+    wanted: ClassVar[Wanted] = "rollouts"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        if not isinstance(config, Mapping):
+            raise TypeError(
+                f"{type(self).__name__}: got {type(config).__name__}, expected the nested config; "
+                f"for a model's name use {type(self).__name__}.from_pretrained(name)"
+            )
+        kind = self.settings_type
+        try:
+            self._settings = kind.model_validate(plain(config))
+        except ValidationError as error:
+            known = {**keys_of(RunConfig), **keys_of(kind)}
+            raise ConfigError(*problems_of(error, kind, known=known)) from None
+        check_model(self._run_config())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The nested config with every default; another trainer can be made of it."""
+        return self._settings.model_dump(mode="json", exclude_none=True)
+
+    @classmethod
+    def _from_keys(cls, model: str, keys: Mapping[str, Any]) -> Self:
+        """The nested config of flat keywords. Raises TypeError for an unknown one."""
+        if not isinstance(model, str) or not model.strip():
+            raise ValueError(
+                f"{cls.__name__}.from_pretrained: got {model!r} for the model, expected `tiny`, a "
+                "folder or a Hugging Face id"
+            )
+        paths = flat_keys(cls.settings_type)
+        nested: dict[str, Any] = {"policy": {"model_name": model}}
+        for key, value in keys.items():
+            if key not in paths:
+                near = difflib.get_close_matches(key, paths, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(paths))}"
+                raise TypeError(f"{cls.__name__}.from_pretrained: unknown keyword {key!r}; {hint}")
+            if value is None or (key == "learning_rate" and value == cls._default_rate()):
+                continue  # the default leaves room for backend.learning_rate
+            *sections, last = paths[key].split(".")
+            place = nested
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = {**place.get(last, {}), **value} if key == "data" else value
+        return cls(nested)
+
+    @classmethod
+    def _default_rate(cls) -> float:
+        policy: Any = cls.settings_type.model_fields["policy"].annotation  # a subclass of Policy
+        rate: float = policy.model_fields["learning_rate"].default
+        return rate
+
+    def _run_config(self) -> RunConfig:
+        return self._with(_LATER, {})
+
+    def _with(self, prompts: Mapping[str, Any], further: Mapping[str, Any]) -> RunConfig:
+        return parse_config({**self._settings.run_mapping(), "prompts": prompts, **further})
+
+    def _plan(self, task: Task) -> Plan:
+        data = read_data(task.dataset, self.wanted, self._settings.data)
+        closing: list[Callable[[], None]] = [data.close]
+        try:
+            return self._plan_on(data, task, closing)
+        except BaseException:
+            for close in closing:
+                close()
+            raise
+
+    def _plan_on(self, data: Data, task: Task, closing: list[Callable[[], None]]) -> Plan:
+        given: dict[str, Any] = {"prompts": data.prompts}
+        further: dict[str, Any] = {}
+        review = self._scoring(task, data, given, further, closing)
+        if data.eval_prompts is not None:
+            given["eval_prompts"] = data.eval_prompts
+            label = {"type": "given", "rows": len(data.eval_prompts)}
+            further["eval"] = {**(plain(self._settings.eval) or {}), "prompts": label}
+        limits = self._settings.limits
+        steps, epochs = task.max_steps, task.max_epochs
+        if steps is None:
+            steps = limits.max_num_steps
+        if epochs is None:
+            epochs = limits.max_num_epochs
+        if steps is None and epochs is None:
+            epochs = 1
+        config = self._further(self._with(data.label, further), data)
+        return Plan(config, given, steps, epochs, close=closing, review=review)
+
+    def _scoring(
+        self,
+        task: Task,
+        data: Data,
+        given: dict[str, Any],
+        further: dict[str, Any],
+        closing: list[Callable[[], None]],
+    ) -> Review | None:
+        """Add what scores rollouts to the given parts, and its labels to the config."""
+        return None
+
+    def _further(self, config: RunConfig, data: Data) -> RunConfig:
+        """Adapt the config to the data."""
+        return config
+
+
+class RewardTrainer(PresetTrainer):
+    """Learns from rewards: of a function, or of an environment."""
+
+    def fit(
+        self,
+        dataset: Any,
+        reward_fn: Callable[..., Any] | None = None,
+        environment: Any = None,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> TrainingResult:
+        """Train on `dataset`, scored by `reward_fn(prompt, response[, row])` or `environment`.
+
+        `max_steps` and `max_epochs` count from the beginning of training, an earlier `fit` or a
+        loaded checkpoint included; whichever comes first ends it (neither: one epoch). Raises
+        RuntimeError inside a running event loop, ConfigError, TypeError or ValueError before any
+        model loads, RewardError when `reward_fn` fails.
+        """
+        scoring = self._one_of(reward_fn, environment)
+        return self._fit(Task(dataset, *scoring, max_steps, max_epochs, callbacks or ()))
+
+    async def train(
+        self,
+        dataset: Any,
+        reward_fn: Callable[..., Any] | None = None,
+        environment: Any = None,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> TrainingResult:
+        """The same inside an event loop."""
+        scoring = self._one_of(reward_fn, environment)
+        return await self._train(Task(dataset, *scoring, max_steps, max_epochs, callbacks or ()))
+
+    def _one_of(self, reward_fn: Any, environment: Any) -> tuple[Any, Any]:
+        if (reward_fn is None) == (environment is None):
+            got = "both" if reward_fn is not None else "neither"
+            raise ValueError(
+                f"{type(self).__name__}: got {got} of reward_fn and environment, expected one: "
+                "a function that scores a response, or an environment that gives the reward"
+            )
+        return reward_fn, environment
+
+    def _scoring(
+        self,
+        task: Task,
+        data: Data,
+        given: dict[str, Any],
+        further: dict[str, Any],
+        closing: list[Callable[[], None]],
+    ) -> Review | None:
+        pool = DaemonPool(USER_THREADS)
+        closing.append(pool.close)
+        if task.environment is not None:
+            return self._environment(task.environment, data, given, further, pool)
+        limits = self._settings.limits
+        assert isinstance(limits, Rollouts)
+        failed = self._reward_failed if limits.on_reward_error == "raise" else _counted
+        judge = Judge(task.reward_fn, data.rows, limits.reward_weights, failed)
+        config = self._run_config()
+        given["scorer"] = Scorer(
+            [WeightedReward(NAME, 1.0, as_calculator(judge, pool))],
+            deadline=config.deadlines.reward,
+            concurrency=config.rollout.reward_concurrency,
+        )
+        further["rewards"] = [RewardConfig(type=NAME).model_dump()]
+        return None
+
+    def _environment(
+        self,
+        environment: Any,
+        data: Data,
+        given: dict[str, Any],
+        further: dict[str, Any],
+        pool: DaemonPool,
+    ) -> Review | None:
+        make = environment_factory(environment)
+        further["environment"] = Plugin(type=environment_label(environment)).model_dump()
+        one = make()
+        if isinstance(one, Environment):
+            given["environment"] = make
+            return None
+        row_of = partial(_row_of, data.rows)
+        given["environment"] = lambda: MessageLogEnvironment(make(), row_of, pool)
+        hook = getattr(one, "global_post_process_and_metrics", None)
+        return Review(one, row_of, pool) if callable(hook) else None
+
+
+class ExampleTrainer(PresetTrainer):
+    """Learns from the data set's rows as they stand."""
+
+    scored: ClassVar[bool] = False
+
+    def fit(
+        self,
+        dataset: Any,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        callbacks: Sequence[Callback] | None = None,
+        **scoring: Any,
+    ) -> TrainingResult:
+        """Train on `dataset`; the limits count from the beginning of training.
+
+        Raises RuntimeError inside a running event loop, ConfigError or TypeError before any model
+        loads.
+        """
+        self._refuse(scoring)
+        return self._fit(Task(dataset, None, None, max_steps, max_epochs, callbacks or ()))
+
+    async def train(
+        self,
+        dataset: Any,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        callbacks: Sequence[Callback] | None = None,
+        **scoring: Any,
+    ) -> TrainingResult:
+        """The same inside an event loop."""
+        self._refuse(scoring)
+        return await self._train(Task(dataset, None, None, max_steps, max_epochs, callbacks or ()))
+
+    def _refuse(self, scoring: Mapping[str, Any]) -> None:
+        if scoring:
+            raise TypeError(
+                f"{type(self).__name__} takes no {' or '.join(scoring)}: it learns from the rows "
+                "themselves; GRPOTrainer and RLOOTrainer learn from rewards"
+            )
+
+
+class GRPOTrainer(RewardTrainer):
+    """Group relative policy optimization (arXiv:2402.03300); config sections policy and grpo."""
+
+    settings_type: ClassVar[type[Settings]] = GRPOSettings
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name_or_path: str,
+        num_prompts_per_step: int = 32,
+        num_generations_per_prompt: int = 16,
+        learning_rate: float = 1e-6,
+        max_sequence_length: int = 512,
+        tensor_parallel_size: int = 1,
+        normalize_rewards: bool = True,
+        use_leave_one_out_baseline: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """A trainer of this model; nothing loads until `fit`.
+
+        Further keywords: the config's keys (`seed`, `max_steps`, `column_mapping`, ...) and
+        sections of a retrain YAML (`backend`, `sampling`, ...).
+        """
+        return cls._from_keys(
+            model_name_or_path,
+            {
+                "num_prompts_per_step": num_prompts_per_step,
+                "num_generations_per_prompt": num_generations_per_prompt,
+                "learning_rate": learning_rate,
+                "max_sequence_length": max_sequence_length,
+                "tensor_parallel_size": tensor_parallel_size,
+                "normalize_rewards": normalize_rewards,
+                "use_leave_one_out_baseline": use_leave_one_out_baseline,
+                **kwargs,
+            },
+        )
+
+
+class RLOOTrainer(RewardTrainer):
+    """REINFORCE with the mean of the others as baseline (arXiv:2402.14740); section rloo."""
+
+    settings_type: ClassVar[type[Settings]] = RLOOSettings
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name_or_path: str,
+        num_prompts_per_step: int = 32,
+        num_generations_per_prompt: int = 16,
+        learning_rate: float = 1e-6,
+        max_sequence_length: int = 512,
+        tensor_parallel_size: int = 1,
+        **kwargs: Any,
+    ) -> Self:
+        """A trainer of this model; nothing loads until `fit`."""
+        return cls._from_keys(
+            model_name_or_path,
+            {
+                "num_prompts_per_step": num_prompts_per_step,
+                "num_generations_per_prompt": num_generations_per_prompt,
+                "learning_rate": learning_rate,
+                "max_sequence_length": max_sequence_length,
+                "tensor_parallel_size": tensor_parallel_size,
+                **kwargs,
+            },
+        )
+
+
+class SFTTrainer(ExampleTrainer):
+    """Supervised fine-tuning on demonstrations; config sections policy and sft."""
+
+    settings_type: ClassVar[type[Settings]] = SFTSettings
+    wanted: ClassVar[Wanted] = "demonstrations"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name_or_path: str,
+        batch_size: int = 32,
+        learning_rate: float = 2e-5,
+        max_sequence_length: int = 512,
+        **kwargs: Any,
+    ) -> Self:
+        """A trainer of this model; nothing loads until `fit`."""
+        return cls._from_keys(
+            model_name_or_path,
+            {
+                "batch_size": batch_size,
+                "learning_rate": learning_rate,
+                "max_sequence_length": max_sequence_length,
+                **kwargs,
+            },
+        )
+
+
+class DPOTrainer(ExampleTrainer):
+    """Direct preference optimization (arXiv:2305.18290); config sections policy and dpo."""
+
+    settings_type: ClassVar[type[Settings]] = DPOSettings
+    wanted: ClassVar[Wanted] = "pairs"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name_or_path: str,
+        batch_size: int = 32,
+        learning_rate: float = 1e-6,
+        beta: float = 0.1,
+        **kwargs: Any,
+    ) -> Self:
+        """A trainer of this model; nothing loads until `fit`. `batch_size` counts pairs."""
+        return cls._from_keys(
+            model_name_or_path,
+            {"batch_size": batch_size, "learning_rate": learning_rate, "beta": beta, **kwargs},
+        )
+
+    def _further(self, config: RunConfig, data: Data) -> RunConfig:
+        """A data set that is known to hold scored responses is paired by its usual score."""
+        if data.pair_by is None or "pair_by" in config.algorithm.arguments:
+            return config
+        algorithm = {**config.algorithm.model_dump(), "pair_by": data.pair_by}
+        section = type(config.algorithm).model_validate(algorithm)
+        return config.model_copy(update={"algorithm": section})
+
+
+def _row_of(rows: Sequence[Any], prompt: Prompt) -> Any:
+    return rows[Ticket.parse(prompt.id).row]
+
+
+def _counted(error: Exception) -> None:
+    """The pipe writes it down as its rollout's outcome; nothing more is to be done."""
