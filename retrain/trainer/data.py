@@ -1,7 +1,8 @@
 """The `dataset` of fit(): a path, a Hub id, a list, a datasets.Dataset or a DataModule, as rows.
 
-Everything is read and checked before a model loads. The rows are kept as they came, for reward
-functions that ask for them; the prompts are made of a copy under our column names.
+Everything is read and checked before a model loads. Prompts are made of the rows under our column
+names; where they are played, a prompt's metadata is the whole row as it came, for reward functions
+and environments that ask for it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 
 from retrain.errors import NotFoundError, PromptError
 from retrain.prompt_files import FORMATS, read_rows
-from retrain.prompts import ListPrompts, PromptSource, load_dataset_rows
+from retrain.prompts import ListPrompts, PromptSource, Row, load_dataset_rows
 from retrain.trainer.columns import HELPSTEER, Wanted, mapping_of, renamed
 from retrain.trainer.settings import Data as DataOptions
+from retrain.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,8 @@ class Data:
     """A data set that was read."""
 
     prompts: PromptSource
-    rows: Sequence[Any]
-    """As the data set holds them."""
+    row_of: Callable[[Prompt], Mapping[str, Any]]
+    """The row that a prompt was made of, as the data set holds it."""
     label: Mapping[str, Any]
     """The config's `prompts:`; another data set has another digest."""
     eval_prompts: PromptSource | None = None
@@ -34,6 +36,21 @@ class Data:
     """The score of a data set that is known to hold scored responses, no pairs."""
     close: Callable[[], None] = lambda: None
     """To be called when training ends."""
+
+
+class WholeRows(ListPrompts):
+    """Prompts whose metadata is the whole row; a text is the row {"prompt": text}."""
+
+    def __init__(
+        self, rows: Sequence[Any], known: list[Any], system: str | None, limit: int | None
+    ) -> None:
+        super().__init__(known, system=system, limit=limit)
+        self._whole = rows
+
+    def row(self, index: int) -> Row:
+        whole = self._whole[index]
+        metadata = whole if isinstance(whole, Mapping) else {"prompt": whole}
+        return super().row(index)._replace(metadata=metadata)
 
 
 def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
@@ -44,7 +61,7 @@ def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
     """
     if isinstance(dataset, PromptSource):
         label = {"type": "given", "source": type(dataset).__name__, "rows": len(dataset)}
-        return Data(dataset, [dataset.row(i)._asdict() for i in range(len(dataset))], label)
+        return Data(dataset, _put_together, label)
     if callable(getattr(dataset, "train_dataloader", None)):
         return _of_module(dataset, wanted, options)
     source, rows = _rows(dataset, options)
@@ -56,9 +73,11 @@ def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions
         raise PromptError(f"{source} is empty: training needs at least one row")
     columns = list(map(str, rows[0])) if isinstance(rows[0], Mapping) else []
     mapping = mapping_of(columns, wanted, options.column_mapping, source) if columns else {}
-    prompts = ListPrompts(
-        [renamed(row, mapping) for row in rows], system=options.system, limit=options.limit
-    )
+    known = [renamed(row, mapping) for row in rows]
+    if wanted == "rollouts":
+        prompts: PromptSource = WholeRows(rows, known, options.system, options.limit)
+    else:
+        prompts = ListPrompts(known, system=options.system, limit=options.limit)
     label = {
         "type": "given",
         "source": source,
@@ -66,7 +85,7 @@ def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions
         "digest": _digest([prompts.row(index) for index in range(len(prompts))]),
     }
     scored = wanted == "pairs" and set(columns) >= HELPSTEER and "chosen" not in columns
-    return Data(prompts, rows, label, pair_by="helpfulness" if scored else None)
+    return Data(prompts, _whole, label, pair_by="helpfulness" if scored else None)
 
 
 def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
@@ -119,7 +138,7 @@ def _of_module(module: Any, wanted: Wanted, options: DataOptions) -> Data:
     )
     teardown = getattr(module, "teardown", None)
     close = (lambda: teardown("fit")) if callable(teardown) else (lambda: None)
-    return Data(data.prompts, data.rows, data.label, evaluated, data.pair_by, close)
+    return Data(data.prompts, _whole, data.label, evaluated, data.pair_by, close)
 
 
 def _loaded(module: Any, stage: str) -> Iterator[Any]:
@@ -146,6 +165,15 @@ def _is_columnar(batch: Mapping[str, Any]) -> bool:
         and not (len(column) and isinstance(column[0], Mapping) and "role" in column[0])
         for column in columns
     )
+
+
+def _whole(prompt: Prompt) -> Mapping[str, Any]:
+    return prompt.metadata
+
+
+def _put_together(prompt: Prompt) -> Mapping[str, Any]:
+    """The row of a PromptSource that isn't ours."""
+    return {"prompt": prompt.text, "answer": prompt.answer, **prompt.metadata}
 
 
 def _digest(rows: Sequence[Any]) -> str:

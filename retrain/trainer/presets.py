@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import ValidationError
 
 from retrain.config import Plugin, RewardConfig, RunConfig, parse_config, plain
-from retrain.config_errors import keys_of, problems_of
+from retrain.config_errors import problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError
 from retrain.observe.callbacks import Callback, TrainingResult
@@ -40,7 +39,6 @@ from retrain.trainer.settings import (
     SFTSettings,
     flat_keys,
 )
-from retrain.types import Prompt, Ticket
 
 T = TypeVar("T")
 USER_THREADS = 64
@@ -68,8 +66,7 @@ class PresetTrainer(BaseTrainer):
         try:
             self._settings = kind.model_validate(plain(config))
         except ValidationError as error:
-            known = {**keys_of(RunConfig), **keys_of(kind)}
-            raise ConfigError(*problems_of(error, kind, known=known)) from None
+            raise ConfigError(*problems_of(error, kind)) from None
         check_model(self._run_config())
 
     @property
@@ -108,6 +105,9 @@ class PresetTrainer(BaseTrainer):
         return rate
 
     def _run_config(self) -> RunConfig:
+        held_out = plain(self._settings.eval)
+        if isinstance(held_out, dict):  # a DataModule may bring the prompts
+            return self._with(_LATER, {"eval": {"prompts": _LATER, **held_out}})
         return self._with(_LATER, {})
 
     def _with(self, prompts: Mapping[str, Any], further: Mapping[str, Any]) -> RunConfig:
@@ -217,7 +217,7 @@ class RewardTrainer(PresetTrainer):
         limits = self._settings.limits
         assert isinstance(limits, Rollouts)
         failed = self._reward_failed if limits.on_reward_error == "raise" else _counted
-        judge = Judge(task.reward_fn, data.rows, limits.reward_weights, failed)
+        judge = Judge(task.reward_fn, data.row_of, limits.reward_weights, failed)
         config = self._run_config()
         given["scorer"] = Scorer(
             [WeightedReward(NAME, 1.0, as_calculator(judge, pool))],
@@ -241,10 +241,9 @@ class RewardTrainer(PresetTrainer):
         if isinstance(one, Environment):
             given["environment"] = make
             return None
-        row_of = partial(_row_of, data.rows)
-        given["environment"] = lambda: MessageLogEnvironment(make(), row_of, pool)
+        given["environment"] = lambda: MessageLogEnvironment(make(), data.row_of, pool)
         hook = getattr(one, "global_post_process_and_metrics", None)
-        return Review(one, row_of, pool) if callable(hook) else None
+        return Review(one, data.row_of, pool) if callable(hook) else None
 
 
 class ExampleTrainer(PresetTrainer):
@@ -411,10 +410,6 @@ class DPOTrainer(ExampleTrainer):
         algorithm = {**config.algorithm.model_dump(), "pair_by": data.pair_by}
         section = type(config.algorithm).model_validate(algorithm)
         return config.model_copy(update={"algorithm": section})
-
-
-def _row_of(rows: Sequence[Any], prompt: Prompt) -> Any:
-    return rows[Ticket.parse(prompt.id).row]
 
 
 def _counted(error: Exception) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from retrain.errors import RewardError, blame
 from retrain.rewarding import FunctionReward, Reward, RewardCalculator
 from retrain.threads import DaemonPool
-from retrain.types import Ticket, Trajectory
+from retrain.types import Prompt, Trajectory
 
 F = TypeVar("F", bound=Callable[..., Any])
 NAME = "reward_fn"
@@ -65,8 +65,8 @@ class Judge:
     """Calls a reward function on trajectories and checks what it returns."""
 
     function: Callable[..., Any]
-    rows: Sequence[Any]
-    """The data set's rows as they came, by their number."""
+    row_of: Callable[[Prompt], Any]
+    """The data set's row as it came."""
     weights: Mapping[str, float] | None
     failed: Callable[[RewardError], None]
     """Told of each failure; may be called from a thread."""
@@ -75,7 +75,7 @@ class Judge:
         prompt = trajectory.prompt
         pair: list[Any] = [prompt.text, trajectory.completion]
         if takes_row(self.function):
-            pair.append(self.rows[Ticket.parse(prompt.id).row])
+            pair.append(self.row_of(prompt))
         return pair
 
     def verdict(self, returned: Any, trajectory: Trajectory) -> Reward:

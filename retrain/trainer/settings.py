@@ -133,7 +133,7 @@ class Settings(Section):
     policy: Policy
     data: Data = Data()
     # Passed on as they are: RunConfig and the plug-ins check them.
-    algorithm: Any = None
+    algorithm: dict[str, Any] | None = None
     backend: Any = None
     chat: Any = None
     checkpoint: Any = None
