@@ -1,0 +1,162 @@
+"""DPO through the one pipe: ln 2 at the start, one loss on every backend, pairs kept whole."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from backends_kit import FULL, LORA, run_of, updated
+from pipe_kit import events
+
+from retrain.algorithms.dpo import DPO
+from retrain.assembly import assemble
+from retrain.batching import make_batch
+from retrain.errors import ConfigError
+from retrain.observe.run_dir import read_metrics
+from retrain.pipeline import train
+from retrain.types import Completion, Group, Prompt, Trajectory, Turn
+
+ROWS = [
+    {"prompt": "abc=", "chosen": "cba", "rejected": "abc"},
+    {"prompt": "d=", "chosen": "dddddd", "rejected": "d"},
+    {"prompt": "ef=", "chosen": "fe", "rejected": "I don't know"},
+]
+RUN = {
+    "prompts": {"type": "list", "rows": ROWS},
+    "algorithm": {"type": "dpo", "beta": 0.5},
+    "train": {"total_train_steps": 3, "groups_per_step": 3, "order": "in_order"},
+}
+BACKENDS = [FULL["trl"], LORA["tinker"], FULL["weaver"]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def pair(number: int, *lengths: int) -> Group:
+    """Answers of these lengths to one prompt."""
+    draw = random.Random(number)
+    prompt = Prompt(f"0.{number}.0", [{"role": "user", "content": "?"}])
+    trajectories = []
+    for length in lengths:
+        ids = [draw.randrange(10, 90) for _ in range(length)]
+        completion = Completion(ids, [0.0] * length, "", "stop", -1)
+        trajectories.append(Trajectory(prompt, [Turn([1, 20 + number, 2], completion)]))
+    return Group(prompt, trajectories)
+
+
+def batch(groups):
+    credit = DPO().advantages(groups)
+    return make_batch(groups, credit, loss="dpo", loss_config={"beta": 0.5})
+
+
+def test_the_chosen_gets_a_share_of_the_batch_and_the_rejected_its_negative():
+    assert DPO().advantages([pair(0, 2, 3), pair(1, 1, 1)]) == [[0.5, -0.5], [0.5, -0.5]]
+    with pytest.raises(ValueError, match=r"group 0\.4\.0 has 1 answers: a pair"):
+        DPO().advantages([pair(4, 2)])
+
+
+def test_both_samples_of_a_pair_carry_its_number():
+    made = batch([pair(0, 2, 3), pair(1, 1, 4)])
+    assert [set(sample.streams["pair_ids"]) for sample in made.samples] == [{0}, {0}, {1}, {1}]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b["type"])
+async def test_the_first_loss_is_ln_2_and_the_margin_grows(tmp_path, backend):
+    result = await train(run_of(tmp_path, backend, **RUN))
+    first, *_, last = result.history
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["loss"] < first["loss"]
+    assert first["dpo/margin"] == pytest.approx(0.0, abs=1e-5)
+    assert last["dpo/margin"] > 0
+    assert last["dpo/accuracy"] == 1.0
+    assert "reward/mean" not in last
+
+
+@pytest.mark.parametrize("backends", [FULL, LORA], ids=["full", "lora"])
+async def test_later_steps_agree_between_backends_that_tune_the_same_weights(tmp_path, backends):
+    losses = {}
+    for name, backend in backends.items():
+        config = run_of(tmp_path / name, backend, **RUN)
+        losses[name] = [row["loss"] for row in (await train(config)).history]
+    one, other = losses.values()
+    assert one == pytest.approx(other, abs=1e-4)
+    assert one[-1] < 0.65
+
+
+async def test_a_batch_far_from_its_reference_has_one_loss_on_all_three(tmp_path):
+    """The reference is given with the batch, so that the margins aren't 0."""
+    made = batch([pair(0, 2, 5), pair(1, 4, 1), pair(2, 3, 3)])
+    draw = random.Random(0)
+    samples = [
+        replace(s, streams={**s.streams, "reference_logprobs": [draw.uniform(-7, -2)
+                                                               for _ in s.token_ids]})
+        for s in made.samples
+    ]  # fmt: skip
+    losses = []
+    for backend in BACKENDS:
+        config = run_of(tmp_path / backend["type"], backend, **RUN)
+        [told] = await updated(config, replace(made, samples=samples))
+        losses.append(told["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses[0] == pytest.approx(losses[2], abs=1e-4)
+    assert abs(losses[0] - math.log(2)) > 0.1
+
+
+async def test_pairs_stay_whole_in_micro_batches_and_add_up_to_the_batch(tmp_path):
+    groups = [pair(number, 1 + number, 7 - number) for number in range(5)]
+    told = {}
+    for rows in (None, 2, 3):  # of sorted lengths, so that the rows of a pair would come apart
+        backend = {**FULL["trl"], "micro_batch_rows": rows}
+        config = run_of(tmp_path / str(rows), backend, **RUN)
+        told[rows] = await updated(config, batch(groups), batch(groups))
+    for key in ("loss", "grad_norm", "dpo/margin", "dpo/accuracy"):
+        whole = [step[key] for step in told[None]]
+        assert [step[key] for step in told[2]] == pytest.approx(whole, abs=1e-5)
+        assert [step[key] for step in told[3]] == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b["type"])
+async def test_after_a_resume_the_reference_is_still_where_the_run_started(tmp_path, backend):
+    for name, steps in (("whole", [3]), ("parts", [2, 3])):
+        for number, total in enumerate(steps):
+            sections = {**RUN, "train": {**RUN["train"], "total_train_steps": total}}
+            config = run_of(tmp_path / name, backend, **sections)
+            await train(config, resume=number > 0)
+    whole, parts = ([row["loss"] for row in read_metrics(tmp_path / n)] for n in ("whole", "parts"))
+    assert parts == pytest.approx(whole, abs=1e-6)
+    assert parts[2] < 0.68, "against the resumed weights it would be ln 2 again"
+
+
+async def test_an_evaluation_tells_the_held_out_loss_and_accuracy(tmp_path):
+    held_out = {"prompts": {"type": "list", "rows": ROWS[:1]}, "every": 3}
+    result = await train(run_of(tmp_path, FULL["trl"], **RUN, eval=held_out))
+    [event] = events(tmp_path, "eval")
+    assert event["eval/dpo/accuracy"] == 1.0
+    assert event["eval/loss"] < math.log(2)
+    assert result.best_checkpoint_path == tmp_path / "checkpoints" / "step_3"
+
+
+def test_equal_pairs_are_told_at_the_start(tmp_path):
+    rows = [*ROWS, {"prompt": "x", "chosen": "y", "rejected": "y"}]
+    changed = {**RUN, "prompts": {"type": "list", "rows": rows}}
+    parts = assemble(run_of(tmp_path, FULL["trl"], **changed))
+    assert "prompts: 1 left out, chosen equals rejected; 3 pairs remain" in parts.warnings
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"beta": 0}, "beta is 0.0: expected a number above 0"),
+        ({"loss_config": {"beta": 0.2}}, "algorithm.loss_config.beta: it is algorithm.beta here"),
+        ({"normalisation": "token"}, "algorithm.normalisation: got 'token', but the loss dpo"),
+        ({"pair_by": "score"}, "has no answer, response or completion to score"),
+    ],
+)
+def test_what_does_not_fit_dpo_is_refused_before_a_model_loads(tmp_path, algorithm, message):
+    changed = {**RUN, "algorithm": {"type": "dpo", **algorithm}}
+    with pytest.raises(ConfigError) as caught:
+        assemble(run_of(tmp_path, FULL["trl"], **changed))
+    assert message in str(caught.value)

@@ -1,0 +1,138 @@
+"""Rows of a data set in the form that they are trained in: demonstrations and pairs."""
+
+import pytest
+
+from retrain.algorithms.dpo import DPO
+from retrain.algorithms.sft import SFT
+from retrain.errors import PromptError
+from retrain.examples import Demonstrations, Pairs
+from retrain.prompts import ListPrompts
+
+ASK = {"role": "user", "content": "2+3?"}
+SAY = {"role": "assistant", "content": "5"}
+
+
+def demonstrations(*rows, **keys) -> Demonstrations:
+    return Demonstrations.of(ListPrompts(list(rows), **keys))
+
+
+def pairs(*rows, pair_by=None, **keys) -> Pairs:
+    return Pairs.of(ListPrompts(list(rows), **keys), pair_by)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"prompt": "2+3?", "answer": "5"}, {}),
+        ({"prompt": "2+3?", "response": "5"}, {}),
+        ({"prompt": "2+3?", "completion": "5", "answer": None}, {}),
+        ({"prompt": [ASK], "completion": [SAY]}, {}),
+        ({"messages": [ASK, SAY]}, {}),
+        ({"messages": [ASK], "answer": "5"}, {}),
+        ({"problem": "2+3?", "solution": "5"}, {"prompt_column": "problem",
+                                                "answer_column": "solution"}),
+    ],
+)  # fmt: skip
+def test_the_usual_columns_make_one_and_the_same_demonstration(row, keys):
+    made = demonstrations(row, **keys).row(0)
+    assert list(made.messages) == [ASK]
+    assert [list(said) for said in made.answer] == [[SAY]]
+
+
+def test_of_a_conversation_every_assistant_turn_is_a_part_of_the_continuation():
+    system = {"role": "system", "content": "Be short."}
+    again = {"role": "user", "content": "And 2+4?"}
+    then = {"role": "assistant", "content": "6"}
+    row = {"messages": [system, ASK, SAY, again, then, {"role": "user", "content": "Thanks"}]}
+    made = demonstrations(row).row(0)
+    assert list(made.messages) == [system, ASK]
+    assert [list(said) for said in made.answer] == [[SAY, again, then]]
+
+
+def test_an_assistant_turn_in_the_prompt_is_context_where_an_answer_is_given():
+    again = {"role": "user", "content": "And 2+4?"}
+    made = demonstrations({"prompt": [ASK, SAY, again], "answer": "6"}).row(0)
+    assert list(made.messages) == [ASK, SAY, again]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("just a text", "has no assistant tokens"),
+        ({"messages": [ASK]}, "has no assistant tokens, so there is nothing to learn"),
+        ({"prompt": "2+3?", "answer": " "}, "has no assistant tokens: the answer is empty"),
+        ({"prompt": "2+3?", "answer": [ASK]}, "has no assistant tokens: the answer holds no"),
+        ({"prompt": "2+3?", "answer": 5}, "the answer is 5: a text or a list of messages"),
+        ({"messages": [SAY]}, "its first message is the assistant's"),
+        ({"messages": [ASK, SAY, SAY]}, "two assistant messages in a row"),
+        ({"prompt": "2+3?", "answer": [{"role": "assistant"}]}, "NoneType for its content"),
+    ],
+)
+def test_a_row_without_anything_to_imitate_is_an_error_that_names_it(row, message):
+    with pytest.raises(PromptError, match=r"the data set, row 1 \(from 0\): ") as caught:
+        demonstrations({"prompt": "a", "answer": "b"}, row)
+    assert message in str(caught.value)
+
+
+def test_a_pair_is_the_prompt_and_two_answers_that_may_repeat_it():
+    row = {"prompt": "2+3?", "chosen": [ASK, SAY], "rejected": "6"}
+    made = pairs(row).row(0)
+    assert list(made.messages) == [ASK]
+    assert [list(said) for said in made.answer] == [[SAY], [{"role": "assistant", "content": "6"}]]
+
+
+def test_pairs_of_equal_answers_are_dropped_and_counted():
+    made = pairs(
+        {"prompt": "a", "chosen": "x", "rejected": "y"},
+        {"prompt": "b", "chosen": "x", "rejected": "x"},
+    )
+    assert len(made) == 1
+    assert made.dropped == {"chosen equals rejected": 1}
+    with pytest.raises(PromptError, match="none of the 1 rows makes a pair: 1 x chosen equals"):
+        pairs({"prompt": "b", "chosen": "x", "rejected": "x"})
+
+
+SCORED = [
+    {"prompt": "a", "response": "good", "helpfulness": 4, "verbosity": 1},
+    {"prompt": "a", "response": "bad", "helpfulness": 1, "verbosity": 2},
+    {"prompt": "b", "response": "this", "helpfulness": 2, "verbosity": 0},
+    {"prompt": "b", "response": "that", "helpfulness": 2, "verbosity": 3},
+    {"prompt": "c", "response": "alone", "helpfulness": 3, "verbosity": 3},
+    {"prompt": "d", "response": "middle", "helpfulness": 2, "verbosity": 1},
+    {"prompt": "d", "response": "worst", "helpfulness": 0, "verbosity": 1},
+    {"prompt": "d", "response": "best", "helpfulness": 3, "verbosity": 1},
+]
+"""As HelpSteer2's rows are: single responses with integer scores, some to one prompt."""
+
+
+def test_scored_responses_are_paired_best_with_worst_of_each_prompt():
+    made = pairs(*SCORED, pair_by="helpfulness")
+    said = [[answer[0]["content"] for answer in made.row(i).answer] for i in range(len(made))]
+    assert said == [["good", "bad"], ["best", "worst"]]
+    assert made.dropped == {"equal helpfulness": 1, "one response to the prompt": 1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "pair_by", "message"),
+    [
+        ([{"prompt": "a", "chosen": "x"}], None,
+         "has no rejected; its further columns are chosen; a preference row is prompt, chosen"),
+        (SCORED, None, "has no chosen and no rejected; its further columns are response, help"),
+        (SCORED, None, "one scored response: set algorithm.pair_by to one of helpfulness, verb"),
+        (SCORED, "quality", "has None for 'quality' (algorithm.pair_by), expected a number"),
+        ([{"prompt": "a", "score": 1}], "score", "has no answer, response or completion to score"),
+    ],
+)  # fmt: skip
+def test_rows_that_make_no_pair_are_refused_with_the_columns_found(rows, pair_by, message):
+    with pytest.raises(PromptError, match=r"row 0 \(from 0\)") as caught:
+        pairs(*rows, pair_by=pair_by)
+    assert message in str(caught.value)
+
+
+def test_rows_that_are_in_form_already_stay_as_they_are():
+    for algorithm, row in (
+        (SFT(), {"prompt": "a", "answer": "b"}),
+        (DPO(), {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ):
+        formed = algorithm.rows(ListPrompts([row]))
+        assert algorithm.rows(formed) is formed

@@ -1,0 +1,82 @@
+"""The KL penalty as credit: hand-worked values, and one meaning on every backend."""
+
+import math
+
+import pytest
+import torch
+from backends_kit import FULL, LORA, run_of
+
+from retrain.assembly import assemble
+from retrain.batching import penalised
+from retrain.errors import ConfigError
+from retrain.observe.run_dir import read_metrics
+from retrain.pipeline import train
+from retrain.types import Sample
+
+RUN = {
+    "prompts": {"type": "list", "rows": [{"prompt": f"{k}=", "answer": k * 4} for k in "abcdefgh"]},
+    "rewards": [{"type": "slot_match"}],
+    "algorithm": {"type": "grpo", "group_size": 4, "kl_penalty": 0.1, "loss": "ppo"},
+    "sampling": {"max_tokens": 4},
+    "train": {"total_train_steps": 3, "groups_per_step": 8, "order": "in_order"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def test_a_token_pays_for_what_it_is_likelier_than_under_the_reference():
+    sample = Sample([7, 8, 9], [0, 1, 1], [0.0, -1.0, -2.0], [0.0, 0.5, 0.5], [-1, 0, 0])
+    [charged], kl = penalised([sample], [[0.0, -1.5, -1.0]], 0.1)
+    assert charged.advantages == pytest.approx([0.0, 0.5 - 0.1 * 0.5, 0.5 + 0.1 * 1.0])
+    k3 = [math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0]
+    assert kl == pytest.approx(sum(k3) / 2)
+
+
+def test_at_the_reference_nothing_is_paid():
+    sample = Sample([7, 8], [0, 1], [0.0, -1.0], [0.0, 0.5], [-1, 0])
+    assert penalised([sample], [[0.0, -1.0]], 5.0) == ([sample], 0.0)
+
+
+@pytest.mark.parametrize("backends", [FULL, LORA], ids=["full", "lora"])
+async def test_backends_that_tune_the_same_weights_charge_the_same(tmp_path, backends):
+    told = {}
+    for name, backend in backends.items():
+        config = run_of(tmp_path / name, backend, **RUN)
+        told[name] = [(r["kl/reference"], r["loss"]) for r in (await train(config)).history]
+    one, other = told.values()
+    assert one[0] == pytest.approx((0.0, other[0][1]), abs=1e-4)
+    assert one[1][0] > 1e-4
+    assert one[1] == pytest.approx(other[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("backend", [FULL["trl"], LORA["tinker"]], ids=lambda b: b["type"])
+async def test_after_a_resume_the_reference_is_still_where_the_run_started(tmp_path, backend):
+    for name, steps in (("whole", [3]), ("parts", [2, 3])):
+        for number, total in enumerate(steps):
+            sections = {**RUN, "train": {**RUN["train"], "total_train_steps": total}}
+            await train(run_of(tmp_path / name, backend, **sections), resume=number > 0)
+    whole, parts = (
+        [row["kl/reference"] for row in read_metrics(tmp_path / n)] for n in ("whole", "parts")
+    )
+    assert parts == pytest.approx(whole, abs=1e-6)
+    assert parts[2] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": {"temperature": 0.7}}, "set sampling.temperature to 1, top_p to 1"),
+        ({"algorithm": {"type": "grpo", "kl_penalty": 0.1, "loss_config": {"beta": 0.1}}},
+         "algorithm.loss_config.beta is a KL to the same reference: keep one of them"),
+        ({"backend": {"type": "benchmarks/mock_engine.py:MockOptions"}},
+         "backend has no reference log-probs"),
+        ({"algorithm": {"type": "grpo", "kl_penalty": -0.1}}, "algorithm.kl_penalty"),
+    ],
+)  # fmt: skip
+def test_a_penalty_that_would_mean_something_else_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError) as caught:
+        assemble(run_of(tmp_path, **{"backend": FULL["trl"], **RUN, **changes}))
+    assert message in str(caught.value)

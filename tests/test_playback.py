@@ -1,0 +1,117 @@
+"""Given replies as turns: the very ids that the model would have had to sample."""
+
+from functools import cache
+
+import chat_kit
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.batching import segments
+from retrain.chat import Chat
+from retrain.playback import GIVEN, Playback
+from retrain.types import Prompt
+
+TEMPLATES = {
+    "character": chat_kit.character,
+    "chatml": chat_kit.byte_level,
+    "trimming": lambda: chat_kit.byte_level(chat_kit.TRIMMING),
+    "thinking": lambda: chat_kit.byte_level(chat_kit.THINKING),
+    "tools": lambda: chat_kit.byte_level(chat_kit.TOOLS),
+}
+
+
+@cache
+def chat_of(name: str) -> Chat:
+    return Chat(TEMPLATES[name]())
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def row(opening, *continuations):
+    return Prompt("0.3.0", opening, continuations)
+
+
+async def played(chat, prompt, max_length=1000):
+    return (await Playback(chat, max_length).play(prompt)).trajectories
+
+
+words = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(asked=words, replies=st.lists(words, min_size=1, max_size=3))
+async def test_the_trained_tokens_are_the_assistants_and_their_ends_in_the_templates_text(
+    name, asked, replies
+):
+    chat = chat_of(name)
+    continuation = [said(replies[0])]
+    for reply in replies[1:]:
+        continuation += [user("more"), said(reply)]
+    [trajectory] = await played(chat, row([user(asked)], continuation))
+    assert trajectory.outcome == "ok"
+    [sample] = segments(trajectory, 1.0, "r")
+    whole = chat.template.render([user(asked), *continuation], generation=False)
+    text = chat.tokens._tokenizer.decode(sample.token_ids)
+    assert whole.startswith(text)
+    assert not whole[len(text) :].strip(), "what follows the last turn's end is white space"
+    trained = [t for t, kept in zip(sample.token_ids, sample.loss_mask, strict=True) if kept]
+    end = chat.tokens._tokenizer.decode([chat.stop_token_ids[0]])
+    assert chat.tokens._tokenizer.decode(trained) == "".join(reply + end for reply in replies)
+    assert set(sample.versions) == {GIVEN}
+    assert [turn.completion.text for turn in trajectory.turns] == replies
+
+
+async def test_without_a_template_the_reply_ends_with_eos():
+    tokenizer = chat_kit.byte_level(None, eos="<|endoftext|>")
+    chat = Chat(tokenizer, template="none")
+    [trajectory] = await played(chat, row([user("1, 2, ")], [said("3")]))
+    [sample] = segments(trajectory, 1.0, "r")
+    assert tokenizer.decode(sample.token_ids) == "1, 2, 3<|endoftext|>"
+    assert sample.loss_mask[-1] == 1
+
+
+async def test_a_template_that_drops_reasoning_makes_a_sample_of_each_turn():
+    chat = chat_of("thinking")
+    first = said("<think>\nhm\n</think>\n\n5")
+    [trajectory] = await played(chat, row([user("2+3?")], [first, user("sure?"), said("yes")]))
+    before, after = segments(trajectory, 1.0, "r")
+    decode = chat.tokens._tokenizer.decode
+    assert "<think>\nhm" in decode(before.token_ids)
+    assert "hm" not in decode(after.token_ids), "what the model will have seen by then"
+
+
+async def test_a_pair_that_the_template_would_cut_in_pieces_is_refused_whole():
+    first = said("<think>\nhm\n</think>\n\n5")
+    prompt = row([user("2+3?")], [first, user("sure?"), said("yes")], [said("6")])
+    trajectories = await played(chat_of("thinking"), prompt)
+    assert [t.outcome for t in trajectories] == ["invalid", "invalid"]
+    assert "rewrites its earlier turns" in trajectories[1].info["error"]
+
+
+async def test_a_row_that_is_too_long_fails_whole_and_says_so():
+    chat = chat_of("character")
+    short, long = await played(chat, row([user("a")], [said("b")], [said("b" * 50)]), 20)
+    assert short.outcome == long.outcome == "invalid"
+    assert short.info["error"] == (
+        "row 3 (from 0): it has 55 tokens, more than the 20 that the model or "
+        "algorithm.max_length admits: shorten it (rows are never cut)"
+    )
+
+
+async def test_an_opening_that_the_template_refuses_fails_its_own_row():
+    strict = chat_kit.byte_level(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    opening = [{"role": "system", "content": "x"}, user("a")]
+    [trajectory] = await played(Chat(strict), row(opening, [said("b")]))
+    assert trajectory.outcome == "invalid"
+    assert "no system" in trajectory.info["error"]
