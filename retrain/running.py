@@ -277,6 +277,7 @@ class Run:
             "best_reward": _finite(self.best_reward),
             "failed_in_a_row": self.intake.failed_in_a_row,
             "data_since": self.data_since,
+            "callbacks": self.callbacks.state(),
         }
         config = self.config.model_dump(mode="json")
         return lambda data: Checkpoint(step, version, ledger, groups, data, counters, config)
@@ -317,6 +318,7 @@ class Run:
             limit="checkpoint",
         )
         self.step, self.version = saved.step, saved.version
+        self.callbacks.restore(saved.counters.get("callbacks", []))
 
     def _take_up(self, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:
         """Go on in the data where `saved` was, with its finished `groups`."""

@@ -774,6 +774,32 @@ def test_load_checkpoint_refuses_what_is_missing_torn_or_of_another_training(tmp
     assert other.fit(ROWS, variety, max_steps=2).total_steps == 2
 
 
+def test_a_callback_s_state_is_kept_with_the_checkpoint():
+    class Counter(Callback):
+        seen = 0
+
+        def on_step_end(self, trainer, step, metrics):
+            self.seen += 1
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state):
+            self.seen = state["seen"]
+
+    trainer, second = grpo(), Counter()
+    trainer.fit(ROWS, variety, max_steps=2, callbacks=[Counter()])
+    trainer.fit(ROWS, variety, max_steps=3, callbacks=[second])
+    assert second.seen == 3
+
+
+def test_another_algorithm_begins_from_the_exported_model():
+    few = {"backend": "trl", "chat": "auto"}
+    taught = SFTTrainer.from_pretrained("tiny", batch_size=2).fit(ROWS, max_steps=1)
+    trainer = GRPOTrainer.from_pretrained(taught.run_dir / "final", **{**SMALL, **few})
+    assert trainer.fit(ROWS, variety, max_steps=1).total_steps == 1
+
+
 # --- by name
 
 

@@ -117,6 +117,13 @@ class Callback:
     def on_train_end(self, trainer: Run, result: TrainingResult) -> Any:
         """Once, however the run ends, before the run directory is closed."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to keep of this callback, as JSON values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before `on_train_begin`, when a run goes on: what `state_dict` returned."""
+
 
 class Callbacks:
     """Calls a list of callbacks in order.
@@ -160,6 +167,16 @@ class Callbacks:
                 first = first or error
         if first is not None:
             raise first
+
+    def state(self) -> list[dict[str, Any]]:
+        """What each callback wants kept, with its class's name."""
+        return [{"of": type(c).__name__, "state": c.state_dict()} for c in self._callbacks]
+
+    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give each callback what the one of its class at its place left."""
+        for callback, entry in zip(self._callbacks, saved, strict=False):
+            if entry["of"] == type(callback).__name__ and entry["state"]:
+                callback.load_state_dict(dict(entry["state"]))
 
     async def _call(self, hook: str, *arguments: object) -> None:
         for callback in self._callbacks:

@@ -102,6 +102,12 @@ class Hooks(Callback):
                 await asyncio.to_thread(copy, self.newest[1], target)
         await self._callbacks.on_train_end(self._seen, self._trainer._finished(result))
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"callbacks": self._callbacks.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._callbacks.restore(state["callbacks"])
+
     async def _save(self) -> None:
         """Checkpoint this step, spare it from pruning, and copy it to where it was asked for."""
         assert self.run is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import ValidationError
@@ -75,8 +76,9 @@ class PresetTrainer(BaseTrainer):
         return self._settings.model_dump(mode="json", exclude_none=True)
 
     @classmethod
-    def _from_keys(cls, model: str, keys: Mapping[str, Any]) -> Self:
+    def _from_keys(cls, model: str | Path, keys: Mapping[str, Any]) -> Self:
         """The nested config of flat keywords. Raises TypeError for an unknown one."""
+        model = str(model) if isinstance(model, Path) else model
         if not isinstance(model, str) or not model.strip():
             raise ValueError(
                 f"{cls.__name__}.from_pretrained: got {model!r} for the model, expected `tiny`, a "
@@ -295,7 +297,7 @@ class GRPOTrainer(RewardTrainer):
     @classmethod
     def from_pretrained(
         cls,
-        model_name_or_path: str,
+        model_name_or_path: str | Path,
         num_prompts_per_step: int = 32,
         num_generations_per_prompt: int = 16,
         learning_rate: float = 1e-6,
@@ -333,7 +335,7 @@ class RLOOTrainer(RewardTrainer):
     @classmethod
     def from_pretrained(
         cls,
-        model_name_or_path: str,
+        model_name_or_path: str | Path,
         num_prompts_per_step: int = 32,
         num_generations_per_prompt: int = 16,
         learning_rate: float = 1e-6,
@@ -364,7 +366,7 @@ class SFTTrainer(ExampleTrainer):
     @classmethod
     def from_pretrained(
         cls,
-        model_name_or_path: str,
+        model_name_or_path: str | Path,
         batch_size: int = 32,
         learning_rate: float = 2e-5,
         max_sequence_length: int = 512,
@@ -391,7 +393,7 @@ class DPOTrainer(ExampleTrainer):
     @classmethod
     def from_pretrained(
         cls,
-        model_name_or_path: str,
+        model_name_or_path: str | Path,
         batch_size: int = 32,
         learning_rate: float = 1e-6,
         beta: float = 0.1,
