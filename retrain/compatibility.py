@@ -197,7 +197,12 @@ def _examples(
 
 def _rewards(loss: str, config: RunConfig, environment: type[Environment]) -> Iterator[str]:
     silent = environment.step is Environment.step
-    if not config.rewards and silent and loss not in UNSCORED:
+    if loss == "dpo":
+        yield (
+            f"algorithm.loss: dpo compares given answers, and {config.algorithm.type} trains on "
+            "rollouts: set algorithm.type to dpo"
+        )
+    elif not config.rewards and silent and loss not in UNSCORED:
         yield (
             "rewards: missing, and the environment "
             f"{config.environment.type} gives none in its step: nothing would be learnt; add e.g. "

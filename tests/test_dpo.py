@@ -63,7 +63,11 @@ def test_both_samples_of_a_pair_carry_its_number():
     assert [set(sample.streams["pair_ids"]) for sample in made.samples] == [{0}, {0}, {1}, {1}]
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b["type"])
+@pytest.mark.parametrize(
+    "backend",
+    [*BACKENDS, {**FULL["trl"], "lora": {"r": 4}}],
+    ids=["trl", "tinker", "weaver", "trl-lora"],
+)
 async def test_the_first_loss_is_ln_2_and_the_margin_grows(tmp_path, backend):
     result = await train(run_of(tmp_path, backend, **RUN))
     first, *_, last = result.history

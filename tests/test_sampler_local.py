@@ -735,3 +735,16 @@ def check_step(cache: RowCache, rows: list[list[float]], new: list[float]) -> No
     for row, number, held, seen in zip(rows, new, keys[:, 0, :, 0], mask, strict=True):
         row.append(number)
         assert held[seen].tolist() == row
+
+
+async def test_log_probs_of_many_sequences_are_those_of_each_alone(monkeypatch):
+    draw = random.Random(0)
+    sequences = [[draw.randrange(10, 90) for _ in range(n)] for n in (5, 1, 17, 9, 17, 2)]
+    monkeypatch.setattr("retrain.engine.sampler.SCORED_TOKENS", 40)
+    async with LocalSampler(load_model(tiny_folder()), tiny_tokenizer()) as sampler:
+        together = await sampler.logprobs_of(sequences)
+        for token_ids, scores in zip(sequences, together, strict=True):
+            assert scores == pytest.approx(await sampler.logprobs(token_ids), abs=1e-5)
+        assert together[1] == [0.0]
+        assert await sampler.logprobs_of([[7], [8]]) == [[0.0], [0.0]]
+        assert await sampler.logprobs_of([]) == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +24,8 @@ from retrain.engine.worker import Call, Worker
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion
 
+SCORED_TOKENS = 2048
+"""Tokens of given sequences that one pass scores, padding included."""
 SCORED_POSITIONS = 1024
 """Positions whose log-probs are computed at a time, so that few vocabularies are in memory."""
 
@@ -98,13 +100,26 @@ class LocalSampler:
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """The log-prob of each token given those before it, at temperature 1; the first is 0.0."""
-        self._check_ids(token_ids)
-        if self.context_length is not None and len(token_ids) > self.context_length:
-            raise ValueError(
-                f"{len(token_ids)} tokens are more than the context of {self.context_length}"
-            )
-        scores: list[float] = await self._call(lambda: self._score(token_ids))
+        [scores] = await self.logprobs_of([token_ids])
         return scores
+
+    async def logprobs_of(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """`logprobs` of each sequence, those of like length in one pass.
+
+        Raises ValueError for a sequence that is empty, too long, or no text of this model.
+        """
+        for token_ids in sequences:
+            self._check_ids(token_ids)
+            if self.context_length is not None and len(token_ids) > self.context_length:
+                raise ValueError(
+                    f"{len(token_ids)} tokens are more than the context of {self.context_length}"
+                )
+        scores: dict[int, list[float]] = {}
+        for rows in _of_like_length(sequences):
+            together = [sequences[row] for row in rows]
+            found = await self._call(lambda together=together: self._score(together))  # type: ignore[misc]  # mypy can't infer a lambda with a default
+            scores.update(zip(rows, found, strict=True))
+        return [scores[row] for row in range(len(sequences))]
 
     async def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Serve `weights` (a `snapshot`) as `version` to every request made after this returns.
@@ -147,16 +162,23 @@ class LocalSampler:
         items, self._outbox = self._outbox, []
         self._worker.submit(items)
 
-    def _score(self, token_ids: Sequence[int]) -> list[float]:
+    def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Padded on the right, where a causal model doesn't look."""
         model = self._worker.current.model
-        ids = torch.tensor([token_ids], device=model.device)
-        logits = model(ids, use_cache=False).logits[0, :-1]
-        scores = [0.0]
-        for first in range(0, len(token_ids) - 1, SCORED_POSITIONS):
+        width = max(map(len, sequences))
+        padded = [[*row, *([0] * (width - len(row)))] for row in sequences]
+        ids = torch.tensor(padded, device=model.device)
+        logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        after = ids[:, 1:].flatten()[:, None]
+        scores: list[float] = []
+        for first in range(0, len(after), SCORED_POSITIONS):
             part = logits[first : first + SCORED_POSITIONS].float().log_softmax(-1)
-            after = ids[0, first + 1 : first + 1 + len(part)]
-            scores += part.gather(1, after[:, None]).squeeze(1).tolist()
-        return scores
+            scores += part.gather(1, after[first : first + len(part)]).squeeze(1).tolist()
+        starts = range(0, len(sequences) * (width - 1), max(1, width - 1))
+        return [
+            [0.0, *scores[start : start + len(row) - 1]]
+            for row, start in zip(sequences, starts or [0] * len(sequences), strict=True)
+        ]
 
     def _room(self, prompt_ids: Sequence[int]) -> int | None:
         """How many tokens may follow the prompt; None when the model sets no limit."""
@@ -180,6 +202,21 @@ class LocalSampler:
                 f"token id {wrong} is not in the model's vocabulary of {self.vocabulary}: "
                 "encode with the model's own tokenizer"
             )
+
+
+def _of_like_length(sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """The sequences' numbers in parts of at most `SCORED_TOKENS` padded tokens; a longer one alone.
+
+    Longest first, so that the first of a part is its width.
+    """
+    part: list[int] = []
+    for number in sorted(range(len(sequences)), key=lambda n: -len(sequences[n])):
+        if part and (len(part) + 1) * len(sequences[part[0]]) > SCORED_TOKENS:
+            yield part
+            part = []
+        part.append(number)
+    if part:
+        yield part
 
 
 def _cancel(requests: Sequence[Request]) -> None:

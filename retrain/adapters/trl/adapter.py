@@ -127,7 +127,7 @@ class TrlAdapter(Adapter):
     ) -> list[list[float]]:
         """The reference is the model as it is in its folder, loaded when it is first asked for."""
         scorer = await self._start() if reference else self.sampler
-        return list(await asyncio.gather(*map(scorer.logprobs, sequences)))
+        return await scorer.logprobs_of(sequences)
 
     async def _start(self) -> LocalSampler:
         async with self._reference_turn:
