@@ -793,6 +793,18 @@ def test_a_callback_s_state_is_kept_with_the_checkpoint():
     assert second.seen == 3
 
 
+@pytest.mark.parametrize("service", ["tinker", "weaver"])
+def test_a_local_service_s_checkpoint_is_where_other_runs_begin(service, tmp_path):
+    keys = {**SMALL, "backend": {"type": service, "url": "local"}, "chat": "auto"}
+    first = GRPOTrainer.from_pretrained("tiny", **keys, algorithm={"loss": "ppo"})
+    first.fit(ROWS, variety, max_steps=1)
+    first.save_checkpoint(tmp_path / "saved")
+    assert first.fit(ROWS, variety, max_steps=2).total_steps == 2
+    second = GRPOTrainer.from_pretrained("tiny", **keys, algorithm={"loss": "ppo"})
+    second.load_checkpoint(tmp_path / "saved")
+    assert [row["step"] for row in second.fit(ROWS, variety, max_steps=2).history] == [2]
+
+
 def test_another_algorithm_begins_from_the_exported_model():
     few = {"backend": "trl", "chat": "auto"}
     taught = SFTTrainer.from_pretrained("tiny", batch_size=2).fit(ROWS, max_steps=1)

@@ -1,11 +1,15 @@
 """`url: local`: the training service inside this process, behind an ASGI transport.
 
 It serves the run's own model and keeps its checkpoints in the run's directory, so that a resumed
-run finds them. Its torch is loaded when it starts, and for `url: local` alone.
+run finds them; `keep` puts one into the run's own checkpoint too, so that another run can begin
+from it. Its torch is loaded when it starts, and for `url: local` alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,7 +40,34 @@ async def in_process(config: RunConfig) -> AsyncIterator[httpx.AsyncBaseTranspor
     from retrain.service.app import create_app
     from retrain.service.state import Settings
 
-    run_dir = config.run_dir or Path("runs") / (config.name or "run")
-    settings = Settings(model=local_model(config), folder=run_dir / "service")
+    settings = Settings(model=local_model(config), folder=_folder(config))
     async with create_app(settings) as app:
         yield httpx.ASGITransport(app, raise_app_exceptions=False)
+
+
+async def keep(config: RunConfig, path: str, folder: Path) -> None:
+    """Put the service's checkpoint `path` into `folder`, as links where the disk has them."""
+    name = path.rpartition("/")[2]  # unique: it has a random part
+    await asyncio.to_thread(_copy, _folder(config), f"*/*/{name}", folder)
+
+
+async def bring(config: RunConfig, folder: Path) -> None:
+    """Give the service what `keep` put into `folder`, unless it has it."""
+    await asyncio.to_thread(_copy, folder, "*/*/*", _folder(config))
+
+
+def _folder(config: RunConfig) -> Path:
+    return (config.run_dir or Path("runs") / (config.name or "run")) / "service"
+
+
+def _copy(source: Path, pattern: str, target: Path) -> None:
+    """The store replaces files and never changes one, so a link is as good as a copy."""
+    for file in source.glob(f"{pattern}/*"):
+        place = target / file.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.exists():
+            continue
+        try:
+            os.link(file, place)
+        except OSError:  # another disk, or one without links
+            shutil.copy2(file, place)

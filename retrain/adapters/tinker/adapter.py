@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.datums import Datum, shift
-from retrain.adapters.local import in_process, local_model
+from retrain.adapters.local import bring, in_process, keep, local_model
 from retrain.adapters.published import PublishedSampler, logprobs_of
 from retrain.adapters.remote import RemoteError
 from retrain.adapters.remote_losses import valued
@@ -128,10 +128,12 @@ class TinkerAdapter(Adapter):
         return self._version
 
     async def save(self, folder: Path) -> AdapterState:
-        """A checkpoint on the service; `folder` stays empty."""
+        """A checkpoint on the service; `folder` stays empty unless that is the local one."""
         name = f"step_{self._step:06d}_{uuid.uuid4().hex[:8]}"
         saving = await self._model.save_weights(name, ttl_seconds=self.options.checkpoint_ttl)
         path = await saving.result(self.config.deadlines.checkpoint)
+        if self.options.url == "local":
+            await keep(self.config, path, folder)
         data = {"path": path, "step": self._step, "version": self._version}
         return AdapterState(folder, data)
 
@@ -141,6 +143,8 @@ class TinkerAdapter(Adapter):
         Services load only into a fresh model, so the one before is given up.
         """
         path = str(state.data["path"])
+        if self.options.url == "local":
+            await bring(self.config, state.folder)
         try:
             model = await self._client.load_model(path, timeout=self.config.deadlines.checkpoint)
         except RemoteError as error:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.datums import Datum, shift
-from retrain.adapters.local import in_process, local_model
+from retrain.adapters.local import bring, in_process, keep, local_model
 from retrain.adapters.published import PublishedSampler, logprobs_of
 from retrain.adapters.remote import RemoteError
 from retrain.adapters.remote_losses import valued
@@ -113,9 +113,11 @@ class WeaverAdapter(Adapter):
         return self._version
 
     async def save(self, folder: Path) -> AdapterState:
-        """A checkpoint on the service; `folder` stays empty."""
+        """A checkpoint on the service; `folder` stays empty unless that is the local one."""
         name = f"step_{self._step:06d}_{uuid.uuid4().hex[:8]}"
         saved = await self._model.save_state(name, optimizer=True)
+        if self.options.url == "local":
+            await keep(self.config, saved.path, folder)
         return AdapterState(
             folder,
             {
@@ -129,6 +131,8 @@ class WeaverAdapter(Adapter):
     async def load(self, state: AdapterState) -> None:
         """Continue from `state`; raises CheckpointError when the service has it no more."""
         path = str(state.data["path"])
+        if self.options.url == "local":
+            await bring(self.config, state.folder)
         try:
             await self._model.load_state(path, optimizer=True)
         except RemoteError as error:
