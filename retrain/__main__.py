@@ -1,4 +1,4 @@
-"""`retrain run | check | report | schema`: one command line for everything.
+"""`retrain run | check | report | serve | schema`: one command line for everything.
 
 What a command needs loads when it is called, so that `--help` is quick.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from retrain import __version__
+from retrain.errors import ConfigError
 from retrain.run import FAILED, USAGE, drive, exit_code, leave
 from retrain.run import main as run_command
 
@@ -21,6 +22,7 @@ COMMANDS = {
     "run": "train as a YAML file says",
     "check": "try an environment, or all parts of a config, before a run",
     "report": "write RUN_DIR/report.html",
+    "serve": "serve a model of this machine by the Tinker and the Weaver protocol",
     "schema": "print the config's JSON schema, for editors",
 }
 
@@ -44,7 +46,8 @@ def command(argv: Sequence[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
         print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
         return USAGE
-    return {"run": run_command, "check": _check, "report": _report, "schema": _schema}[name](rest)
+    called = {"run": run_command, "check": _check, "report": _report, "serve": _serve}
+    return {**called, "schema": _schema}[name](rest)
 
 
 def _check(argv: Sequence[str]) -> int:
@@ -82,6 +85,19 @@ def _report(argv: Sequence[str]) -> int:
         return 0
 
     return exit_code(report)
+
+
+def _serve(argv: Sequence[str]) -> int:
+    def serve() -> int:
+        try:
+            from retrain.service.serve import main as serve_command
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"serve needs {error.name}, which is not installed: pip install 'retrain[service]'"
+            ) from error
+        return serve_command(list(argv))
+
+    return exit_code(serve)
 
 
 def _schema(argv: Sequence[str]) -> int:

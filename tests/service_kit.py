@@ -1,7 +1,10 @@
-"""What the tests of the local service share: a service in the process, and one on a real port."""
+"""What the tests of the local service share: one in the process, on a port, and as a process."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -141,3 +144,21 @@ def on_a_port(
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def as_process(folder: Path, *, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`retrain serve` on a loopback port (0: any free one), and its URL; killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "retrain", "serve", "--port", str(port), "--folder", str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:[0-9]+", process.stdout.readline())
+        assert found, "the service did not start"
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()

@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
 
 from retrain.service.serve import main
-from tests.service_kit import Tinker, passed
-
-COMMAND = "import sys; from retrain.service.serve import main; sys.exit(main(sys.argv[1:]))"
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its URL."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "--port", "0", "--folder", str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:[0-9]+", process.stdout.readline())
-        assert found
-        yield process, found[0]
-    finally:
-        process.kill()
-        process.communicate()
+from tests.service_kit import Tinker, as_process, passed
 
 
 @pytest.mark.slow
 async def test_a_killed_service_comes_back_with_its_checkpoints(tmp_path):
-    with serving(tmp_path) as (process, url):
+    with as_process(tmp_path) as (process, url):
         async with httpx.AsyncClient(base_url=url) as http:
             tinker = Tinker(http, None)
             await tinker.start()
@@ -52,7 +26,7 @@ async def test_a_killed_service_comes_back_with_its_checkpoints(tmp_path):
             await tinker.submit("save_weights", 6, path="torn")
             process.kill()
     assert process.wait() == -signal.SIGKILL
-    with serving(tmp_path) as (process, url):
+    with as_process(tmp_path) as (process, url):
         async with httpx.AsyncClient(base_url=url) as http:
             tinker = Tinker(http, None)
             session = (await tinker.post("create_session", {}))["session_id"]
