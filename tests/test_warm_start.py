@@ -1,0 +1,54 @@
+"""The shipped runs on examples, as a user starts them: they learn, and one goes on from another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from retrain.observe.run_dir import read_metrics
+from retrain.run import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+
+
+def history(name: str) -> list[dict]:
+    return read_metrics(Path("runs", name))
+
+
+@pytest.mark.slow
+def test_reinforcement_goes_on_from_the_demonstrations(capsys):
+    grpo = str(ROOT / "configs" / "reverse_grpo.yaml")
+    assert main([grpo]) == 2
+    assert "runs/reverse_sft/final" in capsys.readouterr().err
+    assert main([str(ROOT / "configs" / "reverse_sft.yaml")]) == 0
+    losses = [row["loss"] for row in history("reverse_sft")]
+    assert losses[0] > 4.0
+    assert losses[-1] < 0.6
+    assert main([grpo]) == 0
+    rewards = [row["reward/mean"] for row in history("reverse_grpo")]
+    tenth = len(rewards) // 10
+    assert 0.1 < sum(rewards[:tenth]) / tenth < 0.6
+    assert sum(rewards[-tenth:]) / tenth > 0.85
+
+
+@pytest.mark.slow
+def test_preferences_are_learnt_on_held_out_pairs_too(capsys):
+    assert main([str(ROOT / "configs" / "dpo.yaml")]) == 0
+    rows = history("dpo")
+    assert rows[0]["loss"] == pytest.approx(0.6931472, abs=1e-6)
+    assert rows[-1]["loss"] < 0.2
+    assert "dpo/accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_demonstrations_are_learnt_over_tinkers_protocol():
+    assert main([str(ROOT / "configs" / "sft_tinker.yaml")]) == 0
+    losses = [row["loss"] for row in history("sft_tinker")]
+    assert losses[0] > 4.0
+    assert losses[-1] < 0.3
