@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     import httpx
 
 
+_KEPT = "local_service"
+"""The folder within a checkpoint's own."""
+
+
 def local_model(config: RunConfig) -> str:
     """The model's name in the local service: a folder's full path, or as the config has it."""
     folder = (config.base_dir / config.model).resolve()
@@ -48,12 +52,12 @@ async def in_process(config: RunConfig) -> AsyncIterator[httpx.AsyncBaseTranspor
 async def keep(config: RunConfig, path: str, folder: Path) -> None:
     """Put the service's checkpoint `path` into `folder`, as links where the disk has them."""
     name = path.rpartition("/")[2]  # unique: it has a random part
-    await asyncio.to_thread(_copy, _folder(config), f"*/*/{name}", folder)
+    await asyncio.to_thread(_copy, _folder(config), f"*/*/{name}", folder / _KEPT)
 
 
 async def bring(config: RunConfig, folder: Path) -> None:
     """Give the service what `keep` put into `folder`, unless it has it."""
-    await asyncio.to_thread(_copy, folder, "*/*/*", _folder(config))
+    await asyncio.to_thread(_copy, folder / _KEPT, "*/*/*", _folder(config))
 
 
 def _folder(config: RunConfig) -> Path:
