@@ -4,8 +4,8 @@
     python benchmarks/sampler.py --shape qwen3-0.6b --device cuda --dtype bfloat16
 
 64 rows in groups of 8 that share a prompt of 24 tokens; a token in 20 is a stop token, so that
-lengths are geometric with a mean of about 16, cut at 64. The sampler draws them first, and `generate`
-then makes the very same number of tokens for each row. The bar is 2.0x.
+lengths are geometric with a mean of about 16, cut at 64. The sampler draws them first, and
+`generate` then makes the very same number of tokens for each row. The bar is 2.0x.
 """
 
 from __future__ import annotations

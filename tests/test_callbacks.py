@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.observed import ObservedRun, config
 
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult, tenths
 from retrain.observe.run_dir import RunDirectory
+from tests.observed import ObservedRun, config
 
 
 @pytest.fixture

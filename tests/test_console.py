@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.observed import ObservedRun, config
 from rich.console import Console as Terminal
 
 from retrain.observe.callbacks import Callbacks, TrainingResult
@@ -24,6 +23,7 @@ from retrain.observe.progress import (
     sparkline,
 )
 from retrain.observe.run_dir import RunDirectory, Tally
+from tests.observed import ObservedRun, config
 
 
 class Clock:

@@ -30,7 +30,7 @@ ROOT = Path(retrain.__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-STEPS = re.compile(r"(max_steps|total_train_steps)=\d+")
+STEPS = re.compile(r"(max_steps|total_steps|total_train_steps)=\d+")
 NAMED = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
 LEAST = {"prompts": ["hello"], "rewards": "exact_match"}
 
@@ -137,7 +137,8 @@ def test_the_configuration_page_is_current() -> None:
 
 def test_every_config_of_the_repository_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     for file in sorted((ROOT / "configs").glob("*.yaml")):
-        assert main([str(file), "--dry-run"]) == 0, capsys.readouterr().err
+        # one begins with the model that another makes, which needn't have run
+        assert main([str(file), "model=tiny", "--dry-run"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow

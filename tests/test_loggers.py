@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.observed import ObservedRun, config
 
 from retrain.errors import ConfigError
 from retrain.observe.callbacks import Callbacks
 from retrain.observe.loggers import Logger, TensorBoardLogger, TrackioLogger, WandbLogger
 from retrain.observe.run_dir import RunDirectory
+from tests.observed import ObservedRun, config
 
 ROWS = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": math.nan, "entropy": 1.5}]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.observed import config, played, write_run
 
 from retrain.errors import ConfigError
 from retrain.observe.charts import charts, thin
@@ -18,6 +17,7 @@ from retrain.observe.run_dir import RunDirectory
 from retrain.observe.samples import MAX_TEXT, PICKED, Samples
 from retrain.observe.timeline import MAX_INTERVALS, fates, timeline, waste
 from retrain.observe.verdict import bottleneck, findings
+from tests.observed import config, played, write_run
 
 
 def embedded(page: str) -> dict[str, Any]:
