@@ -9,7 +9,8 @@ import difflib
 from typing import Any
 
 from retrain.trainer.base import BaseTrainer
-from retrain.trainer.presets import DPOTrainer, GRPOTrainer, PresetTrainer, RLOOTrainer, SFTTrainer
+from retrain.trainer.preset import PresetTrainer
+from retrain.trainer.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 
 _TRAINERS: dict[str, type[BaseTrainer]] = {
     "dpo": DPOTrainer,
