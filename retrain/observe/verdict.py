@@ -61,9 +61,12 @@ def _advice(
 ) -> str:
     waited, published = shares["waiting for rollouts"], shares["publishing"]
     if max(waited, published) < WAITING:
+        shorter = "a faster backend or fewer tokens a step would shorten the run."
+        if not stage_seconds:  # rows of the data set: nothing is generated
+            return shorter.capitalize()
         return (
             "Generation keeps up. A smaller staleness.target would cost little and train on "
-            "fresher rollouts; a faster backend or fewer tokens a step would shorten the run."
+            f"fresher rollouts; {shorter}"
         )
     if published > waited:
         return "Publish LoRA weights rather than full ones, or make a step larger."
