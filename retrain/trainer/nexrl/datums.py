@@ -3,7 +3,7 @@
 A datum has the pages' fields `prompt`, `response`, `advantage` (None where none was set) and
 `metadata`; one of a trajectory with tokens also has `tokens`, `loss_mask` and, where it has them,
 `logprobs`, `versions` and `token_advantages`. Lining tokens up with their targets is the adapters'
-business (`adapters.datums.shift`).
+business (`adapters.remote.datums.shift`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -37,7 +38,8 @@ class WeightSyncController(Protocol):
 
 
 class TrajectoryPool:
-    """Hands out batches of at least `batch_size` trajectories, in the order of their completion."""
+    """Hands out whole groups, in the order of their completion, until there are at least
+    `batch_size` trajectories."""
 
     def __init__(self, batch_size: int = 32, *, group_size: int = 1) -> None:
         """Raises ConfigError when a size is less than 1."""
@@ -49,7 +51,7 @@ class TrajectoryPool:
         self._batch_size = batch_size
         self._group_size = group_size
         self._open: dict[Hashable, list[Trajectory]] = {}
-        self._ready: list[Trajectory] = []
+        self._ready: deque[list[Trajectory]] = deque()
         self._waiting: list[Future[list[Trajectory]]] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -64,7 +66,7 @@ class TrajectoryPool:
             group = self._open.setdefault(key, [])
             group.append(made)
             if len(group) >= self._group_size:
-                self._ready += self._open.pop(key)
+                self._ready.append(self._open.pop(key))
             self._serve()
 
     def put_batch(self, trajectories: Sequence[Mapping[str, Any]]) -> None:
@@ -106,13 +108,17 @@ class TrajectoryPool:
 
     def _serve(self) -> None:
         """Give batches to those who wait, first come, first served; the lock is held."""
-        while self._waiting and (self._closed or len(self._ready) >= self._batch_size):
+        while self._waiting and (self._closed or self._count() >= self._batch_size):
             future = self._waiting.pop(0)
             if not future.set_running_or_notify_cancel():
                 continue
-            batch = self._ready if self._group_size > 1 else self._ready[: self._batch_size]
-            self._ready = self._ready[len(batch) :]
-            future.set_result(list(batch))
+            batch: list[Trajectory] = []
+            while self._ready and len(batch) < self._batch_size:
+                batch += self._ready.popleft()
+            future.set_result(batch)
+
+    def _count(self) -> int:
+        return sum(map(len, self._ready))
 
 
 class ActivityTracker:

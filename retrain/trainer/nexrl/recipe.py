@@ -110,7 +110,7 @@ class _Parts(Parts):
 
 
 class _TrainerAdapter(Adapter):
-    """An adapter whose update is the trainer's `train`, in a thread; the rest is the inner one's."""
+    """An adapter whose update is the trainer's `train`, in a thread; else the inner one."""
 
     def __init__(self, inner: Adapter, trainer: BaseTrainer, handed: _Handed) -> None:
         self._inner = inner
