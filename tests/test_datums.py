@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.adapters.datums import shift
+from retrain.adapters.remote.datums import shift
 from retrain.types import Sample
 
 

@@ -33,14 +33,8 @@ ALLOWED = {
     "torch": ("engine", "adapters.trl", "service", "trainer.nexrl"),
     "trl": ("adapters.trl",),
     "peft": ("engine", "adapters.trl", "service"),
-    "httpx": (
-        "adapters.tinker",
-        "adapters.weaver",
-        "adapters.remote",
-        "adapters.exchange",
-        "adapters.local",
-    ),
-    "aiohttp": ("adapters.exchange",),
+    "httpx": ("adapters.tinker", "adapters.weaver", "adapters.remote"),
+    "aiohttp": ("adapters.remote.exchange",),
 }
 
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from retrain.adapters.remote import (
+from retrain.adapters.remote.transport import (
     Call,
     RemoteError,
     RetryPolicy,

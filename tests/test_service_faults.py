@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from retrain.adapters.remote import RetryPolicy
+from retrain.adapters.remote.transport import RetryPolicy
 from retrain.adapters.tinker import AdamParams, LoraConfig, TinkerClient
 from retrain.adapters.tinker.values import Datum, Tensor
 from retrain.adapters.weaver import AdamParams as WeaverAdam

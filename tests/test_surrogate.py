@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from retrain.adapters.datums import Datum
-from retrain.adapters.schedule import learning_rate
-from retrain.adapters.surrogate import LOSS_KEYS, drift, surrogate
+from retrain.adapters.remote.datums import Datum
+from retrain.adapters.remote.schedule import learning_rate
+from retrain.adapters.remote.surrogate import LOSS_KEYS, drift, surrogate
 from retrain.engine.losses import LOSS_DEFAULTS, loss_metrics, shared_loss
 from retrain.errors import ConfigError, NonFiniteError
 

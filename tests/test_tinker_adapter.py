@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from retrain.adapters.base import AdapterState
-from retrain.adapters.datums import shift
-from retrain.adapters.surrogate import LOSS_KEYS, surrogate
+from retrain.adapters.remote.datums import shift
+from retrain.adapters.remote.surrogate import LOSS_KEYS, surrogate
 from retrain.adapters.tinker import messages
 from retrain.adapters.tinker.adapter import TinkerAdapter
 from retrain.adapters.tinker.options import TinkerOptions

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from retrain.adapters.remote import RemoteError, RetryPolicy
+from retrain.adapters.remote.transport import RemoteError, RetryPolicy
 from retrain.adapters.tinker import (
     AdamParams,
     Datum,

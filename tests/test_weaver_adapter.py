@@ -15,7 +15,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from retrain.adapters.remote import RemoteError
+from retrain.adapters.remote.transport import RemoteError
 from retrain.adapters.weaver.adapter import WeaverAdapter
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.batching import normalised

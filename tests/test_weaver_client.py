@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from retrain.adapters.remote import RemoteError, RetryPolicy
+from retrain.adapters.remote.transport import RemoteError, RetryPolicy
 from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
 from retrain.adapters.weaver.operations import Pace
 from retrain.errors import NonFiniteError

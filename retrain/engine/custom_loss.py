@@ -1,6 +1,7 @@
 """A user's own loss at log-probs that were computed elsewhere: its value and dL/dlogp, by autograd.
 
-The counterpart of adapters.surrogate, which has the named losses in closed form without torch.
+The counterpart of adapters.remote.surrogate, which has the named losses in closed form, without
+torch.
 """
 
 from __future__ import annotations

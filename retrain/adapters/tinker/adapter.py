@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
-from retrain.adapters.datums import Datum, shift
-from retrain.adapters.local import bring, in_process, keep, local_model
-from retrain.adapters.published import PublishedSampler, logprobs_of
-from retrain.adapters.remote import RemoteError
-from retrain.adapters.remote_losses import valued
-from retrain.adapters.schedule import learning_rate
+from retrain.adapters.remote.datums import Datum, shift
+from retrain.adapters.remote.local import bring, in_process, keep, local_model
+from retrain.adapters.remote.losses import valued
+from retrain.adapters.remote.published import PublishedSampler, logprobs_of
+from retrain.adapters.remote.schedule import learning_rate
+from retrain.adapters.remote.transport import RemoteError
 from retrain.adapters.tinker.client import DEFAULT_URL, TinkerClient
 from retrain.adapters.tinker.options import TinkerOptions
 from retrain.adapters.tinker.rows import (

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from retrain.adapters.remote import (
+from retrain.adapters.remote.transport import (
     NO_RETRY,
     Call,
     RemoteError,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, TypeVar
 
-from retrain.adapters.exchange import Reply
-from retrain.adapters.remote import (
+from retrain.adapters.remote.exchange import Reply
+from retrain.adapters.remote.transport import (
     NO_RETRY,
     Call,
     Fault,

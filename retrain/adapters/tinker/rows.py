@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from retrain.adapters.datums import Datum
-from retrain.adapters.surrogate import Surrogate, clip_bounds, loss_settings
+from retrain.adapters.remote.datums import Datum
+from retrain.adapters.remote.surrogate import Surrogate, clip_bounds, loss_settings
 from retrain.adapters.tinker import values as wire
 from retrain.errors import NonFiniteError
 from retrain.types import Batch, Metrics

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.adapters.remote import NO_RETRY, RemoteError
+from retrain.adapters.remote.transport import NO_RETRY, RemoteError
 from retrain.adapters.tinker import messages, payloads
 from retrain.adapters.tinker.connection import Connection, Future, Kind
 from retrain.adapters.tinker.values import SampleResult

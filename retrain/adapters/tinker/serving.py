@@ -19,7 +19,7 @@ from retrain.sampler import SamplingParams, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One completion; see `retrain.adapters.published.Sampled`."""
+    """One completion; see `retrain.adapters.remote.published.Sampled`."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -27,7 +27,7 @@ class Served:
 
 
 class ServedWeights:
-    """A `retrain.adapters.published.Session` over one set of weights."""
+    """A `retrain.adapters.remote.published.Session` over one set of weights."""
 
     def __init__(
         self, client: TinkerClient, sampler: SamplingClient, tokenizer: Tokenizer, deadline: float

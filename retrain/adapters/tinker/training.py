@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from retrain.adapters.remote import Call, RemoteError
+from retrain.adapters.remote.transport import Call, RemoteError
 from retrain.adapters.tinker import chunks, messages, payloads
 from retrain.adapters.tinker.checks import check_data
 from retrain.adapters.tinker.connection import PROTOBUF, Connection, Future, Kind

@@ -27,7 +27,7 @@ from importlib.metadata import version
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from retrain.adapters.remote import RemoteError, RetryPolicy, Transport
+from retrain.adapters.remote.transport import RemoteError, RetryPolicy, Transport
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection, clean_up, or_undo, understood
 from retrain.adapters.weaver.model import WeaverModel

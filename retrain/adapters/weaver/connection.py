@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from retrain.adapters.remote import Call, RemoteError, Transport
+from retrain.adapters.remote.transport import Call, RemoteError, Transport
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.operations import Operation, Pace, decode_json, decode_operation
 

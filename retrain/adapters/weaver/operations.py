@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from retrain.adapters.exchange import Reply
-from retrain.adapters.remote import Call, RemoteError, Transport
+from retrain.adapters.remote.exchange import Reply
+from retrain.adapters.remote.transport import Call, RemoteError, Transport
 from retrain.adapters.weaver import wire
 
 T = TypeVar("T")

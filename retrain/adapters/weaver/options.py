@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from retrain.adapters.base import AdapterOptions, Capabilities
-from retrain.adapters.remote import checked_url
-from retrain.adapters.remote_losses import REMOTE_LOSSES, check_loss
-from retrain.adapters.schedule import Schedule
+from retrain.adapters.remote.losses import REMOTE_LOSSES, check_loss
+from retrain.adapters.remote.schedule import Schedule
+from retrain.adapters.remote.transport import checked_url
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from retrain.adapters.base import SHARED_LOSSES
-from retrain.adapters.datums import Datum
-from retrain.adapters.surrogate import Surrogate, loss_settings, surrogate
+from retrain.adapters.remote.datums import Datum
+from retrain.adapters.remote.surrogate import Surrogate, loss_settings, surrogate
 from retrain.algorithms.base import Algorithm
 from retrain.batching import TRL_AS_SHARED
 from retrain.config import RunConfig

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from retrain.adapters.exchange import Exchange, HttpxExchange, Lost, NetworkExchange, Reply
+from retrain.adapters.remote.exchange import Exchange, HttpxExchange, Lost, NetworkExchange, Reply
 from retrain.errors import AdapterError, ConfigError
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from retrain.adapters.datums import Datum
+from retrain.adapters.remote.datums import Datum
 from retrain.errors import ConfigError, NonFiniteError
 from retrain.types import Metrics
 

@@ -1,0 +1,1 @@
+"""What the backends share whose service is reached over HTTP; each speaks its own protocol."""
