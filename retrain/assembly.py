@@ -79,6 +79,18 @@ class Parts:
             eval_prompts=None if held_out is None else rows(held_out),
         )
 
+    def resolved(self) -> RunConfig:
+        """The config with what the backend and the algorithm add by default."""
+        config = self.config
+        options = {  # a set has no order: sorted, it is always written the same
+            key: sorted(value) if isinstance(value, frozenset) else value
+            for key, value in self.options.model_dump(mode="json").items()
+        }
+        backend = Plugin(type=config.backend.type, **options)
+        loss = {"loss": self.loss, "normalisation": self.normalisation}
+        algorithm = config.algorithm.model_copy(update=loss)
+        return config.model_copy(update={"backend": backend, "algorithm": algorithm})
+
     def open_adapter(self) -> Adapter:
         """The backend's adapter, not yet entered; imports it, and with it torch if it needs that.
 

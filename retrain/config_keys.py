@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 FOREIGN = frozenset(
@@ -166,7 +166,7 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
     choices = list(valid)
     name = path.rpartition(".")[2]
     foreign = name in FOREIGN and isinstance(value, Mapping)
-    near = [] if foreign else difflib.get_close_matches(name, choices, n=1, cutoff=0.8)
+    near = [] if foreign else _nearest(name, choices)
     home = PATHS.get(path)
     if near and home is None:
         return [f"{path}: unknown key; did you mean {_beside(path, near[0])}?"]
@@ -187,6 +187,13 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
         return [f"{path}: unknown key; did you mean {meant}?"]
     keys = f"; expected one of {', '.join(sorted(choices))}" if choices else ""
     return [f"{path}: unknown key{keys}"]
+
+
+def _nearest(name: str, choices: Sequence[str]) -> list[str]:
+    """The key that is nearly `name`, or of which a word is: `steps` for total_train_steps."""
+    words = {word: key for key in reversed(choices) for word in key.split("_")}
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.8)
+    return near or [words[w] for w in difflib.get_close_matches(name, words, n=1, cutoff=0.8)]
 
 
 def secrets(value: Any, path: str = "") -> Iterator[str]:

@@ -49,12 +49,13 @@ async def train(
     """
     parts = (parts or assemble(config)).in_form()
     hooks = Callbacks([*callbacks, *parts.loggers])
+    opening = parts.open_adapter()  # a missing library is told before there is a run directory
     folder = config.run_dir or Path("runs") / (config.name or "run")
-    with RunDirectory.open(folder, config, resume=resume) as run_dir:
+    with RunDirectory.open(folder, parts.resolved(), resume=resume) as run_dir:
         run = Run(config, parts, run_dir, hooks)
         status: Status = "failed"
         try:
-            async with parts.open_adapter() as adapter:
+            async with opening as adapter:
                 run.serve(adapter)
                 if resume:
                     await run.restore()

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from retrain.errors import ConfigError, RetrainError
 
 if TYPE_CHECKING:
-    from retrain.assembly import Parts
     from retrain.config import RunConfig
     from retrain.observe.callbacks import Callback, TrainingResult
 
@@ -211,22 +210,9 @@ def _dry_run(config: RunConfig, source: str) -> int:
     for warning in parts.warnings:
         _tell(f"warning: {warning}")
     print(f"# {source}: nothing is wrong with it; no model was loaded, nothing was written")
-    text = yaml.safe_dump(_full(resolved(config), parts), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(resolved(parts.resolved()), sort_keys=False, allow_unicode=True)
     print(text, end="", flush=True)
     return DONE
-
-
-def _full(mapping: dict[str, Any], parts: Parts) -> dict[str, Any]:
-    """The resolved config with what the backend and the algorithm add by default."""
-    from retrain.observe.journal import plain
-
-    algorithm = {"loss": parts.loss, "normalisation": parts.normalisation}
-    options = {  # a set has no order: sorted, every dry run prints the same
-        key: sorted(value) if isinstance(value, frozenset) else value
-        for key, value in parts.options.model_dump().items()
-    }
-    backend = {"type": parts.config.backend.type, **plain(options)}
-    return mapping | {"algorithm": mapping["algorithm"] | algorithm, "backend": backend}
 
 
 @contextmanager
