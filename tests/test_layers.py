@@ -25,7 +25,7 @@ LAYERS = [
         "engine",
         "adapters service",
         "trainer",
-        "run check schema __main__",
+        "run check schema __main__ trainer.nexrl.__main__",
     )
 ]
 """Lowest first; a module may import from its own layer and those below."""
