@@ -474,6 +474,13 @@ def test_the_backends_own_loop_can_not_call_its_trainer() -> None:
             service._call("update", lambda _: inside())
 
 
+def test_a_stopped_trainer_does_not_begin_anew_with_other_weights() -> None:
+    with SelfHostedGrpoTrainer({}) as trainer:
+        trainer.advance(replies())
+    with pytest.raises(AdapterError, match="is closed, and its weights are gone"):
+        trainer.advance(replies())
+
+
 # --- recipes
 
 

@@ -53,6 +53,7 @@ class TrainingService:
         self._tokenizer: Tokenizer | None = None
         self._closing: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
+        self._closed = False
         self._lock = threading.Lock()
         self._groups = count()
 
@@ -61,10 +62,18 @@ class TrainingService:
         return self._adapter is not None
 
     def open(self) -> None:
-        """Load or connect; a second call does nothing. Raises ConfigError or AdapterError."""
+        """Load or connect; a second call does nothing.
+
+        Raises ConfigError or AdapterError; after `close`, which let the weights go, AdapterError.
+        """
         with self._lock:
             if self._adapter is not None:
                 return
+            if self._closed:
+                raise AdapterError(
+                    "the training service is closed, and its weights are gone: make a new trainer, "
+                    "and load_checkpoint() what the old one saved"
+                )
             started: Future[None] = Future()
             self._thread = threading.Thread(
                 target=lambda: asyncio.run(self._serve(started)), name="retrain-nexrl", daemon=True
@@ -85,6 +94,7 @@ class TrainingService:
                 self._loop.call_soon_threadsafe(self._closing.set)
                 thread.join()
                 atexit.unregister(self.close)
+            self._closed = self._closed or self._adapter is not None
             self._adapter = self._loop = self._loop_thread = self._chat = None
 
     def __enter__(self) -> Self:
