@@ -92,7 +92,8 @@ def _built_in(kind: str, name: str, keys: Json, models: Json) -> Iterator[str]:
         lora = next((o for o in [entry, *entry.get("anyOf", ())] if "$ref" in o), None)
         if lora is not None and owner is not None:
             model = models[_last(lora["$ref"])]
-            part = getattr(inspect.getmodule(owner), model["title"])
+            homes = [inspect.getmodule(cls) for cls in owner.__mro__]
+            part = next(getattr(h, model["title"]) for h in homes if hasattr(h, model["title"]))
             yield f"\n`{key}` of {name}: {_words(part.__doc__)}\n"
             yield from _table(model["properties"], model.get("required", ()), part)
 

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from retrain.adapters.base import AdapterState
+from retrain.adapters.remote.adapter import grad_norm
 from retrain.adapters.remote.datums import shift
 from retrain.adapters.remote.surrogate import LOSS_KEYS, surrogate
 from retrain.adapters.tinker import messages
 from retrain.adapters.tinker.adapter import TinkerAdapter
 from retrain.adapters.tinker.options import TinkerOptions
-from retrain.adapters.tinker.rows import grad_norm, loss_config, row, service_metrics
+from retrain.adapters.tinker.rows import loss_config, row, service_metrics
 from retrain.adapters.tinker.serving import cut
 from retrain.adapters.tinker.values import (
     ForwardBackward,

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-from retrain.adapters.base import AdapterOptions, Capabilities
-from retrain.adapters.remote.losses import REMOTE_LOSSES, check_loss
-from retrain.adapters.remote.schedule import Schedule
-from retrain.adapters.remote.transport import checked_url
-from retrain.batching import TRL_AS_SHARED
-from retrain.config import RunConfig
-from retrain.errors import ConfigError
+from retrain.adapters.remote.options import RemoteOptions
 
 Native = Literal["importance_sampling", "ppo", "cispo", "dro", "cross_entropy"]
 NATIVE: frozenset[Native] = frozenset(
@@ -20,19 +14,7 @@ NATIVE: frozenset[Native] = frozenset(
 )
 
 
-class TinkerLora(BaseModel):
-    """Low-rank adapters (arXiv:2106.09685) on all layers of a kind, or none of them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    rank: Annotated[int, Field(ge=1)] = 32
-    seed: int | None = None
-    """Of the initial adapters; by default train.seed."""
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-class TinkerOptions(AdapterOptions):
+class TinkerOptions(RemoteOptions):
     """`backend: {type: tinker, ...}`: a service that speaks Tinker's protocol trains and samples.
 
     The key comes from TINKER_API_KEY.
@@ -40,84 +22,12 @@ class TinkerOptions(AdapterOptions):
 
     adapter: ClassVar[str] = "retrain.adapters.tinker.adapter:TinkerAdapter"
 
-    url: str = "local"
-    """`local`: a service inside this process; `hosted`: Tinker itself; else http(s)://host."""
-    base_model: str | None = None
-    """The service's name of the model, where it isn't `model`."""
-    lora: TinkerLora = TinkerLora()
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    lr_scheduler: Schedule = "constant"
-    """Over train.total_train_steps."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
     native_losses: frozenset[Native] = NATIVE
-    """Losses that the service computes. The others are computed here, from one forward pass more;
-    take out what a server lacks."""
     wire: Literal["proto", "json"] = "proto"
     """`json` is for servers that don't speak protobuf."""
     checkpoint_ttl: Annotated[int, Field(ge=3600)] | None = None
     """Seconds that the service keeps a checkpoint; None: until `checkpoint.keep` drops it."""
-    context_length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of prompt and completion together; by default what the service says."""
-    tokenizer: str | None = None
-    """A folder or Hugging Face id; by default the model's."""
     project: str | None = None
     """The id of the project that the session is accounted to."""
     tags: tuple[str, ...] = ()
     """Words to find the session by."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_loss_key(cls, data: Any) -> Any:  # whatever the YAML holds
-        if isinstance(data, dict) and "loss_fn" in data:
-            raise ValueError("loss_fn: that is algorithm.loss here")
-        return data
-
-    def capabilities(self) -> Capabilities:
-        """What the service computes, and on our side every other function of log-probs."""
-        return Capabilities(
-            losses=frozenset(self.native_losses),
-            surrogate_losses=REMOTE_LOSSES - self.native_losses,
-            custom_losses=True,
-            per_token_advantages=True,
-            reference_kl=False,
-            scores=True,
-            tuning=frozenset({"lora"}),
-            resume="exact",
-        )
-
-    def problems(self, config: RunConfig) -> list[str]:
-        """Keys without effect, and settings that can't work."""
-        found = []
-        try:
-            if self.url not in ("local", "hosted"):
-                checked_url(self.url)
-        except ConfigError as error:
-            found.append(f"backend.{error}")
-        try:
-            check_loss(config)
-        except ConfigError as error:
-            found.append(f"algorithm.loss_config: {error}")
-        lora = self.lora
-        if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
-            found.append("backend.lora: every train_* is false, so nothing would be trained")
-        if config.checkpoint.merge_lora:
-            found.append(
-                "checkpoint.merge_lora has no effect: the weights stay with the service, which "
-                "exports them itself"
-            )
-        if self.warmup_steps > config.train.total_train_steps:
-            found.append(
-                f"backend.warmup_steps {self.warmup_steps} is longer than the run "
-                f"(train.total_train_steps {config.train.total_train_steps})"
-            )
-        return found
-
-    def executes(self, loss: str) -> bool:
-        """Whether the service computes `loss` itself."""
-        return TRL_AS_SHARED.get(loss, (loss,))[0] in self.native_losses

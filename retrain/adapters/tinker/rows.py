@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from retrain.adapters.remote.datums import Datum
-from retrain.adapters.remote.surrogate import Surrogate, clip_bounds, loss_settings
+from retrain.adapters.remote.surrogate import clip_bounds, loss_settings
 from retrain.adapters.tinker import values as wire
 from retrain.errors import NonFiniteError
 from retrain.types import Batch, Metrics
@@ -41,10 +41,6 @@ def loss_config(batch: Batch) -> dict[str, float | str]:
     return {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]}
 
 
-def own_metrics(trained: Surrogate) -> Metrics:
-    return {**trained.metrics, "loss": trained.loss}
-
-
 def service_metrics(output: wire.ForwardBackwardOutput, *, needed: bool = False) -> Metrics:
     """The service's own metrics under `service/`; with `needed` its loss is the step's."""
     named = {f"service/{name}": value for name, value in output.metrics.items()}
@@ -58,11 +54,3 @@ def service_metrics(output: wire.ForwardBackwardOutput, *, needed: bool = False)
 
 def has_logprobs(output: wire.ForwardBackwardOutput) -> bool:
     return all("logprobs" in one for one in output.outputs)
-
-
-def grad_norm(stepped: Mapping[str, float]) -> Metrics:
-    """The gradient's norm, under whichever of its names the service reports it."""
-    for name, value in stepped.items():
-        if name.partition(":")[0].rpartition("/")[2] == "grad_norm":
-            return {"grad_norm": value}
-    return {}

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-from retrain.adapters.base import AdapterOptions, Capabilities
-from retrain.adapters.remote.losses import REMOTE_LOSSES, check_loss
-from retrain.adapters.remote.schedule import Schedule
-from retrain.adapters.remote.transport import checked_url
+from retrain.adapters.base import Capabilities
+from retrain.adapters.remote.options import RemoteOptions
 from retrain.config import RunConfig
-from retrain.errors import ConfigError
 
 Native = Literal["importance_sampling", "cross_entropy"]
 """Losses that Weaver executes itself; it has no ppo."""
 
 
-class WeaverLora(BaseModel):
-    """Low-rank adapters (arXiv:2106.09685) on all layers of a kind, or none of them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    rank: Annotated[int, Field(ge=1)] = 32
-    seed: int | None = None
-    """Of the initial adapters; by default train.seed."""
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-class WeaverOptions(AdapterOptions):
+class WeaverOptions(RemoteOptions):
     """`backend: {type: weaver, ...}`: a Weaver service trains and samples.
 
     The key comes from WEAVER_API_KEY.
@@ -37,83 +23,33 @@ class WeaverOptions(AdapterOptions):
 
     adapter: ClassVar[str] = "retrain.adapters.weaver.adapter:WeaverAdapter"
 
-    url: str = "local"
-    """`local`: a service inside this process; `hosted`: Weaver itself; else http(s)://host."""
     base_model: str | None = None
     """The service's name of the model, where it isn't `model`; `NAME:262144` asks for a context of
     that length."""
     training_mode: Literal["lora", "full_ft"] = "lora"
-    lora: WeaverLora = WeaverLora()
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    lr_scheduler: Schedule = "constant"
-    """Over train.total_train_steps."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
     native_losses: frozenset[Native] = frozenset({"importance_sampling", "cross_entropy"})
     """Losses that the service computes. The others are computed here, from one forward pass more,
     and don't depend on what the service averages its own losses over."""
     request_tokens: Annotated[int, Field(ge=1)] = 100_000
     """Tokens that one request may carry; a larger batch goes out in several, which add up."""
     sampler_ttl: Annotated[int, Field(ge=60)] = 86_400
-    """Seconds that the service keeps the weights of a sampler."""
-    context_length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of prompt and completion together; by default what the tokenizer says."""
-    tokenizer: str | None = None
-    """A folder or Hugging Face id; by default the model's."""
+    """Seconds that the service keeps the weights of a sampler, should the run not end by itself."""
     resend: bool = False
     """The service recognises a repeated seq_id, so that a training call whose reply was lost may
     be sent again (`retrain serve` does). Otherwise a lost reply ends the run."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_loss_key(cls, data: Any) -> Any:  # whatever the YAML holds
-        if isinstance(data, dict) and "loss_fn" in data:
-            raise ValueError("loss_fn: that is algorithm.loss here")
-        return data
-
     def capabilities(self) -> Capabilities:
-        """Native losses, and on our side every other function of log-probs."""
-        return Capabilities(
-            losses=frozenset(self.native_losses),
-            surrogate_losses=REMOTE_LOSSES - self.native_losses,
-            custom_losses=True,
-            per_token_advantages=True,
-            reference_kl=False,
-            scores=True,
-            tuning=frozenset({"full" if self.training_mode == "full_ft" else "lora"}),
-            resume="exact",
-        )
+        """What every remote backend can; full_ft trains all weights."""
+        able = super().capabilities()
+        return replace(able, tuning=frozenset({"full"})) if self._full else able
 
     def problems(self, config: RunConfig) -> list[str]:
         """Keys without effect, and settings that can't work."""
-        found = []
-        try:
-            if self.url not in ("local", "hosted"):
-                checked_url(self.url)
-        except ConfigError as error:
-            found.append(f"backend.{error}")
-        try:
-            check_loss(config)
-        except ConfigError as error:
-            found.append(f"algorithm.loss_config: {error}")
-        if self.training_mode == "full_ft" and "lora" in self.model_fields_set:
+        found = super().problems(config)
+        if self._full and "lora" in self.model_fields_set:
             found.append("backend.lora has no effect with training_mode full_ft: remove one")
-        lora = self.lora
-        if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
-            found.append("backend.lora: every train_* is false, so nothing would be trained")
-        if config.checkpoint.merge_lora:
-            found.append(
-                "checkpoint.merge_lora has no effect: the weights stay with the service, which "
-                "exports them itself"
-            )
-        if self.warmup_steps > config.train.total_train_steps:
-            found.append(
-                f"backend.warmup_steps {self.warmup_steps} is longer than the run "
-                f"(train.total_train_steps {config.train.total_train_steps})"
-            )
         return found
+
+    @property
+    def _full(self) -> bool:
+        return self.training_mode == "full_ft"

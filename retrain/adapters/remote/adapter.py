@@ -1,0 +1,294 @@
+"""The part of a remote backend that doesn't depend on its protocol.
+
+- A batch is one optimizer step, however many requests carry it: gradients add up on the service.
+- A native loss is one pass. Any other costs a forward pass more and goes back as dL/dlogp: the
+  service then minimises sum(dL/dlogp x logp), which has the gradient of our loss.
+- The loss and how far the learner drifted are computed here, from the log-probs that the service
+  returns, so that they mean the same on every backend.
+- `publish` swaps the sampler's session; what is in flight ends on the weights it began with.
+
+A subclass speaks one protocol: it holds the client and the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from retrain.adapters.base import Adapter, AdapterState
+from retrain.adapters.remote.datums import Datum, shift
+from retrain.adapters.remote.local import bring, in_process, keep, local_model
+from retrain.adapters.remote.losses import valued
+from retrain.adapters.remote.options import RemoteOptions
+from retrain.adapters.remote.published import PublishedSampler, Scorer, Session, logprobs_of
+from retrain.adapters.remote.schedule import learning_rate
+from retrain.adapters.remote.transport import RemoteError
+from retrain.batching import as_shared
+from retrain.config import RunConfig
+from retrain.engine.models import load_tokenizer
+from retrain.errors import AdapterError, CheckpointError, ConfigError
+from retrain.sampler import Tokenizer
+from retrain.types import Batch, Metrics
+
+if TYPE_CHECKING:
+    import httpx
+
+UNLIMITED = 10**8
+"""Tokens; what a tokenizer says above it means that it doesn't know."""
+
+
+class RemoteAdapter(Adapter):
+    """Trains `config.model` on a service."""
+
+    options: RemoteOptions
+    """May be replaced between steps: each step reads it anew."""
+    sampler: PublishedSampler
+
+    def __init__(
+        self,
+        options: RemoteOptions,
+        config: RunConfig,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`transport` carries the requests in place of the network."""
+        self.options = options
+        self.config = config
+        self.capabilities = options.capabilities()
+        self._transport = transport
+        self._version = 0
+        self._step = 0
+        self._reference: Scorer | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open a session, create the model, and serve its first weights as version 0.
+
+        Raises ConfigError when the tokenizer can't be loaded or the context's length is unknown,
+        RemoteError when the service refuses.
+        """
+        async with AsyncExitStack() as stack:
+            if self.local and self._transport is None:
+                self._transport = await stack.enter_async_context(in_process(self.config))
+            await self._open(stack)
+            self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
+            self.context_length = await self._context_length()
+            self.sampler = PublishedSampler(self.tokenizer, self.context_length)
+            stack.push_async_callback(self.sampler.close)
+            await self._serve(0)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def update(self, batch: Batch) -> Metrics:
+        """One optimizer step; raises NonFiniteError when the loss is NaN or infinite.
+
+        `grad_norm` is reported where the service does.
+        """
+        batch = as_shared(batch, self.config.sampling.max_tokens)
+        datums = [shift(sample) for sample in batch.samples if len(sample.token_ids) > 1]
+        datums = [datum for datum in datums if datum.trained]
+        if not datums:
+            raise AdapterError("the batch has no token to train on")
+        rate = self._adam()["learning_rate"]
+        native = batch.loss in self.options.native_losses
+        metrics = await (self._theirs if native else self._ours)(batch, datums)
+        self._step += 1
+        return {**metrics, "learning_rate": rate}
+
+    async def publish(self) -> int:
+        await self._serve(self._version + 1)
+        return self._version
+
+    async def save(self, folder: Path) -> AdapterState:
+        """A checkpoint on the service; `folder` stays empty unless that is the local one."""
+        saved = await self._save(f"step_{self._step:06d}_{uuid.uuid4().hex[:8]}")
+        if self.local:
+            await keep(self.config, str(saved["path"]), folder)
+        return AdapterState(folder, {**saved, "step": self._step, "version": self._version})
+
+    async def load(self, state: AdapterState) -> None:
+        """Continue from `state`; raises CheckpointError when the service has it no more."""
+        path = str(state.data["path"])
+        if self.local:
+            await bring(self.config, state.folder)
+        try:
+            await self._restore(path)
+        except RemoteError as error:
+            if error.status != 404:
+                raise
+            raise CheckpointError(
+                f"the service has no checkpoint {path} (any more): {error}; choose another "
+                "checkpoint, or start a new run"
+            ) from error
+        self._step = int(state.data["step"])
+        await self._serve(int(state.data["version"]))
+
+    async def logprobs(
+        self, sequences: Sequence[Sequence[int]], *, reference: bool = False
+    ) -> list[list[float]]:
+        """The reference is the untrained model, which is what every run here starts from."""
+        if not reference:
+            return await logprobs_of(self.sampler, sequences)
+        if self._reference is None:
+            self._reference = await self._untrained()
+        return await logprobs_of(self._reference, sequences)
+
+    # What a protocol says in its own way
+
+    @abstractmethod
+    async def _open(self, stack: AsyncExitStack) -> None:
+        """Enter a client on the stack, and create the model."""
+
+    @abstractmethod
+    async def _served_context(self) -> int | None:
+        """The model's context as the service has it; None where it doesn't say."""
+
+    @abstractmethod
+    async def _snapshot(self, version: int) -> Session:
+        """A session that samples the present weights, whatever later steps do."""
+
+    @abstractmethod
+    async def _untrained(self) -> Scorer:
+        """A session of the base model."""
+
+    @abstractmethod
+    async def _save(self, name: str) -> Mapping[str, Any]:  # JSON values
+        """Save weights and optimizer; the `path` and what else `forget` needs."""
+
+    @abstractmethod
+    async def _restore(self, path: str) -> None:
+        """Continue from saved weights and optimizer; RemoteError with status 404: it's gone."""
+
+    @abstractmethod
+    async def _native(
+        self, batch: Batch, datums: Sequence[Datum]
+    ) -> tuple[list[list[float]] | None, Metrics]:
+        """One step of a loss of the service's own, the optimizer's submitted before the pass ends.
+
+        The learner's log-probs (None: the service keeps them to itself), and the service's metrics.
+        """
+
+    @abstractmethod
+    async def _forward(self, datums: Sequence[Datum], loss: str) -> list[list[float]]:
+        """The learner's log-prob of each target; raises AdapterError where it tells none."""
+
+    @abstractmethod
+    async def _backward(
+        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]]
+    ) -> Metrics:
+        """One step down the gradient sum(slopes x logprobs); the service's metrics."""
+
+    # One optimizer step
+
+    async def _theirs(self, batch: Batch, datums: Sequence[Datum]) -> Metrics:
+        """The service computes the loss."""
+        logprobs, metrics = await self._native(batch, datums)
+        if logprobs is None:
+            return metrics
+        trained = await valued(batch, logprobs, datums, self.config)
+        return {**metrics, **trained.metrics, "loss": trained.loss}
+
+    async def _ours(self, batch: Batch, datums: Sequence[Datum]) -> Metrics:
+        """The loss is computed here, between a forward pass and the backward pass of dL/dlogp."""
+        if batch.loss == "dpo":
+            datums = await self._with_reference(datums)
+        learner = await self._forward(datums, batch.loss)
+        trained = await valued(batch, learner, datums, self.config)
+        metrics = await self._backward(datums, trained.gradients)
+        return {**metrics, **trained.metrics, "loss": trained.loss}
+
+    async def _with_reference(self, datums: Sequence[Datum]) -> Sequence[Datum]:
+        """The datums with log-probs under the untrained model, unless all have them."""
+        if all("reference_logprobs" in datum.streams for datum in datums):
+            return datums
+        sequences = [[*datum.inputs, datum.targets[-1]] for datum in datums]
+        scored = await self.logprobs(sequences, reference=True)
+        return [
+            replace(datum, streams={"reference_logprobs": logprobs[1:], **datum.streams})
+            for datum, logprobs in zip(datums, scored, strict=True)
+        ]
+
+    def _adam(self) -> dict[str, float]:
+        """AdamW's settings of the next step, in both protocols' names."""
+        options = self.options
+        rate = learning_rate(
+            self._step,
+            peak=options.learning_rate,
+            schedule=options.lr_scheduler,
+            warmup_steps=options.warmup_steps,
+            total_steps=self.config.train.total_train_steps,
+        )
+        return {
+            "learning_rate": rate,
+            "beta1": options.beta1,
+            "beta2": options.beta2,
+            "eps": options.eps,
+            "weight_decay": options.weight_decay,
+            "grad_clip_norm": options.max_grad_norm,
+        }
+
+    # Start-up
+
+    @property
+    def local(self) -> bool:
+        """Whether the service is one inside this process."""
+        return self.options.url == "local"
+
+    @property
+    def base_model(self) -> str:
+        """The service's name of the model."""
+        own = local_model(self.config) if self.local else self.config.model
+        return self.options.base_model or own
+
+    def _url(self, hosted: str) -> str:
+        return {"local": "http://local", "hosted": hosted}.get(self.options.url, self.options.url)
+
+    def _lora(self) -> dict[str, Any]:
+        """The adapters' settings, in both protocols' names."""
+        wanted = self.options.lora.model_dump()
+        return wanted if wanted["seed"] is not None else {**wanted, "seed": self.config.train.seed}
+
+    def _load_tokenizer(self) -> Tokenizer:
+        """The option's, or the model's: a folder, or the Hugging Face id within the service's name
+        (`org/model/variant`, `org/model:262144`)."""
+        name = self.options.tokenizer or local_model(self.config)
+        if not self.options.tokenizer and not Path(name).is_dir():
+            name = "/".join(name.partition(":")[0].split("/")[:2])
+        return cast(Tokenizer, load_tokenizer(name))
+
+    async def _context_length(self) -> int:
+        told = self.options.context_length or await self._served_context()
+        found = told or getattr(self.tokenizer, "model_max_length", None)
+        if not found or found > UNLIMITED:
+            raise ConfigError(
+                f"backend.context_length: neither the service nor the tokenizer says how many "
+                f"tokens {self.base_model!r} takes: set it"
+            )
+        return int(found)
+
+    async def _serve(self, version: int) -> None:
+        """Let the sampler serve the present weights as `version`."""
+        self.sampler.swap(await self._snapshot(version), version)
+        self._version = version
+
+
+def grad_norm(stepped: Mapping[str, float]) -> Metrics:
+    """The gradient's norm, under whichever of its names the service reports it."""
+    for name, value in stepped.items():
+        if name.partition(":")[0].rpartition("/")[2] == "grad_norm":
+            return {"grad_norm": value}
+    return {}
