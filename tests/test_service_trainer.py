@@ -74,8 +74,10 @@ def test_loss_gradient_and_one_step_equal_plain_torch(base, loss):
     value, logprobs = plain_loss(model, data, loss)
     value.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.grad_clip_norm)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    gains = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
     torch.optim.AdamW(
-        model.parameters(), lr=3e-3, betas=(0.8, 0.97), eps=1e-8, weight_decay=0.1
+        [{"params": matrices}, gains], lr=3e-3, betas=(0.8, 0.97), eps=1e-8, weight_decay=0.1
     ).step()
 
     assert passed.loss == pytest.approx(value.item(), rel=1e-5, abs=1e-5)

@@ -7,6 +7,8 @@
   first, or its delta would change the embedding. Without `unembed` a model of random weights can't
   learn which token to say: its output layer is noise that nothing else can turn.
 - Rank 0 trains the full weights, in a copy.
+- Weight decay leaves biases and the gains of norms alone, as transformers' trainer does, so that a
+  run means the same on TRL.
 
 Everything here is synchronous and belongs to one thread.
 """
@@ -96,7 +98,7 @@ class Trainer:
             self.model = copy.deepcopy(base).requires_grad_(True)
         self.model.eval()  # no dropout: the log-probs must be those that the sampler's are held to
         self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self._optimizer = torch.optim.AdamW(self._trained.values())
+        self._optimizer = self._fresh_optimizer()
         self._device = base.device
         self._vocabulary = int(_embedding(base).weight.shape[0])
 
@@ -131,12 +133,13 @@ class Trainer:
         if not math.isfinite(norm):
             self._optimizer.zero_grad()
             raise invalid(f"the gradient's norm is {norm}: it was cleared, no step was taken")
-        self._optimizer.param_groups[0].update(
-            lr=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-        )
+        for group in self._optimizer.param_groups:
+            group.update(
+                lr=adam.learning_rate,
+                betas=(adam.beta1, adam.beta2),
+                eps=adam.eps,
+                weight_decay=adam.weight_decay if group["decayed"] else 0.0,
+            )
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.steps += 1
@@ -168,12 +171,19 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in named.items():
                 parameter.copy_(weights[name])
-        self._optimizer = torch.optim.AdamW(self._trained.values())
+        self._optimizer = self._fresh_optimizer()
         if optimizer is not None:
             groups = self._optimizer.state_dict()["param_groups"]
             state = copy.deepcopy(dict(optimizer["state"]))
             self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.steps = int(optimizer["steps"]) if optimizer is not None else 0
+
+    def _fresh_optimizer(self) -> torch.optim.AdamW:
+        matrices = [p for p in self._trained.values() if p.dim() > 1]
+        others = [p for p in self._trained.values() if p.dim() <= 1]
+        return torch.optim.AdamW(
+            [{"params": matrices, "decayed": True}, {"params": others, "decayed": False}]
+        )
 
     def _passed(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
         logprobs: list[list[float]] = [[]] * len(rows)
