@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -261,3 +262,29 @@ async def test_a_refused_connection_cannot_have_acted() -> None:
         with pytest.raises(RemoteError, match="could not reach") as raised:
             await remote.send(Call("POST", "x", idempotent=False), body)
     assert (raised.value.code, raised.value.may_have_acted) == ("connect", False)
+
+
+async def test_a_service_that_never_answered_is_given_up_soon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that did answer has the whole of the policy's time."""
+    monkeypatch.setattr("retrain.adapters.remote.transport.FIRST_CONTACT", 0.0)
+    answers: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        outcome = answers.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return httpx.Response(200, json={})
+
+    patient = RetryPolicy(attempts=9, first=0.0, total=60.0)
+    transport = Transport("http://x", policy=patient, transport=httpx.MockTransport(answer))
+    answers += [httpx.ConnectError("refused")] * 9
+    with pytest.raises(RemoteError, match="could not reach"):
+        await transport.send(Call("GET", "a", idempotent=True), lambda reply: reply)
+    assert len(answers) == 8, "tried once"
+    answers[:] = [None]
+    await transport.send(Call("GET", "a", idempotent=True), lambda reply: reply)
+    answers[:] = [httpx.ConnectError("refused")] * 5 + [None]
+    await transport.send(Call("GET", "a", idempotent=True), lambda reply: reply)
+    assert [r.levelname for r in caplog.records] == ["WARNING"], "the user is told once"

@@ -5,6 +5,7 @@ Imports no httpx and no torch.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,6 +16,9 @@ from retrain.adapters.remote.schedule import Schedule
 from retrain.adapters.remote.transport import checked_url
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
+
+LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
+"""What the service inside this process imports."""
 
 
 class RemoteLora(BaseModel):
@@ -79,6 +83,12 @@ class RemoteOptions(AdapterOptions):
     def problems(self, config: RunConfig) -> list[str]:
         """Keys without effect, and settings that can't work."""
         found = []
+        missing = [name for name in LOCAL_NEEDS if find_spec(name) is None]
+        if self.url == "local" and missing:
+            found.append(
+                f"backend.url: local needs {', '.join(missing)}, which is not installed: "
+                "pip install 'retrain[service]', or name a service's url"
+            )
         try:
             if self.url not in ("local", "hosted"):
                 checked_url(self.url)

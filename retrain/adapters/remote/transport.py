@@ -94,6 +94,10 @@ class RetryPolicy:
 
 
 NO_RETRY = RetryPolicy(attempts=1)
+FIRST_CONTACT = 20.0
+"""Seconds until a service that never answered is given up: the address is likely wrong."""
+LOUD_ATTEMPT = 3
+"""The failed attempt, counted from 0, that a user is told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,7 @@ class Transport:
         """Renews an expired token; awaited once a call, when the service says `invalid_token`."""
         self.retries: Counter[str] = Counter()
         """Attempts that were repeated, by code or status."""
+        self._reached = False
         self._hidden: set[str] = set()
         for secret in self.secrets.values():
             self.hide(secret)
@@ -178,7 +183,8 @@ class Transport:
         refuses the call, or when attempts or time have run out.
         """
         policy = call.policy or self.policy
-        ends = time.monotonic() + policy.total
+        total = policy.total if self._reached else min(policy.total, FIRST_CONTACT)
+        ends = time.monotonic() + total
         refreshed = False
         attempt = 0
         while True:
@@ -193,7 +199,8 @@ class Transport:
                     continue
                 pause = self._pause_before_retry(error, call, attempt, ends)
                 self.retries[error.code or str(error.status)] += 1
-                log.debug("%s; again in %.2f s", error, pause)
+                level = logging.WARNING if attempt == LOUD_ATTEMPT else logging.DEBUG
+                log.log(level, "%s; trying again for up to %.0f s", error, ends - time.monotonic())
                 await asyncio.sleep(pause)
                 attempt += 1
 
@@ -221,6 +228,7 @@ class Transport:
                 response = await self._exchange.send(call.method, url, headers, call.body)
         except (TimeoutError, Lost) as error:
             raise self._unreachable(what, error, limit) from error
+        self._reached = True
         if response.status_code >= 300 and response.status_code not in call.accept:
             raise self._refused(what, response)
         try:
