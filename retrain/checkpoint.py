@@ -12,13 +12,14 @@ import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retrain.config import RunConfig
 from retrain.errors import CheckpointError
+from retrain.observe.journal import plain
 from retrain.threads import DaemonPool
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 
@@ -66,8 +67,10 @@ class Checkpoints:
             temporary.mkdir()
             checkpoint = await fill(temporary)
             await self._disk.run(partial(_seal, checkpoint, temporary, target))
-        except OSError as error:
+        except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             problem = f"the checkpoint of step {step} could not be written: {error}"
             raise CheckpointError(problem) from error
         return target
@@ -193,15 +196,15 @@ def group_to_json(group: Group) -> dict[str, Any]:
     trajectories = []
     for trajectory in group.trajectories:
         row = {
-            name: getattr(trajectory, name)
-            for name in ("rewards", "info", "outcome", "reward", "seconds")
+            name: getattr(trajectory, name) for name in ("rewards", "outcome", "reward", "seconds")
         }
-        row["messages"] = list(trajectory.messages)
+        row["info"] = plain(trajectory.info)  # an environment may put anything there
+        row["messages"] = plain(list(trajectory.messages))
         row["turns"] = [
             {
                 "prompt_ids": list(turn.prompt_ids),
                 "completion": asdict(turn.completion),
-                "observation": list(turn.observation),
+                "observation": plain(list(turn.observation)),
             }
             for turn in trajectory.turns
         ]
@@ -224,7 +227,8 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
 
 def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
     """Write the run state, sync every file, then the manifest that vouches for them, and rename."""
-    (folder / RUN_STATE).write_text(json.dumps(asdict(checkpoint), default=repr))
+    state = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+    (folder / RUN_STATE).write_text(json.dumps(state, default=repr))
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     entries = {}
     for path in files:

@@ -13,6 +13,7 @@
     │   ├── NoSignalError                     nothing to learn from: all fail, or all are flat
     │   └── CheckpointError                   a checkpoint can't be written, read or continued from
     └── UserCodeError                         an environment or reward failed: one rollout's matter
+        ├── LateError                         it outlived its deadline
         └── RewardError                       a trainer's reward_fn failed, and fit() is to say so
 
 User code raises plain Python errors; `blame` turns one into a UserCodeError that names whose code
@@ -90,6 +91,10 @@ class CheckpointError(RunError):
 
 class UserCodeError(RetrainError):
     """An environment or a reward failed; the message names it, the cause is its exception."""
+
+
+class LateError(UserCodeError):
+    """User code outlived its deadline."""
 
 
 class RewardError(UserCodeError):

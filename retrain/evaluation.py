@@ -75,7 +75,6 @@ async def held_out_loss(
     score: Score,
     *,
     beta: float | None,
-    progress: Callable[[], None],
 ) -> Metrics:
     """The loss of held-out rows under the served weights: cross-entropy, or DPO's with `beta`.
 
@@ -105,7 +104,6 @@ async def held_out_loss(
             losses += [_softplus(-beta * margin) for margin in margins]
             right += sum(margin > 0 for margin in margins)
         tokens += sum(map(len, logprobs))
-        progress()
     if not losses:
         return {"eval/rows/failed": failed}
     loss = math.fsum(losses) / len(losses)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from retrain.algorithms.functional import is_flat
 from retrain.config import RunConfig
@@ -19,7 +20,7 @@ Drop = Callable[[Group, str], None]
 
 
 class Intake:
-    """Takes finished groups from a queue; `None` in the queue means: stop.
+    """Takes finished groups from a queue; `None` in the queue only wakes it, to stop.
 
     `drop(group, cause)` is told of every group that is not trained, by the cause `failed`, `stale`
     or `no_signal`.
@@ -37,6 +38,13 @@ class Intake:
         """Finished groups that no step has taken yet."""
         self.failed_in_a_row = 0
         self._first_error = ""
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Let `take` return None, at once if it's waiting."""
+        self._stopped = True
+        with suppress(asyncio.QueueFull):  # a full queue wakes it by itself
+            self._done.put_nowait(None)
 
     async def take(self, version: int) -> list[Group] | None:
         """A step's groups in the order of issue; None when the run is to stop.
@@ -73,9 +81,10 @@ class Intake:
             if wanted is not None:
                 return self.held.pop(wanted)
             group = await self._done.get()
-            if group is None:
+            if group is not None:
+                self.held[group.ticket] = group
+            if self._stopped:
                 return None
-            self.held[group.ticket] = group
 
     def _wanted(self, chosen: dict[Ticket, Group]) -> Ticket | None:
         if self._train.order == "ready":

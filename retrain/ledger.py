@@ -2,13 +2,13 @@
 
 Promise P1 rests here: a ticket leaves `open` once, by `retire` (trained, or dropped for good) or by
 `reissue` (a new attempt takes its place). What is open at a checkpoint is issued again on resume,
-unless its finished group was saved with it.
+in the same order; those whose finished groups were saved with it are not played again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from retrain.types import Ticket
@@ -53,15 +53,12 @@ class Ledger:
             "open": [str(ticket) for ticket in self.open],
         }
 
-    def restore(self, state: dict[str, Any], finished: Iterable[Ticket]) -> None:
-        """Go on from `state()`; open tickets go again, but for those of `finished`."""
-        kept = set(finished)
-        opened = [Ticket.parse(text) for text in state["open"]]
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`: what was open is issued again first."""
         self.epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self.epoch)
-        self.open = {ticket: None for ticket in opened if ticket in kept}
-        unfinished = [ticket for ticket in opened if ticket not in kept]
-        self._again = deque(unfinished + [Ticket.parse(text) for text in state["again"]])
+        self.open = {}
+        self._again = deque(Ticket.parse(text) for text in (*state["open"], *state["again"]))
 
     def _next_row(self) -> Ticket:
         if self._position == len(self._order):

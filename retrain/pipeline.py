@@ -19,10 +19,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
 from retrain.batching import batch_of, make_samples, penalised
 from retrain.config import RunConfig
-from retrain.errors import NonFiniteError, NoSignalError, StallError
+from retrain.deadlines import cancelled
+from retrain.errors import NonFiniteError, NoSignalError, RunError
 from retrain.evaluation import evaluate, held_out_loss
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
 from retrain.observe.run_dir import RunDirectory
@@ -30,7 +32,6 @@ from retrain.playback import Playback
 from retrain.running import Run
 from retrain.slots import Slot
 from retrain.types import Batch, Group, Metrics
-from retrain.watchdog import Watchdog
 
 
 async def train(
@@ -54,70 +55,102 @@ async def train(
     with RunDirectory.open(folder, parts.resolved(), resume=resume) as run_dir:
         run = Run(config, parts, run_dir, hooks)
         status: Status = "failed"
+        failure: BaseException | None = None
         try:
-            async with opening as adapter:
-                run.serve(adapter)
-                if resume:
-                    await run.restore()
-                elif start_from is not None:
-                    await run.begin_from(start_from)
-                with _rare_collections():
-                    status = await drive(run)
+            status = await _open_and_drive(run, opening, resume, start_from)
+        except asyncio.CancelledError as error:
+            status, failure = "interrupted", error
+            raise
+        except BaseException as error:
+            failure = error
+            raise
         finally:
             parts.scorer.close()
             run.checkpoints.close()
-            run_dir.event("end", status=status, step=run.step)
-            run_dir.flush()
-            run.report()
-            await hooks.on_train_end(run, run.result(status))
+            await _tell_the_end(run, status, failure)
         if status == "interrupted":
             raise asyncio.CancelledError
         return run.result(status)
 
 
+async def _open_and_drive(
+    run: Run, opening: Adapter, resume: bool, start_from: Path | None
+) -> Status:
+    """Enter the adapter, take up what there is, and drive the stages. Raises StallError."""
+    try:
+        with run.watched():
+            async with opening as adapter:
+                try:
+                    run.serve(adapter)
+                    if resume:
+                        await run.restore()
+                    elif start_from is not None:
+                        await run.begin_from(start_from)
+                    with _rare_collections():
+                        return await drive(run)
+                finally:
+                    run.watchdog.ending()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if run.stalled is None or task is None:
+            raise
+        task.uncancel()
+        raise run.stalled from None
+
+
+async def _tell_the_end(run: Run, status: Status, failure: BaseException | None) -> None:
+    """To the files and to the callbacks; an error of theirs doesn't hide why the run failed."""
+    first: Exception | None = None
+    try:
+        run.run_dir.event("end", status=status, step=run.step)
+        run.run_dir.flush()
+    except RunError as error:
+        first = error
+    try:
+        run.report()
+        await run.callbacks.on_train_end(run, run.result(status))
+    except Exception as error:  # noqa: BLE001 - raised or noted below
+        first = first or error
+    if first is None:
+        return
+    if failure is None:
+        raise first
+    notes = (f"{type(first).__name__}: {first}", *getattr(first, "__notes__", ()))
+    failure.add_note(f"and at the end of the run: {', '.join(notes)}")
+
+
 async def drive(run: Run) -> Status:
     """Run the stages until the learner stops."""
-    deadlines = run.config.deadlines
-    stalled: list[StallError] = []
-
-    def stall(error: StallError) -> None:
-        stalled.append(error)
-        learner.cancel()
-
-    with Watchdog(
-        stall=deadlines.stall,
-        blocked=deadlines.blocked,
-        grace=deadlines.close + deadlines.checkpoint,
-        fail=stall,
-        last_words=run.last_words,
-    ) as run.watchdog:
-        await run.callbacks.on_train_begin(run)
+    await run.callbacks.on_train_begin(run)
+    async with asyncio.TaskGroup() as stages:
         try:
-            async with asyncio.TaskGroup() as stages:
-                learner = stages.create_task(learn(run), name="learn")
-                producers = [stages.create_task(feed(run), name="feed")]
-                for index in range(run.slots):
-                    stage = collect(run, run.slot(run.config.algorithm.group_size))
-                    producers.append(stages.create_task(stage, name=f"collect#{index}"))
-                interrupted = await _until_learned(run, learner)
-                if stalled:
-                    raise stalled[0]
-                for producer in producers:
-                    producer.cancel()
+            learner = stages.create_task(learn(run), name="learn")
+            producers = [stages.create_task(feed(run), name="feed")]
+            for index in range(run.slots):
+                stage = collect(run, run.slot(run.config.algorithm.group_size))
+                producers.append(stages.create_task(stage, name=f"collect#{index}"))
+            interrupted = await _until_learned(run, learner)
+            for producer in producers:
+                producer.cancel()
         finally:
             run.watchdog.ending()
+    if learner.cancelled():  # by a callback's own cancellation, say: it would pass for an end
+        raise RunError(f"the learner was cancelled from inside after step {run.step}")
     if interrupted and run.step < run.total_steps:
         return "interrupted"
     return "solved" if run.signal.solved else "completed"
 
 
 async def feed(run: Run) -> None:
-    """Issue prompts, as many as staleness admits."""
+    """Issue prompts, as many as staleness admits; what a resume kept is finished already."""
     while True:
         while len(run.ledger.open) >= run.admitted:
             run.admit.clear()
             await run.admit.wait()
         ticket = run.ledger.issue()
+        if ticket in run.kept:
+            await run.done.put(run.kept.pop(ticket))
+            continue
         run.run_dir.event("issued", ticket=str(ticket))
         await run.todo.put(run.parts.prompts.prompt(ticket))
 
@@ -129,36 +162,36 @@ async def collect(run: Run, slot: Slot | Playback) -> None:
             prompt = await run.todo.get()
             started = time.time()
             group = await slot.play(prompt)
+            if cancelled():  # and user code took it for something else
+                break
             run.record(group, started)
             await run.done.put(group)
     finally:
         await slot.close()
-        for error in slot.close_errors:
-            run.fault(error)
 
 
 async def learn(run: Run) -> None:
     """Step after step: choose groups, give credit, update, publish; checkpoint and evaluate."""
-    config, evaluation = run.config, None
+    config = run.config
     async with asyncio.TaskGroup() as beside:
         while not run.finished:
             groups = await step(run)
             if groups is None:
                 break
             every = config.eval.every if config.eval else 0
-            to_evaluate = every and (run.step % every == 0 or run.finished)
+            to_evaluate = every and not run.stopping and (run.step % every == 0 or run.finished)
             if run.due(config.checkpoint.every) or to_evaluate:
                 await run.checkpoint()
             if to_evaluate:
-                if evaluation is not None:
-                    await evaluation  # one at a time: they share the sampler with training
+                if run.evaluation is not None:
+                    await asyncio.wait([run.evaluation])  # it shares the sampler with training
                 if not run.sampled:
                     await _publish(run)
-                evaluation = beside.create_task(_evaluate(run, run.step), name="evaluate")
-        if evaluation is not None and run.stopping:
-            evaluation.cancel()
-    if run.step not in run.checkpoints.steps():
-        await run.checkpoint()
+                if not run.stopping:
+                    run.evaluating.add(run.step)
+                    evaluating = _evaluate(run, run.step)
+                    run.evaluation = beside.create_task(evaluating, name="evaluate")
+    await run.checkpoint()
     exported = await run.within(
         "export", run.adapter.export(run.run_dir.path / "final"), limit="checkpoint"
     )
@@ -268,15 +301,17 @@ async def _evaluate(run: Run, step: int) -> None:
         metrics = await held_out_loss(
             prompts,
             run.slot(1),
-            run.adapter.logprobs,
+            lambda *what, **how: run.within(
+                "held-out log-probs", run.adapter.logprobs(*what, **how), limit="update"
+            ),
             beta=run.parts.loss_config.get("beta"),
-            progress=run.watchdog.progress,
         )
     metrics["eval/step"] = step
     reward = metrics.get("eval/reward/mean", -metrics.get("eval/loss", math.inf))
     if reward > run.best_reward:
         run.best_reward = reward
         run.checkpoints.mark_best(step)
+    run.evaluating.discard(step)
     run.meter.evaluation = metrics
     run.run_dir.event("eval", **metrics)
     await run.callbacks.on_eval_end(run, step, metrics)
@@ -287,8 +322,8 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
     try:
         await asyncio.wait([learner])
     except asyncio.CancelledError:
-        if learner.done() or learner.cancelling():
-            raise  # a stage failed: the task group is ending
+        if learner.done() or learner.cancelling() or run.stalled:
+            raise  # a stage failed or nothing moves: the task group is ending
         run.request_stop()
         await asyncio.wait([learner])
         return True

@@ -27,7 +27,6 @@ class Playback:
         """Rows of more than `max_length` tokens fail."""
         self._chat = chat
         self._max_length = max_length
-        self.close_errors: list[str] = []
 
     async def play(self, prompt: Prompt) -> Group:
         """One trajectory for each continuation that the row holds."""

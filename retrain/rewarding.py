@@ -19,11 +19,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
-from retrain.errors import PluginError, UserCodeError, blame
+from retrain.deadlines import is_theirs, user_call
+from retrain.errors import LateError, PluginError, UserCodeError, blame
 from retrain.threads import DaemonPool
 from retrain.types import Group, Outcome, Trajectory
+
+T = TypeVar("T")
 
 NAMES = ("prompt", "completion", "answer", "messages", "metadata", "trajectory")
 SLOW = 0.02
@@ -179,23 +182,23 @@ class Scorer:
         if len(self.rewards) == 1:  # the common case, without a task for each reward
             columns = [await self._verdicts(self.rewards[0], trajectories)]
         else:
-            columns = await asyncio.gather(
-                *(self._verdicts(part, trajectories) for part in self.rewards)
-            )
+            columns = await _together([self._verdicts(p, trajectories) for p in self.rewards])
         seconds = time.perf_counter() - started
         for index, trajectory in enumerate(trajectories):
             trajectory.seconds["reward"] = seconds
             self._combine(trajectory, [column[index] for column in columns])
 
     def _combine(self, trajectory: Trajectory, row: Sequence[Any]) -> None:
+        try:
+            self._add_up(trajectory, row)
+        except UserCodeError as error:
+            trajectory.outcome = "timeout" if isinstance(error, LateError) else "infra_error"
+            trajectory.info["error"] = str(error)
+
+    def _add_up(self, trajectory: Trajectory, row: Sequence[Any]) -> None:
         total = trajectory.rewards.get("environment", 0.0)
         for part, verdict in zip(self.rewards, row, strict=True):
-            try:
-                judged = _checked(part.name, verdict)
-            except (UserCodeError, TimeoutError) as error:
-                trajectory.outcome = "timeout" if isinstance(error, TimeoutError) else "infra_error"
-                trajectory.info["error"] = str(error)
-                return
+            judged = _checked(part.name, verdict)
             if judged.outcome != "ok":
                 trajectory.outcome = judged.outcome
                 trajectory.info.setdefault("error", f"reward '{part.name}' said {judged.outcome}")
@@ -204,6 +207,10 @@ class Scorer:
             for component, value in judged.components.items():
                 trajectory.rewards[f"{part.name}.{component}"] = value
             total += part.weight * judged.value
+        if not math.isfinite(total):
+            raise UserCodeError(
+                f"the rewards {trajectory.rewards} sum to {total}: smaller numbers are expected"
+            )
         trajectory.reward = total
 
     async def _verdicts(
@@ -215,48 +222,44 @@ class Scorer:
             if isinstance(calculator, FunctionReward) and not calculator.is_async:
                 return await self._in_threads(part, calculator, trajectories)
             if type(calculator).calculate_group is RewardCalculator.calculate_group:
-                return await self._one_by_one(
-                    part, [calculator.calculate(trajectory) for trajectory in trajectories]
-                )
+                return await self._one_by_one(part, trajectories)
             return await self._as_group(part, trajectories)
 
     async def _one_by_one(
-        self, part: WeightedReward, calls: Sequence[Coroutine[Any, Any, Any]]
+        self, part: WeightedReward, trajectories: Sequence[Trajectory]
     ) -> list[Any]:
-        """All calls at once; one that fails or is late is the matter of its rollout alone."""
-        tasks = [asyncio.ensure_future(call) for call in calls]
+        """All calls at once; one that fails or is late is the matter of its rollout alone.
+
+        A late one is cancelled and not waited for, unless the run itself ends.
+        """
+        tasks = [asyncio.create_task(_judged(part, t)) for t in trajectories]
         try:
             _, late = await asyncio.wait(tasks, timeout=self.deadline)
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()
+            await asyncio.wait(tasks)
             raise
         for task in late:
             task.cancel()
-        return [
-            self._fault(part, TimeoutError() if task in late else task.exception())
-            if task in late or task.cancelled() or task.exception()
-            else task.result()
-            for task in tasks
-        ]
+        return [self._late(part) if task in late else task.result() for task in tasks]
 
     async def _as_group(
         self, part: WeightedReward, trajectories: Sequence[Trajectory]
     ) -> Sequence[Any]:
-        began = time.perf_counter()
-        try:
-            async with asyncio.timeout(self.deadline):
-                verdicts = list(await part.calculator.calculate_group(trajectories))
+        async def call() -> list[Any]:
+            verdicts = list(await part.calculator.calculate_group(trajectories))
             if len(verdicts) != len(trajectories):
                 raise ValueError(
                     f"calculate_group returned {len(verdicts)} rewards for "
                     f"{len(trajectories)} trajectories: one each, in order, is expected"
                 )
-        except Exception as error:  # noqa: BLE001 - the boundary that attributes user errors
-            late = time.perf_counter() - began >= self.deadline
-            fault = self._fault(part, TimeoutError() if late else error)
-            return [fault] * len(trajectories)
-        return verdicts
+            return verdicts
+
+        try:
+            return await user_call(f"reward '{part.name}'", call, self.deadline, "reward")
+        except UserCodeError as error:
+            return [error] * len(trajectories)
 
     async def _in_threads(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
@@ -264,7 +267,7 @@ class Scorer:
         """A plain function: one thread for the group while it is quick, else one a rollout."""
         if part.name not in self._slow:
             return await self._thread(part, calculator, trajectories)
-        pieces = await asyncio.gather(*(self._thread(part, calculator, [t]) for t in trajectories))
+        pieces = await _together([self._thread(part, calculator, [t]) for t in trajectories])
         return [verdict for piece in pieces for verdict in piece]
 
     async def _thread(
@@ -277,46 +280,72 @@ class Scorer:
             for trajectory in trajectories:
                 try:
                     verdicts.append(calculator.call(trajectory))
-                except Exception as error:  # noqa: BLE001 - attributed below, rollout by rollout
+                except BaseException as error:  # noqa: BLE001 - the rollout's own, even SystemExit
                     verdicts.append(blame(f"reward '{part.name}'", error))
             if time.perf_counter() - began > SLOW * len(trajectories):
                 self._slow.add(part.name)
 
         try:
-            async with asyncio.timeout(self.deadline):
-                await self._pool.run(work)
-        except TimeoutError as error:
+            await self._pool.run(work, self.deadline)
+        except TimeoutError:
             self._slow.add(part.name)
             done = list(verdicts)  # the abandoned thread may still append to the other list
-            return done + [self._fault(part, error)] * (len(trajectories) - len(done))
+            return done + [self._late(part)] * (len(trajectories) - len(done))
         return verdicts
 
-    def _fault(self, part: WeightedReward, error: BaseException | None) -> Exception:
-        name = f"reward '{part.name}'"
-        if type(error) is TimeoutError and not error.args:
-            return TimeoutError(f"{name} took longer than deadlines.reward = {self.deadline} s")
-        return blame(name, error or asyncio.CancelledError("it cancelled itself"))
+    def _late(self, part: WeightedReward) -> LateError:
+        return LateError(
+            f"reward '{part.name}' took longer than deadlines.reward = {self.deadline} s"
+        )
+
+
+async def _judged(part: WeightedReward, trajectory: Trajectory) -> Any:
+    """The calculator's verdict, or the error that it raised."""
+    try:
+        return await part.calculator.calculate(trajectory)
+    except BaseException as error:
+        if not is_theirs(error):
+            raise
+        return blame(f"reward '{part.name}'", error)
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; a cancellation waits until each of them has ended."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(call) for call in calls]
+    return [task.result() for task in tasks]
+
+
+def as_number(value: Any) -> float | None:
+    """A reward as a float, of numpy or torch too; None where it is no finite number."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # noqa: BLE001 - whatever an object of a user's raises when asked
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _checked(name: str, verdict: Any) -> Reward:
-    if isinstance(verdict, Exception):
+    if isinstance(verdict, UserCodeError):
         raise verdict
     judged = verdict if isinstance(verdict, Reward) else None
     value = verdict if judged is None else judged.value
     if judged is not None and judged.outcome != "ok":
         return judged
-    numbers = {"": value} if judged is None else {"": value, **judged.components}
-    for component, number in numbers.items():
-        where = f"reward '{name}'" + (f", component '{component}'" if component else "")
-        try:
-            finite = not isinstance(number, str) and math.isfinite(number)
-        except TypeError:
-            finite = False
-        if not finite:
+    components = {} if judged is None else judged.components
+    if not isinstance(components, Mapping):
+        raise UserCodeError(
+            f"reward '{name}' returned the components {components!r}: a mapping of names to "
+            "numbers is expected"
+        )
+    numbers: dict[str, float] = {}
+    for component, given in {"": value, **components}.items():
+        number = as_number(given)
+        if number is None:
+            where = f"reward '{name}'" + (f", component '{component}'" if component else "")
             raise UserCodeError(
-                f"{where} returned {number!r}: a finite number is expected; to leave a rollout "
+                f"{where} returned {given!r}: a finite number is expected; to leave a rollout "
                 "out, return Reward(0.0, outcome='invalid')"
             )
-    if judged is None:
-        return Reward(float(value))
-    return Reward(float(value), {key: float(v) for key, v in judged.components.items()})
+        numbers[component] = number
+    return Reward(numbers.pop(""), numbers)

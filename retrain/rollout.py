@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,10 @@ from typing import Any, TypeVar
 
 from retrain.chat import Chat, Conversation
 from retrain.config import DeadlinesConfig
+from retrain.deadlines import adapter_call, user_call
 from retrain.environment import Action, Environment, StepResult
-from retrain.errors import DeadlineError, blame
+from retrain.errors import LateError, UserCodeError
+from retrain.rewarding import as_number
 from retrain.sampler import Sampler, SamplingParams
 from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory, Turn
 
@@ -37,6 +38,8 @@ class Rollouts:
     max_turns: int
     deadlines: DeadlinesConfig
     seed: int
+    progress: Callable[[], object] = lambda: None
+    """Told of every answer of the sampler and of an environment."""
 
     async def play(self, prompt: Prompt, environments: Sequence[Environment]) -> Group:
         """One group: a rollout of `prompt` in each environment.
@@ -120,7 +123,7 @@ class _Rollout:
         prompt = self.trajectory.prompt
         self.opening = prompt.messages
         if type(self.environment).reset is not Environment.reset:
-            opening = await self._guard("reset", self.environment.reset(prompt))
+            opening = await self._guard("reset", lambda: self.environment.reset(prompt))
             self.opening = [] if opening is None else opening
 
     def begin(self) -> None:
@@ -152,7 +155,7 @@ class _Rollout:
         trajectory.messages = conversation.messages
 
     async def sample(self, n: int = 1) -> list[Completion]:
-        """Raises DeadlineError when the sampler outlives `deadlines.sample`."""
+        """Raises DeadlineError when the sampler outlives `deadlines.sample`, and what it raises."""
         shared, prompt_ids = self.shared, self.conversation.prompt_ids
         room = shared.context_length - len(prompt_ids)
         params = replace(
@@ -162,14 +165,12 @@ class _Rollout:
             seed=self._seed(),
         )
         started = time.perf_counter()
-        try:
-            async with asyncio.timeout(shared.deadlines.sample):
-                completions = await shared.sampler.sample(prompt_ids, params, n)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"the sampler gave no completion of prompt {self.trajectory.prompt.id} within "
-                f"deadlines.sample = {shared.deadlines.sample} s"
-            ) from error
+        completions = await adapter_call(
+            f"to sample prompt {self.trajectory.prompt.id}",
+            shared.sampler.sample(prompt_ids, params, n),
+            shared.deadlines.sample,
+            "sample",
+        )
         self._took("sample", started)
         return completions
 
@@ -178,7 +179,7 @@ class _Rollout:
         trajectory = self.trajectory
         if type(self.environment).step is Environment.step:
             return None
-        answer = await self._guard("step", self.environment.step(action))
+        answer = await self._guard("step", lambda: self.environment.step(action))
         if not self.alive:
             return None
         try:
@@ -210,26 +211,20 @@ class _Rollout:
         [completion] = await self.sample()
         return completion
 
-    async def _guard(self, stage: str, call: Awaitable[T]) -> T | None:
+    async def _guard(self, stage: str, call: Callable[[], Awaitable[T]]) -> T | None:
         """A user's coroutine under its deadline; its failure is this rollout's outcome."""
         limit: float = getattr(self.shared.deadlines, stage)
         started = time.perf_counter()
         try:
-            async with asyncio.timeout(limit):
-                return await call
-        except TimeoutError as error:
-            if time.perf_counter() - started < limit:  # the user's own TimeoutError
-                self._fail("infra_error", str(blame(self._name(stage), error)))
-            else:
-                name = self._name(stage)
-                self._fail("timeout", f"{name} took longer than deadlines.{stage} = {limit} s")
-        except Exception as error:  # noqa: BLE001 - the boundary that attributes user errors
-            self._fail("infra_error", str(blame(self._name(stage), error)))
+            return await user_call(self._name(stage), call, limit, stage)
+        except UserCodeError as error:
+            self._fail("timeout" if isinstance(error, LateError) else "infra_error", str(error))
+            return None
         finally:
             self._took("environment", started)
-        return None
 
     def _took(self, stage: str, started: float) -> None:
+        self.shared.progress()
         seconds = self.trajectory.seconds
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
 
@@ -255,15 +250,17 @@ def _checked(answer: Any) -> StepResult:
             "is expected"
         )
     observation, reward, terminated, truncated, info = answer
-    try:
-        finite = not isinstance(reward, str) and math.isfinite(reward)
-    except TypeError:
-        finite = False
-    if not finite:
+    value = as_number(reward)
+    if value is None:
         raise ValueError(f"returned the reward {reward!r}: a finite number is expected")
     if not isinstance(info, dict):
         raise TypeError(f"returned the info {info!r}: a dict is expected")
-    return StepResult(observation, float(reward), bool(terminated), bool(truncated), info)
+    ends = bool(terminated), bool(truncated)
+    if any(ends) and observation is None:  # a habit of Gym's users
+        observation = ()
+    if any(ends) and not isinstance(observation, list | tuple):
+        raise TypeError(f"returned the observation {observation!r}: a list of messages is expected")
+    return StepResult(observation, value, *ends, info)
 
 
 def _overrides(environments: Sequence[Environment], hook: str) -> bool:

@@ -114,6 +114,8 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
         causes = _causes(error)
         for cause in causes:
             _tell(f"error: {_sentence(cause)}")
+        for note in () if error in causes else getattr(error, "__notes__", ()):
+            _tell(note)
         if all(isinstance(cause, RetrainError) for cause in causes):
             return USAGE if any(isinstance(cause, ConfigError) for cause in causes) else FAILED
         _keep_traceback(error, places)
@@ -123,7 +125,7 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
 def drive(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end on a loop of its own; its threads are not waited for.
 
-    The first SIGINT or SIGTERM cancels it, the second one ends the process at once.
+    The first SIGINT, SIGTERM or SIGHUP cancels it, the second one ends the process at once.
     """
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -228,10 +230,14 @@ def _signals(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterat
         if asked:
             os._exit(INTERRUPTED)
         asked = True
-        os.write(2, b"\nstopping after a checkpoint; once more ends at once\n")  # print may lock
         loop.call_soon_threadsafe(task.cancel)
+        with suppress(OSError):  # the terminal may be gone; and print may lock
+            os.write(2, b"\nstopping after a checkpoint; once more ends at once\n")
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it: so do we then
+        signals.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in signals}
     try:
         yield
     finally:

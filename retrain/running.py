@@ -11,8 +11,8 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,16 @@ from retrain.checkpoint import (
     verified,
 )
 from retrain.config import RunConfig
-from retrain.errors import ConfigError, DeadlineError, NoSignalError
+from retrain.deadlines import adapter_call
+from retrain.errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    NoSignalError,
+    RunError,
+    StallError,
+)
 from retrain.intake import Intake
 from retrain.ledger import Ledger
 from retrain.metering import Meter
@@ -44,7 +53,7 @@ from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts
 from retrain.sampler import SamplingParams
 from retrain.slots import Slot
-from retrain.types import Group, Metrics, Prompt
+from retrain.types import Group, Metrics, Prompt, Ticket
 from retrain.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -63,10 +72,19 @@ class Run:
         self.history: list[Metrics] = []
         self.stopping = False
         """The learner is to end at the next step boundary."""
+        self.stalled: StallError | None = None
+        self.evaluation: asyncio.Task[None] | None = None
+        """The newest one, beside training or done."""
         self.data_since = 0
         """The step after which training on these prompts began; not 0 after a change of data."""
+        self.evaluating: set[int] = set()
+        """Steps whose checkpoints may turn out to be the best: pruning waits for the result."""
         self.spared: set[int] = set()
         """Checkpoints that pruning leaves alone."""
+        self.kept: dict[Ticket, Group] = {}
+        """Groups that were finished before a resume, until their tickets are issued again."""
+        self._saved: int | None = None
+        """The step whose checkpoint was written, or loaded."""
         self.adapter: Adapter
         self.chat: Chat
         self.rollouts: Rollouts
@@ -109,13 +127,35 @@ class Run:
             config.rollout.max_turns,
             config.deadlines,
             config.train.seed,
+            self.watchdog.progress,
         )
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Nothing hangs in here: a stall cancels the task that called, and `stalled` says why."""
+        deadlines = self.config.deadlines
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stall(error: StallError) -> None:
+            self.stalled = error
+            task.cancel()
+
+        with Watchdog(
+            stall=deadlines.stall,
+            blocked=deadlines.blocked,
+            grace=deadlines.close + deadlines.checkpoint,
+            fail=stall,
+            last_words=self.last_words,
+        ) as self.watchdog:
+            yield
+
     def request_stop(self) -> None:
-        """End after the step under way, with a checkpoint."""
+        """End after the step under way, with a checkpoint; an evaluation is cut short."""
         self.stopping = True
-        with suppress(asyncio.QueueFull):  # a full queue wakes the learner by itself
-            self.done.put_nowait(None)
+        self.intake.stop()
+        if self.evaluation is not None and self.evaluation is not asyncio.current_task():
+            self.evaluation.cancel()
 
     @property
     def admitted(self) -> int:
@@ -149,7 +189,14 @@ class Run:
         if not self.sampled:
             longest = self.parts.algorithm.max_length or self.adapter.context_length
             return Playback(self.chat, min(longest, self.adapter.context_length))
-        return Slot(size, self.parts.environment, self.rollouts, self.parts.scorer, self._setups)
+        return Slot(
+            size,
+            self.parts.environment,
+            self.rollouts,
+            self.parts.scorer,
+            self._setups,
+            self.fault,
+        )
 
     def record(self, group: Group, started: float) -> None:
         """Write down a group that was played and scored.
@@ -190,8 +237,8 @@ class Run:
         """Write report.html from what the files hold."""
         try:
             write_report(self.run_dir.path)
-        except ConfigError as error:
-            self.fault(str(error))
+        except (ConfigError, RunError, OSError) as error:
+            self.fault(f"report.html: {error}")
 
     def fault(self, error: str) -> None:
         """Something failed that touches no rollout, such as an environment's `close`."""
@@ -219,33 +266,38 @@ class Run:
 
     async def within(self, stage: str, call: Awaitable[T], *, limit: str = "") -> T:
         """An adapter's await under its deadline. Raises DeadlineError naming the stage."""
-        seconds: float = getattr(self.config.deadlines, limit or stage)
-        began = time.perf_counter()
+        key = limit or stage
+        self.watchdog.progress()
         try:
-            async with asyncio.timeout(seconds):
-                return await call
-        except TimeoutError as error:
-            if isinstance(error, DeadlineError) or time.perf_counter() - began < seconds:
-                raise
-            raise DeadlineError(
-                f"the adapter's {stage} took longer than deadlines.{limit or stage} = {seconds} s"
-            ) from error
+            return await adapter_call(
+                f"the adapter's {stage}", call, getattr(self.config.deadlines, key), key
+            )
+        finally:
+            self.watchdog.progress()
 
     async def checkpoint(self) -> None:
-        """Write the checkpoint of this step, then drop the oldest ones."""
+        """Write the checkpoint of this step, if there is none yet; then drop the oldest ones."""
+        if self._saved == self.step:
+            return
         path = await self.within(
             "save", self.checkpoints.write(self.step, self._fill), limit="checkpoint"
         )
+        self._saved = self.step
         self.run_dir.event("checkpoint", step=self.step, path=str(path))
         self.run_dir.flush()
-        for old in self.checkpoints.prune(
-            self.config.checkpoint.keep, spare={self.step, *self.spared}
-        ):
-            saved = read(old)
-            await self.adapter.forget(AdapterState(old / "adapter", saved.adapter))
-            self.checkpoints.remove(old)
-        self.watchdog.progress()
+        spare = {self.step, *self.spared, *self.evaluating}
+        for old in self.checkpoints.prune(self.config.checkpoint.keep, spare):
+            await self._forget(old)
         await self.callbacks.on_checkpoint(self, self.step, path)
+
+    async def _forget(self, old: Path) -> None:
+        """Delete a checkpoint, here and at the backend, which a torn one doesn't name."""
+        try:
+            state = AdapterState(old / "adapter", read(old).adapter)
+            await self.within("forget", self.adapter.forget(state), limit="checkpoint")
+        except (AdapterError, CheckpointError, DeadlineError) as error:
+            self.fault(f"{old.name}: {error}")
+        self.checkpoints.remove(old)
 
     def result(self, status: Status) -> TrainingResult:
         """What the run came to so far."""
@@ -261,7 +313,8 @@ class Run:
 
     async def _fill(self, folder: Path) -> Checkpoint:
         self.intake.drain()
-        groups = [group_to_json(group) for group in self.intake.held.values()]
+        finished = (*self.intake.held.values(), *self.kept.values())
+        groups = [group_to_json(group) for group in finished]
         checkpoint_of = self._snapshot(groups)
         (folder / "adapter").mkdir()
         state = await self.adapter.save(folder / "adapter")
@@ -277,6 +330,7 @@ class Run:
             "best_reward": _finite(self.best_reward),
             "failed_in_a_row": self.intake.failed_in_a_row,
             "data_since": self.data_since,
+            "rows": len(self.parts.prompts),
             "callbacks": self.callbacks.state(),
         }
         config = self.config.model_dump(mode="json")
@@ -284,7 +338,7 @@ class Run:
 
     async def restore(self) -> None:
         """Go back to the newest whole checkpoint; to the beginning when there is none."""
-        found = self.checkpoints.newest()
+        found = await asyncio.to_thread(self.checkpoints.newest)
         for torn in self.checkpoints.torn:
             self.run_dir.event("torn", checkpoint=torn)
         if found is None:
@@ -292,9 +346,16 @@ class Run:
             return
         path, saved = found
         check_same_run(saved.config, self.config)
+        before, rows = saved.counters.get("rows"), len(self.parts.prompts)
+        if before not in (None, rows):
+            raise CheckpointError(
+                f"this run can't be resumed: its prompts had {before} rows, now they have {rows}. "
+                "Bring the data back, or start a new run with --run-dir"
+            )
         await self._load(path, saved)
-        rows = read_metrics(self.run_dir.path)
-        self.history = [row for row in rows if row["step"] <= saved.step]
+        self._saved = saved.step
+        metrics = read_metrics(self.run_dir.path)
+        self.history = [row for row in metrics if row["step"] <= saved.step]
         self._take_up(saved, saved.groups)
 
     async def begin_from(self, path: Path) -> None:
@@ -303,7 +364,7 @@ class Run:
         Weights, optimizer and step count go on. So do the position in the data when the prompts are
         the same, and the finished groups when their rewards would be. Raises CheckpointError.
         """
-        saved = verified(path)
+        saved = await asyncio.to_thread(verified, path)
         await self._load(path, saved)
         if changes(saved.config, self.config, DATA):
             self.data_since = self.step
@@ -323,8 +384,8 @@ class Run:
     def _take_up(self, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:
         """Go on in the data where `saved` was, with its finished `groups`."""
         finished = [group_from_json(g, self.parts.prompts.prompt) for g in groups]
-        self.intake.held = {group.ticket: group for group in finished}
-        self.ledger.restore(dict(saved.ledger), self.intake.held)
+        self.kept = {group.ticket: group for group in finished}
+        self.ledger.restore(saved.ledger)
         self.data_since = saved.counters.get("data_since", 0)
         self.signal.restore(saved.counters)
         self.intake.failed_in_a_row = saved.counters["failed_in_a_row"]

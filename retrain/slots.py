@@ -8,11 +8,12 @@ reaches the next group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from retrain.config import DeadlinesConfig
+from retrain.deadlines import is_theirs, user_call
 from retrain.environment import Environment
-from retrain.errors import blame
+from retrain.errors import LateError, UserCodeError, blame
 from retrain.rewarding import Scorer
 from retrain.rollout import Rollouts
 from retrain.types import Group, Outcome, Prompt, Trajectory
@@ -28,62 +29,61 @@ class Slot:
         rollouts: Rollouts,
         scorer: Scorer,
         setups: asyncio.Semaphore,
+        fault: Callable[[str], None],
     ) -> None:
+        """`fault` is told what went wrong in a `close`, which touches no rollout."""
         self._make = make
         self._rollouts = rollouts
         self._scorer = scorer
         self._setups = setups
+        self._fault = fault
         self._environments: list[Environment | None] = [None] * size
-        self.close_errors: list[str] = []
-        """What went wrong in `close`, which touches no rollout."""
 
     async def play(self, prompt: Prompt) -> Group:
         """One scored group; raises only what the sampler raises."""
         failed = await self._fill(prompt)
         if failed is not None:
             return Group(prompt, [failed, *self._unplayed(prompt, failed)])
-        group = await self._rollouts.play(prompt, [e for e in self._environments if e])
+        group = await self._rollouts.play(prompt, [e for e in self._environments if e is not None])
         await self._replace_failed(group)
         await self._scorer.score(group)
         return group
 
     async def close(self) -> None:
-        """Close every instance, each within its deadline."""
-        for index, environment in enumerate(self._environments):
-            if environment is not None:
-                self._environments[index] = None
-                await self._close(environment)
+        """Close every instance at once, each within its deadline."""
+        await self._drop(range(len(self._environments)))
 
     async def _fill(self, prompt: Prompt) -> Trajectory | None:
         """Make the missing instances; the failed rollout when one of them can't be had."""
         missing = [i for i, kept in enumerate(self._environments) if kept is None]
         if not missing:
             return None
-        made = await asyncio.gather(*(self._set_up(prompt) for _ in missing))
-        for index, environment in zip(missing, made, strict=True):
-            if isinstance(environment, Environment):
-                self._environments[index] = environment
-        return next((failed for failed in made if isinstance(failed, Trajectory)), None)
+        async with asyncio.TaskGroup() as setups:
+            made = [setups.create_task(self._set_up(prompt, index)) for index in missing]
+        return next((failed for task in made if (failed := task.result())), None)
 
-    async def _set_up(self, prompt: Prompt) -> Environment | Trajectory:
-        """A new instance, or the failed rollout that says why there is none."""
+    async def _set_up(self, prompt: Prompt, index: int) -> Trajectory | None:
+        """Fill a place; the failed rollout that says why it stays empty."""
         name = "the environment"
         try:
             environment = self._make()
-            name = f"{type(environment).__name__}.setup"
-            if type(environment).setup is Environment.setup:
-                return environment
-            async with self._setups, asyncio.timeout(self._deadlines.setup):
-                await environment.setup()
-        except TimeoutError:
-            return _failed(
-                prompt,
-                "timeout",
-                f"{name} took longer than deadlines.setup = {self._deadlines.setup} s",
-            )
-        except Exception as error:  # noqa: BLE001 - the boundary that attributes user errors
+        except BaseException as error:
+            if not is_theirs(error):
+                raise
             return _failed(prompt, "infra_error", str(blame(name, error)))
-        return environment
+        name = type(environment).__name__
+        if type(environment).setup is Environment.setup:
+            self._environments[index] = environment
+            return None
+        async with self._setups:
+            self._environments[index] = environment  # from here on it's closed, whatever happens
+            try:
+                await user_call(f"{name}.setup", environment.setup, self._deadlines.setup, "setup")
+            except UserCodeError as error:
+                await self._drop([index])
+                outcome: Outcome = "timeout" if isinstance(error, LateError) else "infra_error"
+                return _failed(prompt, outcome, str(error))
+        return None
 
     def _unplayed(self, prompt: Prompt, failed: Trajectory) -> list[Trajectory]:
         return [
@@ -91,20 +91,23 @@ class Slot:
         ]
 
     async def _replace_failed(self, group: Group) -> None:
-        for index, trajectory in enumerate(group.trajectories):
-            environment = self._environments[index]
-            if trajectory.outcome in ("infra_error", "timeout") and environment is not None:
-                self._environments[index] = None
-                await self._close(environment)
+        outcomes = [trajectory.outcome for trajectory in group.trajectories]
+        await self._drop([i for i, o in enumerate(outcomes) if o in ("infra_error", "timeout")])
+
+    async def _drop(self, places: Iterable[int]) -> None:
+        """Empty these places, closing what is there."""
+        async with asyncio.TaskGroup() as closing:
+            for index in places:
+                environment, self._environments[index] = self._environments[index], None
+                if environment is not None and type(environment).close is not Environment.close:
+                    closing.create_task(self._close(environment))
 
     async def _close(self, environment: Environment) -> None:
-        if type(environment).close is Environment.close:
-            return
+        name = f"{type(environment).__name__}.close"
         try:
-            async with asyncio.timeout(self._deadlines.close):
-                await environment.close()
-        except Exception as error:  # noqa: BLE001 - the rollouts are done: nothing depends on it
-            self.close_errors.append(str(blame(f"{type(environment).__name__}.close", error)))
+            await user_call(name, environment.close, self._deadlines.close, "close")
+        except UserCodeError as error:
+            self._fault(str(error))
 
     @property
     def _deadlines(self) -> DeadlinesConfig:

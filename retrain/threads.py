@@ -17,32 +17,40 @@ Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
 class DaemonPool:
-    """At most `size` threads that run blocking calls; all methods belong to the event loop."""
+    """At most `size` threads that run blocking calls; all methods belong to the event loop.
+
+    A thread that was abandoned counts no more: another one may start in its place.
+    """
 
     def __init__(self, size: int, name: str = "retrain-user-code") -> None:
-        self._size = size
+        self._free = asyncio.Semaphore(size)
         self._name = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads = 0
         self._idle = 0
         self._abandoned = 0
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """`call()` in a thread. Cancelling the await abandons the thread to its fate."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        if self._idle:
-            self._idle -= 1
-        elif self._threads < self._size:
-            self._threads += 1
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        self._jobs.put((call, loop, future))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._threads -= 1  # a replacement may start; the old thread leaves when its call ends
-            self._abandoned += 1
-            raise
+    async def run(self, call: Callable[[], T], seconds: float | None = None) -> T:
+        """`call()` in a thread; cancelling the await abandons the thread to its fate.
+
+        Raises TimeoutError `seconds` after a thread took it, which is abandoned too.
+        """
+        async with self._free, asyncio.timeout(seconds):
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[T] = loop.create_future()
+            if self._idle:
+                self._idle -= 1
+            else:
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                self._threads += 1
+            self._jobs.put((call, loop, future))
+            try:
+                return await future
+            except asyncio.CancelledError:
+                if future.cancelled():  # the thread leaves when its call ends
+                    self._threads -= 1
+                    self._abandoned += 1
+                raise
 
     def close(self) -> None:
         """Let the idle threads end."""

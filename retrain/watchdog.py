@@ -22,6 +22,7 @@ from typing import Self
 
 from retrain.errors import StallError
 
+LAST_WORDS_SECONDS = 5.0
 OWN = (
     str(Path(__file__).parent),
     str(Path(asyncio.__file__).parent),
@@ -72,12 +73,15 @@ class Watchdog:
 
     def ending(self) -> None:
         """The run was told to end: it has `grace` seconds."""
-        self._ends_by = time.monotonic() + self._grace
+        if self._ends_by is None:
+            self._ends_by = time.monotonic() + self._grace
 
     def _watch(self) -> None:
         tick = min(1.0, self._stall / 4, self._blocked / 4, self._grace / 4)
+        now = time.monotonic()
         while not self._stop.wait(tick):
-            now = time.monotonic()
+            before, now = now, time.monotonic()
+            self._excuse(now - before - tick)
             try:
                 self._loop.call_soon_threadsafe(self._answer)
             except RuntimeError:  # the loop is closed
@@ -101,14 +105,26 @@ class Watchdog:
                 )
                 self._loop.call_soon_threadsafe(self._fail, error)
 
+    def _excuse(self, late: float) -> None:
+        """This thread slept too long: the process stood still (Ctrl-Z), and nothing could move."""
+        if late > 1.0:
+            self._answered += late
+            self._moved += late
+            if self._ends_by is not None:
+                self._ends_by += late
+
     def _answer(self) -> None:
         self._answered = time.monotonic()
 
     def _exit(self, message: str) -> None:
-        if not self._stop.is_set():
-            self._last_words(message)
-            self._leave(1)
-            self._stop.set()
+        if self._stop.is_set():
+            return
+        # in a thread: the disk may be full, or its lock held by what blocks
+        words = threading.Thread(target=self._last_words, args=(message,), daemon=True)
+        words.start()
+        words.join(LAST_WORDS_SECONDS)
+        self._leave(1)
+        self._stop.set()
 
 
 def describe(loop: asyncio.AbstractEventLoop) -> str:

@@ -16,11 +16,12 @@ ROOT = Path(retrain.__file__).parent
 LAYERS = [
     names.split()
     for names in (
-        """types errors threads config config_errors config_keys config_yaml models plugin_keys
+        """types errors deadlines threads config config_errors config_keys config_yaml models plugin_keys
         plugins""",
         """environment rewarding prompts prompt_files sampler chat chat_template chat_tokens
         chat_tools examples algorithms adapters.base""",
-        "rollout playback batching ledger checkpoint intake metering slots watchdog",
+        """rollout playback batching ledger checkpoint intake metering slots watchdog
+        observe.journal""",
         "compatibility assembly running evaluation pipeline observe",
         "engine",
         "adapters service",

@@ -315,7 +315,7 @@ def test_the_ledger_loses_no_ticket_and_gives_none_out_twice(moves):
             saved = (json.loads(json.dumps(ledger.state())), set(done))
         elif move == "crash":
             ledger, done = Ledger(order), set(saved[1])
-            ledger.restore(saved[0], finished=[])
+            ledger.restore(saved[0])
     while len(done | set(ledger.open)) < 5 or ledger.epoch == 0:
         ledger.issue()
     rows = {(t.epoch, t.row) for t in done | set(ledger.open) if t.epoch == 0}

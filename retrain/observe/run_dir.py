@@ -152,8 +152,9 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with suppress(*([] if kind is None else [RunError])):  # not to hide the error under way
+            self.close()
 
     def _count_error(self, trajectory: Trajectory) -> None:
         cause = str(trajectory.info.get("error") or trajectory.outcome).partition("\n")[0][:200]

@@ -1,0 +1,713 @@
+"""Edges of the pipe's core: what must hold when something goes wrong at an awkward moment."""
+
+import asyncio
+import itertools
+import math
+import sys
+from contextlib import suppress
+
+import pytest
+
+from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
+from retrain.checkpoint import Checkpoints, read
+from retrain.environment import Environment, StepResult
+from retrain.errors import AdapterError, DeadlineError, RunError
+from retrain.observe.callbacks import Callback
+from retrain.pipeline import train
+from retrain.rewarding import Reward, RewardCalculator, reward
+from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
+
+ENGINE = "benchmarks.mock_engine:MockOptions"
+
+
+def flattened(error):
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in flattened(inner)]
+    return [error]
+
+
+async def failure_of(run):
+    """The errors that a run ends with."""
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - the caller looks at them
+        async with asyncio.timeout(5):
+            await run
+    return flattened(caught.value)
+
+
+# --- user code that raises what nobody expects --------------------------------------------------
+
+
+class Panic(BaseException):
+    """What a library of compiled code may raise: no Exception."""
+
+
+class Odd(Environment):
+    """Raises in every sixth call of the method that is named."""
+
+    calls = 0
+    closed = 0
+
+    def __init__(self, where: str, error: str):
+        self.where, self.error = where, error
+
+    def _maybe(self, where):
+        if where != self.where:
+            return
+        Odd.calls += 1
+        if Odd.calls % 6 == 3:
+            raise {
+                "cancelled": asyncio.CancelledError(),
+                "exit": SystemExit(0),
+                "panic": Panic("broken"),
+                "stop": StopAsyncIteration(),
+                "timeout": TimeoutError("the tool is slow"),
+                "group": BaseExceptionGroup("many", [Panic("broken")]),
+            }[self.error]
+
+    async def setup(self):
+        self._maybe("setup")
+
+    async def reset(self, prompt):
+        self._maybe("reset")
+        return prompt.messages
+
+    async def step(self, action):
+        self._maybe("step")
+        return StepResult([], 0.0, True, False, {})
+
+    async def close(self):
+        self._maybe("close")
+        Odd.closed += 1
+
+
+@pytest.mark.parametrize("error", ["cancelled", "exit", "panic", "stop", "timeout", "group"])
+@pytest.mark.parametrize("where", ["setup", "reset", "step", "close"])
+async def test_p5_whatever_an_environment_raises_is_its_own_rollouts_matter(tmp_path, where, error):
+    Odd.calls = 0
+    config = mock_config(
+        tmp_path, environment={"type": "tests.test_core_edges:Odd", "where": where, "error": error}
+    )
+    async with asyncio.timeout(5):
+        result = await train(config)
+    assert (result.status, result.total_steps) == ("completed", 4)
+    rows = rollouts_of(tmp_path)
+    assert all(len(row["versions"]) == 1 for row in rows if row["outcome"] == "ok")
+    if where == "close":
+        assert events(tmp_path, "fault")
+        return
+    failed = [row for row in rows if row["outcome"] != "ok"]
+    assert failed
+    assert {row["outcome"] for row in failed} == {"infra_error"}
+    assert all(f"Odd.{where} raised" in row["error"] for row in failed)
+
+
+class OddReward(RewardCalculator):
+    """Fails for the third rollout of each group."""
+
+    def __init__(self, how: str):
+        self.how = how
+        self.calls = itertools.count()
+
+    async def calculate(self, trajectory):
+        if next(self.calls) % 4 == 2:
+            return fail(self.how)
+        return slot_share(trajectory.completion, trajectory.prompt.answer)
+
+
+class PlainReward(OddReward):
+    """Not async, as it has to be."""
+
+    def calculate(self, trajectory):
+        return fail(self.how)
+
+
+class GroupReward(OddReward):
+    async def calculate_group(self, group):
+        return fail(self.how)
+
+
+counted = itertools.count()
+
+
+@reward
+def plain_function(completion, answer, how="exit"):
+    if next(counted) % 4 == 2:
+        return fail(how)
+    return slot_share(completion, answer)
+
+
+def fail(how):
+    import torch
+
+    if how == "exit":
+        sys.exit(0)
+    if how == "cancelled":
+        raise asyncio.CancelledError
+    if how == "panic":
+        raise Panic("broken")
+    if how == "timeout":
+        raise TimeoutError
+    if how == "stop":
+        raise StopIteration
+    return {
+        "huge": 10**400,
+        "tensor": torch.ones(2),
+        "components": Reward(1.0, None),
+        "keys": Reward(1.0, {"a": math.nan}),
+        "complex": 1j,
+        "dict": {"reward": 1.0},
+    }[how]
+
+
+HOWS = ["exit", "cancelled", "panic", "timeout", "huge", "tensor", "components", "keys", "complex"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("kind", ["OddReward", "PlainReward", "GroupReward", "plain_function"])
+async def test_p6_whatever_a_reward_does_is_its_rollouts_matter(tmp_path, kind, how):
+    config = mock_config(
+        tmp_path,
+        rewards=[{"type": f"tests.test_core_edges:{kind}", "how": how}],
+        train={"total_train_steps": 2, "max_failed_groups": 3},
+    )
+    hopeless = kind in ("PlainReward", "GroupReward")
+    if hopeless:
+        [error] = await failure_of(train(config))
+        assert "3 groups in a row" in str(error)
+    else:
+        async with asyncio.timeout(5):
+            assert (await train(config)).total_steps == 2
+    failed = [row for row in rollouts_of(tmp_path) if row["outcome"] != "ok"]
+    assert failed
+    assert {row["outcome"] for row in failed} == {"infra_error"}
+    assert all("reward '" in row["error"] for row in failed)
+    assert not any("deadlines" in row["error"] for row in failed), "its own, not our deadline"
+
+
+# --- an adapter's --------------------------------------------------------------------------------
+
+
+class CancelsItself(MockAdapter):
+    """An adapter whose own task was cancelled behind its back, at version 2."""
+
+    where = ""
+
+    def _maybe(self, where):
+        if where == self.where and self.version >= 2:
+            raise asyncio.CancelledError
+
+    async def sample(self, prompt_ids, params, n=1):
+        self._maybe("sample")
+        return await super().sample(prompt_ids, params, n)
+
+    async def update(self, batch):
+        self._maybe("update")
+        return await super().update(batch)
+
+    async def publish(self):
+        self._maybe("publish")
+        return await super().publish()
+
+    async def save(self, folder):
+        self._maybe("save")
+        return await super().save(folder)
+
+
+@pytest.mark.parametrize("where", ["sample", "update", "publish", "save"])
+async def test_an_adapter_whose_call_was_cancelled_fails_the_run(tmp_path, where):
+    config = mock_config(tmp_path)
+    adapter = CancelsItself(MockOptions(), config)
+    adapter.where = where
+    errors = await failure_of(train(config, parts=parts_with(config, adapter)))
+    assert any(isinstance(e, AdapterError) and where in str(e) for e in errors), errors
+    assert events(tmp_path, "end")[0]["status"] == "failed"
+
+
+async def test_a_samplers_own_timeout_is_not_taken_for_our_deadline(tmp_path):
+    class Slow(MockAdapter):
+        async def sample(self, prompt_ids, params, n=1):
+            raise TimeoutError("connect")
+
+    config = mock_config(tmp_path)
+    errors = await failure_of(train(config, parts=parts_with(config, Slow(MockOptions(), config))))
+    assert not any(isinstance(error, DeadlineError) for error in errors)
+
+
+async def test_forgetting_a_checkpoint_has_a_deadline_and_its_failure_is_told_not_fatal(tmp_path):
+    class Keeps(MockAdapter):
+        async def forget(self, state):
+            if "step_1" in str(state.folder):
+                await asyncio.Event().wait()
+            raise AdapterError("the service is down")
+
+    config = mock_config(
+        tmp_path, checkpoint={"every": 1, "keep": 1}, deadlines={"checkpoint": 0.1}
+    )
+    async with asyncio.timeout(10):
+        result = await train(config, parts=parts_with(config, Keeps(MockOptions(), config)))
+    assert result.status == "completed"
+    faults = [event["error"] for event in events(tmp_path, "fault")]
+    assert any("service is down" in fault for fault in faults)
+    assert any("deadlines.checkpoint" in fault for fault in faults)
+
+
+# --- what environments hand over ----------------------------------------------------------------
+
+
+class Loose(Environment):
+    """Gym's habits: no observation at the end, and anything at all in info."""
+
+    def __init__(self, observation=None, info: str = ""):
+        self.observation, self.kind = observation, info
+
+    async def step(self, action):
+        import threading
+
+        info = {
+            "": {},
+            "keys": {("a", 1): 2},
+            "lock": {"lock": threading.Lock()},
+            "cycle": {},
+        }[self.kind]
+        if self.kind == "cycle":
+            info["self"] = info
+        return self.observation, 0.0, True, False, info
+
+
+@pytest.mark.parametrize("info", ["", "keys", "lock", "cycle"])
+async def test_a_checkpoint_holds_groups_whatever_their_environment_said(tmp_path, info):
+    """At staleness 3 there are finished groups that no step has taken."""
+    config = mock_config(
+        tmp_path,
+        environment={"type": "tests.test_core_edges:Loose", "info": info},
+        staleness={"target": 3, "max": 6},
+        checkpoint={"every": 1},
+        train={"total_train_steps": 6},
+    )
+    assert (await train(config)).total_steps == 6
+    [saved, *_] = [read(path) for path in (tmp_path / "checkpoints").glob("step_[1-5]")]
+    assert saved.groups
+
+
+# --- setting up and closing ---------------------------------------------------------------------
+
+
+class Resource(Environment):
+    """Holds something from its setup to its close."""
+
+    open = 0
+    made = itertools.count()
+    hanging = asyncio.Event()
+
+    async def setup(self):
+        number = next(Resource.made)
+        Resource.open += 1
+        if number % 4 == 3:
+            Resource.hanging.set()
+            await asyncio.Event().wait()
+
+    async def close(self):
+        Resource.open -= 1
+
+
+async def test_p7_cancelling_during_setup_closes_the_environments_that_were_set_up(tmp_path):
+    Resource.open, Resource.made, Resource.hanging = 0, itertools.count(), asyncio.Event()
+    config = mock_config(
+        tmp_path, environment={"type": "tests.test_core_edges:Resource"}, staleness={"target": 0}
+    )
+    running = asyncio.create_task(train(config))
+    await Resource.hanging.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert Resource.open
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(10):
+            await running
+    assert Resource.open == 0
+
+
+async def test_a_setup_past_its_deadline_is_closed_too(tmp_path):
+    Resource.open, Resource.made = 0, itertools.count()
+    config = mock_config(
+        tmp_path,
+        environment={"type": "tests.test_core_edges:Resource"},
+        deadlines={"setup": 0.05},
+        train={"max_failed_groups": 2},
+    )
+    [error] = await failure_of(train(config))
+    assert "Resource.setup took longer than deadlines.setup" in str(error)
+    assert Resource.open == 0
+
+
+class SlowClose(Environment):
+    async def close(self):
+        await asyncio.sleep(0.2)
+
+
+async def test_the_environments_of_a_slot_are_closed_at_once(tmp_path):
+    config = mock_config(
+        tmp_path,
+        environment={"type": "tests.test_core_edges:SlowClose"},
+        train={"total_train_steps": 1},
+        algorithm={"group_size": 16},
+    )
+    async with asyncio.timeout(2):
+        await train(config)
+
+
+async def test_an_evaluations_close_errors_are_told(tmp_path):
+    config = mock_config(
+        tmp_path,
+        environment={"type": "tests.test_pipeline:Breaks", "where": "close"},
+        train={"total_train_steps": 1},
+        eval={"prompts": {"type": "list", "rows": ["a=", "b="]}, "every": 1, "samples": 3},
+    )
+    await train(config)
+    slots = 2 * 4  # staleness 1
+    assert len(events(tmp_path, "fault")) == slots * 4 - 16 + 2 * 3
+
+
+# --- the end of a run ---------------------------------------------------------------------------
+
+
+class Ended(Callback):
+    results = ()
+
+    def on_train_end(self, trainer, result):
+        self.results = (*self.results, result)
+
+
+async def test_a_disk_that_fills_up_ends_the_run_with_its_error_and_on_train_end(tmp_path):
+    class FullDisk(Callback):
+        def on_step_end(self, trainer, step, metrics):
+            if step == 2:
+                for journal in trainer.run_dir._journals:
+                    journal._file.close()
+                    journal._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+
+    ended = Ended()
+    errors = await failure_of(train(mock_config(tmp_path), callbacks=[FullDisk(), ended]))
+    assert any(isinstance(e, RunError) and "No space left" in str(e) for e in errors)
+    assert [result.status for result in ended.results] == ["failed"]
+
+
+async def test_a_callback_that_fails_at_the_end_doesnt_hide_why_the_run_failed(tmp_path):
+    class Broken(MockAdapter):
+        async def update(self, batch):
+            raise AdapterError("out of memory")
+
+    class BadEnd(Callback):
+        def on_train_end(self, trainer, result):
+            raise ValueError("no such project")
+
+    config = mock_config(tmp_path)
+    parts = parts_with(config, Broken(MockOptions(), config))
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, callbacks=[BadEnd()], parts=parts)
+    assert caught.group_contains(AdapterError, match="out of memory")
+    [note] = caught.value.__notes__
+    assert "no such project" in note
+    assert "BadEnd.on_train_end" in note
+
+
+async def test_cancelling_while_the_backend_opens_is_an_interruption(tmp_path):
+    opening = asyncio.Event()
+
+    class Opens(MockAdapter):
+        async def __aenter__(self):
+            opening.set()
+            await asyncio.Event().wait()
+
+    config, ended = mock_config(tmp_path), Ended()
+    parts = parts_with(config, Opens(MockOptions(), config))
+    running = asyncio.create_task(train(config, parts=parts, callbacks=[ended]))
+    await opening.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [result.status for result in ended.results] == ["interrupted"]
+
+
+class Swallows(Environment):
+    """Takes a cancellation for a reason to answer."""
+
+    started = asyncio.Event()
+
+    async def step(self, action):
+        if self.prompt.text == "h=" or Swallows.started.is_set():
+            try:
+                Swallows.started.set()
+                await asyncio.Event().wait()
+            except:  # noqa: E722 - as users write it
+                pass
+        return [], 0.0, True, False, {}
+
+
+async def test_an_environment_that_swallows_its_cancellation_doesnt_keep_the_run(tmp_path):
+    Swallows.started = asyncio.Event()
+    for size in (1, 4):
+        config = mock_config(
+            tmp_path / str(size),
+            environment={"type": "tests.test_core_edges:Swallows"},
+            algorithm={"type": "reinforce", "group_size": size},
+        )
+        running = asyncio.create_task(train(config))
+        await Swallows.started.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(5):
+                await running
+
+
+async def test_p7_an_async_reward_is_not_left_behind_when_the_run_is_cancelled(tmp_path):
+    judging = asyncio.Event()
+
+    class Tidies(RewardCalculator):
+        async def calculate(self, trajectory):
+            try:
+                judging.set()
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(50):
+                    await asyncio.sleep(0)
+
+    sys.modules[__name__].Tidies = Tidies
+    before = asyncio.all_tasks()
+    for rewards in (1, 2):
+        judging.clear()
+        config = mock_config(
+            tmp_path / str(rewards),
+            rewards=[
+                {"type": "tests.test_core_edges:Tidies", "name": f"judge{n}"}
+                for n in range(rewards)
+            ],
+        )
+        running = asyncio.create_task(train(config))
+        await judging.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert asyncio.all_tasks() == before
+
+
+# --- evaluation ---------------------------------------------------------------------------------
+
+HELD_OUT = {"type": "list", "rows": [{"prompt": f"{c}=", "answer": c * 4} for c in "abc"]}
+
+
+async def test_the_checkpoint_under_evaluation_is_not_pruned(tmp_path):
+    class SlowEval(MockAdapter):
+        """Held-out prompts (three rollouts each) take until the run is nearly over."""
+
+        async def sample(self, prompt_ids, params, n=1):
+            if n == 3:
+                while self.version < 6:  # noqa: ASYNC110 - the engine has no event of that
+                    await asyncio.sleep(0)
+            return await super().sample(prompt_ids, params, n)
+
+    config = mock_config(
+        tmp_path,
+        train={"total_train_steps": 7},
+        eval={"prompts": HELD_OUT, "every": 2, "samples": 3},
+        checkpoint={"every": 1, "keep": 1},
+    )
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 5})})
+    adapter = SlowEval(MockOptions(), config)
+    result = await train(config, parts=parts_with(config, adapter))
+    assert result.best_checkpoint_path.is_dir()
+
+
+async def test_p10_cancelling_doesnt_wait_for_an_evaluation(tmp_path):
+    evaluating = asyncio.Event()
+
+    class EndlessEval(MockAdapter):
+        async def sample(self, prompt_ids, params, n=1):
+            if n == 3:
+                evaluating.set()
+                await asyncio.Event().wait()
+            return await super().sample(prompt_ids, params, n)
+
+    for every in (2, 4):  # in the middle, and at the end
+        evaluating.clear()
+        config = mock_config(
+            tmp_path / str(every), eval={"prompts": HELD_OUT, "every": every, "samples": 3}
+        )
+        parts = parts_with(config, EndlessEval(MockOptions(), config))
+        running = asyncio.create_task(train(config, parts=parts))
+        await evaluating.wait()
+        for _ in range(200):
+            await asyncio.sleep(0)
+        running.cancel()
+        async with asyncio.timeout(5):  # all steps are done, so it completes
+            assert (await running).total_steps == 4
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+async def test_a_half_deleted_checkpoint_is_no_obstacle_to_pruning(tmp_path):
+    config = mock_config(tmp_path, checkpoint={"every": 1, "keep": 1})
+    await train(config)
+    torn = tmp_path / "checkpoints" / "step_2"
+    (torn / "adapter").mkdir(parents=True)
+    longer = mock_config(
+        tmp_path, checkpoint={"every": 1, "keep": 1}, train={"total_train_steps": 6}
+    )
+    assert (await train(longer, resume=True)).total_steps == 6
+    assert not torn.exists()
+
+
+async def test_a_torn_checkpoint_of_the_last_step_is_written_anew(tmp_path):
+    config = mock_config(tmp_path, checkpoint={"every": 3}, train={"total_train_steps": 4})
+    await train(config)
+    (tmp_path / "checkpoints" / "step_4" / "manifest.json").unlink()
+    await train(config, resume=True)
+    found = Checkpoints(tmp_path / "checkpoints").newest()
+    assert found is not None
+    assert found[1].step == 4
+
+
+async def test_a_checkpoint_asked_for_by_a_callback_is_not_written_twice(tmp_path):
+    class Asks(Callback):
+        seen = ()
+
+        async def on_step_end(self, trainer, step, metrics):
+            await trainer.checkpoint()
+
+        def on_checkpoint(self, trainer, step, path):
+            self.seen = (*self.seen, step)
+
+    asks = Asks()
+    await train(mock_config(tmp_path, checkpoint={"every": 2}), callbacks=[asks])
+    assert asks.seen == (1, 2, 3, 4)
+
+
+async def test_a_data_set_that_has_shrunk_is_refused_on_resume(tmp_path):
+    from retrain.errors import CheckpointError
+
+    data = tmp_path / "data.jsonl"
+    rows = [f'{{"prompt": "{c}=", "answer": "{c * 4}"}}\n' for c in "abcdefgh"]
+    data.write_text("".join(rows))
+    where = {"prompts": {"type": "file", "path": str(data)}}
+    await train(mock_config(tmp_path / "run", **where))
+    data.write_text("".join(rows[:2]))
+    longer = mock_config(tmp_path / "run", **where, train={"total_train_steps": 8})
+    with pytest.raises(CheckpointError, match=r"8 rows.*2"):
+        await train(longer, resume=True)
+
+
+# --- admission, order, budgets ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["ready", "in_order"])
+@pytest.mark.parametrize("slots", [1, 3])
+async def test_fewer_slots_than_groups_train_all_the_same(tmp_path, order, slots):
+    config = mock_config(
+        tmp_path,
+        rollout={"slots": slots},
+        train={"order": order, "total_train_steps": 6},
+        staleness={"target": 2, "max": 2},
+        backend={"type": ENGINE, "latency": 0.001, "sigma": 1.5},
+        environment={"type": "tests.test_core_edges:Odd", "where": "step", "error": "timeout"},
+    )
+    async with asyncio.timeout(5):
+        assert (await train(config)).total_steps == 6
+
+
+async def test_more_groups_a_step_than_prompts(tmp_path):
+    config = mock_config(
+        tmp_path,
+        prompts={"type": "list", "rows": [{"prompt": "a=", "answer": "aaaa"}]},
+        train={"groups_per_step": 7, "total_train_steps": 3},
+    )
+    await train(config)
+    trained = [t for e in events(tmp_path, "update") for t in e["tickets"]]
+    assert len(set(trained)) == 21
+
+
+async def test_no_step_at_all_still_leaves_a_checkpoint(tmp_path):
+    result = await train(mock_config(tmp_path, train={"total_train_steps": 0}))
+    assert (result.status, result.total_steps) == ("completed", 0)
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [0]
+
+
+@pytest.mark.parametrize("before", [4, 0])
+async def test_a_resume_with_another_staleness_goes_on(tmp_path, before):
+    after = 4 - before
+    config = mock_config(
+        tmp_path,
+        staleness={"target": before, "max": before},
+        rollout={"slots": 2 if after else None},
+        checkpoint={"every": 1},
+        train={"total_train_steps": 3},
+    )
+    await train(config)
+    longer = mock_config(
+        tmp_path, staleness={"target": after, "max": after}, train={"total_train_steps": 9}
+    )
+    async with asyncio.timeout(5):
+        assert (await train(longer, resume=True)).total_steps == 9
+    trained = [t for e in events(tmp_path, "update") for t in e["tickets"]]
+    assert len(set(trained)) == len(trained) == 36
+
+
+async def test_a_resume_after_the_end_does_nothing_but_export(tmp_path):
+    await train(mock_config(tmp_path))
+    result = await train(mock_config(tmp_path), resume=True)
+    assert (result.status, result.total_steps, len(result.history)) == ("completed", 4, 4)
+    assert len(events(tmp_path, "checkpoint")) == 2
+
+
+async def test_stop_is_heard_while_the_queue_of_finished_groups_is_full(tmp_path):
+    """One slot, so that the queue holds two groups and a step needs four."""
+
+    class Stops(Callback):
+        async def on_step_begin(self, trainer, step):
+            if step == 2:
+                while not trainer.done.full():  # noqa: ASYNC110 - a queue has no event of that
+                    await asyncio.sleep(0)
+                trainer.request_stop()
+                trainer.stopping = False  # the learner went past that check already
+
+    config = mock_config(tmp_path, rollout={"slots": 1}, train={"total_train_steps": 4})
+    result = await train(config, callbacks=[Stops()])
+    assert result.total_steps == 1
+
+
+async def test_held_groups_keep_their_place_in_order_over_a_resume(tmp_path):
+    """With an async callback work starts before the checkpoint is written."""
+
+    class Yields(Callback):
+        async def on_step_end(self, trainer, step, metrics):
+            for _ in range(30):
+                await asyncio.sleep(0.001)
+
+    batches = {}
+    for name, steps in (("whole", (4,)), ("parts", (2, 4))):
+        seen = []
+        for total in steps:
+            config = mock_config(
+                tmp_path / name,
+                staleness={"target": 0},
+                train={"total_train_steps": 4, "order": "in_order"},
+                checkpoint={"every": 1},
+                backend={"type": ENGINE, "latency": 0.02, "sigma": 1.0},
+            )
+            adapter = kept_adapter(config)
+
+            class Stops(Callback):
+                def on_checkpoint(self, trainer, step, path, total=total):
+                    if step == total != 4:
+                        raise RuntimeError("killed")
+
+            with suppress(ExceptionGroup):
+                await train(
+                    config,
+                    parts=parts_with(config, adapter),
+                    callbacks=[Yields(), Stops()],
+                    resume=bool(seen),
+                )
+            seen += adapter.batches
+        batches[name] = seen
+    assert batches["parts"] == batches["whole"]
