@@ -80,9 +80,8 @@ class MockAdapter(Adapter):
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, n: int = 1
     ) -> list[Completion]:
-        skill, version = self.served_skill, self.version
         draw = random.Random(params.seed)
-        completions = [self._completion(prompt_ids, params, draw, skill, version) for _ in range(n)]
+        completions = self._completions(prompt_ids[0] if prompt_ids else 97, params, n, draw)
         if self.options.latency:
             await self._wait([self._latency(draw) for _ in range(n)])
         return completions
@@ -124,20 +123,19 @@ class MockAdapter(Adapter):
 
         await asyncio.gather(*map(hold, latencies))
 
-    def _completion(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        draw: random.Random,
-        skill: float,
-        version: int,
-    ) -> Completion:
+    def _completions(
+        self, right: int, params: SamplingParams, n: int, draw: random.Random
+    ) -> list[Completion]:
+        """Up to four letters each, `right` with the skill that is served."""
         count = min(4, params.max_tokens)
-        right = prompt_ids[0] if prompt_ids else 97
-        token_ids = [
-            right if draw.random() < skill else ord(draw.choice(LETTERS)) for _ in range(count)
+        others = (1 - self.served_skill) / len(LETTERS)
+        weights = [self.served_skill, *[others] * len(LETTERS)]
+        token_ids = draw.choices([right, *LETTERS.encode()], weights, k=count * n)
+        rows = [token_ids[i : i + count] for i in range(0, count * n, count)]
+        return [
+            Completion(row, [-1.0] * count, bytes(row).decode(), "length", self.version)
+            for row in rows
         ]
-        return Completion(token_ids, [-1.0] * count, bytes(token_ids).decode(), "length", version)
 
 
 def mock_config(folder: Path, **changes: Mapping[str, Any]) -> RunConfig:
