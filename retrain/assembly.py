@@ -126,7 +126,7 @@ def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts
         with _collected(problems):
             made[name] = make(config)
 
-    attempt("prompts", lambda c: _make("prompts", c.prompts, "prompts", c))
+    attempt("prompts", lambda c: _prompts(c.prompts, "prompts", c))
     attempt("eval_prompts", _eval_prompts)
     attempt("environment", _environment)
     attempt("scorer", _scorer)
@@ -216,7 +216,14 @@ def _in_form(algorithm: Algorithm, prompts: PromptSource, where: str) -> PromptS
 def _eval_prompts(config: RunConfig) -> PromptSource | None:
     if config.eval is None:
         return None
-    source: PromptSource = _make("prompts", config.eval.prompts, "eval.prompts", config)
+    return _prompts(config.eval.prompts, "eval.prompts", config)
+
+
+def _prompts(plugin: Plugin, where: str, config: RunConfig) -> PromptSource:
+    source: PromptSource = _make("prompts", plugin, where, config)
+    if not len(source):
+        name = type(source).__name__
+        raise PromptError(f"{where}: {name} is empty: a run needs at least one prompt")
     return source
 
 

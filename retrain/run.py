@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 from retrain.errors import ConfigError, RetrainError
 
@@ -107,10 +107,9 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         _tell("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # `retrain schema | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
     except Exception as error:  # noqa: BLE001 - the last boundary: every error is told
+        if isinstance(error, BrokenPipeError) and _unread():
+            return DONE
         causes = _causes(error)
         for cause in causes:
             _tell(f"error: {_sentence(cause)}")
@@ -270,8 +269,28 @@ def _keep_traceback(error: Exception, places: Sequence[Path]) -> None:
     _tell(text)
 
 
+def _unread() -> bool:
+    """Whether nobody reads the standard output any more: `retrain schema | head`."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _let_go(sys.stdout)
+        return True
+    return False
+
+
 def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # the terminal was closed
+        _let_go(sys.stderr)
+
+
+def _let_go(stream: TextIO) -> None:
+    """Point it at nothing: what it holds would fail again when Python exits."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, stream.fileno())
+    os.close(nothing)
 
 
 class _CallableModule(ModuleType):

@@ -15,7 +15,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -54,6 +55,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._moved = self._answered = time.monotonic()
         self._ends_by: float | None = None
+        self._waiting = False
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._watch, name="retrain-watchdog", daemon=True).start()
@@ -70,6 +72,16 @@ class Watchdog:
     def progress(self) -> None:
         """Something moved."""
         self._moved = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The caller of train() is to act next: that nothing moves meanwhile is no stall."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self.progress()
+            self._waiting = False
 
     def ending(self) -> None:
         """The run was told to end: it has `grace` seconds."""
@@ -97,7 +109,7 @@ class Watchdog:
                     f"the run was told to end {self._grace} s ago, but these go on: "
                     f"{describe(self._loop)}"
                 )
-            elif now - self._moved > self._stall and self._ends_by is None:
+            elif now - self._moved > self._stall and self._ends_by is None and not self._waiting:
                 self.ending()
                 error = StallError(
                     f"nothing moved for deadlines.stall = {self._stall} s; "

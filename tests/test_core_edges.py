@@ -3,18 +3,31 @@
 import asyncio
 import itertools
 import math
+import subprocess
 import sys
+import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.checkpoint import Checkpoints, read
 from retrain.environment import Environment, StepResult
-from retrain.errors import AdapterError, DeadlineError, RunError
+from retrain.errors import AdapterError, ConfigError, DeadlineError, RunError, StallError
 from retrain.observe.callbacks import Callback
 from retrain.pipeline import train
-from retrain.rewarding import Reward, RewardCalculator, reward
+from retrain.prompts import PromptSource
+from retrain.rewarding import (
+    FunctionReward,
+    Reward,
+    RewardCalculator,
+    Scorer,
+    WeightedReward,
+    reward,
+)
+from retrain.run import exit_code
+from retrain.types import Group, Prompt, Trajectory
 from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
 
 ENGINE = "benchmarks.mock_engine:MockOptions"
@@ -711,3 +724,221 @@ async def test_held_groups_keep_their_place_in_order_over_a_resume(tmp_path):
             seen += adapter.batches
         batches[name] = seen
     assert batches["parts"] == batches["whole"]
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+RUN = """
+import asyncio, os, signal, sys, threading, time
+from pathlib import Path
+from benchmarks.mock_engine import mock_config
+from retrain.environment import Environment
+from retrain.observe.callbacks import Callback
+from retrain.pipeline import train
+from retrain.run import drive, exit_code
+
+class Env(Environment):
+    async def step(self, action):
+        {step}
+        return [], float(len(set(action.text))), True, False, {{}}
+
+class Act(Callback):
+    def on_step_end(self, trainer, step, metrics):
+        if step == 3:
+            {act}
+
+sys.modules["user_code"] = sys.modules["__main__"]
+config = mock_config(
+    Path(sys.argv[1]),
+    environment={{"type": "user_code:Env"}},
+    rewards=[],
+    train={{"total_train_steps": 8}},
+    deadlines={deadlines},
+)
+sys.exit(exit_code(lambda: drive(train(config, callbacks=[Act()])) and 0))
+"""
+
+
+def play(tmp_path, *, step="pass", act="pass", prefix=(), **deadlines):
+    script = tmp_path / "main.py"
+    script.write_text(RUN.format(step=step, act=act, deadlines=deadlines))
+    return subprocess.run(
+        [*prefix, sys.executable, str(script), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_p10_a_signal_checkpoints_even_when_the_terminal_is_gone(tmp_path, number):
+    done = play(
+        tmp_path, act=f"os.dup2(os.open('/dev/full', 1), 2); os.kill(os.getpid(), signal.{number})"
+    )
+    assert done.returncode == 130, done
+    found = Checkpoints(tmp_path / "run" / "checkpoints").newest()
+    assert found is not None
+    assert found[1].step < 8
+
+
+def test_nohup_keeps_its_promise(tmp_path):
+    done = play(tmp_path, act="os.kill(os.getpid(), signal.SIGHUP)", prefix=["nohup"])
+    assert done.returncode == 0, done
+
+
+def test_a_broken_pipe_of_a_callback_is_no_success(tmp_path):
+    done = play(tmp_path, act="raise BrokenPipeError(32, 'the tracker hung up')")
+    assert done.returncode == 1
+    assert "the tracker hung up" in done.stderr
+
+
+def test_a_broken_pipe_while_the_backend_opens_is_no_success():
+    def command():
+        raise BrokenPipeError(32, "the service hung up")
+
+    assert exit_code(command) == 1
+
+
+def test_an_environment_that_outlives_a_finished_run_is_named_and_left(tmp_path):
+    stubborn = """
+        while self.prompt.ticket.row == 0 and self.prompt.ticket.epoch > 0:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass"""
+    done = play(tmp_path, step=stubborn, stall=50, close=0.3, checkpoint=0.7)
+    assert done.returncode == 1
+    assert "was told to end 1.0 s ago, but these go on" in done.stderr
+    assert "Env.step (main.py:" in done.stderr
+
+
+def test_a_full_disk_doesnt_keep_a_blocked_process(tmp_path):
+    done = play(
+        tmp_path,
+        act="""
+            for journal in trainer.run_dir._journals:
+                journal._file.close()
+            time.sleep(3600)""",
+        blocked=0.5,
+    )
+    assert done.returncode == 1
+
+
+def test_a_process_that_was_stopped_for_a_while_goes_on(tmp_path):
+    """SIGSTOP, as Ctrl-Z sends it, for longer than anything may block."""
+    act = """
+            if os.fork() == 0:
+                time.sleep(0.3)
+                os.kill(os.getppid(), signal.SIGSTOP)
+                time.sleep(3)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.wait()"""
+    done = play(tmp_path, act=act, blocked=1.9, stall=1.9)
+    assert done.returncode == 0, done
+
+
+# --- long work is no stall ----------------------------------------------------------------------
+
+
+class Long(Environment):
+    """Many turns, none of them long."""
+
+    async def reset(self, prompt):
+        self.turns = 0
+        return prompt.messages
+
+    async def step(self, action):
+        await asyncio.sleep(0.05)
+        self.turns += 1
+        return [{"role": "user", "content": "?"}], 0.0, self.turns == 12, False, {}
+
+
+async def test_a_long_episode_moves_with_each_turn(tmp_path):
+    config = mock_config(
+        tmp_path,
+        environment={"type": "tests.test_core_edges:Long"},
+        train={"total_train_steps": 1},
+        deadlines={"stall": 0.3},
+    )
+    assert (await train(config)).total_steps == 1
+
+
+async def test_slow_calls_of_the_adapter_one_after_the_other_are_no_stall(tmp_path):
+    class Slow(MockAdapter):
+        async def update(self, batch):
+            await asyncio.sleep(0.2)
+            return await super().update(batch)
+
+        async def publish(self):
+            await asyncio.sleep(0.2)
+            return await super().publish()
+
+        async def save(self, folder):
+            await asyncio.sleep(0.2)
+            return await super().save(folder)
+
+    config = mock_config(
+        tmp_path, deadlines={"stall": 0.3}, staleness={"target": 0}, checkpoint={"every": 1}
+    )
+    assert (await train(config, parts=parts_with(config, Slow(MockOptions(), config)))).total_steps
+
+
+async def test_a_backend_that_hangs_while_it_opens_or_closes_is_a_stall(tmp_path):
+    class Hangs(MockAdapter):
+        async def __aenter__(self):
+            await asyncio.Event().wait()
+
+    config = mock_config(tmp_path, deadlines={"stall": 0.2})
+    [error] = await failure_of(
+        train(config, parts=parts_with(config, Hangs(MockOptions(), config)))
+    )
+    assert isinstance(error, StallError)
+    assert events(tmp_path, "end")[0]["status"] == "failed"
+
+
+async def test_waiting_for_the_user_is_no_stall(tmp_path):
+    """As between two calls of a trainer's step()."""
+
+    class Waits(Callback):
+        async def on_step_begin(self, trainer, step):
+            with trainer.watchdog.waiting():
+                await asyncio.sleep(0.5)
+
+    config = mock_config(tmp_path, deadlines={"stall": 0.2}, train={"total_train_steps": 1})
+    assert (await train(config, callbacks=[Waits()])).total_steps == 1
+
+
+async def test_waiting_for_a_thread_is_not_the_rewards_time(tmp_path):
+    """Four threads, eight calls of 0.1 s each: the second four wait for the first."""
+
+    def slow(completion):
+        time.sleep(0.1)
+        return 1.0
+
+    scorer = Scorer(
+        [WeightedReward("slow", 1.0, FunctionReward(slow))], deadline=0.18, concurrency=1
+    )
+    scorer._slow.add("slow")
+    group = Group(Prompt("0.0.0", []), [Trajectory(Prompt("0.0.0", [])) for _ in range(8)])
+    await scorer.score(group)
+    scorer.close()
+    assert [t.outcome for t in group.trajectories] == ["ok"] * 8
+
+
+async def test_a_source_without_rows_is_refused(tmp_path):
+    config = mock_config(tmp_path, prompts={"type": "tests.test_core_edges:NoPrompts"})
+    with pytest.raises(ConfigError, match=r"prompts: NoPrompts is empty"):
+        await train(config)
+
+
+class NoPrompts(PromptSource):
+    def __len__(self):
+        return 0
+
+    def row(self, index):
+        raise IndexError(index)

@@ -70,8 +70,9 @@ class Hooks(Callback):
         await self._callbacks.on_epoch_begin(self._seen, epoch)
 
     async def on_step_begin(self, trainer: RunFace, step: int) -> None:
-        if self._gate is not None:
-            await self._gate.permits.acquire()
+        if self._gate is not None and self.run is not None:
+            with self.run.watchdog.waiting():
+                await self._gate.permits.acquire()
         await self._callbacks.on_step_begin(self._seen, step)
 
     async def on_step_end(self, trainer: RunFace, step: int, metrics: Metrics) -> None:
