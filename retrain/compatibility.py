@@ -205,6 +205,6 @@ def _rewards(loss: str, config: RunConfig, environment: type[Environment]) -> It
     elif not config.rewards and silent and loss not in UNSCORED:
         yield (
             "rewards: missing, and the environment "
-            f"{config.environment.type} gives none in its step: nothing would be learnt; add e.g. "
-            "`rewards: [{type: my_reward.py:my_function}]`"
+            f"{config.environment.type} gives none in its step: nothing would be learnt; let "
+            "its step return a reward, or add e.g. `rewards: [{type: my_reward.py:my_function}]`"
         )

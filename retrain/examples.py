@@ -81,7 +81,7 @@ def demonstration(row: Row) -> Row:
     """
     said = _response(row)
     if said is None:
-        first = _first_assistant(row.messages)
+        first = _first_assistant(row)
         opening, rest = row.messages[:first], _continuation(row.messages[first:], "messages")
     else:
         opening, rest = row.messages, _continuation(said, "the answer")
@@ -164,13 +164,14 @@ def _response(row: Row) -> Any:  # whatever the data set holds
     return row.answer if row.answer is not None else next(found, None)
 
 
-def _first_assistant(messages: Sequence[Message]) -> int:
-    for index, message in enumerate(messages):
+def _first_assistant(row: Row) -> int:
+    for index, message in enumerate(row.messages):
         if message["role"] == "assistant":
             return index
     raise ValueError(
-        "has no assistant tokens, so there is nothing to learn: give it an `answer` (or name the "
-        "column with prompts.answer_column), or a message of the role assistant"
+        f"has no assistant tokens, so there is nothing to learn; {_columns(row)}: give it an "
+        "`answer` (or name the column with prompts.answer_column, a trainer's column_mapping), or "
+        "a message of the role assistant"
     )
 
 

@@ -173,7 +173,7 @@ def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | N
         wanted = prompt_column or "prompt` or `messages"
         raise ValueError(
             f"has no `{wanted}`; its columns are {', '.join(map(str, rest)) or 'none'}; "
-            "name the right one with prompt_column"
+            "name the right one with prompt_column (in a trainer: column_mapping)"
         )
     if answer_column is not None and answer_column not in rest:
         raise ValueError(f"has no `{answer_column}`; its columns are {', '.join(map(str, rest))}")

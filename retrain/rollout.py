@@ -137,8 +137,8 @@ class _Rollout:
         if length >= limit:
             self._fail(
                 "invalid",
-                f"prompt {self.trajectory.prompt.id} has {length} tokens and the model's context "
-                f"is {limit}: shorten or drop the prompt, or choose a model with a longer context",
+                f"prompt {self.trajectory.prompt.id} has {length} tokens, and the model's context "
+                f"or rollout.max_sequence_length admits {limit}: shorten it, or raise the limit",
             )
 
     async def play(self) -> None:

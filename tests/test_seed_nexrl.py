@@ -783,7 +783,6 @@ class Patterns(SelfHostedTrainer):
         metrics["algorithm/advantage_std"] = float(advantages.std())
         metrics["algorithm/advantage_max"] = float(advantages.max())
 
-        batch.values["advantages"] = advantages  # the page's example leaves this out
         return batch, metrics
 
     def _compute_advantages(self, batch: Batch) -> torch.Tensor:
@@ -838,8 +837,16 @@ def test_the_best_practices_hold_at_the_edges_and_train() -> None:
     for rewards, expected in (([], []), ([1.0], [0.0]), ([0.0, 1.0], [-0.7071, 0.7071])):
         batch = Batch(metadata={"rewards": rewards})
         assert trainer._compute_advantages(batch).tolist() == pytest.approx(expected, abs=1e-4)
-    with trainer:
-        metrics = trainer.advance(text_trajectories())
+    with trainer, pytest.raises(KeyError, match="without advantages"):
+        trainer.advance(text_trajectories())  # the page's example keeps them to itself
+
+    class Storing(Patterns):
+        def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict]:
+            batch.values["advantages"] = self._compute_advantages(batch)
+            return super()._prepare_batch(batch)
+
+    with Storing({}) as storing:
+        metrics = storing.advance(text_trajectories())
     assert metrics["algorithm/advantage_mean"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["algorithm/advantage_max"] == pytest.approx(0.866, abs=1e-3)
 

@@ -14,6 +14,7 @@ from retrain.assembly import Parts
 from retrain.errors import (
     CheckpointError,
     ConfigError,
+    NoSignalError,
     NotFoundError,
     PromptError,
     RewardError,
@@ -219,8 +220,10 @@ def test_two_columns_that_could_be_the_response_are_refused_for_sft(nothing_load
     trainer = SFTTrainer.from_pretrained("tiny", backend=SMALL["backend"])
     with pytest.raises(PromptError, match="output, solution could each be the response"):
         trainer.fit([{"prompt": "a", "output": "b", "solution": "c"}])
-    with pytest.raises(ConfigError, match="no assistant tokens"):
-        trainer.fit([{"prompt": "a"}])
+    with pytest.raises(
+        ConfigError, match=r"row 0 .* no assistant tokens.* columns are topic: give"
+    ):
+        trainer.fit([{"prompt": "a", "topic": "b"}])
 
 
 def test_scored_responses_without_a_named_score_are_explained_for_dpo(nothing_loads):
@@ -481,7 +484,9 @@ def test_what_is_no_environment_is_refused_before_anything_loads(environment, no
 
 
 def test_an_environment_that_gives_no_reward_is_refused(nothing_loads):
-    with pytest.raises(ConfigError, match="gives none in its step"):
+    with pytest.raises(
+        ConfigError, match=r"gives none in its step.*; let its step return a reward"
+    ):
         grpo().fit(ROWS, environment=Environment)
 
 
@@ -537,6 +542,11 @@ def test_a_prompt_as_long_as_the_limit_is_left_out_and_counted():
     result = grpo(max_sequence_length=20, num_prompts_per_step=4, max_epochs=2).fit(rows, variety)
     assert sum(row["groups/dropped_failed"] for row in result.history) >= 1
     assert all(len(r["messages"][0]["content"]) < 20 for r in rollouts(result) if r["messages"])
+
+
+def test_a_run_whose_prompts_are_all_too_long_ends_and_names_the_limit():
+    with pytest.raises(NoSignalError, match=r"or rollout\.max_sequence_length admits 20: shorten"):
+        grpo(max_sequence_length=20).fit([{"prompt": "x" * 40}], variety)
 
 
 # --- again
