@@ -853,7 +853,7 @@ class Long(Environment):
         return prompt.messages
 
     async def step(self, action):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         self.turns += 1
         return [{"role": "user", "content": "?"}], 0.0, self.turns == 12, False, {}
 
@@ -863,7 +863,7 @@ async def test_a_long_episode_moves_with_each_turn(tmp_path):
         tmp_path,
         environment={"type": "tests.test_core_edges:Long"},
         train={"total_train_steps": 1},
-        deadlines={"stall": 0.3},
+        deadlines={"stall": 0.8},
     )
     assert (await train(config)).total_steps == 1
 
@@ -871,19 +871,22 @@ async def test_a_long_episode_moves_with_each_turn(tmp_path):
 async def test_slow_calls_of_the_adapter_one_after_the_other_are_no_stall(tmp_path):
     class Slow(MockAdapter):
         async def update(self, batch):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.4)
             return await super().update(batch)
 
         async def publish(self):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.4)
             return await super().publish()
 
         async def save(self, folder):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.4)
             return await super().save(folder)
 
     config = mock_config(
-        tmp_path, deadlines={"stall": 0.3}, staleness={"target": 0}, checkpoint={"every": 1}
+        tmp_path,
+        deadlines={"stall": 0.8},
+        staleness={"target": 0},
+        train={"total_train_steps": 1},
     )
     assert (await train(config, parts=parts_with(config, Slow(MockOptions(), config)))).total_steps
 
@@ -914,14 +917,14 @@ async def test_waiting_for_the_user_is_no_stall(tmp_path):
 
 
 async def test_waiting_for_a_thread_is_not_the_rewards_time(tmp_path):
-    """Four threads, eight calls of 0.1 s each: the second four wait for the first."""
+    """Four threads, eight calls of 0.3 s each: the second four wait for the first."""
 
     def slow(completion):
-        time.sleep(0.1)
+        time.sleep(0.3)
         return 1.0
 
     scorer = Scorer(
-        [WeightedReward("slow", 1.0, FunctionReward(slow))], deadline=0.18, concurrency=1
+        [WeightedReward("slow", 1.0, FunctionReward(slow))], deadline=0.5, concurrency=1
     )
     scorer._slow.add("slow")
     group = Group(Prompt("0.0.0", []), [Trajectory(Prompt("0.0.0", [])) for _ in range(8)])
