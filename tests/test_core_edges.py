@@ -805,12 +805,13 @@ def test_a_broken_pipe_while_the_backend_opens_is_no_success():
 
 def test_an_environment_that_outlives_a_finished_run_is_named_and_left(tmp_path):
     stubborn = """
-        while self.prompt.ticket.row == 0 and self.prompt.ticket.epoch > 0:
+        while self.prompt.ticket.epoch > 1:  # issued after step 3
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 pass"""
-    done = play(tmp_path, step=stubborn, stall=50, close=0.3, checkpoint=0.7)
+    act = "trainer.request_stop()"
+    done = play(tmp_path, step=stubborn, act=act, stall=50, close=0.3, checkpoint=0.7)
     assert done.returncode == 1
     assert "was told to end 1.0 s ago, but these go on" in done.stderr
     assert "Env.step (main.py:" in done.stderr

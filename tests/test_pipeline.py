@@ -482,7 +482,7 @@ async def test_a_prompt_longer_than_the_context_says_what_to_do(tmp_path):
     config = mock_config(tmp_path, prompts={"type": "list", "rows": rows})
     with pytest.raises(ExceptionGroup) as caught:
         await train(config)
-    assert caught.group_contains(NoSignalError, match=r"5000 tokens.*context is 4096: shorten")
+    assert caught.group_contains(NoSignalError, match=r"5000 tokens.*admits 4096: shorten")
 
 
 def test_a_group_without_a_turn_has_no_oldest_version():
