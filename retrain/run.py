@@ -254,7 +254,11 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _sentence(error: BaseException) -> str:
-    text = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
+    from retrain.plugins import line_of
+
+    text = str(error)
+    if not isinstance(error, RetrainError):
+        text = f"{type(error).__name__}: {error}{line_of(error)}"
     return "\n  ".join([text, *getattr(error, "__notes__", ())])
 
 

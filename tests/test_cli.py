@@ -197,7 +197,8 @@ def test_the_traceback_of_the_unforeseen_goes_to_a_file(
     error.add_note("in the callback Printer")
     assert exit_code(lambda: raising(error), [tmp_path]) == 1
     told = capsys.readouterr().err
-    assert told.startswith("error: ValueError: odd\n  in the callback Printer\n")
+    here = f"{__file__}:{raising.__code__.co_firstlineno + 1}"
+    assert told.startswith(f"error: ValueError: odd at {here}\n  in the callback Printer\n")
     assert "Traceback" not in told
     assert "ValueError: odd" in (tmp_path / "error.txt").read_text()
     assert exit_code(lambda: raising(error)) == 1
