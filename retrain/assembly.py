@@ -92,23 +92,8 @@ class Parts:
         return config.model_copy(update={"backend": backend, "algorithm": algorithm})
 
     def open_adapter(self) -> Adapter:
-        """The backend's adapter, not yet entered; imports it, and with it torch if it needs that.
-
-        Raises ConfigError when a library that it needs is missing.
-        """
-        where = "backend.type"
-        try:
-            found = find_plugin(ADAPTER, self.options.adapter, where, self.config.base_dir)
-        except PluginError as error:
-            if isinstance(error.__cause__, ModuleNotFoundError):
-                kind = self.config.backend.type
-                raise PluginError(
-                    f"{where}: {kind} needs {error.__cause__.name}, which is not installed: "
-                    f"pip install 'retrain[{_EXTRAS.get(kind, kind)}]'"
-                ) from error
-            raise
-        adapter: Adapter = found(self.options, self.config)
-        return adapter
+        """The backend's adapter, not yet entered; see `adapter_of`."""
+        return adapter_of(self.options, self.config)
 
 
 def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts:
@@ -133,7 +118,7 @@ def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts
     attempt("algorithm", lambda c: _make("algorithm", c.algorithm, "algorithm", c))
     attempt("options", _options)
     attempt("loggers", _loggers)
-    attempt("chat_template", _chat_template)
+    attempt("chat_template", chat_template)
     attempt("model", lambda c: find_model(c.model, c.base_dir))
     for name, where in (("prompts", "prompts"), ("eval_prompts", "eval.prompts")):
         if "algorithm" in made and made.get(name) is not None:
@@ -158,6 +143,26 @@ def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts
         capabilities=capabilities,
         warnings=(*warnings_about(config, loss, capabilities), *_left_out(made["prompts"])),
     )
+
+
+def adapter_of(options: AdapterOptions, config: RunConfig) -> Adapter:
+    """The backend's adapter, not yet entered; imports it, and with it torch if it needs that.
+
+    Raises ConfigError when a library that it needs is missing.
+    """
+    where = "backend.type"
+    try:
+        found = find_plugin(ADAPTER, options.adapter, where, config.base_dir)
+    except PluginError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            kind = config.backend.type
+            raise PluginError(
+                f"{where}: {kind} needs {error.__cause__.name}, which is not installed: "
+                f"pip install 'retrain[{_EXTRAS.get(kind, kind)}]'"
+            ) from error
+        raise
+    adapter: Adapter = found(options, config)
+    return adapter
 
 
 def _left_out(prompts: PromptSource) -> Iterator[str]:
@@ -233,7 +238,8 @@ def _environment(config: RunConfig) -> partial[Environment]:
     return make
 
 
-def _chat_template(config: RunConfig) -> str:
+def chat_template(config: RunConfig) -> str:
+    """`auto`, `none`, or the text of the file that `chat.template` names; raises ConfigError."""
     template = config.chat.template
     if template in ("auto", "none"):
         return template

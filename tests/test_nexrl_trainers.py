@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from retrain.adapters.tinker.options import TinkerOptions
 from retrain.engine.losses import token_logprobs
 from retrain.engine.models import load_model
 from retrain.engine.tiny import tiny_folder
-from retrain.errors import AdapterError, CheckpointError, ConfigError, DeadlineError, RunError
+from retrain.errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    PluginError,
+    RunError,
+)
 from retrain.trainer.nexrl import (
     BaseTrainer,
     RemoteApiCrossEntropyTrainer,
@@ -479,6 +487,16 @@ def test_a_stopped_trainer_does_not_begin_anew_with_other_weights() -> None:
         trainer.advance(replies())
     with pytest.raises(AdapterError, match="is closed, and its weights are gone"):
         trainer.advance(replies())
+
+
+def test_a_trainer_says_what_to_install_for_its_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs.py").write_text("import surely_not_there")
+    monkeypatch.setattr(TinkerOptions, "adapter", f"{tmp_path / 'needs.py'}:Adapter")
+    trainer = build_trainer({"train_service": LOCAL})
+    with pytest.raises(PluginError, match="needs surely_not_there, which is not installed: pip"):
+        trainer.initialize_workers()
 
 
 # --- recipes

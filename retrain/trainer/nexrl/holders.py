@@ -17,8 +17,7 @@ from retrain.errors import ConfigError
 from retrain.trainer.nexrl.datums import samples_of_datums
 from retrain.trainer.nexrl.service import TrainingService
 from retrain.trainer.nexrl.settings import Backend, Settings, read_settings
-from retrain.trainer.nexrl.trajectory import Trajectory
-from retrain.types import Message, Sample
+from retrain.types import Sample
 
 OPTIONS = {
     "learning_rate": "learning_rate",
@@ -116,20 +115,6 @@ class ServiceHolder:
         metrics = self.service.update(batch)
         self.service.publish()
         return {"metrics": {**told, **metrics}}
-
-    def sample_from_prompt(self, prompt: str, n: int = 1, **parameters: Any) -> list[Trajectory]:
-        """`n` rollouts of a user's text by the served weights; see `TrainingService.sample`."""
-        return self.service.sample(prompt, n, **parameters)
-
-    def sample_from_messages(
-        self, messages: Sequence[Message], n: int = 1, **parameters: Any
-    ) -> list[Trajectory]:
-        """`n` rollouts of a chat by the served weights; see `TrainingService.sample`."""
-        return self.service.sample(messages, n, **parameters)
-
-    def get_tokenizer(self) -> Any:  # our Tokenizer's face of a Hugging Face tokenizer
-        """The model's tokenizer."""
-        return self.service.tokenizer
 
     def close(self) -> None:
         """End the session with the service."""

@@ -24,13 +24,12 @@ from typing import Any, Self, TypeVar, cast
 from pydantic import ValidationError
 
 from retrain.adapters.base import Adapter, AdapterOptions, AdapterState
-from retrain.assembly import ADAPTER, KINDS
+from retrain.assembly import adapter_of, chat_template, target_of
 from retrain.chat import Chat
 from retrain.config import RunConfig
 from retrain.config_errors import problems_of
 from retrain.engine.models import TINY, load_tokenizer, resolve_model
 from retrain.errors import AdapterError, CheckpointError, ConfigError, DeadlineError
-from retrain.plugins import find_file, find_plugin
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.trainer.nexrl.trajectory import Trajectory
 from retrain.types import Batch, Completion, Message, Metrics
@@ -229,7 +228,7 @@ class TrainingService:
         if self._chat is None:
             self._chat = Chat(
                 self.tokenizer,
-                template=_template(self.run),
+                template=chat_template(self.run),
                 arguments=self.run.chat.arguments,
             )
         return self._chat
@@ -266,8 +265,7 @@ class TrainingService:
     async def _serve(self, started: Future[None]) -> None:
         """Open the adapter, tell so, and keep it until `close`."""
         try:
-            adapter = find_plugin(ADAPTER, self._options.adapter, "backend.type", self.run.base_dir)
-            async with adapter(self._options, self.run) as opened:
+            async with adapter_of(self._options, self.run) as opened:
                 self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
                 self._adapter, self._loop_thread = opened, threading.get_ident()
                 started.set_result(None)
@@ -279,9 +277,7 @@ class TrainingService:
 
 
 def _options(run: RunConfig) -> AdapterOptions:
-    kind: type[AdapterOptions] = find_plugin(
-        KINDS["backend"], run.backend.type, "backend.type", run.base_dir
-    )
+    kind: type[AdapterOptions] = target_of("backend", run.backend, "backend", run)
     made = _checked(kind, run.backend.arguments)
     problems = made.problems(run)
     loss, able = run.algorithm.loss or "", made.capabilities()
@@ -301,13 +297,6 @@ def _checked(kind: type[AdapterOptions], keys: Mapping[str, Any]) -> AdapterOpti
     except ValidationError as error:
         where = "trainer.train_service.config"
         raise ConfigError(*problems_of(error, kind, prefix=where)) from None
-
-
-def _template(run: RunConfig) -> str:
-    name = run.chat.template
-    if name in ("auto", "none"):
-        return name
-    return find_file(name, "chat.template", run.base_dir).read_text(encoding="utf-8")
 
 
 def _messages(prompt: str | Sequence[Message]) -> Sequence[Message]:
