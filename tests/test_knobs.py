@@ -1,0 +1,438 @@
+"""No knob is dead: every key of the config changes a run on every backend, or is refused there.
+
+`KNOBS` has one entry a key, with a value to change it to and, where that shows in a certain
+situation alone, the situation. A key of the models that is missing in the table fails the test, so
+a new knob must say here what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+from trl import GRPOConfig
+
+from retrain.adapters.remote.losses import REMOTE_LOSSES
+from retrain.adapters.remote.surrogate import LOSS_KEYS
+from retrain.adapters.tinker.options import TinkerOptions
+from retrain.adapters.trl.options import TrlOptions
+from retrain.adapters.trl.plan import SHARED_KEYS, TRL_KEYS, plan_loss
+from retrain.adapters.weaver.options import WeaverOptions
+from retrain.assembly import assemble
+from retrain.batching import TRL_AS_SHARED
+from retrain.config import RunConfig, parse_config
+from retrain.engine.tiny import tiny_folder
+from retrain.errors import ConfigError
+from retrain.sampler import SamplingParams
+from retrain.types import Batch, Denominators, Sample
+from tests import knob_kit
+from tests.knob_kit import BACKENDS, BASE, HERE, PARTS, merged, trace
+
+OPTIONS = {"trl": TrlOptions, "tinker": TinkerOptions, "weaver": WeaverOptions}
+
+
+@dataclass(frozen=True)
+class Knob:
+    to: Any
+    """The value that the key is changed to."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """What the run is like on both sides of the change."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Backend -> a part of the refusal."""
+    lose: str = ""
+    """Of the first such request the reply is lost."""
+    elsewhere: str = ""
+    """`file::test` that shows the effect, where a run here can't: it ends the process, say."""
+
+
+def scene(**keys: Any) -> dict[str, Any]:
+    return {"environment": {"type": f"{PARTS}:Scene", **keys}}
+
+
+def slow(stage: str) -> Knob:
+    """A deadline that user code misses: its rollouts become timeouts."""
+    return Knob(0.05, scene(slow=stage))
+
+
+ANOTHER = "another model"
+"""Stands for the folder of one."""
+SLOW_REWARD = {"rewards": [{"type": f"{PARTS}:Letters", "slow": True}]}
+FLAT = {"rewards": [{"type": f"{PARTS}:Letters", "flat": True}]}
+EVAL = {"eval": {"prompts": {"type": "list", "rows": ["g=", "h="]}, "every": 1, "samples": 1}}
+FILLED = {"chat": {"template": "knob_template.jinja"}}
+AHEAD = {"rollout": {"slots": 2}, "staleness": {"target": 1}}
+STRAGGLER = {
+    **AHEAD,
+    **scene(trained=3),
+    "train": {"order": "ready", "shuffle": False, "total_train_steps": 6},
+}
+LORA = {"backend": {"lora": {}}}
+RATIO = {"algorithm": {"loss": "importance_sampling"}}
+WATCHDOG = "test_watchdog.py::test_p4_"
+REMOTE_MERGE = dict.fromkeys(("tinker", "weaver"), "merge_lora has no effect")
+
+KNOBS: dict[str, Knob] = {
+    "name": Knob("other"),
+    "model": Knob(ANOTHER),
+    "prompts.type": Knob({"type": "file", "path": "../data/echo.jsonl"}),
+    "environment.type": Knob({"type": "single_turn"}),
+    "rewards.0.type": Knob({"type": "exact_match"}),
+    "rewards.0.weight": Knob(0.5),
+    "rewards.0.name": Knob("spelling"),
+    "algorithm.type": Knob("rloo"),
+    "algorithm.group_size": Knob(3),
+    "algorithm.loss": Knob("cispo"),
+    "algorithm.loss_config": Knob({"beta": 0.3}, {"algorithm": {"loss": "dro"}},
+                                  elsewhere="test_knobs.py::test_every_key_of_every_loss"),
+    "algorithm.normalisation": Knob("batch", {"algorithm": {"loss": "ppo"}}),
+    "algorithm.kl_penalty": Knob(0.5),
+    "backend.type": Knob("tinkr", refused=dict.fromkeys(BACKENDS, "tinker")),
+    "sampling.max_tokens": Knob(2),
+    "sampling.temperature": Knob(0.5),
+    "sampling.top_p": Knob(0.5),
+    "sampling.top_k": Knob(3),
+    "sampling.stop": Knob(list(string.ascii_letters)),
+    "chat.template": Knob("none"),
+    "chat.arguments": Knob({"mark": "!"}, FILLED),
+    "rollout.max_turns": Knob(1, scene(turns=2)),
+    "rollout.max_sequence_length": Knob(6),
+    "rollout.slots": Knob(2, {"train": {"groups_per_step": 2}}),
+    "rollout.setup_concurrency": Knob(1),
+    "rollout.reward_concurrency": Knob(
+        1, {**SLOW_REWARD, "rollout": {"slots": 2}, "train": {"groups_per_step": 2}}),
+    "staleness.target": Knob(1, {"rollout": {"slots": 2}}),
+    "staleness.max": Knob(99, STRAGGLER),
+    "train.total_train_steps": Knob(1),
+    "train.groups_per_step": Knob(2),
+    "train.seed": Knob(1),
+    "train.shuffle": Knob(False),
+    "train.order": Knob(
+        "ready", {**AHEAD, **scene(played=2), "train": {"shuffle": False}}),
+    "train.no_signal": Knob("refill", FLAT),
+    "train.max_refill": Knob(1, {**FLAT, "train": {"no_signal": "refill"}}),
+    "train.stop_after_flat_steps": Knob(1, FLAT),
+    "train.max_failed_groups": Knob(1, scene(broken="step")),
+    "eval.prompts.type": Knob({"type": "list", "rows": ["i="]}, EVAL),
+    "eval.every": Knob(2, EVAL),
+    "eval.samples": Knob(2, EVAL),
+    "eval.pass_threshold": Knob(0.0, EVAL),
+    "checkpoint.every": Knob(2),
+    "checkpoint.keep": Knob(2),
+    "checkpoint.merge_lora": Knob(True, {"backend": {"lora": {}}}, refused=REMOTE_MERGE),
+    "deadlines.setup": slow("setup"),
+    "deadlines.reset": slow("reset"),
+    "deadlines.step": slow("step"),
+    "deadlines.reward": Knob(0.05, SLOW_REWARD),
+    "deadlines.close": slow("close"),
+    "deadlines.sample": Knob(1e-6),
+    "deadlines.update": Knob(1e-6),
+    "deadlines.publish": Knob(1e-6),
+    "deadlines.checkpoint": Knob(1e-6),
+    "deadlines.blocked": Knob(
+        1, elsewhere=WATCHDOG + "user_code_that_blocks_the_loop_is_named_and_the_process_ends"),
+    "deadlines.stall": Knob(
+        1, elsewhere=WATCHDOG + "a_run_in_which_nothing_moves_ends_and_says_what_it_waits_for"),
+    "loggers.0.type": Knob({"type": f"{PARTS}:Notes", "to": "notes.txt"}),
+    "run_dir": Knob("elsewhere"),
+    "base_dir": Knob("elsewhere", refused=dict.fromkeys(BACKENDS, "base_dir: unknown key")),
+}  # fmt: skip
+"""The keys of RunConfig."""
+
+OPTIMIZER = {
+    "learning_rate": Knob(1e-3),
+    "lr_scheduler": Knob("linear"),
+    "warmup_steps": Knob(2),
+    "weight_decay": Knob(0.5),
+    "max_grad_norm": Knob(0.125),
+}
+REMOTE = {
+    **OPTIMIZER,
+    "url": Knob("http://elsewhere"),
+    "base_model": Knob("tiny:64"),
+    "lora.rank": Knob(2),
+    "lora.seed": Knob(5),
+    "lora.train_unembed": Knob(False),
+    "lora.train_mlp": Knob(False),
+    "lora.train_attn": Knob(False),
+    "beta1": Knob(0.5),
+    "beta2": Knob(0.5),
+    "eps": Knob(1e-3),
+    "native_losses": Knob(["cross_entropy"], RATIO),
+    "context_length": Knob(6),
+    "tokenizer": Knob(ANOTHER),
+}
+BACKEND_KNOBS: dict[str, dict[str, Knob]] = {
+    "trl": {
+        **OPTIMIZER,
+        "lora.r": Knob(2, LORA),
+        "lora.alpha": Knob(1.0, LORA),
+        "lora.dropout": Knob(0.5, LORA),
+        "lora.target_modules": Knob(["q_proj"], LORA),
+        "micro_batch_rows": Knob(1),
+        "micro_batch_tokens": Knob(1),
+        "device": Knob("cuda"),
+        "dtype": Knob("bfloat16"),
+        "gradient_checkpointing": Knob(True),
+        "threads": Knob(2),
+        "max_rows": Knob(1),
+        "args": Knob({"adam_beta2": 0.5}),
+    },
+    "tinker": {
+        **REMOTE,
+        "wire": Knob("proto"),
+        "checkpoint_ttl": Knob(3600),
+        "project": Knob("a-project"),
+        "tags": Knob(["a-tag"]),
+    },
+    "weaver": {
+        **REMOTE,
+        "training_mode": Knob("full_ft", {"backend": {"type": "weaver", "learning_rate": 1e-2}}),
+        "request_tokens": Knob(2),
+        "sampler_ttl": Knob(60),
+        "resend": Knob(True, {"backend": {"url": "http://elsewhere"}}, lose="backward-passes"),
+    },
+}
+"""The keys of each backend's Options."""
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted, those of nested models included; an item of a list is number 0."""
+    for name, info in model.model_fields.items():
+        parts = [t for t in _types(info.annotation) if issubclass(t, BaseModel)]
+        item = "0." if get_origin(info.annotation) is tuple else ""
+        for part in parts:
+            yield from keys_of(part, f"{prefix}{name}.{item}")
+        if not parts:
+            yield prefix + name
+
+
+def _types(annotation: Any) -> Iterator[type]:
+    inner = get_args(annotation)
+    if inner:
+        yield from (found for one in inner for found in _types(one))
+    elif isinstance(annotation, type):
+        yield annotation
+
+
+def test_every_key_of_the_config_is_in_the_table():
+    assert set(KNOBS) == set(keys_of(RunConfig))
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+def test_every_key_of_a_backend_is_in_its_table(backend):
+    assert set(BACKEND_KNOBS[backend]) == set(keys_of(OPTIONS[backend]))
+
+
+CASES = [
+    (backend, key, knob)
+    for backend in OPTIONS
+    for key, knob in (
+        *KNOBS.items(),
+        *((f"backend.{key}", knob) for key, knob in BACKEND_KNOBS[backend].items()),
+    )
+    if not knob.elsewhere
+]
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory):
+    """The built-in model with another chat template."""
+    folder = tmp_path_factory.mktemp("another") / "model"
+    shutil.copytree(tiny_folder(), folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}.{{ m.content }}{% endfor %}"
+    )
+    return str(folder)
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+async def test_the_same_run_leaves_the_same_trace(backend, tmp_path):
+    run = merged(BASE, {"backend": BACKENDS[backend]})
+    assert await trace(run, tmp_path / "1") == await trace(run, tmp_path / "2")
+
+
+_before: dict[str, Any] = {}
+"""The trace of a run before the change, which many knobs share."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "key", "knob"), CASES, ids=[f"{backend}-{key}" for backend, key, _ in CASES]
+)
+async def test_a_changed_knob_changes_the_run_or_is_refused(backend, key, knob, another, tmp_path):
+    run = merged(BASE, {"backend": BACKENDS[backend]}, knob.given)
+    before = await _traced_once(run, tmp_path / "before", knob.lose)
+    changed = merged(run)
+    change(changed, key.split("."), another if knob.to is ANOTHER else knob.to)
+    after = await trace(changed, tmp_path / "after", lose=knob.lose)
+    if backend in knob.refused:
+        assert after.get("refused"), f"{key} was taken"
+        assert knob.refused[backend] in after["error"]
+    else:
+        assert not after.get("refused") or key == "backend.device", after.get("error")
+        assert after != before, f"{key}: {knob.to!r} changed nothing"
+
+
+async def _traced_once(run: dict[str, Any], folder: Path, lose: str) -> knob_kit.Trace:
+    name = json.dumps([run, lose], sort_keys=True)
+    if name not in _before:
+        _before[name] = await trace(run, folder, lose=lose)
+    assert not _before[name].get("refused"), _before[name]["error"]
+    return _before[name]
+
+
+def change(mapping: Any, keys: list[str], value: Any) -> None:
+    """Set one key; what a `type` is changed to may be its whole section."""
+    *sections, last = keys
+    for section in sections[:-1]:
+        mapping = mapping[int(section)] if section.isdigit() else mapping.setdefault(section, {})
+    if sections:
+        holder: Any = int(sections[-1]) if sections[-1].isdigit() else sections[-1]
+        if last == "type" and isinstance(value, dict):
+            mapping[holder] = value
+            return
+        mapping = mapping[holder] if isinstance(mapping, list) else mapping.setdefault(holder, {})
+    mapping[last] = value
+
+
+def test_what_is_shown_elsewhere_is_shown_there():
+    for key, knob in KNOBS.items():
+        if knob.elsewhere:
+            file, name = knob.elsewhere.split("::")
+            assert f"def {name}(" in (HERE / file).read_text(), key
+
+
+# The keys of the losses
+
+TRL_VALUES: dict[str, Any] = {
+    **{"beta": 0.7, "epsilon": 0.05, "epsilon_high": 0.06, "delta": 1.5, "entropy_coef": 0.1},
+    **{"use_adaptive_entropy": True, "use_bias_correction_kl": True},
+    **{"entropy_coef_min": 0.01, "entropy_coef_max": 0.2, "entropy_coef_delta": 0.01},
+    **{"entropy_target": 0.3, "off_policy_mask_threshold": 0.1, "max_completion_length": 5},
+    **{"importance_sampling_level": "sequence", "sapo_temperature_pos": 2.0},
+    **{"sapo_temperature_neg": 2.0, "vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0},
+    **{"vespo_k_neg": 1.0, "vespo_lambda_neg": 1.0},
+}
+SHARED_VALUES = {"epsilon": 0.05, "epsilon_high": 0.06, "beta": 0.7}
+TRL_CASES = [(loss, key) for loss, keys in TRL_KEYS.items() for key in keys]
+SHARED_CASES = [
+    *(("trl", loss, key) for loss, keys in SHARED_KEYS.items() for key in keys),
+    *(
+        (backend, loss, key)
+        for backend in ("tinker", "weaver")
+        for loss in sorted(REMOTE_LOSSES)
+        for key in LOSS_KEYS[TRL_AS_SHARED.get(loss, (loss,))[0]]
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "key"), TRL_CASES)
+def test_every_key_of_trls_losses_reaches_its_arguments(loss, key):
+    plain, changed = plan_loss(loss, {}, 3), {key: TRL_VALUES[key]}
+    if (loss, key) == ("luspo", "importance_sampling_level"):  # it has one value there
+        changed = {key: "token"}
+        with pytest.raises(ConfigError, match="its ratio is the sequence's"):
+            plan_loss(loss, changed, 3)
+    else:
+        assert plan_loss(loss, changed, 3).args != plain.args
+    settings = GRPOConfig.__dataclass_fields__
+    assert key in settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "loss", "key"), SHARED_CASES)
+async def test_every_key_of_every_loss(backend, loss, key, tmp_path):
+    found = [
+        await trained(backend, loss, keys, tmp_path / str(number))
+        for number, keys in enumerate(({}, {key: SHARED_VALUES[key]}))
+    ]
+    assert found[0] != found[1], f"{key} of {loss} changed nothing"
+
+
+async def trained(backend: str, loss: str, keys: dict[str, float], folder: Path) -> Any:
+    """The metrics of two steps on a pair of rows far off the policy."""
+    settings = {"algorithm": {"loss": loss, "loss_config": keys}, "run_dir": str(folder)}
+    if loss == "dpo":
+        settings |= {"algorithm": {"type": "dpo", **keys}, "rewards": [], "loggers": []}
+        settings |= {"environment": "single_turn", "sampling": {}, "prompts": PAIRS}
+    run = merged(BASE, {"backend": BACKENDS[backend]})
+    run = {**run, **settings} if loss == "dpo" else merged(run, settings)
+    parts = assemble(parse_config(run, HERE))
+    async with parts.open_adapter() as adapter:
+        batch = Batch(PAIR, loss, parts.loss_config, Denominators(8, 2))
+        metrics = [await adapter.update(batch) for _ in range(2)]
+    return [{k: round(v, 6) for k, v in one.items() if "time" not in k} for one in metrics]
+
+
+PAIRS = [{"prompt": "a=", "chosen": "aa", "rejected": "bb"}]
+PAIR = [
+    Sample(
+        token_ids=[70, 71, 72 + row, 73, 74, 75],
+        loss_mask=[0, 0, 1, 1, 1, 1],
+        logprobs=[0.0, 0.0, -2.0, -8.0, -4.6, -5.5],
+        advantages=[0.0, 0.0, *([credit] * 4)],
+        versions=[-1, -1, 0, 0, 0, 0],
+        streams={"pair_ids": [0.0] * 6},
+    )
+    for row, credit in enumerate((0.5, -0.25))
+]
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+def test_a_key_that_a_loss_does_not_read_is_refused(backend):
+    able = OPTIONS[backend]().capabilities()
+    for loss in able.losses | able.surrogate_losses:
+        own = TRL_KEYS.get(loss, ()) if backend == "trl" else ()
+        own = own or tuple(LOSS_KEYS.get(TRL_AS_SHARED.get(loss, (loss,))[0], ()))
+        for key in {*TRL_VALUES, *SHARED_VALUES} - {*own}:
+            algorithm = {"loss": loss, "loss_config": {key: TRL_VALUES[key]}}
+            run = merged(BASE, {"backend": BACKENDS[backend], "algorithm": algorithm})
+            with pytest.raises(ConfigError, match=key):
+                assemble(parse_config(run, HERE))
+
+
+# Sampling, and what it does to the losses
+
+
+def test_every_field_of_the_sampling_params_has_its_key():
+    """The stop tokens come from the chat template, the seed from train.seed."""
+    own = set(SamplingParams.__dataclass_fields__) - {"stop_token_ids", "seed"}
+    assert own == {key.removeprefix("sampling.") for key in KNOBS if key.startswith("sampling.")}
+
+
+@pytest.mark.parametrize(
+    ("backend", "sampling", "warned"),
+    [
+        ("tinker", {"temperature": 0.7}, True),
+        ("weaver", {"top_p": 0.9}, True),
+        ("weaver", {"top_k": 5}, True),
+        ("trl", {"temperature": 0.7}, False),  # TRL divides its own logits by it, too
+        ("trl", {"top_p": 0.9}, True),
+        ("tinker", {}, False),
+    ],
+)
+def test_a_shaped_distribution_under_an_importance_weighted_loss_is_warned_of(
+    backend, sampling, warned
+):
+    run = merged(BASE, {"backend": BACKENDS[backend], "sampling": sampling})
+    told = assemble(parse_config(run, HERE)).warnings
+    assert any("the ratio is off 1" in warning for warning in told) is warned
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+def test_unclipped_importance_sampling_on_old_samples_is_refused_unless_forced(backend):
+    algorithm: dict[str, Any] = {"loss": "importance_sampling"}
+    old = {"backend": BACKENDS[backend], "staleness": {"target": 2}, "algorithm": algorithm}
+    with pytest.raises(ConfigError, match="choose the loss ppo or cispo"):
+        assemble(parse_config(merged(BASE, old), HERE))
+    algorithm["loss_config"] = {"force": True}
+    assert assemble(parse_config(merged(BASE, old), HERE)).loss_config == {}
+    algorithm |= {"loss": "ppo", "loss_config": {}}
+    assert assemble(parse_config(merged(BASE, old), HERE)).loss == "ppo"
