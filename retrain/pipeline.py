@@ -30,6 +30,7 @@ from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResul
 from retrain.observe.run_dir import RunDirectory
 from retrain.playback import Playback
 from retrain.running import Run
+from retrain.saving import begin_from, checkpoint, restore
 from retrain.slots import Slot
 from retrain.types import Batch, Group, Metrics
 
@@ -83,9 +84,9 @@ async def _open_and_drive(
                 try:
                     run.serve(adapter)
                     if resume:
-                        await run.restore()
+                        await restore(run)
                     elif start_from is not None:
-                        await run.begin_from(start_from)
+                        await begin_from(run, start_from)
                     with _rare_collections():
                         return await drive(run)
                 finally:
@@ -181,7 +182,7 @@ async def learn(run: Run) -> None:
             every = config.eval.every if config.eval else 0
             to_evaluate = every and not run.stopping and (run.step % every == 0 or run.finished)
             if run.due(config.checkpoint.every) or to_evaluate:
-                await run.checkpoint()
+                await checkpoint(run)
             if to_evaluate:
                 if run.evaluation is not None:
                     await asyncio.wait([run.evaluation])  # it shares the sampler with training
@@ -191,7 +192,7 @@ async def learn(run: Run) -> None:
                     run.evaluating.add(run.step)
                     evaluating = _evaluate(run, run.step)
                     run.evaluation = beside.create_task(evaluating, name="evaluate")
-    await run.checkpoint()
+    await checkpoint(run)
     exported = await run.within(
         "export", run.adapter.export(run.run_dir.path / "final"), limit="checkpoint"
     )

@@ -1,7 +1,6 @@
-"""A run under way: what its stages share, and how it is written down and taken up again.
+"""A run under way: what its stages share, and what callbacks see as `trainer`.
 
-- `record` and `drop` are the only ways a finished group is counted; `checkpoint` and `restore` are
-  each other's inverse: what one writes, the other brings back.
+- `record` and `drop` are the only ways a finished group is counted.
 - Every await on the adapter goes through `within`, which gives it its deadline (P4).
 """
 
@@ -11,43 +10,30 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
-from retrain.adapters.base import Adapter, AdapterState
+from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
 from retrain.chat import Chat
 from retrain.checkpoint import (
-    DATA,
-    SCORING,
-    Checkpoint,
     Checkpoints,
-    changes,
-    check_same_run,
-    group_from_json,
-    group_to_json,
-    read,
-    verified,
 )
 from retrain.config import RunConfig
 from retrain.deadlines import adapter_call
 from retrain.errors import (
-    AdapterError,
-    CheckpointError,
     ConfigError,
-    DeadlineError,
-    NoSignalError,
     RunError,
     StallError,
 )
 from retrain.intake import Intake
+from retrain.learning_signal import Signal
 from retrain.ledger import Ledger
 from retrain.metering import Meter
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
 from retrain.observe.report import write_report
-from retrain.observe.run_dir import RunDirectory, read_metrics
+from retrain.observe.run_dir import RunDirectory
 from retrain.playback import Playback
 from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts
@@ -83,7 +69,7 @@ class Run:
         """Checkpoints that pruning leaves alone."""
         self.kept: dict[Ticket, Group] = {}
         """Groups that were finished before a resume, until their tickets are issued again."""
-        self._saved: int | None = None
+        self.saved_step: int | None = None
         """The step whose checkpoint was written, or loaded."""
         self.adapter: Adapter
         self.chat: Chat
@@ -275,30 +261,6 @@ class Run:
         finally:
             self.watchdog.progress()
 
-    async def checkpoint(self) -> None:
-        """Write the checkpoint of this step, if there is none yet; then drop the oldest ones."""
-        if self._saved == self.step:
-            return
-        path = await self.within(
-            "save", self.checkpoints.write(self.step, self._fill), limit="checkpoint"
-        )
-        self._saved = self.step
-        self.run_dir.event("checkpoint", step=self.step, path=str(path))
-        self.run_dir.flush()
-        spare = {self.step, *self.spared, *self.evaluating}
-        for old in self.checkpoints.prune(self.config.checkpoint.keep, spare):
-            await self._forget(old)
-        await self.callbacks.on_checkpoint(self, self.step, path)
-
-    async def _forget(self, old: Path) -> None:
-        """Delete a checkpoint, here and at the backend, which a torn one doesn't name."""
-        try:
-            state = AdapterState(old / "adapter", read(old).adapter)
-            await self.within("forget", self.adapter.forget(state), limit="checkpoint")
-        except (AdapterError, CheckpointError, DeadlineError) as error:
-            self.fault(f"{old.name}: {error}")
-        self.checkpoints.remove(old)
-
     def result(self, status: Status) -> TrainingResult:
         """What the run came to so far."""
         return TrainingResult(
@@ -310,129 +272,3 @@ class Run:
             history=self.history,
             best_checkpoint_path=self.checkpoints.best(),
         )
-
-    async def _fill(self, folder: Path) -> Checkpoint:
-        self.intake.drain()
-        finished = (*self.intake.held.values(), *self.kept.values())
-        groups = [group_to_json(group) for group in finished]
-        checkpoint_of = self._snapshot(groups)
-        (folder / "adapter").mkdir()
-        state = await self.adapter.save(folder / "adapter")
-        self.run_dir.flush()
-        return checkpoint_of(dict(state.data))
-
-    def _snapshot(self, groups: list[dict[str, Any]]) -> Callable[[dict[str, Any]], Checkpoint]:
-        """The run as it is now; what happens while the adapter saves belongs to the next one."""
-        self.run_dir.event("snapshot", step=self.step)
-        step, version, ledger = self.step, self.version, self.ledger.state()
-        counters = {
-            **self.signal.state(),
-            "best_reward": _finite(self.best_reward),
-            "failed_in_a_row": self.intake.failed_in_a_row,
-            "data_since": self.data_since,
-            "rows": len(self.parts.prompts),
-            "callbacks": self.callbacks.state(),
-        }
-        config = self.config.model_dump(mode="json")
-        return lambda data: Checkpoint(step, version, ledger, groups, data, counters, config)
-
-    async def restore(self) -> None:
-        """Go back to the newest whole checkpoint; to the beginning when there is none."""
-        found = await asyncio.to_thread(self.checkpoints.newest)
-        for torn in self.checkpoints.torn:
-            self.run_dir.event("torn", checkpoint=torn)
-        if found is None:
-            self.run_dir.event("resumed", from_step=0)
-            return
-        path, saved = found
-        check_same_run(saved.config, self.config)
-        before, rows = saved.counters.get("rows"), len(self.parts.prompts)
-        if before not in (None, rows):
-            raise CheckpointError(
-                f"this run can't be resumed: its prompts had {before} rows, now they have {rows}. "
-                "Bring the data back, or start a new run with --run-dir"
-            )
-        await self._load(path, saved)
-        self._saved = saved.step
-        metrics = read_metrics(self.run_dir.path)
-        self.history = [row for row in metrics if row["step"] <= saved.step]
-        self._take_up(saved, saved.groups)
-
-    async def begin_from(self, path: Path) -> None:
-        """Begin where the checkpoint at `path` left another run of the same model.
-
-        Weights, optimizer and step count go on. So do the position in the data when the prompts are
-        the same, and the finished groups when their rewards would be. Raises CheckpointError.
-        """
-        saved = await asyncio.to_thread(verified, path)
-        await self._load(path, saved)
-        if changes(saved.config, self.config, DATA):
-            self.data_since = self.step
-            self.run_dir.event("resumed", from_step=self.step, checkpoint=str(path))
-            return
-        self._take_up(saved, [] if changes(saved.config, self.config, SCORING) else saved.groups)
-
-    async def _load(self, path: Path, saved: Checkpoint) -> None:
-        await self.within(
-            "load",
-            self.adapter.load(AdapterState(path / "adapter", saved.adapter)),
-            limit="checkpoint",
-        )
-        self.step, self.version = saved.step, saved.version
-        self.callbacks.restore(saved.counters.get("callbacks", []))
-
-    def _take_up(self, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Go on in the data where `saved` was, with its finished `groups`."""
-        finished = [group_from_json(g, self.parts.prompts.prompt) for g in groups]
-        self.kept = {group.ticket: group for group in finished}
-        self.ledger.restore(saved.ledger)
-        self.data_since = saved.counters.get("data_since", 0)
-        self.signal.restore(saved.counters)
-        self.intake.failed_in_a_row = saved.counters["failed_in_a_row"]
-        best = saved.counters["best_reward"]
-        self.best_reward = -math.inf if best is None else best
-        self.run_dir.event("resumed", from_step=self.step)
-
-
-class Signal:
-    """Counts the steps in a row in which no rollout got any credit.
-
-    A whole run of them ends training: solved when every reward is the highest that was ever seen,
-    an error otherwise.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._flat_steps = 0
-        self._top = -math.inf
-        self.solved = False
-
-    def see(self, group: Group) -> None:
-        """Remember the highest reward."""
-        self._top = max([self._top, *(t.reward for t in group.scored)])
-
-    def step(self, groups: list[Group], has_credit: bool) -> None:
-        """A step was trained. Raises NoSignalError at the limit, unless the task is solved."""
-        self._flat_steps = 0 if has_credit else self._flat_steps + 1
-        if self._flat_steps < self._limit:
-            return
-        rewards = [t.reward for group in groups for t in group.scored]
-        if min(rewards) < self._top or self._top <= 0:
-            raise NoSignalError(
-                f"{self._flat_steps} steps in a row had no signal: within each group all rewards "
-                f"were equal (mean {sum(rewards) / len(rewards):.3g}), so every advantage was 0. "
-                "Make the task easier, the reward finer, or algorithm.group_size larger "
-                "(train.stop_after_flat_steps sets the patience)"
-            )
-        self.solved = True
-
-    def state(self) -> dict[str, Any]:
-        return {"flat_steps": self._flat_steps, "top": _finite(self._top)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._flat_steps = state["flat_steps"]
-        self._top = -math.inf if state["top"] is None else state["top"]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

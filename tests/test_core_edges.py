@@ -27,6 +27,7 @@ from retrain.rewarding import (
     reward,
 )
 from retrain.run import exit_code
+from retrain.saving import checkpoint
 from retrain.types import Group, Prompt, Trajectory
 from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
 
@@ -586,7 +587,7 @@ async def test_a_checkpoint_asked_for_by_a_callback_is_not_written_twice(tmp_pat
         seen = ()
 
         async def on_step_end(self, trainer, step, metrics):
-            await trainer.checkpoint()
+            await checkpoint(trainer)
 
         def on_checkpoint(self, trainer, step, path):
             self.seen = (*self.seen, step)

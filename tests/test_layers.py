@@ -16,13 +16,13 @@ ROOT = Path(retrain.__file__).parent
 LAYERS = [
     names.split()
     for names in (
-        """types errors deadlines threads config config_errors config_keys config_yaml models plugin_keys
-        plugins""",
+        """types errors deadlines threads config config_errors config_keys config_yaml models
+        plugin_keys plugins""",
         """environment rewarding prompts prompt_files sampler chat chat_template chat_tokens
         chat_tools examples algorithms adapters.base""",
-        """rollout playback batching ledger checkpoint intake metering slots watchdog
-        observe.journal""",
-        "compatibility assembly running evaluation pipeline observe",
+        """rollout playback batching ledger checkpoint intake learning_signal metering slots
+        watchdog observe.journal""",
+        "compatibility assembly running saving evaluation pipeline observe",
         "engine",
         "adapters service",
         "trainer",

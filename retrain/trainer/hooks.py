@@ -17,6 +17,7 @@ from retrain.checkpoint import copy
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.observe.callbacks import Run as RunFace
 from retrain.running import Run
+from retrain.saving import checkpoint
 from retrain.types import Metrics
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Hooks(Callback):
         assert self.run is not None
         targets, self.saves = self.saves, []
         self.run.spared.add(self.run.step)  # a service's checkpoint must outlive the copy's origin
-        await self.run.checkpoint()
+        await checkpoint(self.run)
         assert self.newest is not None
         for target in targets:
             await asyncio.to_thread(copy, self.newest[1], target)
