@@ -91,6 +91,11 @@ async def test_train_goes_on_where_step_was_closed():
     assert (result.total_steps, len(result.history)) == (3, 2)
 
 
+def test_the_backend_s_keys_need_no_type_since_it_can_only_be_trl():
+    backend = trainer_of(backend={"learning_rate": 3e-3}).config["backend"]
+    assert backend == {"type": "trl", "learning_rate": 3e-3}
+
+
 def test_fit_is_train_without_a_loop():
     assert trainer_of().fit(total_steps=1).total_steps == 1
 

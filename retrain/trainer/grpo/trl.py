@@ -63,6 +63,8 @@ class GRPOTrainerAdapter(BaseTrainer):
             )
         self._mapping = plain({"model": str(model), "name": "grpo", **sections})
         self._mapping["algorithm"] = {"type": "grpo", **plain(algorithm or {})}
+        if isinstance(backend := self._mapping.get("backend"), dict):
+            self._mapping["backend"] = {"type": "trl", **backend}
         self.environment = Environment if environment is None else environment
         self.reward_calculator = reward_calculator
         self.prompts = prompts
