@@ -6,9 +6,10 @@ Three clients ask one server, a process of its own, for samples as the Tinker pr
 submission and one poll for its result, both decoded. `retrain` is our client with all that it does
 beside (back-pressure, retries, deadlines, cancellation); `aiohttp` makes the same two calls bare;
 `httpx` is a plain httpx.AsyncClient, the contrast. The arms take turns; ratios are medians of the
-rounds. CPU is this process's, a request. Bars: at 300 and more at least 0.55 of aiohttp's rate, and
-at 4000 at most 1.3 times the CPU of 100, beside which aiohttp's
-own growth is printed: thousands of live tasks cost the garbage collector and the caches the same.
+rounds. CPU is this process's, a request. All arms run with the garbage collector as rare as the
+pipe makes it (`--default-collector` leaves it as Python has it: a pass over thousands of live
+tasks then costs more than the requests). Bars: at 300 and more at least 0.55 of aiohttp's rate, and
+at 4000 at most 1.3 times the CPU of 100, beside which aiohttp's own growth is printed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import resource
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from multiprocessing.connection import Connection
 
 import aiohttp
@@ -35,6 +36,7 @@ from retrain.adapters.tinker import (
     TinkerClient,
     messages,
 )
+from retrain.pipeline import _rare_collections
 
 PROMPT = list(range(100, 164))
 COMPLETION = 64
@@ -195,6 +197,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4000, help="at least, of each measurement")
     parser.add_argument("--httpx-up-to", type=int, default=300)
+    parser.add_argument("--default-collector", action="store_true")
     given = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
@@ -203,7 +206,9 @@ def main() -> None:
     server.start()
     try:
         url = f"http://127.0.0.1:{ours.recv()}"
-        asyncio.run(compare(url, given.levels, given.rounds, given.samples, given.httpx_up_to))
+        collector = nullcontext() if given.default_collector else _rare_collections()
+        with collector:
+            asyncio.run(compare(url, given.levels, given.rounds, given.samples, given.httpx_up_to))
     finally:
         server.terminate()
         server.join()
