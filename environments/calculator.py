@@ -1,0 +1,88 @@
+"""A tool environment: the model may call a calculator, sees what it says, and then answers.
+
+Every turn with tool calls is answered with one `tool` message a call; a turn without any is the
+answer and ends the episode. Nothing that the model writes is an error of the environment: a
+malformed call, an unknown tool, a division by zero each become a message that says so, and the
+model may try again as long as `rollout.max_turns` lets it. Scoring is left to the rewards.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from retrain import Action, Environment, Message, Prompt, StepResult, ToolCall, ToolSpec
+
+OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class Calculator(Environment):
+    """The tool's and its argument's names are short because to `tiny` each character is a token."""
+
+    tools = (
+        ToolSpec(
+            "calc",
+            "Work out an arithmetic expression of numbers, + - * / and brackets.",
+            {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+        ),
+    )
+
+    def __init__(self, attempts: int = 3) -> None:
+        self.attempts = attempts
+        """Turns with a call that goes wrong, after which the episode is over."""
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message]:
+        self.failed = 0
+        return prompt.messages
+
+    async def step(self, action: Action) -> StepResult:
+        answers = [answer(call) for call in action.tool_calls]
+        self.failed += any(text.startswith("error") for text in answers)
+        messages = [
+            Message(role="tool", content=text, tool_call_id=call.id)
+            for text, call in zip(answers, action.tool_calls, strict=True)
+        ]
+        over = not answers or self.failed == self.attempts
+        return StepResult(messages, 0.0, over, False, {"failed_calls": self.failed})
+
+
+def answer(call: ToolCall) -> str:
+    """What the tool says to a call, its complaints included."""
+    if call.error:  # of an unknown tool or misfitting arguments, too
+        return f"error: {call.error}"
+    try:
+        result = calculate(call.arguments["x"])
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except (ValueError, SyntaxError) as error:
+        return f"error: {error}"
+    return str(result) if result.denominator == 1 else f"{float(result):.10g}"
+
+
+def calculate(expression: str) -> Fraction:
+    """The exact value of an expression, worked out on its syntax tree: nothing is executed.
+
+    Raises SyntaxError, ValueError or ZeroDivisionError for an expression that has none.
+    """
+    if not re.fullmatch(r"[-+*/().0-9 ]{1,200}", expression):
+        raise ValueError("an expression is up to 200 characters of 0-9 . + - * / ( ) and space")
+    return value(ast.parse(expression.strip(), mode="eval").body)
+
+
+def value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return Fraction(str(number))  # of the text: 0.1 is a tenth
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](value(left), value(right))
+    raise ValueError("the operators are + - * /")
