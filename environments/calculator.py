@@ -3,7 +3,10 @@
 Every turn with tool calls is answered with one `tool` message a call; a turn without any is the
 answer and ends the episode. Nothing that the model writes is an error of the environment: a
 malformed call, an unknown tool, a division by zero each become a message that says so, and the
-model may try again as long as `rollout.max_turns` lets it. Scoring is left to the rewards.
+model may try again, `attempts` times in all. Scoring is left to the rewards.
+
+To the built-in model `tiny` every character is a token, all but the two ends of a call of
+`calc(x)`: a random model finds a call of five tokens, never one of sixty.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 class Calculator(Environment):
-    """The tool's and its argument's names are short because to `tiny` each character is a token."""
+    """Offers `calc(x)`; ends with a turn without a call, or the `attempts`-th with a failed one."""
 
     tools = (
         ToolSpec(
@@ -36,8 +39,9 @@ class Calculator(Environment):
     )
 
     def __init__(self, attempts: int = 3) -> None:
+        if attempts < 1:
+            raise ValueError(f"got attempts {attempts}: there must be at least one")
         self.attempts = attempts
-        """Turns with a call that goes wrong, after which the episode is over."""
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         self.failed = 0
@@ -62,7 +66,9 @@ def answer(call: ToolCall) -> str:
         result = calculate(call.arguments["x"])
     except ZeroDivisionError:
         return "error: division by zero"
-    except (ValueError, SyntaxError) as error:
+    except SyntaxError as error:
+        return f"error: {error.msg}"
+    except ValueError as error:
         return f"error: {error}"
     return str(result) if result.denominator == 1 else f"{float(result):.10g}"
 

@@ -15,7 +15,7 @@ from retrain import Action, Environment, Message, Prompt, StepResult
 
 
 class GuessNumber(Environment):
-    """The defaults can be won every time: three halvings single out one of seven numbers."""
+    """From `low` to `high` in `guesses` turns; by halving, the defaults can be won every time."""
 
     def __init__(self, low: int = 1, high: int = 7, guesses: int = 3) -> None:
         if high <= low or guesses < 1:
@@ -26,10 +26,13 @@ class GuessNumber(Environment):
         self.low, self.high, self.guesses = low, high, guesses
 
     async def reset(self, prompt: Prompt) -> list[Message]:
-        self.secret = int(prompt.answer)
-        if not self.low <= self.secret <= self.high:
-            raise ValueError(f"the answer {self.secret} is not in {self.low}-{self.high}")
-        self.left = self.guesses
+        secret = self.number(str(prompt.answer))
+        if secret is None:
+            raise ValueError(
+                f"the prompt's answer must be a number from {self.low} to {self.high}, "
+                f"got {prompt.answer!r}"
+            )
+        self.secret, self.left = secret, self.guesses
         return list(prompt.messages)
 
     async def step(self, action: Action) -> StepResult:

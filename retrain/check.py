@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from retrain.assembly import KINDS, assemble
+from retrain.chat_tools import CLOSE, OPEN, parse_reply
 from retrain.config import load_config
 from retrain.config_yaml import parse_override
-from retrain.environment import Action, Environment, ToolCall, ToolSpec
+from retrain.environment import Action, Environment, ToolSpec
 from retrain.errors import blame
 from retrain.plugin_keys import bind
 from retrain.plugins import find_plugin
@@ -39,6 +40,8 @@ SAMPLES = (
     Prompt("0.1.0", ({"role": "user", "content": "What is 2 + 3?"},), answer="5"),
 )
 """Prompts for an environment that is checked without a config."""
+_EXAMPLES = {"number": 1, "integer": 1, "boolean": True, "array": [], "object": {}, "null": None}
+"""A value of each JSON type, "1" for the rest."""
 
 
 class Broken(Exception):
@@ -103,17 +106,24 @@ async def check_environment(
 
 
 def _scripts(environment: Environment) -> list[list[Action]]:
-    """The replies to try: what models do, good and bad."""
+    """The replies to try: what models do, good and bad, taken apart as the pipe does it."""
     texts = ["hello", "", "42", "x" * 2000]
-    scripts = [[Action(text)] * TURNS for text in texts]
-    for tool in environment.tools:
-        calls = (
-            ToolCall(tool.name, {}, "call_0"),
-            ToolCall(tool.name, {}, "call_0", error="the arguments are not JSON"),
-        )
-        scripts += [[Action("", (call,))] * TURNS for call in calls]
-    unknown = ToolCall("no_such_tool", {}, "call_0")
-    return [*scripts, [Action("", (unknown,))] * TURNS]
+    if environment.tools:
+        calls: list[tuple[str, dict[str, Any]]] = [("no_such_tool", {})]
+        calls += [(tool.name, {}) for tool in environment.tools]
+        calls += [(tool.name, _example(tool)) for tool in environment.tools]
+        for name, arguments in calls:
+            texts.append(OPEN + json.dumps({"name": name, "arguments": arguments}) + CLOSE)
+        texts.append(f"{OPEN}this is not JSON{CLOSE}")
+    replies = [parse_reply(text, environment.tools) for text in texts]
+    return [[Action(reply.text, reply.calls)] * TURNS for reply in replies]
+
+
+def _example(tool: ToolSpec) -> dict[str, Any]:
+    """Arguments that fit a tool's schema, as far as their types say."""
+    properties = tool.parameters.get("properties", {})
+    required = tool.parameters.get("required", ())
+    return {n: _EXAMPLES.get(str(properties.get(n, {}).get("type")), "1") for n in required}
 
 
 async def _play_all(

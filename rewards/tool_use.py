@@ -21,7 +21,7 @@ PIECE = re.compile(
 
 @reward
 def tool_use(trajectory: Trajectory, answer: str, metadata: Mapping[str, Any]) -> Reward:
-    """The components are `call` and `answer`, each from 0 to 1; the reward is their mean."""
+    """The mean of `call` and `answer`; the row says which call is expected, in its key `call`."""
     made, expected = (
         PIECE.findall(text) for text in (trajectory.turns[0].completion.text, metadata["call"])
     )

@@ -121,6 +121,29 @@ async def test_a_plain_step_is_told_to_be_async() -> None:
     assert "write `async def`" in finding.advice
 
 
+async def test_calls_without_an_error_fit_the_tools_schema() -> None:
+    class Adder(Environment):
+        tools = (
+            ToolSpec(
+                "add",
+                "a sum",
+                {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]},
+            ),
+        )
+
+        async def step(self, action: Action) -> StepResult:
+            answers = [
+                Message(role="tool", content=call.error or str(1 + call.arguments["a"]))
+                for call in action.tool_calls
+            ]
+            seen.update(answer["content"] for answer in answers)
+            return StepResult(answers, 0.0, not answers, False, {})
+
+    seen: set[str] = set()
+    assert all(finding.good for finding in await check_environment(Adder))
+    assert {"2", "arguments lacks a", "there is no tool 'no_such_tool': the tools are add"} < seen
+
+
 @pytest.mark.parametrize(
     ("tools", "what"),
     [
@@ -151,3 +174,24 @@ def test_the_command_checks_a_file_and_a_config(
     (tmp_path / "task.yaml").write_text("prompts: [a, b]\nrewards: exact_match")
     assert command(["check", "task.yaml"]) == 0
     assert "ok    the config's parts" in capsys.readouterr().out
+
+
+def test_a_step_that_blocks_the_loop_is_named_and_the_command_ends(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import time\nfrom retrain import Environment\nclass Own(Environment):\n"
+        "    async def step(self, action):\n        time.sleep(3600)\n"
+    )
+    script = (
+        "import sys, retrain.check\nretrain.check.DEADLINE = 0.5\n"
+        "from retrain.__main__ import command\nsys.exit(command(['check', 'own.py:Own']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "FAIL  the event loop has been blocked for 0.5 s by step (own.py:5)" in done.stdout
