@@ -13,6 +13,8 @@ from retrain.adapters.base import SHARED_LOSSES, TRL_LOSSES
 from retrain.adapters.trl.keys import OWNED, PASSED, SCHEDULERS, refusal
 from retrain.adapters.trl.options import TrlOptions
 from retrain.adapters.trl.plan import SHARED_KEYS, plan_loss, run_plan
+from retrain.assembly import assemble
+from retrain.config import parse_config
 from retrain.errors import ConfigError
 from tests import trl_kit as kit
 
@@ -99,10 +101,10 @@ def test_cispo_is_trls_own_where_it_means_the_same():
 )
 def test_a_loss_refuses_what_it_does_not_read(loss, keys, message):
     config = kit.run_config(loss, loss_config=keys)
-    (problem,) = TrlOptions().problems(config)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         run_plan(config)
-    assert problem
+    assert len(caught.value.problems) == 1
+    assert TrlOptions().problems(config) == ([] if loss == "dappo" else [*caught.value.problems])
 
 
 def test_the_runs_loss_is_the_algorithms_own_where_the_config_names_none():
@@ -120,3 +122,12 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
     assert TrlOptions().problems(config) == []
     (problem,) = TrlOptions().problems(kit.run_config("mine.py:whole", base_dir=tmp_path))
     assert "whole" in problem
+
+
+def test_a_loss_that_isnt_one_is_told_once():
+    with pytest.raises(ConfigError) as caught:
+        assemble(
+            parse_config({"prompts": ["a"], "rewards": "exact_match", "algorithm": {"loss": "x"}})
+        )
+    (problem,) = caught.value.problems
+    assert "the trl backend has no loss 'x'" in problem

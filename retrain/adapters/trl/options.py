@@ -95,7 +95,10 @@ class TrlOptions(AdapterOptions):
         )
 
     def problems(self, config: RunConfig) -> list[str]:
-        """A loss that isn't one, or a key of it without effect."""
+        """A key of the loss without effect; that a loss isn't one is told with what there is."""
+        loss = config.algorithm.loss
+        if loss and ":" not in loss and loss not in self.capabilities().losses:
+            return []
         try:
             run_plan(config)
         except ConfigError as error:
