@@ -84,6 +84,12 @@ def test_a_report_of_a_run_under_way_or_cut_off(tmp_path: Path) -> None:
         assert digest(tmp_path / "run")["status"] == "running"
 
 
+def test_the_page_that_a_run_writes_at_its_end_calls_it_completed(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    with RunDirectory.open(tmp_path / "run", config(), resume=True):  # it still holds the lock
+        assert digest(tmp_path / "run")["status"] == "completed"
+
+
 def test_a_report_right_after_the_start_is_empty_but_whole(tmp_path: Path) -> None:
     RunDirectory.open(tmp_path / "run", config()).close()
     data = embedded(write_report(tmp_path / "run").read_text())

@@ -92,11 +92,9 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
 
 def _status(run_dir: Path, events: Sequence[Event]) -> str:
     ends = [event for event in events if event["event"] in ("end", "resumed")]
-    if in_use(run_dir):
-        return "running"
-    if ends and ends[-1]["event"] == "end":
+    if ends and ends[-1]["event"] == "end":  # before the lock: the run itself writes this page
         return str(ends[-1].get("status", "ended"))
-    return "cut off"
+    return "running" if in_use(run_dir) else "cut off"
 
 
 def _facts(
