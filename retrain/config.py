@@ -248,6 +248,8 @@ def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
     for key, inner in _SHORT.items():
         if isinstance(full.get(key), str):
             full[key] = {inner: full[key]}
+    if isinstance(full.get("backend"), Mapping):  # its keys alone: the default backend's
+        full["backend"] = {"type": "trl", **full["backend"]}
     for key in ("rewards", "loggers"):
         listed = full.get(key)
         if isinstance(listed, str | Mapping):

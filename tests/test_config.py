@@ -305,3 +305,10 @@ def test_the_resolved_config_is_a_config_that_says_the_same(tmp_path: Path) -> N
     config = load_config(write(tmp_path, "prompts: [a]\nrewards: [x]\nchat: none"))
     again = load_config(write(tmp_path, yaml.safe_dump(resolved(config))))
     assert again == config
+
+
+def test_a_backend_without_a_type_is_the_default_one(tmp_path: Path) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text("prompts: [a]\n")
+    for overrides in ([], ["backend.learning_rate=0.1"], ["backend={}"]):
+        assert load_config(file, overrides).backend.type == "trl"
