@@ -12,21 +12,26 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from retrain.errors import AdapterError, DeadlineError, LateError, blame
+from retrain.errors import AdapterError, DeadlineError, LateError, UserCodeError, blame
 
 T = TypeVar("T")
 
 
 async def user_call(owner: str, call: Callable[[], Awaitable[T]], seconds: float, key: str) -> T:
     """Await a user's coroutine; raises UserCodeError or LateError, which name `owner`."""
+    plain = False
     try:
         async with asyncio.timeout(seconds) as deadline:
-            return await call()
+            awaitable = call()
+            plain = not hasattr(awaitable, "__await__")
+            return await awaitable
     except BaseException as error:
         if not is_theirs(error):
             raise
         if deadline.expired():
             raise LateError(f"{owner} took longer than deadlines.{key} = {seconds} s") from error
+        if plain:
+            raise UserCodeError(f"{owner} is a plain function: write `async def`") from error
         raise blame(owner, error) from error
 
 

@@ -115,6 +115,19 @@ async def test_p5_whatever_an_environment_raises_is_its_own_rollouts_matter(tmp_
     assert all(f"Odd.{where} raised" in row["error"] for row in failed)
 
 
+class Plain(Environment):
+    """Not async, as a newcomer may write it."""
+
+    def step(self, action):
+        return StepResult([], 0.0, True, False, {})
+
+
+async def test_a_plain_step_is_told_to_be_async(tmp_path):
+    config = mock_config(tmp_path, environment={"type": "tests.test_core_edges:Plain"})
+    (error,) = await failure_of(train(config))
+    assert "Plain.step is a plain function: write `async def`" in str(error)
+
+
 class OddReward(RewardCalculator):
     """Fails for the third rollout of each group."""
 
