@@ -54,7 +54,9 @@ def bind(
             problems += unknown_key(f"{where}.{key}", value, [*settable, *beside], known or {})
     for name in settable:
         if name not in bound and name not in arguments and parameters[name].default is _EMPTY:
-            problems.append(f"{where}.{name}: missing; {_described(target, hints.get(name))}")
+            expected = _described(target, hints.get(name))
+            others = f", beside what it is called with: {', '.join(provided)}" if provided else ""
+            problems.append(f"{where}.{name}: missing; {expected}{others}")
     if problems:
         raise PluginError(*problems)
     return bound

@@ -6,6 +6,9 @@ from retrain import reward
 
 
 @reward
-def slot_match(completion: str, answer: str) -> float:
+def slot_match(completion: str, answer: object) -> float:
     """Always divided by the answer's length: a short completion can't win by stopping early."""
-    return sum(a == b for a, b in zip(answer, completion, strict=False)) / len(answer)
+    if answer is None or not str(answer):
+        raise ValueError("the prompt has no answer: give its row an `answer`")
+    right = str(answer)
+    return sum(a == b for a, b in zip(right, completion, strict=False)) / len(right)

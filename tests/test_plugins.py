@@ -292,7 +292,10 @@ class Calculator(RewardCalculator):
             {"type": "r.py:fine", "target": "x"},
             "rewards.0.target: got 'x', expected a whole number",
         ),
-        ({"type": "r.py:needs"}, "rewards.0.word: missing; needs needs a text"),
+        (
+            {"type": "r.py:needs"},
+            "rewards.0.word: missing; needs needs a text, beside what it is called with: prompt, ",
+        ),
         ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion: unknown key"),
         ({"type": "r.py:Fails"}, "rewards.0: Fails(...) raised OSError: no model (r.py:"),
         ({"type": "r.py:object_", "x": 1}, "rewards.0.x: unknown key"),
@@ -504,3 +507,11 @@ def test_function_rewards_stay_callable(folder: Path) -> None:
     slot = found("reward", "slot_match", folder)
     assert isinstance(slot, FunctionReward)
     assert slot("ab", "abcd") == 0.5
+
+
+@pytest.mark.parametrize("name", ["exact_match", "slot_match"])
+def test_the_built_in_rewards_take_any_answer_but_none(folder: Path, name: str) -> None:
+    match = found("reward", name, folder)
+    assert match("12", 12) == 1.0
+    with pytest.raises(ValueError, match="give its row an `answer`"):
+        match("None", None)
