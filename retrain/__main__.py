@@ -8,15 +8,19 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from retrain import __version__
 from retrain.errors import ConfigError
 from retrain.run import FAILED, USAGE, drive, exit_code, leave
 from retrain.run import main as run_command
+
+if TYPE_CHECKING:
+    from retrain.check import Finding
 
 COMMANDS = {
     "run": "train as a YAML file says",
@@ -58,19 +62,30 @@ def _check(argv: Sequence[str]) -> int:
     )
     parser.add_argument("subject", metavar="ENVIRONMENT|CONFIG.yaml")
     parser.add_argument(
-        "keys", metavar="key=value", nargs="*", help="the constructor's, or a config's"
+        "keys", metavar="key=value", nargs="*", default=[], help="the constructor's, or a config's"
     )
     arguments = parser.parse_intermixed_args(argv)
 
     def check() -> int:
-        from retrain.check import check_subject
-
-        findings = drive(check_subject(arguments.subject, arguments.keys))
+        findings = drive(_watched_check(arguments.subject, arguments.keys))
         for finding in findings:
             print(finding)
         return 0 if all(finding.good for finding in findings) else FAILED
 
     return exit_code(check)
+
+
+async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
+    """Code that blocks the loop can't be cancelled: the watchdog ends the process and names it."""
+    from retrain.check import DEADLINE, check_subject
+    from retrain.watchdog import Watchdog
+
+    def tell(text: str) -> None:
+        print(f"FAIL  {text}", flush=True)
+
+    never = math.inf
+    with Watchdog(stall=never, blocked=DEADLINE, grace=never, fail=print, last_words=tell):
+        return await check_subject(subject, keys)
 
 
 def _report(argv: Sequence[str]) -> int:

@@ -172,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         "overrides",
         metavar="dotted.key=value",
         nargs="*",
+        default=[],
         help="change a key, e.g. train.seed=1 rewards.0.weight=2",
     )
     parser.add_argument(
