@@ -58,16 +58,6 @@ def test_known_characters_survive_encoding_one_token_each(text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_the_ends_of_a_calculators_call_are_one_token_each_and_no_special_ones(
-    folder: Path,
-) -> None:
-    call = '<tool_call>{"name": "calc", "arguments": {"x": "1+2"}}</tool_call>'
-    for tokenizer in (tiny_tokenizer(), load_tokenizer(folder)):
-        ids = tokenizer.encode(call)
-        assert len(ids) == len("(1+2)")
-        assert tokenizer.decode(ids, skip_special_tokens=True) == call
-
-
 def test_unknown_characters_are_the_unknown_token() -> None:
     tokenizer = tiny_tokenizer()
     assert tokenizer.encode("é\t") == [tokenizer.unk_token_id] * 2

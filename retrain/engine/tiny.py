@@ -7,9 +7,7 @@ one; the folder appears by a rename, so that no process ever sees half of it.
 Its tokens are printable ASCII, newline and one token a role. A chat of one user message costs two
 tokens beside its text: on a model that small a longer wrapper drowns the prompt. Role markers open
 a turn and `<|end|>` (the eos token) closes the assistant's alone, so that a rendering of a
-conversation is always a prefix of the rendering of what follows it. The two ends of a call of the
-calculator environment's tool are one token each as well: spelled out they are sixty characters in a
-row, which no random model ever hits upon (larger vocabularies have some fifteen tokens for them).
+conversation is always a prefix of the rendering of what follows it.
 
 `tiny_tokenizer` imports no torch.
 """
@@ -31,8 +29,7 @@ if TYPE_CHECKING:
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unk|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-CALL_ENDS = ('<tool_call>{"name": "calc", "arguments": {"x": "', '"}}</tool_call>')
-VOCABULARY = (PAD, END, UNKNOWN, *ROLES, "\n", *map(chr, range(32, 127)), *CALL_ENDS)
+VOCABULARY = (PAD, END, UNKNOWN, *ROLES, "\n", *map(chr, range(32, 127)))
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -73,8 +70,6 @@ CONFIG: dict[str, Any] = {  # LlamaConfig's arguments
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 1024,
-    # At the usual 0.02 so narrow a model is slow to find copying; at 0.1 some seeds collapse.
-    "initializer_range": 0.07,
     "tie_word_embeddings": True,
     "pad_token_id": VOCABULARY.index(PAD),
     "bos_token_id": None,
@@ -84,14 +79,13 @@ CONFIG: dict[str, Any] = {  # LlamaConfig's arguments
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character; what isn't printable ASCII or a newline is `<|unk|>`."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     characters = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    characters.add_tokens([AddedToken(end, normalized=False) for end in CALL_ENDS])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers types it partly
         tokenizer_object=characters,
         pad_token=PAD,
