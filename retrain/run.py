@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from retrain.observe.callbacks import Callback, TrainingResult
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+_INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
 STUCK_SECONDS = 3.0
 """What threads have to end by themselves when the run is over."""
 T = TypeVar("T")
@@ -104,13 +105,13 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
     """
     try:
         return command()
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _tell("interrupted")
-        return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the last boundary: every error is told
+    except (Exception, BaseExceptionGroup, *_INTERRUPTIONS) as error:  # noqa: BLE001 - every error is told
         if isinstance(error, BrokenPipeError) and _unread():
             return DONE
         causes = _causes(error)
+        if isinstance(causes[0], _INTERRUPTIONS):
+            _tell("interrupted")
+            return INTERRUPTED
         for cause in causes:
             _tell(f"error: {_sentence(cause)}")
         for note in () if error in causes else getattr(error, "__notes__", ()):
@@ -246,11 +247,14 @@ def _signals(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterat
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The errors inside groups, each text once; a RetrainError speaks for whatever it caused."""
+    """The errors inside groups, each text once; a RetrainError speaks for whatever it caused.
+
+    An interruption is one of them only where nothing else is: 130 promises a clean checkpoint.
+    """
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     leaves = [leaf for inner in error.exceptions for leaf in _causes(inner)]
-    leaves = [e for e in leaves if not isinstance(e, asyncio.CancelledError)] or leaves
+    leaves = [e for e in leaves if not isinstance(e, _INTERRUPTIONS)] or leaves
     return list({str(leaf): leaf for leaf in leaves}.values())
 
 
@@ -263,7 +267,7 @@ def _sentence(error: BaseException) -> str:
     return "\n  ".join([text, *getattr(error, "__notes__", ())])
 
 
-def _keep_traceback(error: Exception, places: Sequence[Path]) -> None:
+def _keep_traceback(error: BaseException, places: Sequence[Path]) -> None:
     text = "".join(traceback.format_exception(error))
     for place in places:
         with suppress(OSError):

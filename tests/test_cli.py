@@ -181,6 +181,10 @@ def raising(error: BaseException) -> int:
         (ExceptionGroup("g", [RunError("x"), ConfigError("y")]), 2, "error: x\nerror: y\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (asyncio.CancelledError(), 130, "interrupted\n"),
+        (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130, "interrupted\n"),
+        (BaseExceptionGroup("g", [asyncio.CancelledError()]), 130, "interrupted\n"),
+        (BaseExceptionGroup("g", [KeyboardInterrupt(), RunError("x")]), 1, "error: x\n"),
+        (BaseExceptionGroup("g", [asyncio.CancelledError(), ConfigError("y")]), 2, "error: y\n"),
     ],
 )
 def test_errors_become_exit_codes(
@@ -201,8 +205,9 @@ def test_the_traceback_of_the_unforeseen_goes_to_a_file(
     assert told.startswith(f"error: ValueError: odd at {here}\n  in the callback Printer\n")
     assert "Traceback" not in told
     assert "ValueError: odd" in (tmp_path / "error.txt").read_text()
-    assert exit_code(lambda: raising(error)) == 1
-    assert "Traceback" in capsys.readouterr().err
+    for unforeseen in (error, BaseExceptionGroup("g", [GeneratorExit()])):
+        assert exit_code(lambda e=unforeseen: raising(e)) == 1
+        assert "Traceback" in capsys.readouterr().err
 
 
 def test_drive_ends_what_is_left_and_restores_the_signals() -> None:
