@@ -22,9 +22,10 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from retrain.errors import ConfigError, RetrainError
+from retrain.streams import let_go
 
 if TYPE_CHECKING:
     from retrain.config import RunConfig
@@ -283,7 +284,7 @@ def _unread() -> bool:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _let_go(sys.stdout)
+        let_go(sys.stdout)
         return True
     return False
 
@@ -292,14 +293,7 @@ def _tell(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:  # the terminal was closed
-        _let_go(sys.stderr)
-
-
-def _let_go(stream: TextIO) -> None:
-    """Point it at nothing: what it holds would fail again when Python exits."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, stream.fileno())
-    os.close(nothing)
+        let_go(sys.stderr)
 
 
 class _CallableModule(ModuleType):

@@ -23,6 +23,7 @@ from retrain.observe.progress import (
     sparkline,
 )
 from retrain.observe.run_dir import RunDirectory, Tally
+from retrain.streams import let_go
 from tests.observed import ObservedRun, config
 
 
@@ -173,6 +174,12 @@ def test_a_broken_pipe_leaves_no_error_behind() -> None:
         os.close(reader)
         _, errors = process.communicate("go\n", timeout=60)
     assert (errors, process.returncode) == ("gone True", 0)
+
+
+def test_letting_go_leaves_a_stream_alone_that_has_no_file() -> None:
+    out = io.StringIO("kept")
+    let_go(out)
+    assert out.getvalue() == "kept"
 
 
 def test_signs_that_the_terminal_lacks_are_replaced() -> None:

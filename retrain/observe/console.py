@@ -6,11 +6,9 @@ console falls silent and the run goes on.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, cast
 
@@ -21,6 +19,7 @@ from rich.text import Text
 
 from retrain.observe.callbacks import Callback, Run, TrainingResult
 from retrain.observe.progress import Progress, closing, near, number
+from retrain.streams import let_go
 from retrain.types import Metrics
 
 LABEL_WIDTH = 11
@@ -160,13 +159,4 @@ class QuietStream:
             raise
         except (OSError, ValueError):  # a broken pipe; a closed file
             self.gone = True
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Point the file at nothing: its leftovers would fail again when Python exits."""
-        with suppress(OSError, ValueError):
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(nothing, self._stream.fileno())
-            finally:
-                os.close(nothing)
+            let_go(self._stream)
