@@ -37,7 +37,7 @@ from retrain.observe.run_dir import RunDirectory
 from retrain.playback import Playback
 from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts
-from retrain.sampler import SamplingParams
+from retrain.sampler import CountedSampler, SamplingParams
 from retrain.slots import Slot
 from retrain.types import Group, Metrics, Prompt, Ticket
 from retrain.watchdog import Watchdog
@@ -100,7 +100,10 @@ class Run:
         )
         sampling = config.sampling
         self.rollouts = Rollouts(
-            adapter.sampler,
+            CountedSampler(
+                adapter.sampler,
+                f"the sampler {type(adapter.sampler).__name__} of backend {config.backend.type}",
+            ),
             chat,
             SamplingParams(
                 sampling.max_tokens,

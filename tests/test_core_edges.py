@@ -260,6 +260,23 @@ async def test_a_samplers_own_timeout_is_not_taken_for_our_deadline(tmp_path):
     assert not any(isinstance(error, DeadlineError) for error in errors)
 
 
+@pytest.mark.parametrize(
+    ("n", "got"), [(1, "0 completions"), (4, "3 completions"), (4, "NoneType")]
+)
+async def test_a_sampler_that_returns_the_wrong_number_of_completions_is_named(tmp_path, n, got):
+    class Miscounts(MockAdapter):
+        async def sample(self, prompt_ids, params, n=1):
+            completions = await super().sample(prompt_ids, params, n)
+            return None if got == "NoneType" else completions[1:]
+
+    algorithm = {"type": "reinforce", "group_size": n}
+    config = mock_config(tmp_path, algorithm=algorithm)
+    parts = parts_with(config, Miscounts(MockOptions(), config))
+    [error, *_] = await failure_of(train(config, parts=parts))
+    assert isinstance(error, AdapterError)
+    assert f"the sampler Miscounts of backend {ENGINE}: sample(n={n}) returned {got}" in str(error)
+
+
 async def test_forgetting_a_checkpoint_has_a_deadline_and_its_failure_is_told_not_fatal(tmp_path):
     class Keeps(MockAdapter):
         async def forget(self, state):
