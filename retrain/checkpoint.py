@@ -2,7 +2,8 @@
 
 `write` fills a temporary folder, syncs every file, writes the manifest (size and digest of each
 file) last and renames the folder; `newest` skips a folder whose manifest is missing or doesn't fit
-and says so. `best` is a link to the checkpoint with the best evaluation, which pruning spares.
+and says so. `best` is a link to the checkpoint with the best evaluation, which pruning spares; on a
+disk without links it is a text file that holds the name.
 """
 
 from __future__ import annotations
@@ -113,14 +114,19 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The checkpoint with the best evaluation so far."""
-        link = self.folder / "best"
-        return self.folder / os.readlink(link) if link.is_symlink() else None
+        mark = self.folder / "best"
+        if mark.is_symlink():
+            return self.folder / os.readlink(mark)
+        return self.folder / mark.read_text() if mark.is_file() else None
 
     def mark_best(self, step: int) -> None:
-        """Point `best` at this step's checkpoint, atomically."""
-        temporary = self.folder / ".best"
+        """Point `best` at this step's checkpoint, atomically; raises OSError."""
+        temporary, name = self.folder / ".best", self.path(step).name
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(self.path(step).name)
+        try:
+            temporary.symlink_to(name)
+        except OSError:  # FAT, and many a network share, have no links
+            temporary.write_text(name)
         temporary.replace(self.folder / "best")
 
 

@@ -311,7 +311,7 @@ async def _evaluate(run: Run, step: int) -> None:
     reward = metrics.get("eval/reward/mean", -metrics.get("eval/loss", math.inf))
     if reward > run.best_reward:
         run.best_reward = reward
-        run.checkpoints.mark_best(step)
+        run.mark_best(step)
     run.evaluating.discard(step)
     run.meter.evaluation = metrics
     run.run_dir.event("eval", **metrics)

@@ -234,6 +234,13 @@ class Run:
         self.run_dir.event("fault", error=error)
         self.run_dir.tally.errors[error] += 1
 
+    def mark_best(self, step: int) -> None:
+        """This step's checkpoint is the best so far; a disk that refuses the mark ends nothing."""
+        try:
+            self.checkpoints.mark_best(step)
+        except OSError as error:
+            self.fault(f"step {step} could not be marked as the best checkpoint: {error}")
+
     def retire(self, groups: Sequence[Group]) -> None:
         """These groups were trained and their weights are served: new work may start."""
         self.ledger.retire(group.ticket for group in groups)

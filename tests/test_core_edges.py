@@ -602,6 +602,32 @@ async def test_a_half_deleted_checkpoint_is_no_obstacle_to_pruning(tmp_path):
     assert not torn.exists()
 
 
+@pytest.mark.parametrize("writable", [True, False])
+async def test_a_disk_without_links_still_has_its_best_checkpoint(tmp_path, monkeypatch, writable):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(1, "Operation not permitted", str(self))
+
+    write_text = Path.write_text
+
+    def written(self, text, *args, **kwargs):
+        mark = self.name == ".best" and not writable
+        return refuse(self) if mark else write_text(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    monkeypatch.setattr(Path, "write_text", written)
+    evaluation = {"prompts": HELD_OUT, "every": 2, "samples": 3}
+    result = await train(mock_config(tmp_path, eval=evaluation))
+    assert result.status == "completed"
+    if writable:
+        best = result.best_checkpoint_path
+        assert best == tmp_path / "checkpoints" / (tmp_path / "checkpoints/best").read_text()
+        assert best.is_dir()
+        return
+    assert result.best_checkpoint_path is None
+    faults = [event["error"] for event in events(tmp_path, "fault")]
+    assert any("could not be marked as the best checkpoint" in fault for fault in faults)
+
+
 async def test_a_torn_checkpoint_of_the_last_step_is_written_anew(tmp_path):
     config = mock_config(tmp_path, checkpoint={"every": 3}, train={"total_train_steps": 4})
     await train(config)

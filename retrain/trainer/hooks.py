@@ -127,7 +127,7 @@ class Hooks(Callback):
         if not math.isfinite(score):
             return
         if best is None or score >= self._score(run.history, int(best.name[5:])):
-            run.checkpoints.mark_best(step)
+            run.mark_best(step)
 
     def _score(self, history: Sequence[Mapping[str, float]], step: int) -> float:
         row: Mapping[str, Any] = next((r for r in reversed(history) if r["step"] == step), {})
