@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
+from retrain.algorithms.functional import LARGEST
 from retrain.deadlines import is_theirs, user_call
 from retrain.errors import LateError, PluginError, UserCodeError, blame
 from retrain.threads import DaemonPool
@@ -207,9 +208,10 @@ class Scorer:
             for component, value in judged.components.items():
                 trajectory.rewards[f"{part.name}.{component}"] = value
             total += part.weight * judged.value
-        if not math.isfinite(total):
+        if not all(abs(value) <= LARGEST for value in (total, *trajectory.rewards.values())):
             raise UserCodeError(
-                f"the rewards {trajectory.rewards} sum to {total}: smaller numbers are expected"
+                f"the rewards {trajectory.rewards} sum to {total}: numbers of at most {LARGEST:g} "
+                "are expected, as a loss in float32 can take them; scale the reward down"
             )
         trajectory.reward = total
 

@@ -45,11 +45,16 @@ def test_no_groups_have_no_advantages():
     assert RLOO().advantages([]) == []
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e154])
 @pytest.mark.parametrize("algorithm", [GRPO(), GRPO(scale="none"), RLOO()])
 def test_a_reward_that_is_not_finite_is_an_error_that_names_it(algorithm, bad):
     with pytest.raises(ValueError, match=r"trajectory 1 of group 2\.7\.0"):
         algorithm.advantages([group(0, 1), group(1, bad, ticket="2.7.0")])
+
+
+def test_the_square_of_a_large_reward_does_not_overflow():
+    assert std([1e200, 0, 0, 0]) == pytest.approx(5e199)
+    assert group_relative([1e200, 0, 0, 0]) == pytest.approx([1.5, -0.5, -0.5, -0.5])
 
 
 def test_batch_scaling_divides_by_the_std_of_the_whole_batch():

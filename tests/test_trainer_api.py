@@ -369,6 +369,7 @@ def too_few(prompts, responses):
         (lambda prompt, response: None, r"prompt='.=', response='.*'\) returned None: a finite"),
         (lambda prompt, response: "1", "returned '1'"),
         (lambda prompt, response: math.nan, "returned nan"),
+        (lambda prompt, response: 10**400, "a finite number or a dict of them is expected"),
         (lambda prompt, response: {}, "returned {}"),
         (lambda prompt, response: {"a": "b"}, "finite numbers are expected"),
         (lambda prompt, response: later(prompt, response), "declare it with `async def`"),

@@ -13,6 +13,8 @@ from typing import Literal
 Baseline = Literal["mean", "leave_one_out"]
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
 FLAT = 1e-8
+LARGEST = 1e30
+"""Rewards beyond it are refused: a loss in float32 could not take them, which ends at 3e38."""
 
 
 def is_flat(rewards: Sequence[float], tolerance: float = FLAT) -> bool:
@@ -24,20 +26,23 @@ def is_flat(rewards: Sequence[float], tolerance: float = FLAT) -> bool:
 
 
 def std(values: Sequence[float]) -> float:
-    """Sample standard deviation (ddof 1), 0.0 of fewer than two values."""
+    """Sample standard deviation (ddof 1), 0.0 of fewer than two values.
+
+    By `hypot`, whose squares don't overflow.
+    """
     if len(values) < 2:
         return 0.0
     mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    return math.hypot(*(v - mean for v in values)) / math.sqrt(len(values) - 1)
 
 
 def check_finite(rewards: Sequence[float], group: str) -> None:
-    """Raises ValueError naming the first reward that is NaN or infinite."""
+    """Raises ValueError naming the first reward that is NaN or beyond LARGEST."""
     for index, value in enumerate(rewards):
-        if not math.isfinite(value):
+        if not abs(value) <= LARGEST:
             raise ValueError(
-                f"trajectory {index} of group {group} has reward {value}: "
-                "a reward must be finite; mark a failed rollout by its outcome instead"
+                f"trajectory {index} of group {group} has reward {value}: a reward must be finite, "
+                f"at most {LARGEST:g}; mark a failed rollout by its outcome instead"
             )
 
 

@@ -197,7 +197,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 def _is_number(value: Any) -> bool:
     try:
         return not isinstance(value, str | bytes) and math.isfinite(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last of a whole number like 10**400
         return False
 
 
