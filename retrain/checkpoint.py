@@ -81,7 +81,10 @@ class Checkpoints:
         self._disk.close()
 
     def newest(self) -> tuple[Path, Checkpoint] | None:
-        """The newest whole checkpoint; torn ones are skipped and listed in `torn`."""
+        """The newest whole checkpoint; torn ones are skipped and listed in `torn`.
+
+        Raises CheckpointError for one of another format: an older one is no substitute for it.
+        """
         for step in sorted(self.steps(), reverse=True):
             path = self.path(step)
             problem = _problem(path)
@@ -251,11 +254,18 @@ def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
 
 
 def _problem(folder: Path) -> str | None:
-    """Why a checkpoint can't be trusted; None when it is whole."""
+    """Why a checkpoint can't be trusted; None when it is whole.
+
+    Raises CheckpointError for one that another version of `retrain` wrote in its own format.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, this version reads {FORMAT}"
+            raise CheckpointError(
+                f"{folder} has the checkpoint format {manifest['format']}, expected {FORMAT}, the "
+                "one that this version of retrain reads: go on with the version that wrote it, or "
+                "start a new run with --run-dir"
+            )
         for name, (size, digest) in manifest["files"].items():
             path = folder / name
             if path.stat().st_size != size or _digest(path) != digest:

@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.checkpoint import Checkpoints, read
+from retrain.checkpoint import Checkpoints, read, verified
 from retrain.environment import Environment, StepResult
-from retrain.errors import AdapterError, ConfigError, DeadlineError, RunError, StallError
+from retrain.errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    RunError,
+    StallError,
+)
 from retrain.observe.callbacks import Callback
 from retrain.pipeline import train
 from retrain.prompts import PromptSource
@@ -641,6 +648,17 @@ async def test_a_torn_checkpoint_of_the_last_step_is_written_anew(tmp_path):
     assert found[1].step == 4
 
 
+async def test_a_checkpoint_of_another_format_is_refused_and_no_older_one_taken(tmp_path):
+    await train(mock_config(tmp_path, checkpoint={"every": 2}))
+    manifest = tmp_path / "checkpoints" / "step_4" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 7'))
+    longer = mock_config(tmp_path, train={"total_train_steps": 6})
+    with pytest.raises(CheckpointError, match=r"step_4 has the .*format 7, expected 1.*--run-dir"):
+        await train(longer, resume=True)
+    with pytest.raises(CheckpointError, match="format 7, expected 1"):
+        verified(manifest.parent)
+
+
 async def test_a_checkpoint_asked_for_by_a_callback_is_not_written_twice(tmp_path):
     class Asks(Callback):
         seen = ()
@@ -657,8 +675,6 @@ async def test_a_checkpoint_asked_for_by_a_callback_is_not_written_twice(tmp_pat
 
 
 async def test_a_data_set_that_has_shrunk_is_refused_on_resume(tmp_path):
-    from retrain.errors import CheckpointError
-
     data = tmp_path / "data.jsonl"
     rows = [f'{{"prompt": "{c}=", "answer": "{c * 4}"}}\n' for c in "abcdefgh"]
     data.write_text("".join(rows))
