@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from retrain.algorithms.functional import is_flat
 from retrain.errors import NoSignalError
 from retrain.types import Group
 
@@ -14,18 +15,20 @@ class Signal:
     """Counts the steps in a row in which no rollout got any credit.
 
     A whole run of them ends training: solved when every reward is the highest that was ever seen,
-    an error otherwise.
+    an error otherwise. Where that is 0 or less a lower one must have been seen too: penalties end at
+    0, but a reward that never was anything else is no success.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._flat_steps = 0
-        self._top = -math.inf
+        self._top, self._bottom = -math.inf, math.inf
         self.solved = False
 
     def see(self, group: Group) -> None:
-        """Remember the highest reward."""
-        self._top = max([self._top, *(t.reward for t in group.scored)])
+        """Remember the highest and the lowest reward."""
+        rewards = [t.reward for t in group.scored]
+        self._top, self._bottom = max([self._top, *rewards]), min([self._bottom, *rewards])
 
     def step(self, groups: list[Group], has_credit: bool) -> None:
         """A step was trained. Raises NoSignalError at the limit, unless the task is solved."""
@@ -33,7 +36,8 @@ class Signal:
         if self._flat_steps < self._limit:
             return
         rewards = [t.reward for group in groups for t in group.scored]
-        if min(rewards) < self._top or self._top <= 0:
+        at_top = is_flat([min(rewards), self._top])
+        if not at_top or (self._top <= 0 and is_flat([self._bottom, self._top])):
             raise NoSignalError(
                 f"{self._flat_steps} steps in a row had no signal: within each group all rewards "
                 f"were equal (mean {sum(rewards) / len(rewards):.3g}), so every advantage was 0. "
@@ -43,11 +47,14 @@ class Signal:
         self.solved = True
 
     def state(self) -> dict[str, Any]:
-        return {"flat_steps": self._flat_steps, "top": finite(self._top)}
+        top, bottom = finite(self._top), finite(self._bottom)
+        return {"flat_steps": self._flat_steps, "top": top, "bottom": bottom}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._flat_steps = state["flat_steps"]
         self._top = -math.inf if state["top"] is None else state["top"]
+        bottom = state.get("bottom")  # older checkpoints have none
+        self._bottom = math.inf if bottom is None else bottom
 
 
 def finite(value: float) -> float | None:

@@ -19,9 +19,11 @@ from retrain.errors import (
     CheckpointError,
     ConfigError,
     DeadlineError,
+    NoSignalError,
     RunError,
     StallError,
 )
+from retrain.learning_signal import Signal
 from retrain.observe.callbacks import Callback
 from retrain.pipeline import train
 from retrain.prompts import PromptSource
@@ -800,6 +802,31 @@ async def test_held_groups_keep_their_place_in_order_over_a_resume(tmp_path):
             seen += adapter.batches
         batches[name] = seen
     assert batches["parts"] == batches["whole"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "last", "solved"),
+    [
+        ([-1.0, 0.0], 0.0, True),  # penalties, and there are none any more
+        ([-3.0, -2.0], -2.0, True),
+        ([0.0, -1e-17], 0.0, False),  # it never was anything else
+        ([-1.0, 0.0], -1.0, False),
+        ([0.5], 0.5, True),
+        ([0.5, 1.0], 0.5, False),
+    ],
+)
+def test_flat_groups_at_the_top_reward_are_solved_at_zero_too(seen, last, solved):
+    def group(*rewards):
+        prompt = Prompt("0.0.0", [])
+        return Group(prompt, [Trajectory(prompt, reward=r) for r in rewards])
+
+    signal, again = Signal(limit=1), Signal(limit=1)
+    signal.see(group(*seen))
+    again.restore(signal.state())
+    for one in (signal, again):
+        with suppress(NoSignalError):
+            one.step([group(last, last)], has_credit=False)
+        assert one.solved == solved
 
 
 # --- the process ---------------------------------------------------------------------------------
