@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from retrain.adapters.base import SHARED_LOSSES, TRL_LOSSES, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
 from retrain.batching import TRL_AS_SHARED, Normalisation
-from retrain.config import RunConfig, SamplingConfig
+from retrain.config import DeadlinesConfig, RunConfig, SamplingConfig
 from retrain.environment import Environment
 from retrain.errors import ConfigError
 
@@ -58,6 +58,7 @@ def check_compatible(
 
 def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:
     """What is allowed, but seldom meant."""
+    yield from _stall(config.deadlines)
     sampling = config.sampling
     if sampling.temperature == 0 and config.algorithm.group_size > 1:
         yield (
@@ -76,6 +77,22 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             f"sampling with {', '.join(shaped)}: {loss} weighs tokens by the ratio of the "
             "trainer's probability to the sampler's, and this backend's trainer doesn't shape its "
             "own, so the ratio is off 1 even for fresh samples; watch kl/sampler_trainer"
+        )
+
+
+def _stall(deadlines: DeadlinesConfig) -> Iterator[str]:
+    """While one call is waited for nothing else may move, and then the stall comes first."""
+    longer = {
+        name: limit
+        for name, limit in deadlines
+        if name not in ("stall", "blocked") and limit > deadlines.stall
+    }
+    if longer:
+        yield (
+            f"deadlines.stall is {deadlines.stall:g} s, less than deadlines."
+            f"{', '.join(f'{name} ({limit:g})' for name, limit in longer.items())}: a call that "
+            "may take longer can end the whole run before its own deadline does; raise stall to at "
+            f"least {max(longer.values()):g}, or lower the others"
         )
 
 

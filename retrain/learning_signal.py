@@ -15,8 +15,8 @@ class Signal:
     """Counts the steps in a row in which no rollout got any credit.
 
     A whole run of them ends training: solved when every reward is the highest that was ever seen,
-    an error otherwise. Where that is 0 or less a lower one must have been seen too: penalties end at
-    0, but a reward that never was anything else is no success.
+    an error otherwise. Where that is 0 or less a lower one must have been seen too: penalties end
+    at 0, but a reward that never was anything else is no success.
     """
 
     def __init__(self, limit: int) -> None:

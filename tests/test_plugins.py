@@ -442,6 +442,15 @@ def test_seldom_meant_sampling_is_warned_of(folder: Path) -> None:
     assert "the rollouts of a group are equal" in greedy
 
 
+def test_a_stall_shorter_than_another_deadline_is_warned_of(folder: Path) -> None:
+    assert make(folder, deadlines={"stall": 3600, "blocked": 9000}).warnings == ()
+    (warning,) = make(folder, deadlines={"stall": 1800, "step": 2000}).warnings
+    assert warning.startswith(
+        "deadlines.stall is 1800 s, less than deadlines.step (2000), update (3600): "
+    )
+    assert "raise stall to at least 3600" in warning
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
