@@ -15,7 +15,7 @@ from statistics import fmean, pstdev
 from retrain.algorithms.functional import is_flat
 from retrain.types import Group, Metrics
 
-NOT_SAMPLED = ("kl/sampler_trainer", "entropy", "clip_ratio", "clip_fraction")
+NOT_SAMPLED = ("kl/sampler_trainer", "entropy", "clip_fraction")
 """Metrics of an adapter that mean nothing where no token was sampled; `ratio/*` neither."""
 
 

@@ -75,6 +75,6 @@ async def test_p9_staleness_0_is_synchronous_training_bit_for_bit(tmp_path):
     played = sorted(rollouts_of(tmp_path / "run"), key=lambda r: (r["ticket"], r["index"]))
     assert sorted(r["messages"][-1]["content"] for r in played) == sorted(texts)
     for row in result.history:
-        assert row["clip_ratio"] == 0
+        assert row["clip_fraction"] == 0
         assert row["staleness/max"] == 0
         assert abs(row["ratio/max"] - 1) < 1e-4

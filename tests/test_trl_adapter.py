@@ -84,7 +84,7 @@ async def test_fresh_samples_have_ratio_1_and_nothing_clipped(loss, keys):
             metrics = await trl.update(kit.batch(samples, loss))
             assert abs(metrics["ratio/mean"] - 1) < 1e-5
             assert abs(metrics["ratio/max"] - 1) < 1e-4
-            assert metrics["clip_ratio"] == 0
+            assert metrics["clip_fraction"] == 0
             assert abs(metrics["kl/sampler_trainer"]) < 1e-6
             assert metrics["entropy"] > 0
             assert metrics["grad_norm"] > 0

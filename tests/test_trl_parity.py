@@ -214,7 +214,7 @@ def test_a_shared_loss_equals_a_plain_forward_and_backward(loss, loss_config, tm
     assert value == pytest.approx(expected.item(), rel=1e-5)
     assert_equal_gradients(gradients(model), grads)
     if "clipped_sum" in sums:
-        assert metrics["clip_ratio"] == sums["clipped_sum"] / sums["tokens"]
+        assert metrics["clip_fraction"] == sums["clipped_sum"] / sums["tokens"]
         assert metrics["kl/sampler_trainer"] == pytest.approx(sums["kl_sum"] / sums["tokens"])
 
 

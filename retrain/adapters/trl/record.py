@@ -16,8 +16,8 @@ from retrain.engine.losses import loss_metrics
 from retrain.types import Batch, Metrics
 
 _FROM_TRL = {
-    "clip_ratio/region_mean": "clip_ratio",
-    "cispo_clip_ratio": "clip_ratio",
+    "clip_ratio/region_mean": "clip_fraction",
+    "cispo_clip_ratio": "clip_fraction",
     "vespo/phi_seq_mean": "vespo/phi_seq_mean",
     "kl": "kl/reference",
     "aux_loss": "aux_loss",
@@ -28,7 +28,6 @@ _MEASURED = frozenset({"tokens", "kl_sum", "ratio_sum"})
 """Sums that `measure` takes for every loss alike."""
 _SHARED = frozenset({"clipped_sum", "pairs", "margin_sum", "correct_sum"})
 """Further sums of `engine.losses`, which its `loss_metrics` turns into means."""
-_RENAMED = {"clip_fraction": "clip_ratio"}
 
 
 @dataclass(slots=True)
@@ -87,12 +86,11 @@ class StepRecord:
             for name, total in self.sums.items()
             if name not in _MEASURED | _SHARED
         }
-        shared = {_RENAMED.get(k, k): value for k, value in loss_metrics(self.sums).items()}
         return {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             **means,
-            **shared,
+            **loss_metrics(self.sums),
             "ratio/max": self.ratio_max,
         }
