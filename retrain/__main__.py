@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from retrain import __version__
-from retrain.errors import ConfigError
 from retrain.run import FAILED, USAGE, drive, exit_code, leave
 from retrain.run import main as run_command
 
@@ -104,12 +103,8 @@ def _report(argv: Sequence[str]) -> int:
 
 def _serve(argv: Sequence[str]) -> int:
     def serve() -> int:
-        try:
-            from retrain.service.serve import main as serve_command
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"serve needs {error.name}, which is not installed: pip install 'retrain[service]'"
-            ) from error
+        from retrain.service.serve import main as serve_command
+
         return serve_command(list(argv))
 
     return exit_code(serve)

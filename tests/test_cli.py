@@ -321,6 +321,22 @@ def test_the_commands_are_listed_and_near_ones_suggested(
     assert capsys.readouterr().out == f"retrain {retrain.__version__}\n"
 
 
+def test_the_help_of_every_command_loads_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from contextlib import suppress\n"
+        "from retrain.__main__ import COMMANDS, command\n"
+        "for name in COMMANDS:\n"
+        "    with suppress(SystemExit):\n"
+        "        command([name, '--help'])\n"
+        "heavy = ('torch', 'transformers', 'pydantic', 'starlette', 'uvicorn', 'httpx')\n"
+        "sys.exit(', '.join(m for m in heavy if m in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.strip() == ""
+    assert done.stdout.count("usage: retrain ") == 5
+
+
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "retrain run"

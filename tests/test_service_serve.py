@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 
 import httpx
 import pytest
@@ -57,3 +58,9 @@ def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):
     argv = ["--port", "0", "--model", str(tmp_path / "nothing"), "--folder", str(tmp_path)]
     assert main(argv) == 2
     assert "is not there" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named_with_what_to_install(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "retrain.service.server", None)
+    assert main(["--port", "0", "--folder", str(tmp_path)]) == 2
+    assert "pip install 'retrain[service]'" in capsys.readouterr().err

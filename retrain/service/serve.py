@@ -1,30 +1,22 @@
-"""`python -m retrain serve`: the training service on a port of this machine."""
+"""`python -m retrain serve`: the training service on a port of this machine.
+
+What the arguments say is checked before torch loads, so that `--help` and mistakes are quick.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import os
-import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-import uvicorn
-
 from retrain.errors import ConfigError
-from retrain.service.app import create_app
 from retrain.service.state import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-SHUTDOWN = 10
-"""Seconds that requests under way may take once the service is to end."""
-
-KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open: longer than clients keep theirs, so that none is
-closed just as a request goes out on it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     with listening:
         try:
-            asyncio.run(_serve(settings, listening))
+            serve = _server()
+            asyncio.run(serve(settings, listening, _announcement(settings, listening)))
         except ConfigError as error:
             return _complain(2, str(error))
     return 0
@@ -104,41 +97,24 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
-async def _serve(settings: Settings, listening: socket.socket) -> None:
-    """Until SIGINT or SIGTERM; a second SIGINT doesn't wait for the requests under way."""
-    async with create_app(settings) as app:
-        config = uvicorn.Config(
-            app,
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=SHUTDOWN,
-        )
-        server = _Server(config)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, server.handle_exit, number, None)
-        _announce(settings, listening)
-        await server.serve(sockets=[listening])
+def _server() -> Callable[[Settings, socket.socket, str], Coroutine[None, None, None]]:
+    """`server.serve`; raises ConfigError when a library that it needs is missing."""
+    try:
+        from retrain.service.server import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"needs {error.name}, which is not installed: pip install 'retrain[service]'"
+        ) from error
+    return serve
 
 
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are ours: uvicorn would raise them again before the service has ended."""
-        yield
-
-
-def _announce(settings: Settings, listening: socket.socket) -> None:
-    """The socket takes connections already, and they are answered once the server runs."""
+def _announcement(settings: Settings, listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    sys.stdout.write(
+    return (
         f"{settings.model} is served on {url}; checkpoints are kept in {settings.folder}\n"
         f"backend: {{type: tinker, url: {url}}}   (or type: weaver); stop with Ctrl-C\n"
     )
-    sys.stdout.flush()
 
 
 def _complain(code: int, message: str) -> int:

@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from retrain.service.jobs import Lane
-from retrain.service.store import Place
-from retrain.service.trainer import Trainer, Tuning
+if TYPE_CHECKING:  # torch is heavy, and Settings are made without
+    from retrain.service.jobs import Lane
+    from retrain.service.store import Place
+    from retrain.service.trainer import Trainer, Tuning
 
 
 @dataclass(frozen=True, slots=True)
