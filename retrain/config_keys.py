@@ -24,6 +24,16 @@ NOWHERE: Mapping[str, str] = {
 }
 """Last parts that have no key here, and why."""
 
+_OWN_TRAINER = (
+    "a recipe with its own trainer is taken by `python -m retrain.trainer.nexrl -c FILE`, which "
+    "checks it, and with --run-nexrl runs it"
+)
+OTHERWISE: Mapping[str, str] = {
+    "custom_trainer_class_name": _OWN_TRAINER,
+    "custom_trainer_module_path": _OWN_TRAINER,
+}
+"""Last parts that have no key here, and the other way to what they are for."""
+
 PATHS: Mapping[str, str] = {
     "algorithm.backend": "backend.type",
     "algorithm.batch_size": "train.groups_per_step",
@@ -71,8 +81,6 @@ HOMES: Mapping[str, str] = {
     "beta2": "backend.beta2",
     "checkpoint_dir": "run_dir",
     "clip_range": "algorithm.loss_config.epsilon",
-    "custom_trainer_class_name": "algorithm.type, as path/file.py:Class",
-    "custom_trainer_module_path": "algorithm.type, as path/file.py:Class",
     "custom_rollout_worker_class_name": "environment.type, as path/file.py:Class",
     "custom_rollout_worker_module_path": "environment.type, as path/file.py:Class",
     "dataset": "prompts",
@@ -178,6 +186,8 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
         ]
     if name in NOWHERE:
         return [f"{path}: unknown key; leave it out: {NOWHERE[name]}"]
+    if name in OTHERWISE:
+        return [f"{path}: unknown key; {OTHERWISE[name]}"]
     home = home or _home(path, known)
     if home:
         return [f"{path}: unknown key; that is {home} here"]

@@ -99,7 +99,6 @@ def test_a_wrong_value_says_what_was_got_and_expected(
         ("trainer.train_service.url", "backend.url"),
         ("trainer.train_service.config.loss_fn", "algorithm.loss"),
         ("trainer.train_service.config.learning_rate", "backend.learning_rate"),
-        ("trainer.custom_trainer_module_path", "algorithm.type, as path/file.py:Class"),
         ("trainer.algorithm.my_param", "algorithm.my_param"),
         ("policy.model_name", "model"),
         ("policy.learning_rate", "backend.learning_rate"),
@@ -132,6 +131,13 @@ def test_a_key_of_another_system_is_told_its_home(path: str, home: str) -> None:
 def test_what_has_no_home_says_so() -> None:
     found = problem({"policy": {"dtensor_cfg": {"tensor_parallel_size": 2}}})
     assert found.endswith("unknown key; leave it out: a run is one process")
+
+
+@pytest.mark.parametrize("key", ["custom_trainer_module_path", "custom_trainer_class_name"])
+def test_a_recipe_with_its_own_trainer_is_sent_to_the_command_that_takes_it(key: str) -> None:
+    found = problem({"trainer": {key: "recipe/mine.py"}})
+    assert found.startswith(f"trainer.{key}: unknown key; ")
+    assert "`python -m retrain.trainer.nexrl -c FILE`" in found
 
 
 def test_every_home_in_the_tables_is_a_key() -> None:
