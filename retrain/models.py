@@ -7,6 +7,10 @@ from pathlib import Path
 from retrain.errors import ConfigError
 
 TINY = "tiny"
+_EXPECTED = (
+    f"expected {TINY}, a Hugging Face model folder (config.json, *.safetensors, tokenizer.json) as "
+    "save_pretrained writes it, or a Hugging Face id such as Qwen/Qwen3-0.6B"
+)
 
 
 def find_model(model: str, base_dir: Path) -> str:
@@ -16,7 +20,7 @@ def find_model(model: str, base_dir: Path) -> str:
     for what can only be a folder and isn't one, and for a folder that holds no model.
     """
     if not model.strip():
-        raise ConfigError(f"model: got {model!r}, expected tiny, a folder or a Hugging Face id")
+        raise ConfigError(f"model: got {model!r}, {_EXPECTED}")
     if model == TINY:
         return model
     tried = dict.fromkeys(base / Path(model).expanduser() for base in (base_dir, Path.cwd()))
@@ -24,13 +28,15 @@ def find_model(model: str, base_dir: Path) -> str:
         if (folder / "config.json").is_file():
             return str(folder.resolve())
     for folder in tried:
-        if folder.is_dir() and (_is_path(model) or "/" not in model):
-            raise ConfigError(f"model: {folder} holds no model: it has no config.json")
+        if folder.exists() and (_is_path(model) or "/" not in model):
+            what = "holds no model: it has no config.json" if folder.is_dir() else "is a file"
+            raise ConfigError(f"model: {folder} {what}; {_EXPECTED}")
     if _is_path(model):
-        raise ConfigError(f"model: there is no folder {' nor '.join(map(str, tried))}")
+        raise ConfigError(f"model: there is no folder {' nor '.join(map(str, tried))}; {_EXPECTED}")
     return model
 
 
 def _is_path(model: str) -> bool:
     """Whether `model` can't be an id on the Hub, which is `name` or `owner/name`."""
-    return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or "\\" in model
+    named = model.startswith(("/", "./", "../", "~")) or model.endswith("/")
+    return named or model.count("/") > 1 or "\\" in model

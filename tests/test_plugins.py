@@ -457,7 +457,7 @@ def test_a_stall_shorter_than_another_deadline_is_warned_of(folder: Path) -> Non
         ("./gone", "model: there is no folder "),
         ("/gone/model", "model: there is no folder /gone/model"),
         ("a/b/c", "model: there is no folder "),
-        ("  ", "model: got '  ', expected tiny, a folder or a Hugging Face id"),
+        ("  ", "model: got '  ', expected tiny, a Hugging Face model folder"),
         ("hollow", "holds no model: it has no config.json"),
     ],
 )

@@ -57,7 +57,7 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
 def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):
     argv = ["--port", "0", "--model", str(tmp_path / "nothing"), "--folder", str(tmp_path)]
     assert main(argv) == 2
-    assert "is not there" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_a_missing_library_is_named_with_what_to_install(capsys, monkeypatch, tmp_path):

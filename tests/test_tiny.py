@@ -176,15 +176,17 @@ def test_a_relative_folder_is_looked_up_beside_the_config_then_here(
     assert resolve_model(folder.name, tmp_path) == str(tmp_path / folder.name)
 
 
-@pytest.mark.parametrize("path", ["./mine", "models/mine/deep", "/nowhere/at/all", "~nobody/x"])
+@pytest.mark.parametrize(
+    "path", ["./mine", "mine/", "models/mine/deep", "/nowhere/at/all", "~nobody/x"]
+)
 def test_a_path_that_leads_nowhere_says_where_was_looked(path: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not there: looked for /"):
+    with pytest.raises(ConfigError, match="there is no folder /"):
         resolve_model(path, tmp_path)
 
 
 def test_what_exists_but_holds_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"a folder without config\.json"):
+    with pytest.raises(ConfigError, match=r"empty holds no model: it has no config\.json"):
         resolve_model("empty", tmp_path)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match=r"notes\.txt is a file"):

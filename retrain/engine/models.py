@@ -11,40 +11,17 @@ from typing import TYPE_CHECKING
 
 from retrain.engine.tiny import quiet, tiny_folder, tiny_tokenizer
 from retrain.errors import ConfigError
+from retrain.models import TINY, find_model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TINY = "tiny"
-
 
 def resolve_model(model: str, base_dir: Path) -> str:
-    """What transformers can load: an absolute folder, or a Hub id as it was given.
-
-    A relative path is looked up in `base_dir`, then in the working folder. Raises ConfigError when
-    a path leads nowhere, or to a folder that holds no model.
-    """
-    if model == TINY:
-        return str(tiny_folder())
-    path = Path(model).expanduser()
-    candidates = list(dict.fromkeys((base / path).resolve() for base in (base_dir, Path())))
-    found = next((folder for folder in candidates if folder.exists()), None)
-    if found is None:
-        if _is_hub_id(model):
-            return model
-        looked = " or ".join(map(str, candidates))
-        raise ConfigError(
-            f"model: {model!r} is not there: looked for {looked}. "
-            f"Give a model folder, a Hugging Face id such as Qwen/Qwen3-0.6B, or {TINY!r}"
-        )
-    if not (found / "config.json").is_file():
-        what = "a folder without config.json" if found.is_dir() else "a file"
-        raise ConfigError(
-            f"model: {found} is {what}; expected a Hugging Face model folder "
-            "(config.json, *.safetensors, tokenizer.json), as save_pretrained writes it"
-        )
-    return str(found)
+    """What transformers can load: `find_model`'s answer, with the folder of the built-in model."""
+    found = find_model(model, base_dir)
+    return str(tiny_folder()) if found == TINY else found
 
 
 def load_model(
@@ -99,12 +76,6 @@ def choose_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _is_hub_id(model: str) -> bool:
-    """`name` or `owner/name`: anything else can only be meant as a path."""
-    parts = model.split("/")
-    return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
 def _cannot_load(what: str, folder: str | Path, error: Exception) -> ConfigError:

@@ -28,8 +28,9 @@ from retrain.assembly import adapter_of, chat_template, target_of
 from retrain.chat import Chat
 from retrain.config import RunConfig
 from retrain.config_errors import problems_of
-from retrain.engine.models import TINY, load_tokenizer, resolve_model
+from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError, DeadlineError
+from retrain.models import find_model
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.trainer.nexrl.trajectory import Trajectory
 from retrain.types import Batch, Completion, Message, Metrics
@@ -157,7 +158,7 @@ class TrainingService:
             return self._adapter.tokenizer
         if self._tokenizer is None:
             name = getattr(self._options, "tokenizer", None) or self.run.model
-            folder = name if name == TINY else resolve_model(name, self.run.base_dir)
+            folder = find_model(name, self.run.base_dir)
             self._tokenizer = cast(Tokenizer, load_tokenizer(folder))
         return self._tokenizer
 
