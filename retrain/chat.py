@@ -30,7 +30,7 @@ from retrain.chat_template import Template, after_reply, reasoning_opener
 from retrain.chat_tokens import TurnTokens
 from retrain.chat_tools import as_template, check_tools, parse_reply
 from retrain.environment import Action, ToolSpec
-from retrain.errors import UserCodeError
+from retrain.errors import UserCodeError, shown
 from retrain.sampler import Tokenizer
 from retrain.types import Completion, Message
 
@@ -257,29 +257,24 @@ def _checked(messages: object, what: str) -> list[Message]:
     if not isinstance(messages, list | tuple):
         hint = ""
         if isinstance(messages, str):
-            hint = f'; write [{{"role": "user", "content": {_shown(messages)}}}]'
+            hint = f'; write [{{"role": "user", "content": {shown(messages)}}}]'
         elif isinstance(messages, Mapping):
             hint = "; put the message into a list"
-        raise TypeError(f"{what} must be a list of messages, got {_shown(messages)}{hint}")
+        raise TypeError(f"{what} must be a list of messages, got {shown(messages)}{hint}")
     return [_checked_message(message, f"{what}: message {i}") for i, message in enumerate(messages)]
 
 
 def _checked_message(message: object, what: str) -> Message:
     if not isinstance(message, Mapping):
         wanted = '{"role": ..., "content": ...}'
-        raise TypeError(f"{what} must be a dict {wanted}, got {_shown(message)}")
+        raise TypeError(f"{what} must be a dict {wanted}, got {shown(message)}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{what} needs a role (user, tool, system), got {_shown(role)}")
+        raise ValueError(f"{what} needs a role (user, tool, system), got {shown(role)}")
     if content is None and message.get("tool_calls"):  # recorded calls often have no text
         content = ""
     if content is None:
         raise ValueError(f'{what} needs a content; write "" for an empty one')
     if not isinstance(content, str):
-        raise TypeError(f"{what} must have text as its content, got {_shown(content)}")
+        raise TypeError(f"{what} must have text as its content, got {shown(content)}")
     return cast(Message, {**message, "role": role, "content": content})
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
-from retrain.errors import ConfigError, UserCodeError
+from retrain.errors import ConfigError, UserCodeError, shown
 from retrain.sampler import Tokenizer
 from retrain.types import Message
 
@@ -57,8 +57,8 @@ class Template:
             )
         if template not in {"auto", "none"} and "{{" not in template and "{%" not in template:
             raise ConfigError(
-                f"chat.template {template!r} is no Jinja text, it has no {{{{ }}}} or {{% %}}: "
-                "expected auto, none or a Jinja file"
+                f"chat.template {shown(template)} is no Jinja text, it has no {{{{ }}}} or "
+                "{% %}: expected auto, none or a Jinja file"
             )
 
     def render(

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 from retrain.environment import ToolCall, ToolSpec
+from retrain.errors import shown
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
@@ -70,7 +71,8 @@ def check_tools(tools: Sequence[object]) -> None:
     for tool in tools:
         if not isinstance(tool, ToolSpec):
             raise TypeError(
-                f"tools must be a sequence of ToolSpec(name, description, parameters), got {tool!r}"
+                "tools must be a sequence of ToolSpec(name, description, parameters), got "
+                f"{shown(tool)}"
             )
         if tool.name in names:
             raise ValueError(f"there are two tools with the name {tool.name!r}")
@@ -80,14 +82,16 @@ def check_tools(tools: Sequence[object]) -> None:
 
 def _check_schema(schema: object, path: str) -> None:
     if not isinstance(schema, Mapping):
-        raise TypeError(f"{path} must be a JSON schema (a dict), got {schema!r}")
+        raise TypeError(f"{path} must be a JSON schema (a dict), got {shown(schema)}")
     properties, wanted = schema.get("properties", {}), schema.get("type", [])
     unknown = set([wanted] if isinstance(wanted, str) else wanted) - _TYPES.keys()
     if unknown:
         got = ", ".join(sorted(unknown))
         raise ValueError(f"{path} has the type {got}: JSON schema knows {', '.join(_TYPES)}")
     if not isinstance(properties, Mapping):
-        raise TypeError(f"{path}.properties must be a dict of JSON schemas, got {properties!r}")
+        raise TypeError(
+            f"{path}.properties must be a dict of JSON schemas, got {shown(properties)}"
+        )
     for name, inner in properties.items():
         _check_schema(inner, f"{path}.{name}")
     if isinstance(schema.get("items"), Mapping):

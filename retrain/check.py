@@ -23,7 +23,7 @@ from retrain.chat_tools import CLOSE, OPEN, parse_reply
 from retrain.config import load_config
 from retrain.config_yaml import parse_override
 from retrain.environment import Action, Environment, ToolSpec
-from retrain.errors import blame
+from retrain.errors import blame, shown
 from retrain.plugin_keys import bind
 from retrain.plugins import find_plugin
 from retrain.types import Prompt
@@ -163,12 +163,12 @@ def _check_step(answer: Any) -> None:
     observation, reward, terminated, truncated, info = answer
     _check_messages("step", observation)
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise Broken(f"step returned the reward {reward!r}: expected a finite number")
+        raise Broken(f"step returned the reward {shown(reward)}: expected a finite number")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool):
-            raise Broken(f"step returned {name} = {flag!r}: expected True or False")
+            raise Broken(f"step returned {name} = {shown(flag)}: expected True or False")
     if not isinstance(info, dict):
-        raise Broken(f"step returned the info {info!r}: expected a dict")
+        raise Broken(f"step returned the info {shown(info)}: expected a dict")
 
 
 def _check_messages(where: str, messages: Any) -> None:
@@ -179,16 +179,16 @@ def _check_messages(where: str, messages: Any) -> None:
         )
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Broken(f"{where} returned the message {message!r}: it needs a role")
+            raise Broken(f"{where} returned the message {shown(message)}: it needs a role")
         if not isinstance(message.get("content"), str):
-            raise Broken(f"{where} returned the message {message!r}: its content is no text")
+            raise Broken(f"{where} returned the message {shown(message)}: its content is no text")
 
 
 def _tools(environment: Environment) -> list[Finding]:
     tools = environment.tools
     if not tools:
         return []
-    wrong = [repr(tool) for tool in tools if not isinstance(tool, ToolSpec)]
+    wrong = [shown(tool) for tool in tools if not isinstance(tool, ToolSpec)]
     if wrong:
         return [Finding(False, "tools are ToolSpecs", f"{', '.join(wrong)}: make it a ToolSpec")]
     names = [tool.name for tool in tools]

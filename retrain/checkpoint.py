@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config import RunConfig
-from retrain.errors import CheckpointError
+from retrain.errors import CheckpointError, shown
 from retrain.observe.journal import plain
 from retrain.threads import DaemonPool
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
@@ -185,7 +185,11 @@ SCORING = ("environment", "rewards", "algorithm", "chat")
 def changes(saved: Mapping[str, Any], config: RunConfig, keys: Iterable[str]) -> list[str]:
     """What differs between a saved config and the present one, a line a dotted key."""
     pairs = {key: (_at(saved, key), _at(config.model_dump(mode="json"), key)) for key in keys}
-    return [f"{key}: was {old!r}, is {new!r}" for key, (old, new) in pairs.items() if old != new]
+    return [
+        f"{key}: was {shown(old, 300)}, is {shown(new, 300)}"
+        for key, (old, new) in pairs.items()
+        if old != new
+    ]
 
 
 def check_same_run(saved: Mapping[str, Any], config: RunConfig) -> None:

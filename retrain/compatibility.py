@@ -13,7 +13,7 @@ from retrain.algorithms.base import Algorithm
 from retrain.batching import TRL_AS_SHARED, Normalisation
 from retrain.config import DeadlinesConfig, RunConfig, SamplingConfig
 from retrain.environment import Environment
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, shown
 
 UNSCORED = frozenset({"cross_entropy", "dpo"})
 """Losses that learn from examples; the others learn from rewards, weighing by importance."""
@@ -132,7 +132,7 @@ def _sampling(config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
         value = getattr(config.sampling, name)
         if value != getattr(plain, name) and name not in capabilities.sampling:
             yield (
-                f"sampling.{name}: got {value!r}, but the {config.backend.type} backend can't "
+                f"sampling.{name}: got {shown(value)}, but the {config.backend.type} backend can't "
                 "honour it: remove it"
             )
 
@@ -146,7 +146,7 @@ def _staleness(loss: str, config: RunConfig, capabilities: Capabilities) -> Iter
         )
     force = config.algorithm.loss_config.get("force", False)
     if not isinstance(force, bool):
-        yield f"algorithm.loss_config.force: got {force!r}, expected true or false"
+        yield f"algorithm.loss_config.force: got {shown(force)}, expected true or false"
     elif loss == "importance_sampling" and config.staleness.target > 1 and not force:
         yield (
             f"staleness.target: got {config.staleness.target}, but importance_sampling does not "

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from retrain.config_keys import unknown_key
+from retrain.errors import shown
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -57,7 +58,7 @@ def problems_of(
         elif kind == "missing":
             lines.append(f"{path}: missing; {_hint(model, location)}")
         else:
-            lines.append(f"{path}: got {shown(value)}, {_expected(detail)}")
+            lines.append(f"{path}: got {_in_yaml(value)}, {_expected(detail)}")
     return lines
 
 
@@ -70,13 +71,13 @@ def problems_of_value(error: ValidationError, path: str) -> list[str]:
         got[inner] = detail["input"]
         expected.setdefault(inner, []).append(_expected(detail).removeprefix("expected "))
     return [
-        f"{inner}: got {shown(got[inner])}, expected {' or '.join(dict.fromkeys(words))}"
+        f"{inner}: got {_in_yaml(got[inner])}, expected {' or '.join(dict.fromkeys(words))}"
         for inner, words in expected.items()
     ]
 
 
-def shown(value: Any) -> str:
-    """A value for a message: short, and never the inside of a mapping."""
+def _in_yaml(value: Any) -> str:
+    """A value in the config's words: short, and never the inside of a mapping."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, list | tuple) and len(value) > 4:
@@ -85,8 +86,7 @@ def shown(value: Any) -> str:
         return "nothing (null)"
     if isinstance(value, bool):
         return str(value).lower()
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shown(value)
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, shown
 
 Marks = dict[str, int]
 """The line of each dotted path."""
@@ -86,7 +86,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     path = key.strip().split(".")
     if not equals or not all(path):
         raise ConfigError(
-            f"argument {_shown(text)!r}: expected dotted.key=value, such as train.seed=1"
+            f"argument {shown(text)}: expected dotted.key=value, such as train.seed=1"
         )
     try:
         return path, parse_yaml(value)[0]
@@ -168,10 +168,6 @@ def _neighbours(path: Path) -> str:
         return f" (nor a folder {folder})"
     near = sorted(file.name for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
     return f"; the folder has {', '.join(near[:8])}" if near else ""
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _kind(value: Any) -> str:

@@ -108,3 +108,12 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
     wrapped = UserCodeError(f"{owner} raised {type(error).__name__}: {error}{where}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value as an error tells it: its repr, cut to `limit` characters."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a user's own; or Python's, of an integer of 4300 digits
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, Self, TypeVar
 
-from retrain.errors import PromptError
+from retrain.errors import PromptError, shown
 from retrain.prompts import PromptSource, Row, parse_messages
 from retrain.types import Message
 
@@ -121,7 +121,8 @@ def _scored(row: Row, column: str) -> _Scored:
             score = float(score)
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError(
-            f"has {score!r} for {column!r} (algorithm.pair_by), expected a number; {_columns(row)}"
+            f"has {shown(score)} for {column!r} (algorithm.pair_by), expected a number; "
+            f"{_columns(row)}"
         )
     return _Scored(row, _continuation(said, "the response"), float(score))
 
@@ -183,7 +184,7 @@ def _continuation(said: Any, what: str) -> tuple[Message, ...]:
         return ({"role": "assistant", "content": said},)
     messages = parse_messages(said) if not isinstance(said, int | float | Mapping) else None
     if messages is None:
-        raise ValueError(f"{what} is {said!r}: a text or a list of messages is expected")
+        raise ValueError(f"{what} is {shown(said)}: a text or a list of messages is expected")
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if last < 0:
         raise ValueError(f"has no assistant tokens: {what} holds no message of the assistant")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, overload
 
 from retrain.algorithms.functional import LARGEST
 from retrain.deadlines import is_theirs, user_call
-from retrain.errors import LateError, PluginError, UserCodeError, blame
+from retrain.errors import LateError, PluginError, UserCodeError, blame, shown
 from retrain.threads import DaemonPool
 from retrain.types import Group, Outcome, Trajectory
 
@@ -210,8 +210,9 @@ class Scorer:
             total += part.weight * judged.value
         if not all(abs(value) <= LARGEST for value in (total, *trajectory.rewards.values())):
             raise UserCodeError(
-                f"the rewards {trajectory.rewards} sum to {total}: numbers of at most {LARGEST:g} "
-                "are expected, as a loss in float32 can take them; scale the reward down"
+                f"the rewards {shown(trajectory.rewards, 200)} sum to {total}: numbers of at most "
+                f"{LARGEST:g} are expected, as a loss in float32 can take them; scale the reward "
+                "down"
             )
         trajectory.reward = total
 
@@ -337,7 +338,7 @@ def _checked(name: str, verdict: Any) -> Reward:
     components = {} if judged is None else judged.components
     if not isinstance(components, Mapping):
         raise UserCodeError(
-            f"reward '{name}' returned the components {components!r}: a mapping of names to "
+            f"reward '{name}' returned the components {shown(components)}: a mapping of names to "
             "numbers is expected"
         )
     numbers: dict[str, float] = {}
@@ -346,7 +347,7 @@ def _checked(name: str, verdict: Any) -> Reward:
         if number is None:
             where = f"reward '{name}'" + (f", component '{component}'" if component else "")
             raise UserCodeError(
-                f"{where} returned {given!r}: a finite number is expected; to leave a rollout "
+                f"{where} returned {shown(given)}: a finite number is expected; to leave a rollout "
                 "out, return Reward(0.0, outcome='invalid')"
             )
         numbers[component] = number

@@ -22,6 +22,7 @@ from retrain.errors import (
     NoSignalError,
     RunError,
     StallError,
+    shown,
 )
 from retrain.learning_signal import Signal
 from retrain.observe.callbacks import Callback
@@ -221,6 +222,26 @@ async def test_p6_whatever_a_reward_does_is_its_rollouts_matter(tmp_path, kind, 
     whose = ("reward '", "numbers of at most 1e+30 are expected")
     assert all(any(words in row["error"] for words in whose) for row in failed)
     assert not any("deadlines" in row["error"] for row in failed), "its own, not our deadline"
+    assert all(len(row["error"]) < 400 for row in failed)
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([1, "a"], "[1, 'a']"),
+        ("x" * 10**6, "'" + "x" * 76 + "..."),
+        (10**5000, "<int>"),  # Python refuses to write it out
+        (Unspeakable(), "<Unspeakable>"),
+    ],
+    ids=["short", "long", "beyond digits", "no repr"],
+)
+def test_a_wrong_value_is_told_in_short(value, text):
+    assert shown(value) == text
 
 
 # --- an adapter's --------------------------------------------------------------------------------

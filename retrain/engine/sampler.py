@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from retrain.engine.decoder import Request, SamplerStats, make_requests
 from retrain.engine.stopping import Stopping
 from retrain.engine.worker import Call, Worker
+from retrain.errors import shown
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion
 
@@ -238,7 +239,7 @@ def _check_params(params: SamplingParams, n: int) -> None:
     }
     for name, (got, fine, expected) in wrong.items():
         if not fine:
-            raise ValueError(f"{name} is {got!r}; it must be {expected}")
+            raise ValueError(f"{name} is {shown(got)}; it must be {expected}")
 
 
 def _refuse_unfit(model: nn.Module) -> None:

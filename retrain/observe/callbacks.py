@@ -21,6 +21,7 @@ from statistics import fmean
 from typing import Any, Literal, Protocol
 
 from retrain.config import RunConfig
+from retrain.errors import shown
 from retrain.observe.run_dir import RunDirectory
 from retrain.types import Metrics
 
@@ -207,7 +208,7 @@ def _check(callback: object) -> None:
         )
     if not isinstance(callback, Callback):
         raise TypeError(
-            f"callbacks: got {callback!r}, expected an instance of retrain.Callback; "
+            f"callbacks: got {shown(callback)}, expected an instance of retrain.Callback; "
             "let its class inherit from Callback"
         )
 

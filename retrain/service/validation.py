@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from retrain.errors import shown
 from retrain.service.errors import invalid
 from retrain.service.trainer import Row
 
@@ -118,7 +119,7 @@ def finite(where: str, values: Mapping[str, object], minimum: Mapping[str, float
     """Raises ServiceError unless every value is a finite number, no less than its minimum."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise invalid(f"{where}.{name} is {value!r}: expected a number")
+            raise invalid(f"{where}.{name} is {shown(value)}: expected a number")
         if not math.isfinite(value) or value < minimum.get(name, -math.inf):
             least = f" of {minimum[name]} or more" if name in minimum else ""
             raise invalid(f"{where}.{name} is {value}: expected a finite number{least}")
@@ -152,7 +153,7 @@ def _check_values(where: str, values: Values, length: int, whole: bool) -> None:
         )
     for position, value in enumerate(values.data):
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-            raise invalid(f"{where}[{position}] is {value!r}: expected a number")
+            raise invalid(f"{where}[{position}] is {shown(value)}: expected a number")
         if not math.isfinite(value):
             raise invalid(f"{where}[{position}] is {value}: expected a finite number")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from retrain.errors import shown
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
@@ -91,7 +92,7 @@ def tuning(body: Json) -> Tuning:
     if mode == "full_ft":
         return Tuning(rank=0)
     if mode != "lora":
-        raise invalid(f"training_mode is {mode!r}: expected 'lora' or 'full_ft'")
+        raise invalid(f"training_mode is {shown(mode)}: expected 'lora' or 'full_ft'")
     lora = want(body, "lora_config", dict, {})
     rank = want(lora, "rank", int, Tuning().rank)
     if not 1 <= rank <= 1024:
@@ -229,7 +230,7 @@ def _check_config(loss: str, config: Json) -> None:
             continue
         if neutral is ...:
             raise invalid(f"loss_fn_config of {loss!r} has the unknown key {key!r}")
-        raise invalid(f"loss_fn_config.{key} is {value!r}: only {neutral} is served")
+        raise invalid(f"loss_fn_config.{key} is {shown(value)}: only {neutral} is served")
 
 
 def _iso(seconds: float) -> str:

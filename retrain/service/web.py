@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from retrain.errors import shown
 from retrain.service.errors import ServiceError, invalid
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ def want(body: Json, name: str, kind: type[T], default: Any = _REQUIRED) -> T | 
         return default  # type: ignore[no-any-return]  # a T or None, say the overloads
     wide: Any = (int, float) if kind is float else kind  # isinstance takes both
     if not isinstance(value, wide) or (isinstance(value, bool) and kind is not bool):
-        raise invalid(f"{name} is {value!r}: expected {_article(kind)}")
+        raise invalid(f"{name} is {shown(value)}: expected {_article(kind)}")
     return value  # type: ignore[no-any-return]  # it was checked just above
 
 

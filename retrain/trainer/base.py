@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 from retrain.assembly import Parts, assemble
 from retrain.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
 from retrain.config import RunConfig
-from retrain.errors import CheckpointError, ConfigError, NotFoundError, RewardError
+from retrain.errors import CheckpointError, ConfigError, NotFoundError, RewardError, shown
 from retrain.models import find_model
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.pipeline import train
@@ -297,7 +297,7 @@ def _callbacks(callbacks: Any) -> Sequence[Callback]:
     if callbacks is None:
         return ()
     if isinstance(callbacks, Callback | type) or not isinstance(callbacks, Sequence):
-        raise TypeError(f"callbacks: got {callbacks!r}, expected a list of Callback instances")
+        raise TypeError(f"callbacks: got {shown(callbacks)}, expected a list of Callback instances")
     Callbacks(callbacks)
     return callbacks
 
@@ -306,7 +306,7 @@ def _check_limit(name: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {value!r}, expected a whole number")
+        raise TypeError(f"{name}: got {shown(value)}, expected a whole number")
     if value < 0:
         raise ValueError(f"{name}: got {value}, expected at least 0 (0 trains nothing)")
 

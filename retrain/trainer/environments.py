@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from retrain.environment import Action, Environment, StepResult
-from retrain.errors import UserCodeError, blame
+from retrain.errors import UserCodeError, blame, shown
 from retrain.threads import DaemonPool
 from retrain.types import Group, Message, Metrics, Prompt
 
@@ -65,8 +65,8 @@ def environment_factory(environment: Any) -> Callable[[], Made]:
         make = environment
     else:
         raise TypeError(
-            f"environment: got {environment!r}, expected an Environment class, an instance, or a "
-            "function that makes one"
+            f"environment: got {shown(environment)}, expected an Environment class, an instance, "
+            "or a function that makes one"
         )
     try:
         made = make()
@@ -185,8 +185,8 @@ def _fields(returned: Any) -> dict[str, Any]:
     missing = [name for name in ("observations", "rewards", "terminateds") if name not in found]
     if missing:
         raise UserCodeError(
-            f"step returned {returned!r} without {', '.join(missing)}: an EnvironmentReturn of "
-            f"{', '.join(names)} is expected"
+            f"step returned {shown(returned)} without {', '.join(missing)}: an EnvironmentReturn "
+            f"of {', '.join(names)} is expected"
         )
     return {name: found.get(name) for name in names}
 

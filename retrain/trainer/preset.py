@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from retrain.config import Plugin, RewardConfig, RunConfig, parse_config, plain
 from retrain.config_errors import problems_of
 from retrain.environment import Environment
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, shown
 from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.rewarding import Scorer, WeightedReward
 from retrain.threads import DaemonPool
@@ -76,8 +76,8 @@ class PresetTrainer(BaseTrainer):
         model = str(model) if isinstance(model, Path) else model
         if not isinstance(model, str) or not model.strip():
             raise ValueError(
-                f"{cls.__name__}.from_pretrained: got {model!r} for the model, expected `tiny`, a "
-                "folder or a Hugging Face id"
+                f"{cls.__name__}.from_pretrained: got {shown(model)} for the model, expected "
+                "`tiny`, a folder or a Hugging Face id"
             )
         paths = flat_keys(cls.settings_type)
         nested: dict[str, Any] = {"policy": {"model_name": model}}

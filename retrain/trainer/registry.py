@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from retrain.errors import shown
 from retrain.trainer.base import BaseTrainer
 from retrain.trainer.preset import PresetTrainer
 from retrain.trainer.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
@@ -28,13 +29,15 @@ def list_algorithms() -> list[str]:
 def get_algorithm(name: str) -> type[BaseTrainer]:
     """The trainer class of an algorithm, in any case. Raises ValueError for an unknown one."""
     if not isinstance(name, str):
-        raise TypeError(f"algorithm: got {name!r}, expected one of {', '.join(list_algorithms())}")
+        raise TypeError(
+            f"algorithm: got {shown(name)}, expected one of {', '.join(list_algorithms())}"
+        )
     found = _TRAINERS.get(name.strip().lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), _TRAINERS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
-            f"algorithm: got {name!r}, expected one of {', '.join(list_algorithms())}{hint}"
+            f"algorithm: got {shown(name)}, expected one of {', '.join(list_algorithms())}{hint}"
         )
     return found
 
@@ -52,7 +55,9 @@ def register_algorithm(name: str, trainer: type[BaseTrainer], *, override: bool 
     `override`).
     """
     if not isinstance(trainer, type) or not issubclass(trainer, BaseTrainer):
-        raise TypeError(f"{name}: got {trainer!r}, expected a subclass of {BaseTrainer.__name__}")
+        raise TypeError(
+            f"{name}: got {shown(trainer)}, expected a subclass of {BaseTrainer.__name__}"
+        )
     if not callable(getattr(trainer, "from_pretrained", None)):
         raise TypeError(
             f"{name}: {trainer.__name__} has no from_pretrained(model, **keys), which "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from retrain.errors import RewardError, blame
+from retrain.errors import RewardError, blame, shown
 from retrain.rewarding import FunctionReward, Reward, RewardCalculator
 from retrain.threads import DaemonPool
 from retrain.types import Prompt, Trajectory
@@ -41,7 +41,7 @@ def takes_row(function: Callable[..., Any]) -> bool:
     """
     if not callable(function):
         raise TypeError(
-            f"{NAME}: got {function!r}, expected a function (prompt, response) -> float"
+            f"{NAME}: got {shown(function)}, expected a function (prompt, response) -> float"
         )
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -85,14 +85,14 @@ class Judge:
         if not _is_number(returned):
             raise self.error(
                 trajectory,
-                f"returned {returned!r}: a finite number or a dict of them is expected",
+                f"returned {shown(returned)}: a finite number or a dict of them is expected",
             )
         return Reward(float(returned))
 
     def error(self, trajectory: Trajectory, what: str) -> RewardError:
         error = RewardError(
-            f"{NAME}(prompt={_short(trajectory.prompt.text)}, "
-            f"response={_short(trajectory.completion)}) {what}"
+            f"{NAME}(prompt={shown(trajectory.prompt.text, 120)}, "
+            f"response={shown(trajectory.completion, 120)}) {what}"
         )
         self.failed(error)
         return error
@@ -107,7 +107,7 @@ class Judge:
         weights = self.weights if self.weights is not None else dict.fromkeys(parts, 1.0)
         bad = {name: value for name, value in parts.items() if not _is_number(value)}
         if bad or not parts:
-            what = f"returned {dict(parts)!r}: finite numbers are expected"
+            what = f"returned {shown(dict(parts))}: finite numbers are expected"
             raise self.error(trajectory, what)
         if set(weights) != set(parts):
             raise self.error(
@@ -175,7 +175,8 @@ class BatchedReward(RewardCalculator):
         if not hasattr(returned, "__len__") or len(returned) != len(group):
             raise self.judge.error(
                 group[0],
-                f"returned {returned!r}: a list of {len(group)} rewards, one each, is expected",
+                f"returned {shown(returned)}: a list of {len(group)} rewards, one each, is "
+                "expected",
             )
         return [self.judge.verdict(one, t) for one, t in zip(returned, group, strict=True)]
 
@@ -199,8 +200,3 @@ def _is_number(value: Any) -> bool:
         return not isinstance(value, str | bytes) and math.isfinite(value)
     except (TypeError, ValueError, OverflowError):  # the last of a whole number like 10**400
         return False
-
-
-def _short(text: str) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 120 else shown[:117] + "..."

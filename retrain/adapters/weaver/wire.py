@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from retrain.errors import NonFiniteError
+from retrain.errors import NonFiniteError, shown
 
 Json = Mapping[str, Any]  # an object as it came off the wire
 
@@ -171,7 +171,9 @@ def _whole(index: int, name: str, values: Sequence[float]) -> list[int]:
     tokens = [int(value) for value in values]
     for position, (token, value) in enumerate(zip(tokens, values, strict=True)):
         if token != value or token < 0:
-            raise ValueError(f"row {index}: {name}[{position}] is {value!r}, expected a token id")
+            raise ValueError(
+                f"row {index}: {name}[{position}] is {shown(value)}, expected a token id"
+            )
     return tokens
 
 

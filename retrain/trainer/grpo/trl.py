@@ -18,7 +18,7 @@ from typing import Any
 from retrain.assembly import Parts
 from retrain.config import Plugin, RunConfig, parse_config, plain
 from retrain.environment import Environment
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, shown
 from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.rewarding import FunctionReward, RewardCalculator, Scorer, WeightedReward
 from retrain.running import Run
@@ -159,6 +159,6 @@ def _calculator(given: Any) -> RewardCalculator:
     if callable(given):
         return FunctionReward(given)
     raise TypeError(
-        f"reward_calculator: got {given!r}, expected a RewardCalculator or a function of any of "
-        "prompt, completion, answer, messages, metadata, trajectory"
+        f"reward_calculator: got {shown(given)}, expected a RewardCalculator or a function of any "
+        "of prompt, completion, answer, messages, metadata, trajectory"
     )

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from retrain.algorithms.functional import check_finite, group_relative, std
+from retrain.errors import shown
 from retrain.trainer.nexrl.trajectory import Trajectory, as_trajectories
 
 Rule = Literal["page", "nexrl"]
@@ -80,8 +81,8 @@ def reward_of(trajectory: Mapping[str, Any], index: int) -> float:
         return float(reward)
     except (TypeError, ValueError):
         raise ValueError(
-            f"trajectory {index} has the reward {reward!r}: a number is expected; set `reward` on "
-            "every trajectory"
+            f"trajectory {index} has the reward {shown(reward)}: a number is expected; set "
+            "`reward` on every trajectory"
         ) from None
 
 
