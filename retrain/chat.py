@@ -152,9 +152,14 @@ class Conversation:
 
         They are what the template writes for it after `prompt_ids`; where that is no extension (a
         template that takes reasoning out), the message's text as the model would have said it.
-        Raises UserCodeError when the template refuses the message.
+        Raises UserCodeError when the template refuses the message or ignores its tool calls.
         """
         chat, shown = self._chat, self._opening.shown
+        if message.get("tool_calls") and not chat.template.shows_calls:
+            raise UserCodeError(
+                "the chat template doesn't write tool_calls, so that nothing would be learnt of "
+                "them: write the call into the message's content, as the model is to say it"
+            )
         text = chat.template.render([*self.messages, message], shown, generation=False)
         if text.startswith(self._text):
             return chat.tokens.encode_reply(text[len(self._text) :])

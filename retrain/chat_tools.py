@@ -65,6 +65,35 @@ def parse_reply(
     return Reply(rest.rstrip(), tuple(calls), readable)
 
 
+def tools_of(given: object) -> tuple[ToolSpec, ...]:
+    """The tools in a data set's column: in chat templates' form or its functions, or as JSON text.
+
+    Raises TypeError or ValueError for what is no list of tools; None is no tools.
+    """
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            raise ValueError(f"tools is {shown(given)}, which is no JSON") from None
+    given = () if given is None else given
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"tools must be a list of tools, got {shown(given)}")
+    tools = tuple(map(_tool, given))
+    check_tools(tools)
+    return tools
+
+
+def _tool(given: object) -> ToolSpec:
+    function = given.get("function", given) if isinstance(given, Mapping) else given
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TypeError(
+            'a tool is {"name": ..., "description": ..., "parameters": ...}, on its own or as the '
+            f'"function" of {{"type": "function"}}, got {shown(given)}'
+        )
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return ToolSpec(function["name"], function.get("description") or "", parameters)
+
+
 def check_tools(tools: Sequence[object]) -> None:
     """Raise TypeError or ValueError for what can't be offered as tools, before a model calls it."""
     names = set()

@@ -2,8 +2,9 @@
 
 Both sources bring a row into one form: `messages` is the opening that the model is shown, `answer`
 holds the continuations, a list of messages each: one for a demonstration, (chosen, rejected) for a
-pair. Every assistant message of a continuation is trained, nothing else. Every row is checked
-when the source is made, so that a bad one is told before any model loads.
+pair. Every assistant message of a continuation is trained, nothing else. A row's `tools` are shown
+to the model as an environment's are. Every row is checked when the source is made, so that a bad
+one is told before any model loads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, Self, TypeVar
 
+from retrain.chat_tools import tools_of
 from retrain.errors import PromptError, shown
 from retrain.prompts import PromptSource, Row, parse_messages
 from retrain.types import Message
@@ -22,6 +24,8 @@ T = TypeVar("T")
 Continuation = Sequence[Message]
 RESPONSES = ("response", "completion")
 """Columns that hold an answer where there is no `answer`."""
+TOOLS = "tools"
+"""The column that holds the tools on offer."""
 EQUAL = "chosen equals rejected"
 
 
@@ -153,9 +157,11 @@ def _parsed(prompts: PromptSource, parse: Callable[[Row], T]) -> list[T]:
     source = getattr(prompts, "path", "the data set")
     parsed = []
     for index in range(len(prompts)):
+        row = prompts.row(index)
         try:
-            parsed.append(parse(prompts.row(index)))
-        except ValueError as error:
+            tools_of(row.metadata.get(TOOLS))
+            parsed.append(parse(row))
+        except (TypeError, ValueError) as error:
             raise PromptError(f"{source}, row {index} (from 0): {error}") from None
     return parsed
 

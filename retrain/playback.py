@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from retrain.batching import segments
 from retrain.chat import Chat, Conversation
+from retrain.chat_tools import tools_of
 from retrain.errors import UserCodeError
-from retrain.examples import Continuation
+from retrain.examples import TOOLS, Continuation
 from retrain.types import Completion, Group, Message, Prompt, Trajectory, Turn
 
 GIVEN = -1
@@ -43,7 +44,8 @@ class Playback:
     def _trajectory(self, prompt: Prompt, said: Continuation) -> Trajectory:
         trajectory = Trajectory(prompt)
         try:
-            conversation = self._chat.begin(prompt.messages)
+            tools = tools_of(prompt.metadata.get(TOOLS))
+            conversation = self._chat.begin(prompt.messages, tools)
             trajectory.turns = list(self._turns(conversation, said))
             trajectory.messages = conversation.messages
             self._check(trajectory, paired=len(prompt.answer) > 1)

@@ -136,3 +136,21 @@ def test_rows_that_are_in_form_already_stay_as_they_are():
     ):
         formed = algorithm.rows(ListPrompts([row]))
         assert algorithm.rows(formed) is formed
+
+
+CALC = {"name": "calc", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "complaint"),
+    [
+        ("calc", "no JSON"),
+        ({"calc": 1}, "list of tools"),
+        (["calc"], "'calc'"),
+        ([CALC, CALC], "two tools"),
+        ([{**CALC, "parameters": {"type": "text"}}], "JSON schema knows"),
+    ],
+)
+def test_tools_that_are_none_are_refused_with_their_row(tools, complaint):
+    with pytest.raises(PromptError, match=f"row 0 .*{complaint}"):
+        demonstrations({"messages": [ASK, SAY], "tools": tools})

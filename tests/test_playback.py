@@ -1,5 +1,6 @@
 """Given replies as turns: the very ids that the model would have had to sample."""
 
+import json
 from functools import cache
 
 import chat_kit
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from retrain.batching import segments
 from retrain.chat import Chat
+from retrain.engine.tiny import tiny_tokenizer
+from retrain.environment import ToolSpec
 from retrain.playback import GIVEN, Playback
 from retrain.types import Prompt
 
@@ -34,8 +37,8 @@ def said(text):
     return {"role": "assistant", "content": text}
 
 
-def row(opening, *continuations):
-    return Prompt("0.3.0", opening, continuations)
+def row(opening, *continuations, **metadata):
+    return Prompt("0.3.0", opening, continuations, metadata)
 
 
 async def played(chat, prompt, max_length=1000):
@@ -115,3 +118,29 @@ async def test_an_opening_that_the_template_refuses_fails_its_own_row():
     [trajectory] = await played(Chat(strict), row(opening, [said("b")]))
     assert trajectory.outcome == "invalid"
     assert "no system" in trajectory.info["error"]
+
+
+CALC = {"name": "calc", "description": "", "parameters": {"properties": {"x": {"type": "string"}}}}
+CALL = '<tool_call>{"name": "calc", "arguments": {"x": "2+3"}}</tool_call>'
+FUNCTION = {"type": "function", "function": {"name": "calc", "arguments": {"x": "2+3"}}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [FUNCTION]}
+
+
+@pytest.mark.parametrize(
+    "tools", [[CALC], [{"type": "function", "function": CALC}], json.dumps([CALC])]
+)
+async def test_a_rows_tools_are_shown_and_called_as_in_a_rollout(tools):
+    chat = Chat(tiny_tokenizer())
+    shown = chat.begin([user("2+3=")], [ToolSpec(**CALC)])
+    for asks in (said(CALL), CALLS):
+        continuation = [asks, {"role": "tool", "content": "5"}, said("5")]
+        [trajectory] = await played(chat, row([user("2+3=")], continuation, tools=tools))
+        assert list(trajectory.turns[0].prompt_ids) == list(shown.prompt_ids)
+        assert [turn.completion.text for turn in trajectory.turns] == [CALL, "5"]
+
+
+async def test_calls_that_the_template_would_leave_out_fail_their_row():
+    prompt = row([user("2+3=")], [CALLS], tools=[CALC])
+    [trajectory] = await played(chat_of("chatml"), prompt)
+    assert trajectory.outcome == "invalid"
+    assert "doesn't write tool_calls" in trajectory.info["error"]
