@@ -43,7 +43,7 @@ BASE: dict[str, Any] = {
     "rollout": {"slots": 1},
     "staleness": {"target": 0},
     "train": {"total_train_steps": 2, "groups_per_step": 1, "order": "in_order"},
-    "checkpoint": {"every": 1, "keep": 1},
+    "checkpoint": {"every": 2, "keep": 1},
     "loggers": [{"type": f"{PARTS}:Notes"}],
 }
 BACKENDS: dict[str, dict[str, Any]] = {

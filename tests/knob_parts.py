@@ -41,7 +41,7 @@ class Scene(Environment):
     async def setup(self) -> None:
         COUNTS["instances"] += 1
         with counted("setup"):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.005)
             await self._pass("setup")
 
     async def reset(self, prompt: Any) -> Any:
@@ -78,7 +78,7 @@ class Letters(RewardCalculator):
 
     async def calculate(self, trajectory: Any) -> float:
         with counted("rewards"):
-            await asyncio.sleep(0.2 if self.slow else 0.02)
+            await asyncio.sleep(0.2 if self.slow else 0)
         return 0.0 if self.flat else sum(map(ord, trajectory.completion)) % 97 / 97
 
 

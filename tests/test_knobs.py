@@ -58,11 +58,13 @@ def scene(**keys: Any) -> dict[str, Any]:
 
 def slow(stage: str) -> Knob:
     """A deadline that user code misses: its rollouts become timeouts."""
-    return Knob(0.05, scene(slow=stage))
+    return Knob(0.05, {**scene(slow=stage), **SOON})
 
 
 ANOTHER = "another model"
 """Stands for the folder of one."""
+SOON = {"train": {"max_failed_groups": 2}}
+"""The run ends at its second failure, not at the sixteenth."""
 SLOW_REWARD = {"rewards": [{"type": f"{PARTS}:Letters", "slow": True}]}
 FLAT = {"rewards": [{"type": f"{PARTS}:Letters", "flat": True}]}
 EVAL = {"eval": {"prompts": {"type": "list", "rows": ["g=", "h="]}, "every": 1, "samples": 1}}
@@ -123,13 +125,13 @@ KNOBS: dict[str, Knob] = {
     "eval.every": Knob(2, EVAL),
     "eval.samples": Knob(2, EVAL),
     "eval.pass_threshold": Knob(0.0, EVAL),
-    "checkpoint.every": Knob(2),
-    "checkpoint.keep": Knob(2),
+    "checkpoint.every": Knob(1),
+    "checkpoint.keep": Knob(2, {"checkpoint": {"every": 1}}),
     "checkpoint.merge_lora": Knob(True, {"backend": {"lora": {}}}, refused=REMOTE_MERGE),
     "deadlines.setup": slow("setup"),
     "deadlines.reset": slow("reset"),
     "deadlines.step": slow("step"),
-    "deadlines.reward": Knob(0.05, SLOW_REWARD),
+    "deadlines.reward": Knob(0.05, {**SLOW_REWARD, **SOON}),
     "deadlines.close": slow("close"),
     "deadlines.sample": Knob(1e-6),
     "deadlines.update": Knob(1e-6),

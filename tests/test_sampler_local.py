@@ -148,12 +148,20 @@ async def crowd(sampler: LocalSampler, model: Any, count: int, longest: int) -> 
     return max(await asyncio.gather(*(one(i) for i in range(count))))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 async def test_logprobs_equal_a_plain_forward_in_ragged_mixed_batches(
-    sampler: LocalSampler, model: LlamaForCausalLM
+    model: LlamaForCausalLM, dtype: torch.dtype
 ) -> None:
-    assert await crowd(sampler, model, 40, 40) < 1e-5
-    await until(lambda: sampler.stats.rows == 0)
-    assert sampler.stats.tokens > 500
+    """tiny as it is, and in float64 with sharp weights, where a wrong position or mask shows.
+
+    In float32 the rounding of two passes over the same tokens grows with the weights, and of sharp
+    ones it would fill the bound.
+    """
+    tried = load_model(tiny_folder()) if dtype == torch.float32 else load_like(model).to(dtype)
+    async with LocalSampler(tried, TOKENIZER) as sampler:
+        assert await crowd(sampler, tried, 40, 40) < 1e-5
+        await until(lambda: sampler.stats.rows == 0)
+        assert sampler.stats.tokens > 500
 
 
 SIZES: dict[str, Any] = {
@@ -351,7 +359,7 @@ async def test_the_context_ends_a_row(endless: LocalSampler) -> None:
 BAD_CALLS: dict[str, tuple[list[int], SamplingParams, int]] = {
     "no tokens were given": ([], SEEDED, 1),
     "context is 1024: shorten it": ([A] * 1024, SEEDED, 1),
-    "token id 103 is not in the model's vocabulary of 103": ([A, 103], SEEDED, 1),
+    "token id 107 is not in the model's vocabulary of 107": ([A, 107], SEEDED, 1),
     "token id -1 is not": ([-1], SEEDED, 1),
     "n is 0": ([A], SEEDED, 0),
     "max_tokens is 0": ([A], SamplingParams(max_tokens=0), 1),
@@ -530,8 +538,8 @@ async def test_a_failing_pass_fails_what_waits_and_what_comes_later(
     failing, tokenizer = Failing(model.config), never_ending(model)[1]
     failing.generation_config.eos_token_id = None
     async with LocalSampler(failing, tokenizer) as sampler:
-        if joins:
-            params = SamplingParams(max_tokens=1000, stop_token_ids=(C,))
+        if joins:  # greedy, and without a stop: it is under way until the other's pass fails
+            params = SamplingParams(max_tokens=1000, temperature=0)
             waits = asyncio.create_task(sampler.sample([A], params))
             await until(lambda: sampler.stats.rows == 1)
         else:
