@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,8 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; inherit
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cheap_collections() -> Iterator[None]:
+def _cheap_collections() -> None:
     """Let collections pass over what was there before this module's tests."""
     gc.collect()
     gc.freeze()
-    yield
