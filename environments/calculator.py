@@ -4,9 +4,6 @@ Every turn with tool calls is answered with one `tool` message a call; a turn wi
 answer and ends the episode. Nothing that the model writes is an error of the environment: a
 malformed call, an unknown tool, a division by zero each become a message that says so, and the
 model may try again, `attempts` times in all. Scoring is left to the rewards.
-
-To the built-in model `tiny` every character is a token, all but the two ends of a call of
-`calc(x)`: a random model finds a call of five tokens, never one of sixty.
 """
 
 from __future__ import annotations

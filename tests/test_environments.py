@@ -1,18 +1,18 @@
-"""The built-in environments, turn by turn, and the reward that goes with the calculator."""
+"""The built-in environments, turn by turn, and the data that goes with them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from environments.calculator import Calculator, calculate
 from environments.guess_number import GuessNumber
-from retrain import Action, Completion, Prompt, StepResult, Trajectory, Turn
+from retrain import Action, Prompt, StepResult
 from retrain.chat_tools import parse_reply
 from retrain.check import check_subject
-from rewards.tool_use import tool_use
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = '<tool_call>{"name": "calc", "arguments": {"x": "1+2"}}</tool_call>'
@@ -174,51 +174,32 @@ def test_anything_else_is_a_value_error_or_a_syntax_error(expression: str) -> No
         calculate(expression)
 
 
-def rollout(*replies: str) -> Trajectory:
-    turns = [Turn([0], Completion([1], [0.0], text, "stop", 0)) for text in replies]
-    prompt = Prompt("0.0.0", [{"role": "user", "content": "1+2="}], "3", {"call": CALL})
-    return Trajectory(prompt, turns)
+async def test_the_calculators_data_says_what_the_calculator_says() -> None:
+    environment, offered = (
+        Calculator(),
+        [tool.as_template()["function"] for tool in Calculator.tools],
+    )
+    asked = {}
+    for row in rows_of("calculator_demonstrations"):
+        ask, call, heard, answer = row["messages"]
+        assert row["tools"] == offered
+        await environment.reset(asking(ask["content"]))
+        assert hint(await environment.step(said(call["content"]))) == heard["content"]
+        asked[ask["content"]] = answer["content"]
+    assert asked == {row["prompt"]: row["answer"] for row in rows_of("calculator")}
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    text = (ROOT / "data" / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.mark.parametrize(
-    ("replies", "call", "answer"),
-    [
-        ((CALL, "3"), 1.0, 1.0),
-        ((CALL, " 3 "), 1.0, 1.0),
-        ((CALL, "31"), 1.0, 0.5),  # the right start, but not the answer
-        ((CALL, "4"), 1.0, 0.0),
-        ((CALL, ""), 1.0, 0.0),
-        ((CALL,), 1.0, 0.0),
-        (("3",), 0.0, 0.0),  # right, and without the tool
-        (("",), 0.0, 0.0),
-        ((CALL.replace("1+2", "4+2"),), 0.8, 0.0),
-        ((CALL.removesuffix('"}}</tool_call>'),), 0.8, 0.0),
-        ((CALL + "12345",), 0.5, 0.0),
-        ((WRONG_NAME,), 0.8, 0.0),
-    ],
+    "name", ["configs/quickstart.yaml", "configs/guess_number.yaml", "calculator"]
 )
-def test_tool_use_is_half_the_call_and_half_the_answer(
-    replies: tuple[str, ...], call: float, answer: float
-) -> None:
-    trajectory = rollout(*replies)
-    given = tool_use(trajectory=trajectory, answer="3", metadata=trajectory.prompt.metadata)
-    assert given.components == {"call": pytest.approx(call), "answer": answer}
-    assert given.value == pytest.approx((call + answer) / 2)
-
-
-async def test_the_calculators_data_asks_for_calls_that_it_answers_as_the_data_says() -> None:
-    environment = Calculator()
-    rows = (ROOT / "data" / "calculator.jsonl").read_text().splitlines()
-    for row in map(json.loads, rows):
-        await environment.reset(asking(row["prompt"]))
-        result = await environment.step(said(row["call"]))
-        assert hint(result) == row["answer"]
-
-
-@pytest.mark.parametrize("name", ["quickstart", "guess_number", "calculator"])
 async def test_the_environments_of_the_configs_keep_what_an_environment_promises(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    findings = await check_subject(f"configs/{name}.yaml")
+    findings = await check_subject(name)
     assert [str(finding) for finding in findings if not finding.good] == []

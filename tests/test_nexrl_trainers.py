@@ -430,7 +430,7 @@ class Turns:
 @pytest.mark.parametrize("backend", ["self-hosted", "tinker"])
 def test_a_trainer_with_its_pool_learns_the_echo_task(backend) -> None:
     config = {
-        "total_train_steps": 60,
+        "total_train_steps": 90,
         "sampling": {"max_tokens": 2},
         "train_service": {"backend": backend, "config": {"learning_rate": 3e-3}},
     }
@@ -438,7 +438,7 @@ def test_a_trainer_with_its_pool_learns_the_echo_task(backend) -> None:
         pool, turns = TrajectoryPool(batch_size=64, group_size=16), Turns()
         trainer.set_module_references(pool, turns)
         trainer.run()
-        for step in range(60):
+        for step in range(90):
             turns.wait()
             for letter in "abcd":
                 for one in trainer.service.sample(f"{letter}=", 16, seed=7 * step + ord(letter)):

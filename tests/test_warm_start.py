@@ -38,6 +38,15 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
 
 
 @pytest.mark.slow
+def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
+    assert main([str(ROOT / "configs" / "calculator_sft.yaml")]) == 0
+    assert main([str(ROOT / "configs" / "calculator.yaml")]) == 0
+    rewards = [row["reward/mean"] for row in history("calculator")]
+    tenth = len(rewards) // 10
+    assert sum(rewards[-tenth:]) - sum(rewards[:tenth]) > 0.3 * tenth
+
+
+@pytest.mark.slow
 def test_preferences_are_learnt_on_held_out_pairs_too(capsys):
     assert main([str(ROOT / "configs" / "dpo.yaml")]) == 0
     rows = history("dpo")

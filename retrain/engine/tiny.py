@@ -4,10 +4,12 @@ It is made from a seed, once, into a cache folder that then is an ordinary Huggi
 folder. The folder's name holds a hash of the recipe, so that a change of the recipe makes a new
 one; the folder appears by a rename, so that no process ever sees half of it.
 
-Its tokens are printable ASCII, newline and one token a role. A chat of one user message costs two
-tokens beside its text: on a model that small a longer wrapper drowns the prompt. Role markers open
-a turn and `<|end|>` (the eos token) closes the assistant's alone, so that a rendering of a
-conversation is always a prefix of the rendering of what follows it.
+Its tokens are printable ASCII, newline, one token a role, and one for each of the four pieces of
+JSON around a call of a tool (larger vocabularies have few for them, too: 57 tokens of markup would
+drown the argument). A chat of one user message costs two tokens beside its text: on a model that
+small a longer wrapper drowns the prompt. Role markers open a turn and `<|end|>` (the eos token)
+closes the assistant's alone, so that a rendering of a conversation is always a prefix of the
+rendering of what follows it.
 
 `tiny_tokenizer` imports no torch.
 """
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unk|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-VOCABULARY = (PAD, END, UNKNOWN, *ROLES, "\n", *map(chr, range(32, 127)))
+CALL = ('<tool_call>{"name": "', '", "arguments": {"', '": "', '"}}</tool_call>')
+VOCABULARY = (PAD, END, UNKNOWN, *ROLES, "\n", *map(chr, range(32, 127)), *CALL)
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -78,14 +81,15 @@ CONFIG: dict[str, Any] = {  # LlamaConfig's arguments
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; what isn't printable ASCII or a newline is `<|unk|>`."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    """One token a character outside `CALL`; all but printable ASCII and newline is `<|unk|>`."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     characters = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
+    characters.add_tokens([AddedToken(text, normalized=False) for text in CALL])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers types it partly
         tokenizer_object=characters,
         pad_token=PAD,
