@@ -37,6 +37,8 @@ class MockOptions(AdapterOptions):
     """Completions under way at once; None: no limit."""
     update: float = 0.0
     """Seconds of an update."""
+    publish: float = 0.0
+    """Seconds of a publication."""
     learning_rate: float = 0.1
 
     def capabilities(self) -> Capabilities:
@@ -76,6 +78,7 @@ class MockAdapter(Adapter):
         """How many of the newest batches `batches` holds, for tests."""
         limit = options.capacity
         self._slots = asyncio.Semaphore(limit) if limit else None
+        self._median = options.latency * math.exp(-(options.sigma**2) / 2)
 
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, n: int = 1
@@ -83,7 +86,7 @@ class MockAdapter(Adapter):
         draw = random.Random(params.seed)
         completions = self._completions(prompt_ids[0] if prompt_ids else 97, params, n, draw)
         if self.options.latency:
-            await self._wait([self._latency(draw) for _ in range(n)])
+            await self._wait([draw.gauss(0.0, 1.0) for _ in range(n)])
         return completions
 
     async def update(self, batch: Batch) -> Metrics:
@@ -94,6 +97,7 @@ class MockAdapter(Adapter):
         return {"loss": -signal, "grad_norm": 1.0, "learning_rate": self.options.learning_rate}
 
     async def publish(self) -> int:
+        await asyncio.sleep(self.options.publish)
         self.served_skill = self.skill
         self.version += 1
         return self.version
@@ -106,22 +110,22 @@ class MockAdapter(Adapter):
         self.skill = self.served_skill = float((state.folder / "skill.txt").read_text())
         self.version = state.data["version"]
 
-    def _latency(self, draw: random.Random) -> float:
-        mean, sigma = self.options.latency, self.options.sigma
-        return draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
-
-    async def _wait(self, latencies: Sequence[float]) -> None:
+    async def _wait(self, draws: Sequence[float]) -> None:
         """Until the slowest is done; with a capacity, each holds a slot for its own time."""
         slots = self._slots
         if slots is None:
-            await asyncio.sleep(max(latencies))
+            await asyncio.sleep(self._latency(max(draws)))
             return
 
-        async def hold(seconds: float) -> None:
+        async def hold(drawn: float) -> None:
             async with slots:
-                await asyncio.sleep(seconds)
+                await asyncio.sleep(self._latency(drawn))
 
-        await asyncio.gather(*map(hold, latencies))
+        await asyncio.gather(*map(hold, draws))
+
+    def _latency(self, drawn: float) -> float:
+        """The lognormal latency that a standard normal draw stands for."""
+        return self._median * math.exp(self.options.sigma * drawn)
 
     def _completions(
         self, right: int, params: SamplingParams, n: int, draw: random.Random

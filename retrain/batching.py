@@ -106,8 +106,7 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
     `credit` is one advantage, or one for each sampled token, turn after turn.
     """
     flat = None if isinstance(credit, (int, float)) else list(credit)
-    sampled = sum(len(turn.completion.token_ids) for turn in trajectory.turns)
-    if flat is not None and len(flat) != sampled:
+    if flat is not None and len(flat) != (sampled := trajectory.sampled_tokens):
         raise ValueError(
             f"rollout {run_id} has {sampled} sampled tokens, but {len(flat)} advantages: "
             "one number, or one for each sampled token, is expected"
@@ -132,6 +131,8 @@ def _with_stream(sample: Sample, name: str, values: Sequence[float]) -> Sample:
 
 class _Segment:
     """A sample under construction."""
+
+    __slots__ = ("advantages", "logprobs", "loss_mask", "token_ids", "versions")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

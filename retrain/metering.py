@@ -10,9 +10,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 
-from retrain.algorithms.functional import is_flat
+from retrain.algorithms.functional import is_flat, std
 from retrain.types import Group, Metrics
 
 NOT_SAMPLED = ("kl/sampler_trainer", "entropy", "clip_fraction")
@@ -46,14 +46,13 @@ class Meter:
         flat = len(scored) > 1 and is_flat([t.reward for t in scored])
         self._zero_signal += flat and self._by_group
         for trajectory in group.trajectories:
+            if not trajectory.turns:
+                continue
+            last, sampled = trajectory.turns[-1], trajectory.sampled_tokens
             self._turns += len(trajectory.turns)
-            for turn in trajectory.turns:
-                self._completion_tokens += len(turn.completion.token_ids)
-            if trajectory.turns:
-                last = trajectory.turns[-1]
-                self._prompt_tokens += len(last.prompt_ids) - sum(
-                    len(turn.completion.token_ids) for turn in trajectory.turns[:-1]
-                )
+            self._completion_tokens += sampled
+            # The last prompt holds the earlier turns' replies.
+            self._prompt_tokens += len(last.prompt_ids) + len(last.completion.token_ids) - sampled
 
     def dropped(self, cause: str) -> None:
         """A group that was taken is not trained."""
@@ -104,7 +103,7 @@ class Meter:
         """What there is to say of rollouts, and what the adapter says."""
         return {
             "reward/mean": fmean(self._rewards) if self._rewards else math.nan,
-            "reward/std": pstdev(self._rewards) if self._rewards else math.nan,
+            "reward/std": std(self._rewards, ddof=0) if self._rewards else math.nan,
             **{f"reward/{name}/mean": fmean(v) for name, v in self._components.items()},
             "kl/sampler_trainer": math.nan,
             "entropy": math.nan,

@@ -208,7 +208,7 @@ class Scorer:
             for component, value in judged.components.items():
                 trajectory.rewards[f"{part.name}.{component}"] = value
             total += part.weight * judged.value
-        if not all(abs(value) <= LARGEST for value in (total, *trajectory.rewards.values())):
+        if max(map(abs, (*trajectory.rewards.values(), total))) > LARGEST:
             raise UserCodeError(
                 f"the rewards {shown(trajectory.rewards, 200)} sum to {total}: numbers of at most "
                 f"{LARGEST:g} are expected, as a loss in float32 can take them; scale the reward "
@@ -237,7 +237,10 @@ class Scorer:
         """
         tasks = [asyncio.create_task(_judged(part, t)) for t in trajectories]
         try:
-            _, late = await asyncio.wait(tasks, timeout=self.deadline)
+            await asyncio.sleep(0)  # by then those that wait for nothing are done
+            late = {task for task in tasks if not task.done()}
+            if late:
+                _, late = await asyncio.wait(late, timeout=self.deadline)
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()
@@ -329,6 +332,8 @@ def as_number(value: Any) -> float | None:
 
 
 def _checked(name: str, verdict: Any) -> Reward:
+    if type(verdict) is float and math.isfinite(verdict):  # the common case, and a quick one
+        return Reward(verdict)
     if isinstance(verdict, UserCodeError):
         raise verdict
     judged = verdict if isinstance(verdict, Reward) else None

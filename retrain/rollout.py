@@ -102,6 +102,12 @@ class Rollouts:
 class _Rollout:
     """One episode under way."""
 
+    __slots__ = ("conversation", "environment", "first", "index", "opening", "shared", "tools",
+                 "trajectory")  # fmt: skip
+
+    conversation: Conversation
+    first: Completion
+
     def __init__(
         self, shared: Rollouts, prompt: Prompt, environment: Environment, index: int
     ) -> None:
@@ -111,8 +117,6 @@ class _Rollout:
         self.trajectory = Trajectory(prompt)
         self.opening: Sequence[Message] = ()
         self.tools = environment.tools
-        self.conversation: Conversation
-        self.first: Completion
         environment.prompt = prompt
 
     @property

@@ -199,8 +199,8 @@ class Run:
             started=started,
             ended=time.time(),
             outcomes=[t.outcome for t in trajectories],
-            versions=sorted({v for t in trajectories for v in t.versions if v >= 0}),
-            tokens=sum(len(u.completion.token_ids) for t in trajectories for u in t.turns),
+            versions=sorted(group.versions),
+            tokens=sum([t.sampled_tokens for t in trajectories]),
         )
         self.watchdog.progress()
         if not self.sampled:

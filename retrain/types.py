@@ -124,6 +124,11 @@ class Trajectory:
         """The weights' version of each turn."""
         return [turn.completion.version for turn in self.turns]
 
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens the model sampled, all turns together."""
+        return sum([len(turn.completion.token_ids) for turn in self.turns])
+
 
 @dataclass(slots=True)
 class Group:
@@ -144,7 +149,13 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """The lowest weights' version among the sampled tokens; None if nothing was sampled."""
-        return min((v for t in self.trajectories for v in t.versions if v >= 0), default=None)
+        return min(self.versions, default=None)
+
+    @property
+    def versions(self) -> set[int]:
+        """The weights' versions that sampled any of the tokens."""
+        turns = [turn for trajectory in self.trajectories for turn in trajectory.turns]
+        return {turn.completion.version for turn in turns} - {-1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +184,7 @@ class Sample:
     def __post_init__(self) -> None:
         length = len(self.token_ids)
         own = (self.loss_mask, self.logprobs, self.advantages, self.versions)
-        if any(len(stream) != length for stream in (*own, *self.streams.values())):
+        if {length, *map(len, own), *map(len, self.streams.values())} != {length}:
             names = ("loss_mask", "logprobs", "advantages", "versions", *self.streams)
             streams = zip(names, (*own, *self.streams.values()), strict=True)
             wrong = {name: len(stream) for name, stream in streams if len(stream) != length}

@@ -25,15 +25,16 @@ def is_flat(rewards: Sequence[float], tolerance: float = FLAT) -> bool:
     return high - low <= tolerance * max(1.0, abs(low), abs(high))
 
 
-def std(values: Sequence[float]) -> float:
-    """Sample standard deviation (ddof 1), 0.0 of fewer than two values.
+def std(values: Sequence[float], ddof: int = 1) -> float:
+    """Standard deviation over n - ddof, of a sample by default; 0.0 of `ddof` values or fewer.
 
     By `hypot`, whose squares don't overflow.
     """
-    if len(values) < 2:
+    count = len(values)
+    if count <= ddof:
         return 0.0
-    mean = math.fsum(values) / len(values)
-    return math.hypot(*(v - mean for v in values)) / math.sqrt(len(values) - 1)
+    mean = math.fsum(values) / count
+    return math.hypot(*[value - mean for value in values]) / math.sqrt(count - ddof)
 
 
 def check_finite(rewards: Sequence[float], group: str) -> None:

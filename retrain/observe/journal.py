@@ -42,11 +42,11 @@ class Journal:
         self._unwritten = b""
         self._flushed = time.monotonic()
 
-    def write(self, line: Mapping[str, Any]) -> None:  # any: users' values are made JSON here
-        """Add one line."""
-        text = encode(line)
+    def write(self, *lines: Mapping[str, Any]) -> None:  # any: users' values are made JSON here
+        """Add lines, one after the other."""
+        texts = list(map(encode, lines))
         with self._lock:
-            self._lines.append(text)
+            self._lines += texts
             if len(self._lines) >= CHUNK_LINES or time.monotonic() - self._flushed >= CHUNK_SECONDS:
                 self._flush()
 
@@ -195,5 +195,9 @@ def _refused(path: Path, error: OSError) -> RunError:
 
 
 _ENCODER = json.JSONEncoder(
-    separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_default
+    separators=(",", ":"),
+    ensure_ascii=False,
+    allow_nan=False,
+    check_circular=False,  # a cycle is a RecursionError
+    default=_default,
 )

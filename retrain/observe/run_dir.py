@@ -110,8 +110,7 @@ class RunDirectory:
     def rollouts(self, group: Group, *, step: int | None = None) -> None:
         """Append every rollout of a group; `step` is the one that trained it, if any."""
         self.count(group)
-        for index, trajectory in enumerate(group.trajectories):
-            self._rollouts.write(_rollout(trajectory, index, step))
+        self._rollouts.write(*[_rollout(t, i, step) for i, t in enumerate(group.trajectories)])
 
     def count(self, group: Group) -> None:
         """Take a group into the tally alone."""
@@ -235,7 +234,7 @@ def _rollout(trajectory: Trajectory, index: int, step: int | None) -> dict[str, 
         "outcome": trajectory.outcome,
         "error": None if ok else trajectory.info.get("error"),
         "versions": [completion.version for completion in completions],
-        "tokens": sum([len(completion.token_ids) for completion in completions]),
+        "tokens": trajectory.sampled_tokens,
         "stop_reasons": [completion.stop_reason for completion in completions],
         "seconds": trajectory.seconds,
     }
