@@ -18,7 +18,12 @@ from retrain.adapters.base import AdapterState  # noqa: E402 - the same
 from retrain.adapters.trl.adapter import TrlAdapter  # noqa: E402 - the same
 from retrain.engine.models import load_model, load_tokenizer  # noqa: E402 - the same
 from retrain.engine.weights import digest, snapshot  # noqa: E402 - the same
-from retrain.errors import AdapterError, ConfigError, NonFiniteError  # noqa: E402 - the same
+from retrain.errors import (  # noqa: E402 - the same
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+)
 from retrain.sampler import SamplingParams  # noqa: E402 - the same
 from retrain.types import Batch, Denominators, Sample  # noqa: E402 - the same
 from tests import trl_kit as kit  # noqa: E402 - needs torch
@@ -278,6 +283,34 @@ async def test_lora_is_exported_alone_or_merged(merge, tmp_path):
         assert digest(snapshot(model)) == digest(trained)
     else:
         assert digest(snapshot(load_model(tmp_path))) == digest(trained)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+async def test_an_export_takes_the_place_of_one_of_the_other_kind(merge, tmp_path):
+    other = {"model.safetensors", "config.json"}
+    lora = {"adapter_model.safetensors", "adapter_config.json"}
+    if merge:
+        other, lora = lora, other
+    for name in (*other, "notes.txt"):
+        (tmp_path / name).write_text("old")
+    sections = {"checkpoint": {"merge_lora": merge}}
+    async with adapter(sections=sections, lora={"r": 4}) as trl:
+        await trl.export(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {*lora, "notes.txt"}
+    assert not names & other
+
+
+async def test_a_checkpoint_that_the_disk_refuses_says_to_make_room(tmp_path, monkeypatch):
+    async with adapter() as trl:
+        await trl.update(kit.batch(kit.ragged()))
+
+        def full(folder):
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 2")
+
+        monkeypatch.setattr(trl._thread.trainer, "save_to", full)
+        with pytest.raises(CheckpointError, match=r"unexpected pos.* MB are free.*make room"):
+            await trl.save(tmp_path)
 
 
 async def test_a_batch_without_a_token_to_train_is_refused_and_the_next_one_trained():

@@ -8,6 +8,7 @@ checkpoints, so that a resumed run repeats the uninterrupted one bit by bit.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,7 +26,7 @@ from retrain.config import RunConfig
 from retrain.engine.models import load_model, load_tokenizer, resolve_model
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.weights import snapshot
-from retrain.errors import AdapterError, RetrainError
+from retrain.errors import AdapterError, CheckpointError, RetrainError
 from retrain.types import Batch, Metrics
 
 CLOSE_SECONDS = 60.0
@@ -107,9 +108,7 @@ class TrlAdapter(Adapter):
 
     async def save(self, folder: Path) -> AdapterState:
         """TRL's checkpoint, in a folder of its own below `folder`."""
-        name = await self._in_thread(
-            lambda: self._thread.trainer.save_to(folder), needs_optimizer=True
-        )
+        name = await self._in_thread(lambda: self._save(folder), needs_optimizer=True)
         return AdapterState(folder, {"checkpoint": name, "version": self._version})
 
     async def load(self, state: AdapterState) -> None:
@@ -165,12 +164,26 @@ class TrlAdapter(Adapter):
             feed=thread,
         )
 
+    def _save(self, folder: Path) -> str:
+        """Raises CheckpointError: of a full disk, torch tells where its archive broke off alone."""
+        try:
+            return str(self._thread.trainer.save_to(folder))
+        except RuntimeError as error:
+            free = shutil.disk_usage(folder).free / 1e6
+            raise CheckpointError(
+                f"the checkpoint could not be written: {error}. {free:,.1f} MB are free on the "
+                f"disk of {folder}: make room, then go on with --resume"
+            ) from error
+
     def _export(self, folder: Path) -> None:
         model = self._thread.trainer.model
         if self.options.lora is not None and self.config.checkpoint.merge_lora:
             merged = load_model(self._folder, "cpu", place(self.options).frozen_dtype)
             merged.load_state_dict(snapshot(model))
             model = merged
+        for pattern in ("*.safetensors*", "config.json", "adapter_config.json"):
+            for old in folder.glob(pattern):  # LoRA weights beside a model would be loaded onto it
+                old.unlink()
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
