@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,16 @@ class Checkpoints:
             if problem is None:
                 return path, read(path)
             self.torn.append(f"{path.name}: {problem}")
+        return None
+
+    def last_config(self) -> Mapping[str, Any] | None:
+        """The config of the newest checkpoint that can be read; whether it is whole isn't checked.
+
+        For a look before any model loads: what `newest` does takes as long as the weights are big.
+        """
+        for step in sorted(self.steps(), reverse=True):
+            with suppress(CheckpointError):
+                return read(self.path(step)).config
         return None
 
     def steps(self) -> list[int]:
@@ -194,14 +205,21 @@ def changes(saved: Mapping[str, Any], config: RunConfig, keys: Iterable[str]) ->
 
 def check_same_run(saved: Mapping[str, Any], config: RunConfig) -> None:
     """Refuse to go on with another model, algorithm or data; raises CheckpointError."""
+    if problem := changed_run(saved, config):
+        raise CheckpointError(problem)
+
+
+def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
+    """Why a run of the config `saved` can't go on with `config`; empty when it can."""
     scoring = ("environment", "algorithm", "chat")
     changed = changes(saved, config, (*MODEL, *DATA, *scoring, "train.groups_per_step"))
-    if changed:
-        raise CheckpointError(
-            "this run can't be resumed with another configuration; changed: "
-            + "; ".join(changed)
-            + ". Change it back, or start a new run with --run-dir"
-        )
+    if not changed:
+        return ""
+    return (
+        "this run can't be resumed with another configuration; changed: "
+        + "; ".join(changed)
+        + ". Change it back, or start a new run with --run-dir"
+    )
 
 
 def group_to_json(group: Group) -> dict[str, Any]:

@@ -30,9 +30,11 @@ from retrain.streams import let_go
 if TYPE_CHECKING:
     from retrain.config import RunConfig
     from retrain.observe.callbacks import Callback, TrainingResult
+    from retrain.observe.console import Console
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
+STOPPING = "stopping after a checkpoint; once more ends at once"
 STUCK_SECONDS = 3.0
 """What threads have to end by themselves when the run is over."""
 T = TypeVar("T")
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         from retrain.config import load_config
+        from retrain.observe.console import Console
 
         config = load_config(_config_file(arguments.config), arguments.overrides)
         if arguments.run_dir:
@@ -53,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _dry_run(config, arguments.config)
         config = with_run_dir(config, resume=arguments.resume)
         places.append(config.run_dir or Path())
-        drive(_train(config, resume=arguments.resume))
+        console = Console()
+        drive(_train(config, console, resume=arguments.resume), console.announce)
         return DONE
 
     return exit_code(command, places)
@@ -83,10 +87,20 @@ def with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
     """`config` with its run directory: the given one, else runs/NAME, runs/NAME-2, ...
 
     A fresh run takes the first name that is free, `resume` the last one in use. Raises ConfigError
-    when there is none to resume.
+    when there is none to resume, or it had another model, algorithm or data.
     """
-    if config.run_dir is not None:
-        return config
+    if config.run_dir is None:
+        config = _named(config, resume=resume)
+    if resume and config.run_dir is not None:
+        from retrain.checkpoint import Checkpoints, changed_run
+
+        saved = Checkpoints(config.run_dir / "checkpoints").last_config()
+        if saved is not None and (problem := changed_run(saved, config)):
+            raise ConfigError(problem)
+    return config
+
+
+def _named(config: RunConfig, *, resume: bool) -> RunConfig:
     name = config.name or "run"
     last, folder, number = None, Path("runs") / name, 1
     while (folder / "events.jsonl").exists():
@@ -123,16 +137,20 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
         return FAILED
 
 
-def drive(coroutine: Coroutine[Any, Any, T]) -> T:
+def drive(
+    coroutine: Coroutine[Any, Any, T], announce: Callable[[str], bool] = lambda _: False
+) -> T:
     """Run a coroutine to its end on a loop of its own; its threads are not waited for.
 
     The first SIGINT, SIGTERM or SIGHUP cancels it, the second one ends the process at once.
+    `announce` may say so in place of a line on stderr, which a live display would draw over; it is
+    called in the signal's handler, where it must not lock, and returns whether it says it.
     """
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     task = loop.create_task(coroutine, name="main")
     try:
-        with _signals(loop, task):
+        with _signals(loop, task, announce):
             return loop.run_until_complete(task)
     finally:
         rest = asyncio.all_tasks(loop)
@@ -193,15 +211,14 @@ def _config_file(text: str) -> Path:
     return Path(text)
 
 
-async def _train(config: RunConfig, *, resume: bool) -> TrainingResult:
+async def _train(config: RunConfig, console: Console, *, resume: bool) -> TrainingResult:
     from retrain.assembly import assemble
-    from retrain.observe.console import Console
     from retrain.pipeline import train
 
     parts = assemble(config)
     for warning in parts.warnings:
         _tell(f"warning: {warning}")
-    return await train(config, callbacks=[Console()], resume=resume, parts=parts)
+    return await train(config, callbacks=[console], resume=resume, parts=parts)
 
 
 def _dry_run(config: RunConfig, source: str) -> int:
@@ -220,7 +237,9 @@ def _dry_run(config: RunConfig, source: str) -> int:
 
 
 @contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
+def _signals(
+    loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], announce: Callable[[str], bool]
+) -> Iterator[None]:
     """Plain handlers, not the loop's: they work while user code blocks the loop."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
@@ -233,8 +252,10 @@ def _signals(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterat
             os._exit(INTERRUPTED)
         asked = True
         loop.call_soon_threadsafe(task.cancel)
+        if announce(STOPPING):
+            return
         with suppress(OSError):  # the terminal may be gone; and print may lock
-            os.write(2, b"\nstopping after a checkpoint; once more ends at once\n")
+            os.write(2, f"\n{STOPPING}\n".encode())
 
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it: so do we then

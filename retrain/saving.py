@@ -89,6 +89,7 @@ async def restore(run: Run) -> None:
     found = await asyncio.to_thread(run.checkpoints.newest)
     for torn in run.checkpoints.torn:
         run.run_dir.event("torn", checkpoint=torn)
+        run.fault(f"checkpoint passed over, since it isn't whole: {torn}")
     if found is None:
         run.run_dir.event("resumed", from_step=0)
         return

@@ -133,6 +133,18 @@ def test_a_wrong_config_ends_with_2_and_a_sentence(
     assert "Traceback" not in told
 
 
+def test_a_resume_with_another_algorithm_ends_with_2_and_leaves_the_run_as_it_was(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(config)]) == 0
+    run_dir = config.parent / "runs" / "task"
+    before = (run_dir / "events.jsonl").read_bytes()
+    assert main([str(config), "--resume", "algorithm.group_size=2"]) == 2
+    assert "can't be resumed with another configuration; changed: algo" in capsys.readouterr().err
+    assert (run_dir / "events.jsonl").read_bytes() == before
+    assert main([str(config), "--resume", "train.total_train_steps=4"]) == 0
+
+
 def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--nonsense"]):
         with pytest.raises(SystemExit) as ended:

@@ -111,9 +111,10 @@ async def test_evaluations_and_checkpoints_are_mentioned(run: ObservedRun) -> No
     out = io.StringIO()
     console = Console(out)
     console.on_train_begin(run)
-    console.on_eval_end(run, 2, {"eval/pass@4": 0.5})
+    found = {"eval/pass@4": 0.5, "eval/rollouts/ok": 8, "eval/rollouts/failed": 0, "eval/step": 2}
+    console.on_eval_end(run, 2, {**found, "eval/reward/mean": 0.25})
     console.on_checkpoint(run, 2, run.run_dir.checkpoints / "step_2")
-    assert "step 2  evaluation: pass@4 0.500" in out.getvalue()
+    assert "step 2  evaluation: reward/mean 0.250  pass@4 0.500\n" in out.getvalue()
     assert "checkpoints/step_2" in out.getvalue()
 
 
@@ -126,6 +127,30 @@ async def test_on_a_terminal_the_display_is_live_and_leaves_no_thread(run: Obser
     assert "12 scored" in out.getvalue()
     assert "completed" in out.getvalue()
     assert "\x1b[?25h" in out.getvalue(), "the cursor must be shown again"
+
+
+@pytest.mark.usefixtures("_colours")
+async def test_a_live_display_says_that_the_run_is_stopping(run: ObservedRun) -> None:
+    out = TerminalFile()
+    console = Console(out)
+    assert not console.announce("stopping"), "nothing is drawn yet: a line on stderr stays"
+    console.on_train_begin(run)
+    assert console.announce("stopping soon")
+    result = TrainingResult("interrupted", 0, 0, run.run_dir.path)
+    console.on_train_end(run, result)
+    assert "stopping soon" in out.getvalue()
+    assert not console.announce("stopping"), "the display has ended"
+
+
+async def test_a_resumed_run_says_which_checkpoints_it_passed_over(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", config()):
+        pass
+    with RunDirectory.open(tmp_path / "run", config(), resume=True) as run_dir:
+        run_dir.tally.errors["checkpoint passed over, since it isn't whole: step_4"] += 1
+        out = io.StringIO()
+        Console(out).on_train_begin(ObservedRun(run_dir))
+    assert "from the start: no checkpoint to go on from" in out.getvalue()
+    assert "step_4" in out.getvalue()
 
 
 @pytest.mark.usefixtures("_colours")

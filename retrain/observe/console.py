@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from retrain.observe.callbacks import Callback, Run, TrainingResult
-from retrain.observe.progress import Progress, closing, near, number
+from retrain.observe.progress import Progress, closing, evaluation, near
 from retrain.streams import let_go
 from retrain.types import Metrics
 
@@ -50,6 +50,14 @@ class Console(Callback):
         self._printed_at = 0.0
         self._live: Live | None = None
 
+    def announce(self, text: str) -> bool:
+        """Show `text` below a live display from its next drawing on; False where there is none.
+
+        Sets an attribute and no more, so that a signal's handler may call it.
+        """
+        self._progress.note = text
+        return self._live is not None and self._live.is_started
+
     def on_train_begin(self, trainer: Run) -> None:
         self._progress = Progress(
             trainer.total_steps,
@@ -64,9 +72,10 @@ class Console(Callback):
             batch = f"{config.train.groups_per_step} groups x {config.algorithm.group_size} {unit}"
         self._say(
             f"{config.algorithm.type} on {config.backend.type}, model {config.model}: "
-            f"{trainer.total_steps} steps of {batch}"
-            + (f", from step {trainer.step}" if trainer.step else "")
+            f"{trainer.total_steps} steps of {batch}" + _since(trainer)
         )
+        for fault in trainer.run_dir.tally.errors:  # found while the run was taken up
+            self._say(fault)
         self._say(f"files in {near(trainer.run_dir.path)}")
         if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
             self._live = Live(_Panel(self._progress), console=self._terminal, refresh_per_second=4)
@@ -80,8 +89,7 @@ class Console(Callback):
             self._print_step(now)
 
     def on_eval_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
-        facts = "  ".join(f"{key.removeprefix('eval/')} {number(metrics[key])}" for key in metrics)
-        self._say(f"step {step}  evaluation: {facts}")
+        self._say(f"step {step}  evaluation: {evaluation(metrics)}")
 
     def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
         if self._live is None:
@@ -110,6 +118,12 @@ class Console(Callback):
         text = Text(line)
         text.stylize("bold", 0, label_width)
         self._terminal.print(text, soft_wrap=True)
+
+
+def _since(trainer: Run) -> str:
+    if trainer.step:
+        return f", from step {trainer.step}"
+    return ", from the start: no checkpoint to go on from" if trainer.run_dir.resumed else ""
 
 
 class _Panel:

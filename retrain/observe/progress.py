@@ -26,6 +26,8 @@ RECENT = 20
 """Steps that the time left is estimated from, and whose reward the trend compares."""
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 MAX_SHOWN_CAUSES = 5
+MEASURES = ("loss", "perplexity", "dpo/accuracy")
+"""Of an evaluation on rows of a data set."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class Progress:
     rewards: list[float] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
+    note: str = ""
+    """What the display says below the rest."""
     started: float = field(init=False)
     _ends: deque[float] = field(init=False)
     """When the latest steps ended, by the clock."""
@@ -97,7 +101,8 @@ class Progress:
         if facts:
             rows.add_row("step", Text("   ").join(_fact(*fact) for fact in facts))
         rows.add_row(self.tally.unit, self._rollouts())
-        return Group(self._bar(), rows)
+        note = [Text(self.note, style="bold")] if self.note else []
+        return Group(self._bar(), rows, *note)
 
     def _bar(self) -> RenderableType:
         left, done = self.seconds_left, self.step >= self.total_steps
@@ -146,6 +151,15 @@ class Progress:
             ("failed", "rollouts/failed", short),
         ]
         return [(label, f(self.metrics[key])) for label, key, f in known if key in self.metrics]
+
+
+def evaluation(metrics: Mapping[str, float]) -> str:
+    """What an evaluation found: the measures, then what failed; counts that are 0 are left out."""
+    told = {key.removeprefix("eval/"): value for key, value in metrics.items()}
+    failed = {key: told[key] for key in sorted(told) if key.endswith("/failed") and told[key]}
+    measures = ("reward/mean", *sorted(key for key in told if key.startswith("pass@")), *MEASURES)
+    parts = [f"{key} {number(told[key])}" for key in measures if key in told]
+    return "  ".join([*parts, *(f"{key} {short(value)}" for key, value in failed.items())])
 
 
 def closing(

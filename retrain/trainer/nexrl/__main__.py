@@ -51,7 +51,8 @@ def _run(arguments: argparse.Namespace, places: list[Path]) -> int:
     config = with_run_dir(config, resume=arguments.resume)
     places.append(config.run_dir or Path())
     recipe = dataclasses.replace(recipe, config=config)
-    drive(recipe.train(callbacks=[Console()], resume=arguments.resume))
+    console = Console()
+    drive(recipe.train(callbacks=[console], resume=arguments.resume), console.announce)
     return DONE
 
 
