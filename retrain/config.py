@@ -239,7 +239,6 @@ _NO_SECRETS = (
     "service documents, such as TINKER_API_KEY or WEAVER_API_KEY"
 )
 _SHORT = {"environment": "type", "algorithm": "type", "backend": "type", "chat": "template"}
-_DATA_FILES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 
 
 def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,11 +266,17 @@ def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(value: Any) -> Any:
-    if isinstance(value, str) and value.endswith(_DATA_FILES):
+    if isinstance(value, str) and _is_file(value):
         return {"type": "file", "path": value}
     if isinstance(value, list):
         return {"type": "list", "rows": value}
     return {"type": value} if isinstance(value, str) else value
+
+
+def _is_file(text: str) -> bool:
+    """Whether `prompts: text` means a file of rows, and not a plug-in or a dotted class."""
+    ending = text.rpartition(".")[2] if "." in text else ""
+    return ":" not in text and ending != "py" and ("/" in text or ending.islower())
 
 
 def plain(value: Any) -> Any:

@@ -29,11 +29,21 @@ def find_model(model: str, base_dir: Path) -> str:
             return str(folder.resolve())
     for folder in tried:
         if folder.exists() and (_is_path(model) or "/" not in model):
-            what = "holds no model: it has no config.json" if folder.is_dir() else "is a file"
-            raise ConfigError(f"model: {folder} {what}; {_EXPECTED}")
+            raise ConfigError(f"model: {folder} {_instead(folder)}")
     if _is_path(model):
         raise ConfigError(f"model: there is no folder {' nor '.join(map(str, tried))}; {_EXPECTED}")
     return model
+
+
+def _instead(path: Path) -> str:
+    """What `path` is, which holds no model, and what to do."""
+    if (path / "adapter_config.json").is_file():
+        return (
+            "holds LoRA weights alone, and a run begins with a whole model: run the one that wrote "
+            "them with checkpoint.merge_lora=true (--resume will do), and take its final/"
+        )
+    what = "holds no model: it has no config.json" if path.is_dir() else "is a file"
+    return f"{what}; {_EXPECTED}"
 
 
 def _is_path(model: str) -> bool:

@@ -234,8 +234,10 @@ def _blamed(where: str, what: str) -> Iterator[None]:
     """Turn what a user's module raises on import into a PluginError with its file and line."""
     try:
         yield
-    except PluginError:
-        raise
+    except PluginError as error:
+        if str(error).startswith(f"{where}: "):
+            raise
+        raise PluginError(f"{where}: {what}: {error}") from error  # a decorator's, in the module
     except SyntaxError as error:
         raise PluginError(
             f"{where}: {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"

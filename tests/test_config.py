@@ -182,6 +182,21 @@ def test_a_key_that_only_resembles_a_secret_is_taken(name: str) -> None:
     assert config.environment.arguments == {name: "x"}
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("rows.tsv", "file"),
+        ("data/rows", "file"),
+        ("hf", "hf"),
+        ("mine.py", "mine.py"),
+        ("data/mine.py:Rows", "data/mine.py:Rows"),
+        ("package.mine.Rows", "package.mine.Rows"),
+    ],
+)
+def test_a_path_for_prompts_is_a_file_of_rows_and_a_plug_in_is_not(text: str, kind: str) -> None:
+    assert parse_config({"prompts": text}).prompts.type == kind
+
+
 def test_short_forms_are_spelt_out() -> None:
     config = parse_config(
         {

@@ -137,6 +137,7 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
         ("environment", "raises:X", "raises.py:2: RuntimeError: no database"),
         ("environment", "syntax.py", "syntax.py:1: SyntaxError:"),
         ("environment", "leaves.py", "leaves.py:1: SystemExit: 3"),
+        ("reward", "asks.py:f", "reward.type: asks.py: reward 'f' asks for compleshun"),
         ("environment", "lacks.py", "No module named 'surely_not_there'"),
         ("environment", "lacks:X", "No module named 'surely_not_there'"),
         ("algorithm", "abstract.py:Half", "Half in "),
@@ -151,6 +152,7 @@ def test_what_cannot_be_found_says_what_to_do(
         "raises": "x = 1\nraise RuntimeError('no database')",
         "syntax": "def f(:",
         "leaves": "raise SystemExit(3)",
+        "asks": "from retrain import reward\n@reward\ndef f(compleshun): return 1.0",
         "lacks": "import surely_not_there",
         "abstract": header + "class Half(Algorithm): pass",
     }

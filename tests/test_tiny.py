@@ -198,6 +198,9 @@ def test_what_exists_but_holds_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"empty holds no model: it has no config\.json"):
         resolve_model("empty", tmp_path)
+    (tmp_path / "empty" / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match=r"LoRA weights alone.*checkpoint\.merge_lora=true"):
+        resolve_model("empty", tmp_path)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match=r"notes\.txt is a file"):
         resolve_model("notes.txt", tmp_path)

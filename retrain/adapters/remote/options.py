@@ -86,7 +86,7 @@ class RemoteOptions(AdapterOptions):
         missing = [name for name in LOCAL_NEEDS if find_spec(name) is None]
         if self.url == "local" and missing:
             found.append(
-                f"backend.url: local needs {', '.join(missing)}, which is not installed: "
+                f"backend.url: local needs what is not installed ({', '.join(missing)}): "
                 "pip install 'retrain[service]', or name a service's url"
             )
         try:
