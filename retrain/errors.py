@@ -105,7 +105,8 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
     """The error of a user's `owner` ("reward 'slot_match'"), with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    wrapped = UserCodeError(f"{owner} raised {type(error).__name__}: {error}{where}")
+    text = f": {error}" if str(error) else ""
+    wrapped = UserCodeError(f"{owner} raised {type(error).__name__}{text}{where}")
     wrapped.__cause__ = error
     return wrapped
 

@@ -64,6 +64,7 @@ class Intake:
                 continue
             refills -= cause == "no_signal"
             self._drop(group, cause)
+            self._check_failures()
         rank = {ticket: index for index, ticket in enumerate(self._ledger.open)}
         return [chosen[ticket] for ticket in sorted(chosen, key=rank.__getitem__)]
 
@@ -111,6 +112,8 @@ class Intake:
         if self.failed_in_a_row == 0:
             self._first_error = str(group.trajectories[0].info.get("error", "no cause was given"))
         self.failed_in_a_row += 1
+
+    def _check_failures(self) -> None:
         if self.failed_in_a_row >= self._train.max_failed_groups:
             raise NoSignalError(
                 f"{self.failed_in_a_row} groups in a row had no good rollout "

@@ -26,6 +26,7 @@ from retrain.errors import (
 )
 from retrain.learning_signal import Signal
 from retrain.observe.callbacks import Callback
+from retrain.observe.run_dir import read_events
 from retrain.pipeline import train
 from retrain.prompts import PromptSource
 from retrain.rewarding import (
@@ -213,6 +214,8 @@ async def test_p6_whatever_a_reward_does_is_its_rollouts_matter(tmp_path, kind, 
     if hopeless:
         [error] = await failure_of(train(config))
         assert "3 groups in a row" in str(error)
+        dropped = [e for e in read_events(tmp_path) if e["event"] == "dropped"]
+        assert len(dropped) >= 3, "the group that ended the run is counted too"
     else:
         async with asyncio.timeout(5):
             assert (await train(config)).total_steps == 2
