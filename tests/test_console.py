@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import subprocess
 import sys
@@ -93,7 +94,7 @@ async def test_lines_come_every_few_seconds(run: ObservedRun) -> None:
 
 async def test_missing_metrics_are_left_out(run: ObservedRun) -> None:
     out = io.StringIO()
-    await run.play(Callbacks([Console(out)]), [{"step": 1}])
+    await run.play(Callbacks([Console(out)]), [{"step": 1, "entropy": math.nan}])
     assert "step 1/4  0:0" in out.getvalue()
 
 

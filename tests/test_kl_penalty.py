@@ -11,11 +11,19 @@ from retrain.batching import penalised
 from retrain.errors import ConfigError
 from retrain.observe.run_dir import read_metrics
 from retrain.pipeline import train
+from retrain.rewarding import reward
 from retrain.types import Sample
+
+
+@reward
+def early(completion: str) -> float:
+    """Told apart from the first step on, by any weights."""
+    return sum(letter < "P" for letter in completion) / 4
+
 
 RUN = {
     "prompts": {"type": "list", "rows": [{"prompt": f"{k}=", "answer": k * 4} for k in "abcdefgh"]},
-    "rewards": [{"type": "slot_match"}],
+    "rewards": [{"type": f"{__name__}:early"}],
     "algorithm": {"type": "grpo", "group_size": 4, "kl_penalty": 0.1, "loss": "ppo"},
     "sampling": {"max_tokens": 4},
     "train": {"total_train_steps": 3, "groups_per_step": 8, "order": "in_order"},

@@ -150,7 +150,8 @@ class Progress:
             ("flat", "groups/zero_signal", short),
             ("failed", "rollouts/failed", short),
         ]
-        return [(label, f(self.metrics[key])) for label, key, f in known if key in self.metrics]
+        told = {key: value for key, value in self.metrics.items() if not math.isnan(value)}
+        return [(label, f(told[key])) for label, key, f in known if key in told]
 
 
 def evaluation(metrics: Mapping[str, float]) -> str:
