@@ -113,7 +113,8 @@ class TrainConfig(Section):
     seed: int = 0
     shuffle: bool = True
     order: Literal["ready", "in_order"] = "ready"
-    """`ready` trains groups as they finish; `in_order` as they were issued: reproducible."""
+    """`ready` trains groups as they finish; `in_order` as they were issued: reproducible, at the
+    price that `trl` decodes each request apart."""
     no_signal: Literal["keep", "refill"] = "keep"
     """Groups whose rewards are all equal: train them with advantage 0, or replace them."""
     max_refill: Annotated[int, Field(ge=0)] = 3

@@ -31,6 +31,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 STEPS = re.compile(r"(max_steps|total_steps|total_train_steps)=\d+")
+PATH = re.compile(
+    r"`((?:retrain|tests|docs|configs|data|environments|rewards|benchmarks)/[\w./]+\.\w+)`"
+)
 NAMED = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
 LEAST = {"prompts": ["hello"], "rewards": "exact_match"}
 
@@ -127,6 +130,12 @@ def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
     targets = [target.partition("#")[0] for target in LINK.findall(text)]
     local = [target for target in targets if target and "://" not in target]
     assert not [target for target in local if not (page.parent / target).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
+    named = [path for path in PATH.findall(page.read_text(encoding="utf-8")) if "NAME" not in path]
+    assert not [path for path in named if not (ROOT / path).exists()]
 
 
 def test_the_configuration_page_is_current() -> None:
