@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from retrain.errors import ConfigError
+from retrain.places import places
 
 TINY = "tiny"
 _EXPECTED = (
@@ -23,7 +24,7 @@ def find_model(model: str, base_dir: Path) -> str:
         raise ConfigError(f"model: got {model!r}, {_EXPECTED}")
     if model == TINY:
         return model
-    tried = dict.fromkeys(base / Path(model).expanduser() for base in (base_dir, Path.cwd()))
+    tried = places(model, base_dir)
     for folder in tried:
         if (folder / "config.json").is_file():
             return str(folder.resolve())

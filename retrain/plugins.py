@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from retrain.errors import PluginError
+from retrain.places import places
 
 HOME = Path(__file__).resolve().parent.parent
 """The folder that holds the package, `environments/` and `rewards/`."""
@@ -104,12 +105,11 @@ def find_file(text: str, where: str, base_dir: Path) -> Path:
 
     Raises PluginError listing the places that were tried.
     """
-    tried = [base_dir / Path(text).expanduser(), Path.cwd() / Path(text).expanduser()]
+    tried = places(text, base_dir)
     for path in tried:
         if path.exists():
             return path.resolve()
-    places = " nor ".join(dict.fromkeys(str(path) for path in tried))
-    raise PluginError(f"{where}: there is no file {places}{_similar(tried)}")
+    raise PluginError(f"{where}: there is no file {' nor '.join(map(str, tried))}{_similar(tried)}")
 
 
 def _built_in(kind: Kind, text: str, where: str, base_dir: Path) -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from retrain.errors import PromptError
+from retrain.places import places
 from retrain.prompt_files import Format, Numbered, read_rows
 from retrain.types import Message, Prompt, Ticket
 
@@ -213,9 +214,7 @@ def load_dataset_rows(path: str, name: str | None, split: str) -> list[dict[str,
 
 
 def _found(path: str, base_dir: Path | None) -> Path:
-    tried = dict.fromkeys(
-        folder / Path(path).expanduser() for folder in (base_dir or Path(), Path.cwd())
-    )
+    tried = places(path, base_dir)
     for file in tried:
         if file.is_file():
             return file
@@ -232,8 +231,7 @@ def _load_dataset(path: str, name: str | None, split: str, base_dir: Path | None
         raise PromptError(
             f"data set {path}: needs the datasets library: pip install datasets"
         ) from None
-    folders = [folder / Path(path).expanduser() for folder in (base_dir or Path(), Path.cwd())]
-    saved = next((folder for folder in folders if folder.is_dir()), None)
+    saved = next((folder for folder in places(path, base_dir) if folder.is_dir()), None)
     try:
         if saved is None or not _was_saved(saved):
             return datasets.load_dataset(str(saved or path), name, split=split)

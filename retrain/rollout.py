@@ -19,7 +19,7 @@ from retrain.chat import Chat, Conversation
 from retrain.config import DeadlinesConfig
 from retrain.deadlines import adapter_call, user_call
 from retrain.environment import Action, Environment, StepResult
-from retrain.errors import LateError, UserCodeError
+from retrain.errors import LateError, UserCodeError, shown
 from retrain.rewarding import as_number
 from retrain.sampler import Sampler, SamplingParams
 from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory, Turn
@@ -250,20 +250,22 @@ def _checked(answer: Any) -> StepResult:
     """A StepResult of what a user's `step` returned; raises TypeError or ValueError."""
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise TypeError(
-            f"returned {answer!r}: StepResult(observation, reward, terminated, truncated, info) "
-            "is expected"
+            f"returned {shown(answer)}: StepResult(observation, reward, terminated, truncated, "
+            "info) is expected"
         )
     observation, reward, terminated, truncated, info = answer
     value = as_number(reward)
     if value is None:
-        raise ValueError(f"returned the reward {reward!r}: a finite number is expected")
+        raise ValueError(f"returned the reward {shown(reward)}: a finite number is expected")
     if not isinstance(info, dict):
-        raise TypeError(f"returned the info {info!r}: a dict is expected")
+        raise TypeError(f"returned the info {shown(info)}: a dict is expected")
     ends = bool(terminated), bool(truncated)
     if any(ends) and observation is None:  # a habit of Gym's users
         observation = ()
     if any(ends) and not isinstance(observation, list | tuple):
-        raise TypeError(f"returned the observation {observation!r}: a list of messages is expected")
+        raise TypeError(
+            f"returned the observation {shown(observation)}: a list of messages is expected"
+        )
     return StepResult(observation, value, *ends, info)
 
 

@@ -17,7 +17,7 @@ LAYERS = [
     names.split()
     for names in (
         """types errors deadlines threads config config_errors config_keys config_yaml models
-        plugin_keys plugins streams""",
+        places plugin_keys plugins streams""",
         """environment rewarding prompts prompt_files sampler chat chat_template chat_tokens
         chat_tools examples algorithms adapters.base""",
         """rollout playback batching ledger checkpoint intake learning_signal metering slots

@@ -27,6 +27,13 @@ def refused(path: Path, **keys: Any) -> str:
     return str(caught.value)
 
 
+def test_a_tilde_that_names_no_user_is_a_letter(tmp_path: Path) -> None:
+    assert "there is no prompt file" in refused(Path("~no-user-of-this-name/rows.jsonl"))
+    (tmp_path / "~mine").mkdir()
+    file(tmp_path / "~mine", "rows.txt", "a=")
+    assert len(FilePrompts("~mine/rows.txt", base_dir=tmp_path)) == 1
+
+
 def test_a_row_is_a_text_or_a_mapping() -> None:
     source = ListPrompts(
         [

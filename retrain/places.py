@@ -1,0 +1,15 @@
+"""Where a path of the config is looked up: in the config's folder, then in the working folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def places(text: str, base_dir: Path | None) -> list[Path]:
+    """The paths that `text` may mean, each once; `~` is the home folder.
+
+    What starts with `~` and names no user is a path like any other.
+    """
+    path = os.path.expanduser(text)  # Path's own raises where there is no such user
+    return list(dict.fromkeys(folder / path for folder in (base_dir or Path(), Path.cwd())))
