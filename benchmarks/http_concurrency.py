@@ -166,14 +166,15 @@ async def compare(url: str, levels: list[int], rounds: int, samples: int, slow: 
     print(f"{'in flight':>9}  {'arm':8} {'requests/s':>10} {'CPU ms':>8} {'of aiohttp':>10}")
     cpu: dict[str, dict[int, float]] = {name: {} for name in ARMS}
     for level in levels:
-        total = max(samples, 2 * level)
+        total = max(samples, 4 * level)
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in ARMS}
         for turn in range(rounds):
             for name, arm in ARMS.items():
                 if name == "httpx" and (turn > 0 or level > slow):
                     continue
                 async with arm(url) as sample:
-                    await measure(sample, min(level, 50), 100)  # connections and code are warm
+                    warm = min(level, 50 if name == "httpx" else CONNECTIONS)
+                    await measure(sample, warm, 2 * warm)  # connections and code are warm
                     many = level if name == "httpx" else total
                     found[name].append(await measure(sample, level, many))
         base = [rate for rate, _ in found["aiohttp"]]

@@ -1,6 +1,6 @@
 """What the pipe itself costs: CPU a rollout, loop lag, and the fraction of the asynchronous limit.
 
-    python -m benchmarks.orchestration [--quick]
+    python -m benchmarks.orchestration [--quick] [--latency 0.3]
 
 A mock engine answers after a seeded lognormal latency; rewards are async; the full run directory is
 written. Bars: <= 60 us CPU a rollout at 1,000 and 10,000 in flight (90 with a plain function as
@@ -121,7 +121,7 @@ def run(
     return window, lag
 
 
-def cost(quick: bool) -> None:
+def cost(quick: bool, latency: float) -> None:
     """CPU a rollout and loop lag, by rollouts in flight."""
     print(f"{'in flight':>10} {'S':>2} {'reward':>6} {'us CPU/rollout':>15} {'lag p99 ms':>11}")
     for in_flight, target, plain in (
@@ -130,9 +130,8 @@ def cost(quick: bool) -> None:
     ):  # fmt: skip
         groups = in_flight // 8 // (target + 1)
         steps = (6 if quick else 12) * (target + 1) + 2 * (target + 1)
-        mean = 0.3 if in_flight == 1000 else 2.0
         window, lag = run(
-            groups=groups, steps=steps, target=target, plain_reward=plain, latency=mean
+            groups=groups, steps=steps, target=target, plain_reward=plain, latency=latency
         )
         per_rollout = 1e6 * window.cpu / window.rollouts
         kind = "plain" if plain else "async"
@@ -161,9 +160,12 @@ def limit(quick: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    quick = parser.parse_args().quick
-    cost(quick)
-    limit(quick)
+    parser.add_argument(
+        "--latency", type=float, default=0.3, help="mean seconds of a completion, for the cost"
+    )
+    given = parser.parse_args()
+    cost(given.quick, given.latency)
+    limit(given.quick)
 
 
 if __name__ == "__main__":

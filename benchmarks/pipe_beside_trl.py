@@ -1,6 +1,6 @@
 """The whole pipe beside TRL's GRPOTrainer on the same task, where an environment takes its time.
 
-    python -m benchmarks.pipe_beside_trl [--latencies 0 100] [--rounds 3]
+    python -m benchmarks.pipe_beside_trl [--latencies 0 100 500] [--rounds 3]
 
 The echo task of the quickstart on the model `tiny`: 16 prompts x 8 rollouts x 4 tokens a step,
 one OpenMP thread for each worker of every arm. A rollout waits for its latency once:
