@@ -6,7 +6,6 @@ digest of their weights.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -93,31 +92,29 @@ EXAMPLES = ("train.order=in_order", "train.groups_per_step=8", "train.total_trai
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", REMOTE)
 def test_a_run_outlives_the_kill_of_its_service_and_trains_nothing_twice(backend, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     clean, killed = tmp_path / "clean", tmp_path / "killed"
-    with as_process(clean / "service", port=port):
-        first = start(backend, port, clean)
+    with as_process(clean / "service") as (_, url):
+        first = start(backend, url, clean)
         assert "completed" in first.communicate(timeout=60)[0]
 
-    with as_process(killed / "service", port=port) as (service, _):
-        run = start(backend, port, killed)
+    with as_process(killed / "service") as (service, url):
+        run = start(backend, url, killed)
         assert any("checkpoint in" in line for line in run.stdout or ())  # waits for the first
         service.kill()
-    with as_process(killed / "service", port=port):
+    with as_process(killed / "service", port=int(url.rpartition(":")[2])):
         told, _ = run.communicate(timeout=60)
         if run.returncode:  # the models of a killed service are gone, its checkpoints are not
             assert "error: " in told
             assert "--resume" in told
-            resumed = start(backend, port, killed, "--resume")
+            resumed = start(backend, url, killed, "--resume")
             assert "completed" in resumed.communicate(timeout=60)[0]
     assert steps_and_weights(killed) == steps_and_weights(clean)
     updates = [e["step"] for e in surviving(read_events(killed / "run")) if e["event"] == "update"]
     assert updates == list(range(1, 13))
 
 
-def start(backend: str, port: int, folder: Path, *more: str) -> subprocess.Popen[str]:
-    section = f"backend={{type: {backend}, url: 'http://127.0.0.1:{port}', learning_rate: 2.0e-3}}"
+def start(backend: str, url: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+    section = f"backend={{type: {backend}, url: '{url}', learning_rate: 2.0e-3}}"
     command = [
         *(sys.executable, "-m", "retrain.run", str(CONFIGS / "sft_tinker.yaml"), section),
         *("checkpoint.every=4", *EXAMPLES, "--run-dir", str(folder / "run"), *more),
