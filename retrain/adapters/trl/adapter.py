@@ -206,6 +206,7 @@ class TrlAdapter(Adapter):
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await asyncio.wrap_future(self._thread.ended)
+            self._thread.join()
         except TimeoutError as error:
             raise AdapterError(
                 f"the trainer's thread is still in a forward pass after {CLOSE_SECONDS:.0f} s"

@@ -76,6 +76,10 @@ class TrainerThread:
         self._stop.set()
         self._jobs.put(None)
 
+    def join(self) -> None:
+        """Wait until the thread is gone; once it has `ended`, it has nothing left to do."""
+        self._thread.join()
+
     def submit(self, job: Job) -> Future[Any]:
         """Queue a job; raises AdapterError with the cause when the thread has ended."""
         with self._lock:
