@@ -222,6 +222,33 @@ async def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(keys, tmp_
         assert await second.publish() == 4
 
 
+async def test_what_goes_on_has_the_rate_and_the_schedule_of_its_own_config(tmp_path):
+    async def rates(steps, state=None, **keys):
+        sections = {"train": {"total_train_steps": steps}}
+        async with adapter(lr_scheduler="linear", sections=sections, **keys) as trl:
+            if state:
+                await trl.load(state)
+            update = [await trl.update(kit.batch(kit.ragged())) for _ in range(3)]
+            decay = trl._thread.trainer.optimizer.param_groups[0]["weight_decay"]
+            saved = None if state else await trl.save(tmp_path)
+        return [told["learning_rate"] for told in update], decay, saved
+
+    told, _, state = await rates(3, learning_rate=9e-3)
+    assert told == pytest.approx([9e-3, 6e-3, 3e-3])
+    told, decay, _ = await rates(6, state, learning_rate=6e-3, weight_decay=0.5)
+    assert told == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert decay == 0.5
+
+
+async def test_two_trainers_in_a_process_train_as_each_does_alone():
+    async def train(seeds):
+        async with adapter(micro_batch_rows=1, lora={"r": 4, "dropout": 0.2}) as trl:
+            return [await trl.update(kit.batch(kit.ragged(seed))) for seed in seeds]
+
+    alone = [await train(range(3)), await train(range(3, 6))]
+    assert await asyncio.gather(train(range(3)), train(range(3, 6))) == alone
+
+
 async def test_a_checkpoint_of_step_0_and_one_after_the_last_step_can_be_loaded(tmp_path):
     sections = {"train": {"total_train_steps": 1}}
     async with adapter(sections=sections) as trl:

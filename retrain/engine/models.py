@@ -6,6 +6,7 @@ a ConfigError that says what was looked for and where.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ from retrain.models import TINY, find_model
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROCESS_STATE = threading.RLock()
+"""Held by a thread that loads or trains with transformers, accelerate and TRL: how weights are
+initialised, gradient synchronisation and the random generator are the whole process's."""
 
 
 def resolve_model(model: str, base_dir: Path) -> str:
@@ -35,7 +40,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     try:
-        with quiet():
+        with PROCESS_STATE, quiet():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype or torch.float32
             )

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -239,6 +240,30 @@ class PipeTrainer(GRPOTrainer):
                 "learning_rate, or dtype float32, usually helps"
             )
         return norm
+
+    # --- checkpoints
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The checkpoint's moments and step count; the rates and the schedule are this run's."""
+        ours = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        for group, own in zip(self.optimizer.param_groups, ours, strict=True):
+            group.update(own)
+        schedule = self.lr_scheduler
+        schedule = getattr(schedule, "scheduler", schedule)  # as accelerate wraps it
+        if isinstance(schedule, LambdaLR):
+            schedule.base_lrs = [own["initial_lr"] for own in ours]
+            schedule._last_lr = [
+                base * factor(schedule.last_epoch)
+                for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            ]
+            for group, rate in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
+                group["lr"] = rate
 
     def save_to(self, folder: Path) -> str:
         """Write TRL's checkpoint below `folder`; its name there."""

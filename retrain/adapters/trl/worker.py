@@ -9,6 +9,7 @@ its last step.
 Invariants:
 - Every future that was given out is resolved: `_close` fails the rest, whatever ended the thread.
 - The thread never outlives its owner: it looks each second whether `alive()`, and `stop` wakes it.
+- Of several trainers in a process one works at a time (`PROCESS_STATE`): the others' threads wait.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from retrain.engine.models import PROCESS_STATE
 from retrain.errors import AdapterError, RetrainError
 from retrain.types import Batch, Metrics
 
@@ -114,6 +116,10 @@ class TrainerThread:
     # --- the thread
 
     def _main(self) -> None:
+        with PROCESS_STATE:
+            self._work()
+
+    def _work(self) -> None:
         try:
             torch.set_num_threads(self._threads)
             self.trainer = self._build(self)
@@ -166,15 +172,21 @@ class TrainerThread:
         """The next job that nobody has cancelled."""
         while True:
             held, self._held = self._held, None
-            try:
-                job = held or self._jobs.get(timeout=HEALTH_CHECK_SECONDS)
-            except queue.Empty:
-                job = None
+            job = held or self._wait()
             self.check_stop()
             if job is not None and (
                 job.future.running() or job.future.set_running_or_notify_cancel()
             ):
                 return job
+
+    def _wait(self) -> Job | None:
+        PROCESS_STATE.release()
+        try:
+            return self._jobs.get(timeout=HEALTH_CHECK_SECONDS)
+        except queue.Empty:
+            return None
+        finally:
+            PROCESS_STATE.acquire()
 
     def _serve(self, job: Job) -> None:
         """Run a call; its failure is its caller's, the trainer goes on."""
