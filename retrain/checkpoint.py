@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config import RunConfig
-from retrain.errors import CheckpointError, shown
+from retrain.errors import CheckpointError, first_of, shown
 from retrain.observe.journal import plain
 from retrain.threads import DaemonPool
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
@@ -194,13 +194,19 @@ SCORING = ("environment", "rewards", "algorithm", "chat")
 
 
 def changes(saved: Mapping[str, Any], config: RunConfig, keys: Iterable[str]) -> list[str]:
-    """What differs between a saved config and the present one, a line a dotted key."""
-    pairs = {key: (_at(saved, key), _at(config.model_dump(mode="json"), key)) for key in keys}
+    """What differs below `keys` between a saved config and the present one, a line a dotted key."""
+    present = config.model_dump(mode="json")
     return [
-        f"{key}: was {shown(old, 300)}, is {shown(new, 300)}"
-        for key, (old, new) in pairs.items()
-        if old != new
+        f"{path}: was {shown(old)}, is {shown(new)}"
+        for key in keys
+        for path, old, new in _differences(_at(saved, key), _at(present, key), key)
     ]
+
+
+def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """The dotted keys whose values differ, the run directory's place excepted."""
+    present = config.model_dump(mode="json")
+    return [path for path, *_ in _differences(saved, present) if path != "run_dir"]
 
 
 def check_same_run(saved: Mapping[str, Any], config: RunConfig) -> None:
@@ -217,7 +223,7 @@ def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
         return ""
     return (
         "this run can't be resumed with another configuration; changed: "
-        + "; ".join(changed)
+        + first_of(changed, "; ")
         + ". Change it back, or start a new run with --run-dir"
     )
 
@@ -304,6 +310,19 @@ def _at(config: Mapping[str, Any], dotted: str) -> Any:
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of what differs, as deep as both have the same form."""
+    inner: Iterable[Any] = ()
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        inner = [(key, old.get(key), new.get(key)) for key in {**old, **new}]
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        inner = zip(range(len(old)), old, new, strict=True)
+    elif old != new:
+        yield path, old, new
+    for key, before, after in inner:
+        yield from _differences(before, after, f"{path}.{key}".lstrip("."))
 
 
 def _is_empty(folder: Path) -> bool:

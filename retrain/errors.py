@@ -23,6 +23,7 @@ it was and where, and the pipe records that as the rollout's outcome.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -118,3 +119,9 @@ def shown(value: object, limit: int = 80) -> str:
     except Exception:  # noqa: BLE001 - a user's own; or Python's, of an integer of 4300 digits
         return f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def first_of(items: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
+    """The first `limit` items as an error tells them, and how many more there are."""
+    more = [f"and {len(items) - limit} more"] if len(items) > limit else []
+    return separator.join([*items[:limit], *more])

@@ -103,6 +103,7 @@ async def _tell_the_end(run: Run, status: Status, failure: BaseException | None)
     """To the files and to the callbacks; an error of theirs doesn't hide why the run failed."""
     first: Exception | None = None
     try:
+        run.write_evaluation()
         run.run_dir.event("end", status=status, step=run.step)
         run.run_dir.flush()
     except RunError as error:
@@ -313,6 +314,7 @@ async def _evaluate(run: Run, step: int) -> None:
         run.best_reward = reward
         run.mark_best(step)
     run.evaluating.discard(step)
+    run.write_evaluation()  # the one before, where no step came between
     run.meter.evaluation = metrics
     run.run_dir.event("eval", **metrics)
     await run.callbacks.on_eval_end(run, step, metrics)

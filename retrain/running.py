@@ -253,6 +253,14 @@ class Run:
             self.run_dir.rollouts(group, step=step)
         self.watchdog.progress()
 
+    def write_evaluation(self) -> None:
+        """A row of its own for an evaluation that no step's row has taken up."""
+        found, self.meter.evaluation = self.meter.evaluation, {}
+        if found and self.history:
+            row = {"step": self.history[-1]["step"], **found}
+            self.history[-1] = {**self.history[-1], **row}
+            self.run_dir.metrics(row)
+
     def last_words(self, message: str) -> None:
         """The process is about to end: write down and say why. Called by the watchdog's thread."""
         self.run_dir.event("stalled", message=message)

@@ -18,6 +18,7 @@ from retrain.checkpoint import (
     DATA,
     SCORING,
     Checkpoint,
+    changed_keys,
     changes,
     check_same_run,
     group_from_json,
@@ -105,6 +106,7 @@ async def restore(run: Run) -> None:
     run.saved_step = saved.step
     metrics = read_metrics(run.run_dir.path)
     run.history = [row for row in metrics if row["step"] <= saved.step]
+    run.run_dir.changed = changed_keys(saved.config, run.config)
     _take_up(run, saved, saved.groups)
 
 
@@ -143,4 +145,4 @@ def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -
     run.intake.failed_in_a_row = saved.counters["failed_in_a_row"]
     best = saved.counters["best_reward"]
     run.best_reward = -math.inf if best is None else best
-    run.run_dir.event("resumed", from_step=run.step)
+    run.run_dir.event("resumed", from_step=run.step, changed=run.run_dir.changed)

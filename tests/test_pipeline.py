@@ -15,7 +15,8 @@ from retrain.config import RunConfig
 from retrain.environment import Environment, StepResult
 from retrain.errors import AdapterError, ConfigError, DeadlineError, NoSignalError
 from retrain.observe.callbacks import Callback
-from retrain.observe.run_dir import read_events
+from retrain.observe.journal import read_lines
+from retrain.observe.run_dir import read_events, read_metrics
 from retrain.pipeline import train
 from retrain.prompts import epoch_order
 from retrain.rewarding import Reward, RewardCalculator, reward
@@ -438,6 +439,13 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
     evaluations = events(tmp_path, "eval")
     assert [e["eval/step"] for e in evaluations] == [4, 8, 12]
     assert all(0 <= e["eval/pass@2"] <= 1 for e in evaluations)
+    written = [row for row in read_lines(tmp_path / "metrics.jsonl") if "eval/step" in row]
+    assert [row["eval/step"] for row in written] == [4, 8, 12]
+    assert written[-1].keys() - {"step"} == evaluations[-1].keys() - {"event", "time"}
+    assert (result.metrics["eval/step"], result.metrics["step"]) == (12, 12)
+    assert [row.keys() - {"nonfinite"} for row in read_metrics(tmp_path)] == [
+        row.keys() for row in result.history
+    ]
     best = max(evaluations, key=lambda e: e["eval/reward/mean"])
     assert result.best_checkpoint_path == tmp_path / "checkpoints" / f"step_{best['eval/step']}"
     assert result.best_checkpoint_path.is_dir()

@@ -1,6 +1,7 @@
 """Checkpoints, crashes and resumes: no prompt is lost or trained twice, whatever happens."""
 
 import asyncio
+import io
 import json
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from retrain.checkpoint import MANIFEST, Checkpoints, group_from_json, group_to_
 from retrain.errors import CheckpointError
 from retrain.ledger import Ledger
 from retrain.observe.callbacks import Callback
+from retrain.observe.console import Console
+from retrain.observe.report import digest
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import train
 from retrain.prompts import epoch_order
@@ -196,7 +199,7 @@ async def test_a_checkpoint_that_fails_leaves_the_one_before_it(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": {"group_size": 2}}, "algorithm: was"),
+        ({"algorithm": {"group_size": 2}}, r"algorithm\.group_size: was 4, is 2\. Ch"),
         ({"model": "other"}, "model: was 'tiny', is 'other'"),
         ({"train": {"groups_per_step": 2}}, r"train\.groups_per_step: was 4, is 2"),
     ],
@@ -207,6 +210,26 @@ async def test_another_model_or_algorithm_is_refused_on_resume(tmp_path, change,
     parts = parts_with(config_in(tmp_path), MockAdapter(MockOptions(), changed))
     with pytest.raises(CheckpointError, match=message):
         await train(changed, resume=True, parts=parts)
+
+
+async def test_what_a_resume_lets_pass_is_told(tmp_path):
+    match, printed = {"type": "slot_match"}, io.StringIO()
+    await train(config_in(tmp_path, rewards=[match]))
+    longer = config_in(
+        tmp_path,
+        rewards=[{**match, "weight": 2.0}],
+        sampling={"temperature": 0.5},
+        train={"total_train_steps": STEPS + 1},
+    )
+    await train(longer, resume=True, callbacks=[Console(printed)])
+    [resumed] = [e for e in read_events(tmp_path) if e["event"] == "resumed"]
+    changed = ["rewards.0.weight", "sampling.temperature", "train.total_train_steps"]
+    assert resumed["changed"] == changed
+    told = ", ".join(changed)
+    assert f"changed since the checkpoint: {told}\n" in printed.getvalue()
+    assert any(
+        f"from step {STEPS}, changed: {told}" in line for line in digest(tmp_path)["history"]
+    )
 
 
 async def test_p10_cancelling_a_run_checkpoints_at_the_step_boundary(tmp_path):

@@ -63,7 +63,7 @@ class TrainingResult:
     total_epochs: int
     run_dir: Path
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The last step's."""
+    """The last step's, with the last evaluation's where that came after it."""
     history: Sequence[Mapping[str, float]] = ()
     """Every step's metrics, in order."""
     best_checkpoint_path: Path | None = None

@@ -17,6 +17,7 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from retrain.errors import first_of
 from retrain.observe.callbacks import Callback, Run, TrainingResult
 from retrain.observe.progress import Progress, closing, evaluation, near
 from retrain.streams import let_go
@@ -74,6 +75,8 @@ class Console(Callback):
             f"{config.algorithm.type} on {config.backend.type}, model {config.model}: "
             f"{trainer.total_steps} steps of {batch}" + _since(trainer)
         )
+        if changed := trainer.run_dir.changed:
+            self._say(f"changed since the checkpoint: {first_of(changed)}")
         for fault in trainer.run_dir.tally.errors:  # found while the run was taken up
             self._say(fault)
         self._say(f"files in {near(trainer.run_dir.path)}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, first_of
 from retrain.observe.callbacks import tenths
 from retrain.observe.charts import charts
 from retrain.observe.journal import plain, read_lines
@@ -125,7 +125,7 @@ def _history(events: Sequence[Event]) -> list[str]:
     """The run's own turning points, in words."""
     start = float(events[0]["time"]) if events else 0.0
     words = {
-        "resumed": lambda e: f"resumed from step {e.get('from_step')}",
+        "resumed": lambda e: f"resumed from step {e.get('from_step')}" + _changed(e),
         "checkpoint": lambda e: f"checkpoint of step {e.get('step')}",
         "torn": lambda e: f"a torn checkpoint was passed over: {e.get('checkpoint')}",
         "stalled": lambda e: f"stalled: {_rest(e)}",
@@ -136,6 +136,11 @@ def _history(events: Sequence[Event]) -> list[str]:
         for event in events
         if event["event"] in words
     ]
+
+
+def _changed(event: Event) -> str:
+    changed = event.get("changed") or ()
+    return f", changed: {first_of(changed)}" if changed else ""
 
 
 def _rest(event: Event) -> str:

@@ -2,7 +2,7 @@
 
     config.yaml      the resolved configuration, without secrets
     events.jsonl     {"event": kind, "time": seconds since 1970, ...}: everything that happened
-    metrics.jsonl    one object a step
+    metrics.jsonl    one object a step, and one an evaluation that no step follows
     rollouts.jsonl   one object a rollout
     checkpoints/     written by checkpoint.py
 
@@ -58,6 +58,8 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.resumed = resumed
+        self.changed: list[str] = []
+        """Keys of the config that differ from those of the checkpoint that the run goes on from."""
         self.tally = Tally()
         self._lock = lock
         self._events = Journal(path / EVENTS)
@@ -185,9 +187,12 @@ def surviving(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a run directory, each once: a step done again after a resume replaces its
-    first row and voids the later ones."""
+    first row and voids the later ones. An evaluation's own row joins that of its step."""
     rows: list[dict[str, Any]] = []
     for row in read_lines(path / METRICS):
+        if rows and "eval/step" in row and "loss" not in row:
+            rows[-1] |= row
+            continue
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
         rows.append(row)
