@@ -27,7 +27,7 @@ from retrain.models import find_model
 from retrain.observe.callbacks import Callback
 from retrain.plugin_keys import bind
 from retrain.plugins import Kind, find_file, find_plugin, line_of
-from retrain.prompts import PromptSource
+from retrain.prompts import FilePrompts, ListPrompts, PromptSource
 from retrain.rewarding import NAMES, FunctionReward, RewardCalculator, Scorer, WeightedReward
 from retrain.types import Group, Metrics
 
@@ -141,7 +141,12 @@ def assemble(config: RunConfig, given: Mapping[str, Any] | None = None) -> Parts
         loss_config=loss_config,
         normalisation=normalisation,
         capabilities=capabilities,
-        warnings=(*warnings_about(config, loss, capabilities), *_left_out(made["prompts"])),
+        warnings=(
+            *warnings_about(config, loss, capabilities),
+            *_left_out(made["prompts"]),
+            *_unanswered(made["scorer"], made["prompts"], "prompts"),
+            *_unanswered(made["scorer"], made["eval_prompts"], "eval.prompts"),
+        ),
     )
 
 
@@ -170,6 +175,19 @@ def _left_out(prompts: PromptSource) -> Iterator[str]:
     if isinstance(prompts, Pairs):
         for reason, count in prompts.dropped.items():
             yield f"prompts: {count} left out, {reason}; {len(prompts)} pairs remain"
+
+
+def _unanswered(scorer: Scorer, prompts: PromptSource | None, where: str) -> Iterator[str]:
+    """A reward may make do without an answer, so this is no error."""
+    needy = [r.name for r in scorer.rewards if getattr(r.calculator, "needs_answer", False)]
+    if not needy or not isinstance(prompts, ListPrompts):  # whose rows are at hand
+        return
+    if all(prompts.row(index).answer is None for index in range(len(prompts))):
+        path = f" of {prompts.path}" if isinstance(prompts, FilePrompts) else ""
+        yield (
+            f"{where}: no row{path} has an answer, and the reward {', '.join(needy)} asks for one: "
+            f"give the rows an `answer`, or name their column by {where}.answer_column"
+        )
 
 
 def target_of(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:

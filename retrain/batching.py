@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from retrain.algorithms.base import Credit
+from retrain.errors import RunError, shown
 from retrain.types import Batch, Denominators, Group, Sample, Trajectory
 
 Normalisation = Literal["token", "sequence", "batch"]
@@ -27,6 +28,33 @@ TRL_AS_SHARED: Mapping[str, tuple[str, Normalisation]] = {
 
 bnpo averages over the tokens of a micro-batch; over a whole batch it is dapo.
 """
+
+
+def fitting(
+    groups: Sequence[Group], returned: Sequence[Sequence[Credit]], owner: str
+) -> list[Sequence[Credit]]:
+    """`returned`, what `owner` gave as advantages; RunError unless one is there a trajectory."""
+    expected = [len(group.trajectories) for group in groups]
+    try:
+        credits = list(returned)
+        got = [len(credit) for credit in credits]
+    except TypeError as error:
+        raise RunError(
+            f"{owner}: advantages returned {shown(returned)}, expected a list for each group that "
+            "holds a number for each of its trajectories"
+        ) from error
+    if len(got) != len(expected):
+        raise RunError(
+            f"{owner}: advantages returned {len(got)} lists, expected {len(expected)}: one for "
+            "each group"
+        )
+    for number, (many, wanted) in enumerate(zip(got, expected, strict=True)):
+        if many != wanted:
+            raise RunError(
+                f"{owner}: advantages returned a list of {many} for group {number}, expected "
+                f"{wanted}: one for each of its trajectories"
+            )
+    return credits
 
 
 def make_batch(

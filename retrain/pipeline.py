@@ -21,7 +21,7 @@ from pathlib import Path
 
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
-from retrain.batching import batch_of, make_samples, penalised
+from retrain.batching import batch_of, fitting, make_samples, penalised
 from retrain.config import RunConfig
 from retrain.deadlines import cancelled
 from retrain.errors import NonFiniteError, NoSignalError, RunError
@@ -256,11 +256,12 @@ async def step(run: Run) -> list[Group] | None:
 async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metrics]:
     """The groups' batch, whether any rollout got credit, and what there is to say of it.
 
-    Raises NoSignalError when nothing was sampled at all.
+    Raises NoSignalError when nothing was sampled at all, RunError for a wrong number of advantages.
     """
     parts, told = run.parts, Metrics()
     scored = [Group(group.prompt, group.scored) for group in groups]
-    credits = parts.algorithm.advantages(scored)
+    returned = parts.algorithm.advantages(scored)
+    credits = fitting(scored, returned, f"the algorithm {type(parts.algorithm).__name__}")
     samples = make_samples(scored, credits, paired=parts.loss == "dpo")
     if not samples:
         raise NoSignalError("a step's rollouts hold no sampled token: nothing can be trained")

@@ -94,6 +94,12 @@ class FunctionReward(RewardCalculator):
         """The function's own result: a verdict, or an awaitable of one."""
         return self.function(**self._arguments(trajectory), **self.bound)
 
+    @property
+    def needs_answer(self) -> bool:
+        """Whether it asks for the row's answer by name, without a default."""
+        answer = inspect.signature(self.function).parameters.get("answer")
+        return answer is not None and answer.default is answer.empty and "answer" in self._wants
+
     def _declared(self) -> tuple[str, ...]:
         parameters = inspect.signature(self.function).parameters.values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):

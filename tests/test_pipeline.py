@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import re
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +15,7 @@ from retrain.batching import make_batch
 from retrain.chat import Chat
 from retrain.config import RunConfig
 from retrain.environment import Environment, StepResult
-from retrain.errors import AdapterError, ConfigError, DeadlineError, NoSignalError
+from retrain.errors import AdapterError, ConfigError, DeadlineError, NoSignalError, RunError
 from retrain.observe.callbacks import Callback
 from retrain.observe.journal import read_lines
 from retrain.observe.run_dir import read_events, read_metrics
@@ -495,3 +497,22 @@ async def test_a_prompt_longer_than_the_context_says_what_to_do(tmp_path):
 
 def test_a_group_without_a_turn_has_no_oldest_version():
     assert Group(Prompt("0.0.0", []), []).oldest_version is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda groups: [[0.0] * 4], "returned 1 lists, expected 4: one for each group"),
+        (lambda groups: [[0.0]] * 4, "returned a list of 1 for group 0, expected 4: one for each"),
+        (lambda groups: [0.0] * 4, "returned [0.0, 0.0, 0.0, 0.0], expected a list for each"),
+    ],
+)
+async def test_advantages_that_dont_fit_are_told_with_their_algorithm(tmp_path, wrong, told):
+    class Mine(GRPO):
+        def advantages(self, groups):
+            return wrong(groups)
+
+    config = mock_config(tmp_path)
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, parts=replace(assemble(config), algorithm=Mine()))
+    assert caught.group_contains(RunError, match=re.escape(f"Mine: advantages {told}"))

@@ -68,7 +68,8 @@ def refusal(kind: str, text: str, folder: Path) -> str:
 
 
 def make(folder: Path, **sections: Any) -> Parts:
-    base = {"prompts": ["a"], "environment": "echo", "rewards": "exact_match"}
+    rows = [{"prompt": "a", "answer": "a"}]
+    base = {"prompts": rows, "environment": "echo", "rewards": "exact_match"}
     return assemble(parse_config({**base, **sections}, folder))
 
 
@@ -233,7 +234,7 @@ def test_a_run_is_put_together(folder: Path) -> None:
         folder,
         environment={"type": "mine.py:Mine", "size": 3},
         algorithm={"type": "grpo", "baseline": "leave_one_out", "loss_config": {"epsilon": 0.1}},
-        eval={"prompts": ["b", "c"]},
+        eval={"prompts": ["b", {"prompt": "c", "answer": "c"}]},
     )
     assert isinstance(parts.prompts, ListPrompts)
     assert parts.eval_prompts is not None
@@ -442,6 +443,17 @@ def test_seldom_meant_sampling_is_warned_of(folder: Path) -> None:
     assert warm.startswith("sampling with temperature 0.7: ppo weighs tokens by the ratio")
     (greedy,) = make(folder, sampling={"temperature": 0}, **backend).warnings
     assert "the rollouts of a group are equal" in greedy
+
+
+def test_rows_without_the_answer_that_a_reward_asks_for_are_warned_of(folder: Path) -> None:
+    (folder / "bare.txt").write_text("a\nb\n")
+    (folder / "mild.py").write_text("def mild(completion, answer=None): return 0.0")
+    (warning,) = make(folder, prompts="bare.txt").warnings
+    assert warning.startswith(f"prompts: no row of {folder / 'bare.txt'} has an answer, and the re")
+    assert "the reward exact_match asks for one" in warning
+    (warning,) = make(folder, eval={"prompts": ["b"]}).warnings
+    assert warning.startswith("eval.prompts: no row has an answer")
+    assert make(folder, prompts="bare.txt", rewards="mild.py").warnings == ()
 
 
 def test_a_stall_shorter_than_another_deadline_is_warned_of(folder: Path) -> None:
