@@ -8,6 +8,7 @@ import sys
 
 import httpx
 import pytest
+import torch
 
 from retrain.service.serve import main
 from tests.service_kit import Tinker, as_process, passed
@@ -52,6 +53,27 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
     assert "--api-key-env" in capsys.readouterr().err
     assert main(["--host", "0.0.0.0", "--port", "0", "--api-key-env", "A_KEY"]) == 2
     assert "A_KEY is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        (("--port", "99999"), "--port 99999: expected 0 to 65535"),
+        (("--port", "-1"), "--port -1: expected 0 to 65535"),
+        (("--threads", "0"), "--threads 0: expected at least 1"),
+        (("--folder", f"{__file__}/x"), "test_service_serve.py/x can't be made: Not a directory"),
+        (("--device", "tpu9"), "--device tpu9 can't be had: "),
+        pytest.param(
+            ("--device", "cuda"),
+            "--device cuda can't be had: ",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_is_told_in_a_sentence(setting, told, capsys, tmp_path):
+    assert main(["--port", "0", "--folder", str(tmp_path), *setting]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert told in line
 
 
 def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):

@@ -17,6 +17,7 @@ from retrain.errors import ConfigError
 from retrain.service.state import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MAX_PORT = 65535
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,12 +84,25 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             f"--host {arguments.host} lets other machines in, and no key is asked for: name the "
             "variable that holds one with --api-key-env"
         )
+    if not 0 <= arguments.port <= MAX_PORT:
+        raise ConfigError(
+            f"--port {arguments.port}: expected 0 to {MAX_PORT}; 0 takes any free one"
+        )
+    if arguments.threads < 1:
+        raise ConfigError(f"--threads {arguments.threads}: expected at least 1")
+    try:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--folder {arguments.folder} can't be made: {error.strerror}; name one that can be "
+            "written"
+        ) from error
     return Settings(
         model=arguments.model,
         folder=arguments.folder,
         api_key=key,
         device=arguments.device,
-        threads=max(1, arguments.threads),
+        threads=arguments.threads,
     )
 
 

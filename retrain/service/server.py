@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import uvicorn
 
+from retrain.errors import ConfigError
 from retrain.service.app import create_app
 from retrain.service.state import Settings
 
@@ -26,8 +28,9 @@ async def serve(settings: Settings, listening: socket.socket, announcement: str)
     """Until SIGINT or SIGTERM; a second SIGINT doesn't wait for the requests under way.
 
     The socket takes connections already when the announcement is printed, and they are answered
-    once the server runs. Raises ConfigError when the model can't be served.
+    once the server runs. Raises ConfigError when the model or the device can't be had.
     """
+    _check_device(settings.device)
     async with create_app(settings) as app:
         config = uvicorn.Config(
             app,
@@ -44,6 +47,16 @@ async def serve(settings: Settings, listening: socket.socket, announcement: str)
         sys.stdout.write(announcement)
         sys.stdout.flush()
         await server.serve(sockets=[listening])
+
+
+def _check_device(device: str | None) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a build without CUDA
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--device {device} can't be had: {reason}; cpu is always there"
+        ) from error
 
 
 class _Server(uvicorn.Server):
