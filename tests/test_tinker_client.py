@@ -522,4 +522,11 @@ async def test_a_pause_is_longer_after_a_large_prompt(monkeypatch: pytest.Monkey
 def test_a_models_name_is_cut_to_what_a_tokenizer_is_called() -> None:
     assert plain_model_name("Qwen/Qwen3-8B:peft:262144") == "Qwen/Qwen3-8B"
     assert plain_model_name("Qwen/Qwen3-8B/variant") == "Qwen/Qwen3-8B"
-    assert plain_model_name("tiny") == "tiny"
+    for own in (
+        "tiny",
+        "/root/models/tiny-1a",
+        "./models/tiny",
+        "~/models/tiny",
+        r"C:\models\tiny",
+    ):
+        assert plain_model_name(own) == own

@@ -241,7 +241,12 @@ class TrainingClient:
 
 
 def plain_model_name(name: str) -> str:
-    """`org/model` of a name that may carry a variant (`org/model/variant`, `org/model:peft:1`)."""
+    """`org/model` of a name that may carry a variant (`org/model/variant`, `org/model:peft:1`).
+
+    A path on the service's machine (`/...`, `./...`, `~/...`, `C:...`) stays as it is.
+    """
+    if name[:1] in ("/", ".", "~") or name[1:2] == ":":
+        return name
     return "/".join(name.split(":")[0].split("/")[:2])
 
 
