@@ -1,9 +1,10 @@
 """The `reward_fn` of fit(): called with (prompt, response[, row]), as a RewardCalculator.
 
 It may return a number, a bool or a dict of numbers, be `async`, or score a group in one call
-(`@batched`). What it raises, or returns instead, is a RewardError that shows the prompt and the
-response: by default it ends training, with `on_reward_error: drop` its rollout is left out and
-counted. It is never a reward of 0.
+(`@batched`). What is a RewardCalculator already, such as an `@reward` function, is called as it is
+in a YAML: by name, or with the trajectory. What either raises, or returns instead, is a RewardError
+that shows the prompt and the response: by default it ends training, with `on_reward_error: drop`
+its rollout is left out and counted. It is never a reward of 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from retrain.errors import RewardError, blame, shown
-from retrain.rewarding import FunctionReward, Reward, RewardCalculator
+from retrain.rewarding import NAMES, FunctionReward, Reward, RewardCalculator
 from retrain.threads import DaemonPool
 from retrain.types import Prompt, Trajectory
 
@@ -37,7 +38,8 @@ def takes_row(function: Callable[..., Any]) -> bool:
     """Whether to pass the row as a third argument.
 
     It is passed when a third parameter is required, or optional with the default None. Raises
-    TypeError when the function can't be called with (prompt, response) or (prompt, response, row).
+    TypeError when the function can't be called with (prompt, response) or (prompt, response, row),
+    or seems to expect the answer in the row's place.
     """
     if not callable(function):
         raise TypeError(
@@ -57,29 +59,49 @@ def takes_row(function: Callable[..., Any]) -> bool:
             f"{NAME}: {name}{inspect.signature(function)} can't be called with (prompt, response) "
             "or (prompt, response, row): write e.g. def reward_fn(prompt, response)"
         )
-    return variadic or required == 3 or (len(positional) > 2 and positional[2].default is None)
+    passed = required == 3 or (len(positional) > 2 and positional[2].default is None)
+    if passed and positional[2].name in ("answer", "answers"):
+        raise TypeError(
+            f"{NAME}: the third argument is the data set's row, not its answer: call it "
+            f"`row` and read row[...], or decorate the function with @retrain.reward, to have "
+            f"it called by name with any of {', '.join(NAMES)}"
+        )
+    return variadic or passed
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
     """Calls a reward function on trajectories and checks what it returns."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | RewardCalculator
     row_of: Callable[[Prompt], Any]
     """The data set's row as it came."""
     weights: Mapping[str, float] | None
     failed: Callable[[RewardError], None]
     """Told of each failure; may be called from a thread."""
 
+    def ask(self, trajectory: Trajectory) -> Any:
+        """What the reward function says of it, or an awaitable of that."""
+        if isinstance(self.function, FunctionReward):
+            return self.function.call(trajectory)
+        if isinstance(self.function, RewardCalculator):
+            return self.function.calculate(trajectory)
+        return self.function(*self.arguments(trajectory))
+
     def arguments(self, trajectory: Trajectory) -> list[Any]:
         prompt = trajectory.prompt
         pair: list[Any] = [prompt.text, trajectory.completion]
+        assert not isinstance(self.function, RewardCalculator)
         if takes_row(self.function):
             pair.append(self.row_of(prompt))
         return pair
 
     def verdict(self, returned: Any, trajectory: Trajectory) -> Reward:
         """The reward that was returned; raises RewardError when it is none."""
+        if isinstance(returned, Reward):
+            numbers = (returned.value, *returned.components.values())
+            if returned.outcome != "ok" or all(map(_is_number, numbers)):
+                return returned
         if isinstance(returned, Mapping):
             return self._sum(returned, trajectory)
         if not _is_number(returned):
@@ -120,25 +142,30 @@ class Judge:
 
 
 class PairReward(FunctionReward):
-    """A function of one prompt and one response; a plain one runs in a thread."""
+    """A function or calculator of one rollout; a plain function runs in a thread."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
         self.name = NAME
-        self.function = judge.function
+        self.function = judge.ask
         self.bound = {}
         self.is_async = _is_async(judge.function)
 
+    @property
+    def needs_answer(self) -> bool:
+        function = self.judge.function
+        return isinstance(function, FunctionReward) and function.needs_answer
+
     async def calculate(self, trajectory: Trajectory) -> Reward:
         try:
-            returned = await self.function(*self.judge.arguments(trajectory))
+            returned = await self.judge.ask(trajectory)
         except Exception as error:
             raise self.judge.raised(trajectory, error) from error
         return self.judge.verdict(returned, trajectory)
 
     def call(self, trajectory: Trajectory) -> Reward:
         try:
-            returned = self.function(*self.judge.arguments(trajectory))
+            returned = self.judge.ask(trajectory)
         except Exception as error:
             raise self.judge.raised(trajectory, error) from error
         if inspect.isawaitable(returned):
@@ -150,7 +177,7 @@ class PairReward(FunctionReward):
 
 
 class BatchedReward(RewardCalculator):
-    """A function of lists, called once a group."""
+    """A function of lists, or a calculator that compares: called once a group."""
 
     name = NAME
 
@@ -164,12 +191,11 @@ class BatchedReward(RewardCalculator):
 
     async def calculate_group(self, group: Sequence[Trajectory]) -> Sequence[Reward]:
         function = self.judge.function
-        columns = [list(column) for column in zip(*map(self.judge.arguments, group), strict=True)]
         try:
-            if _is_async(function):
-                returned = await function(*columns)
+            if isinstance(function, RewardCalculator):
+                returned: Any = await function.calculate_group(group)
             else:
-                returned = await self.pool.run(lambda: function(*columns))
+                returned = await self._on_columns(function, group)
         except Exception as error:
             raise self.judge.raised(group[0], error) from error
         if not hasattr(returned, "__len__") or len(returned) != len(group):
@@ -180,16 +206,27 @@ class BatchedReward(RewardCalculator):
             )
         return [self.judge.verdict(one, t) for one, t in zip(returned, group, strict=True)]
 
+    async def _on_columns(self, function: Callable[..., Any], group: Sequence[Trajectory]) -> Any:
+        columns = [list(column) for column in zip(*map(self.judge.arguments, group), strict=True)]
+        if _is_async(function):
+            return await function(*columns)
+        return await self.pool.run(lambda: function(*columns))
+
 
 def as_calculator(judge: Judge, pool: DaemonPool) -> RewardCalculator:
     """The reward function as the pipe calls it. Raises TypeError for a wrong signature."""
-    takes_row(judge.function)
-    if getattr(judge.function, "batched", False):
-        return BatchedReward(judge, pool)
-    return PairReward(judge)
+    function = judge.function
+    if isinstance(function, RewardCalculator):
+        own = type(function).calculate_group
+        compares = own is not RewardCalculator.calculate_group
+        return BatchedReward(judge, pool) if compares else PairReward(judge)
+    takes_row(function)
+    return BatchedReward(judge, pool) if getattr(function, "batched", False) else PairReward(judge)
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def _is_async(function: Any) -> bool:  # any: a function or a RewardCalculator
+    if isinstance(function, RewardCalculator):
+        return function.is_async if isinstance(function, FunctionReward) else True
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
     )
