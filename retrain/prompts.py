@@ -171,10 +171,14 @@ def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | N
         raise ValueError("has both `prompt` and `messages`: keep one, or set prompt_column")
     column = prompt_column or ("prompt" if rest.get("prompt") is not None else "messages")
     if rest.get(column) is None:
-        wanted = prompt_column or "prompt` or `messages"
+        usual = (prompt_column,) if prompt_column else ("prompt", "messages")
+        for name in usual:
+            if name in rest:
+                raise ValueError(f"its `{name}` is null, expected a text or a list of messages")
         raise ValueError(
-            f"has no `{wanted}`; its columns are {', '.join(map(str, rest)) or 'none'}; "
-            "name the right one with prompt_column (in a trainer: column_mapping)"
+            f"has no `{'` or `'.join(usual)}`; its columns are "
+            f"{', '.join(map(str, rest)) or 'none'}; name the right one with "
+            "prompt_column (in a trainer: column_mapping)"
         )
     if answer_column is not None and answer_column not in rest:
         raise ValueError(f"has no `{answer_column}`; its columns are {', '.join(map(str, rest))}")

@@ -70,6 +70,7 @@ def test_a_message_with_tool_calls_needs_no_content() -> None:
         ({"messages": []}, "the list of messages is empty"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "has both `prompt` and"),
         ({"question": "a"}, "has no `prompt` or `messages`; its columns are question; name"),
+        ({"prompt": None}, "its `prompt` is null, expected a text or a list of messages"),
         ({}, "its columns are none"),
         ({"prompt": 5}, "a prompt is a text or a list of messages, got int"),
         ({"messages": ["a"]}, "message 0 must be a mapping with `role` and `content`"),

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from benchmarks.mock_engine import MockAdapter
-from retrain import Environment, StepResult
+from retrain import Environment, Reward, RewardCalculator, StepResult, reward
 from retrain.assembly import Parts
 from retrain.errors import (
     CheckpointError,
@@ -189,7 +189,9 @@ def test_the_keys_reach_the_pipe():
         ([*ROWS, {"answer": "a"}], PromptError, "row 4: has no `prompt` or `messages`; its col"),
         ([{"question": "a", "input": "b"}], PromptError, "question, input could each be the prom"),
         ([{"prompt": " "}], PromptError, "the prompt is empty"),
-        ({"test": ROWS}, PromptError, "has no split 'train'; it has test"),
+        ([{"prompt": None}], PromptError, "row 0: its `prompt` is null"),
+        ({"test": ROWS}, PromptError, "the dict .* has no split 'train'; it has test"),
+        ({"prompt": ["a", "b"]}, PromptError, "columns as datasets.Dataset.from_dict"),
     ],
 )
 def test_a_bad_dataset_is_told_before_any_model_loads(dataset, kind, text, nothing_loads):
@@ -232,7 +234,9 @@ def test_scored_responses_without_a_named_score_are_explained_for_dpo(nothing_lo
         trainer.fit([{"prompt": "a", "response": "b", "rating": 3}])
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "list", "datasets", "splits"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "csv", "parquet", "list", "datasets", "splits", "pandas"]
+)
 def test_a_dataset_has_many_forms(kind, tmp_path):
     import datasets
 
@@ -240,6 +244,7 @@ def test_a_dataset_has_many_forms(kind, tmp_path):
     files = {"json": json.dumps(ROWS), "jsonl": "\n".join(map(json.dumps, ROWS))}
     files["csv"] = "prompt,answer\n" + "".join(f"{r['prompt']},{r['answer']}\n" for r in ROWS)
     given = {"list": ROWS, "datasets": table, "splits": datasets.DatasetDict({"train": table})}
+    given["pandas"] = table.to_pandas()
     path = tmp_path / f"rows.{kind}"
     if kind in files:
         path.write_text(files[kind])
@@ -307,9 +312,35 @@ async def halves_later(prompts, responses):
     return [0.5] * len(responses)
 
 
+@reward
+def by_name(answer, prompt, completion, metadata):
+    assert (prompt, metadata["solution"]) == (f"{answer}=", answer)
+    return 0.5
+
+
+@reward(scale=0.5)
+async def by_name_later(completion, scale):
+    return scale
+
+
+class Judging(RewardCalculator):
+    async def calculate(self, trajectory):
+        return Reward(0.5, {"length": float(len(trajectory.completion))})
+
+
+class Comparing(Judging):
+    async def calculate_group(self, group):
+        return [Reward(0.0, outcome="invalid"), *[0.5] * (len(group) - 1)]
+
+
 @pytest.mark.parametrize(
     "reward_fn",
     [
+        by_name,
+        by_name_later,
+        Judging(),
+        Comparing(),
+        lambda prompt, response: Reward(0.5),
         lambda prompt, response: 0.5,
         lambda prompt, response, row: len(row["answer"]) / 2,
         lambda prompt, response, row=None: len(row["answer"]) / 2,
@@ -322,7 +353,8 @@ async def halves_later(prompts, responses):
     ],
 )
 def test_a_reward_function_has_many_forms(reward_fn):
-    result = grpo(max_steps=1).fit(ROWS, reward_fn)
+    rows = [{**row, "solution": row["answer"]} for row in ROWS]
+    result = grpo(max_steps=1).fit(rows, reward_fn)
     assert result.metrics["mean_reward"] == result.metrics["reward/mean"] == 0.5
 
 
@@ -345,6 +377,8 @@ def test_a_dict_s_parts_are_weighed_and_told_apart():
         lambda response: 0.0,
         lambda: 0.0,
         lambda prompt, response, row, more: 0.0,
+        lambda prompt, response, answer: 0.0,
+        batched(lambda prompts, responses, answers=None: 0.0),
         lambda prompt, response, *, scale: 0.0,
         0.5,
     ],
@@ -363,6 +397,16 @@ def too_few(prompts, responses):
     return [1.0]
 
 
+@reward
+def unknown(prompt, completion):
+    raise KeyError("truth")
+
+
+class Nothing(Judging):
+    async def calculate_group(self, group):
+        return [Reward(math.nan) for _ in group]
+
+
 @pytest.mark.parametrize(
     ("reward_fn", "text"),
     [
@@ -375,6 +419,8 @@ def too_few(prompts, responses):
         (lambda prompt, response: later(prompt, response), "declare it with `async def`"),
         (failing, "raised KeyError: 'truth' .test_trainer_api.py:"),
         (too_few, "a list of 2 rewards, one each, is expected"),
+        (unknown, r"prompt='.=', response='.*'\) raised KeyError: 'truth' .test_trainer_api.py:"),
+        (Nothing(), r"returned Reward\(value=nan"),
     ],
 )
 def test_a_reward_that_fails_ends_training_with_the_pair(reward_fn, text):

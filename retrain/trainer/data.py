@@ -1,4 +1,4 @@
-"""The `dataset` of fit(): a path, a Hub id, a list, a datasets.Dataset or a DataModule, as rows.
+"""The `dataset` of fit(): a path, a Hub id, a list, a table or a DataModule, as rows.
 
 Everything is read and checked before a model loads. Prompts are made of the rows under our column
 names; where they are played, a prompt's metadata is the whole row as it came, for reward functions
@@ -95,13 +95,20 @@ def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
     if isinstance(dataset, Mapping):  # datasets.DatasetDict is one
         if options.split not in dataset:
             splits = ", ".join(map(str, dataset))
-            raise PromptError(f"the data set has no split {options.split!r}; it has {splits}")
+            raise PromptError(
+                f"the {type(dataset).__name__} given as dataset has no split {options.split!r}; it "
+                f"has {splits}. A mapping is taken for splits, {{{options.split!r}: rows}}: pass "
+                "rows as a list, [{'prompt': ...}, ...], and columns as "
+                "datasets.Dataset.from_dict(columns)"
+            )
         dataset = dataset[options.split]
+    if hasattr(dataset, "iterrows"):  # a pandas.DataFrame
+        return "the DataFrame given as dataset", dataset.to_dict("records")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"dataset: got {type(dataset).__name__}, expected a path, a Hub id, a list of rows, a "
-            "datasets.Dataset or a DataModule; rows are read more than once, so write a generator "
-            "as list(...)"
+            "DataFrame, a datasets.Dataset or a DataModule; rows are read more than once, so write "
+            "a generator as list(...)"
         )
     kind = "list" if isinstance(dataset, list | tuple) else type(dataset).__name__
     return f"the {kind} given as dataset", [dataset[index] for index in range(len(dataset))]
