@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from retrain.engine.custom_loss import custom_surrogate
 from retrain.engine.losses import (
     LOSS_DEFAULTS,
     loss_metrics,
@@ -17,7 +18,7 @@ from retrain.engine.losses import (
     shared_loss,
     token_logprobs,
 )
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, UserCodeError
 
 torch.set_num_threads(1)
 LN = math.log
@@ -179,7 +180,7 @@ def test_dpo_without_reference_logprobs_is_refused():
         shared_loss("dpo", {}, row(1), row(1), row(1), torch.ones(1, 1))
 
 
-def test_a_custom_loss_gets_clean_rows_and_must_return_one_number():
+def test_a_custom_loss_gets_clean_rows():
     def reinforce(lp: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
         return -(lp * adv * mask).sum()
 
@@ -187,8 +188,27 @@ def test_a_custom_loss_gets_clean_rows_and_must_return_one_number():
     loss, sums = shared_loss(reinforce, {}, row(-1, math.nan), row(-1, 0), row(2, 5), mask)
     assert loss.item() == 2
     assert sums["tokens"] == 1
-    with pytest.raises(ValueError, match="one number"):
-        shared_loss(lambda lp, *_: lp, {}, row(-1, 0), row(-1, 0), row(2, 5), mask)
+
+
+def unfit(lp: Tensor, old: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
+    return lp @ adv
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda lp, *_: lp, r"^loss '<lambda>' returned a tensor of \(1, 2\): .* one number"),
+        (lambda *_: 0.5, r"returned 0\.5: it must return one number, a tensor"),
+        (lambda lp, *_: lp.detach().sum(), r"returned -1\.0, .* must depend on `logprobs`"),
+        (unfit, r"^loss 'unfit' raised RuntimeError: .* \(test_losses\.py:\d+\)$"),
+    ],
+)
+def test_a_custom_loss_that_fails_is_named(loss, message):
+    """By the surrogate too, which runs it for the services."""
+    with pytest.raises(UserCodeError, match=message):
+        shared_loss(loss, {}, row(-1, 0, grad=True), row(-1, 0), row(2, 5), torch.ones(1, 2))
+    with pytest.raises(UserCodeError, match=message):
+        custom_surrogate(loss, [[-1, 0]], [[-1, 0]], [[2, 5]], [[1, 1]])
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from retrain.adapters.base import SHARED_LOSSES, TRL_LOSSES
+from retrain.adapters.tinker.options import TinkerOptions
 from retrain.adapters.trl.keys import OWNED, PASSED, SCHEDULERS, refusal
 from retrain.adapters.trl.options import TrlOptions
 from retrain.adapters.trl.plan import SHARED_KEYS, plan_loss, run_plan
+from retrain.adapters.weaver.options import WeaverOptions
 from retrain.assembly import assemble
 from retrain.config import parse_config
 from retrain.errors import ConfigError
@@ -120,8 +122,36 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
     config = kit.run_config("mine.py:half", base_dir=tmp_path)
     assert callable(run_plan(config).custom)
     assert TrlOptions().problems(config) == []
-    (problem,) = TrlOptions().problems(kit.run_config("mine.py:whole", base_dir=tmp_path))
-    assert "whole" in problem
+
+
+@pytest.mark.parametrize("options", [TrlOptions(), TinkerOptions(), WeaverOptions()])
+@pytest.mark.parametrize(
+    ("loss", "keys", "message"),
+    [
+        ("mine.py:whole", {}, "algorithm.loss: there is no whole in "),
+        (
+            "mine.py:two",
+            {},
+            "algorithm.loss: mine.py:two is two(logprobs, advantages), which can't",
+        ),
+        (
+            "mine.py:keyed",
+            {},
+            "four tensors: write it as (logprobs, old_logprobs, advantages, mask)",
+        ),
+        ("mine.py:Class", {}, "algorithm.loss: Class in "),
+        ("mine.py:right", {"beta": 1}, "algorithm.loss_config: got beta, but a loss of your own"),
+    ],
+)
+def test_a_loss_of_ones_own_that_cannot_run_is_told(options, loss, keys, message, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def two(logprobs, advantages): ...\n"
+        "def keyed(logprobs, old, advantages, mask, *, scale): ...\n"
+        "def right(logprobs, old, advantages, mask, scale=1.0): ...\n"
+        "class Class: ...\n"
+    )
+    [problem] = options.problems(kit.run_config(loss, loss_config=keys, base_dir=tmp_path))
+    assert message in problem
 
 
 def test_a_loss_that_isnt_one_is_told_once():

@@ -25,15 +25,13 @@ def custom_surrogate(
     """The loss, dL/dlogp of each token of each row, and the metrics of `loss_metrics`.
 
     The rows are ragged; `loss` sees them padded to (B, T), in float32, with mask 0 on the padding.
-    Raises ValueError when `loss` returns no scalar, NonFiniteError on NaN or infinity.
+    Raises UserCodeError as `shared_loss` does, NonFiniteError on NaN or infinity.
     """
     learner = _padded(logprobs).requires_grad_()
     value, sums = shared_loss(
         loss, {}, learner, _padded(old_logprobs), _padded(advantages), _padded(masks)
     )
-    gradients = torch.zeros_like(learner)
-    if value.requires_grad:  # else it is a constant of the log-probs
-        (gradients,) = torch.autograd.grad(value, learner)
+    (gradients,) = torch.autograd.grad(value, learner)
     if not torch.isfinite(value) or not torch.isfinite(gradients).all():
         raise NonFiniteError(
             f"the custom loss is {float(value.detach())}, or a gradient of it is not finite: look "

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, UserCodeError, blame, shown
 
 CustomLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), each (B, T), to the sum over tokens, a scalar."""
@@ -63,7 +63,8 @@ def shared_loss(
     0-1, 2-3, ... without it; the sign of a row's advantage tells the chosen (+) from the rejected
     (-), its size is the weight w. A callable gets the first four with unmasked entries set to 0.
 
-    Raises ConfigError on an unknown loss or key, ValueError on rows that don't form pairs.
+    Raises ConfigError on an unknown loss or key, ValueError on rows that don't form pairs,
+    UserCodeError when a callable raises, or returns something else than a scalar with a gradient.
     """
     keep = mask > 0
     rows = _Rows(
@@ -200,11 +201,20 @@ _TABLE: Mapping[str, Callable[[_Rows, Mapping[str, float]], tuple[Tensor, dict[s
 
 
 def _custom(loss: CustomLoss, rows: _Rows, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
-    value = loss(rows.logprobs, rows.old, rows.advantages, mask)
+    what = f"loss '{getattr(loss, '__name__', type(loss).__name__)}'"
+    try:
+        value = loss(rows.logprobs, rows.old, rows.advantages, mask)
+    except Exception as error:
+        raise blame(what, error) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"the custom loss returned {got}: it must return one number, the sum over tokens"
+        got = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+        raise UserCodeError(
+            f"{what} returned {got}: it must return one number, a tensor: the sum over tokens"
+        )
+    if rows.logprobs.requires_grad and not value.requires_grad:
+        raise UserCodeError(
+            f"{what} returned {value.item()}, which has no gradient: it must depend on `logprobs`, "
+            "without detach(), item() or no_grad()"
         )
     sums = _ratio_sums(rows, _ratio(rows), _ratio(rows))
     return value.reshape(()), {"tokens": float(rows.keep.sum()), **sums}

@@ -97,7 +97,7 @@ class RemoteOptions(AdapterOptions):
         try:
             check_loss(config)
         except ConfigError as error:
-            found.append(f"algorithm.loss_config: {error}")
+            found += error.problems
         lora = self.lora
         if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
             found.append("backend.lora: every train_* is false, so nothing would be trained")

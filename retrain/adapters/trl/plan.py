@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from retrain.adapters.base import SHARED_LOSSES, TRL_LOSSES
-from retrain.algorithms.base import Algorithm
+from retrain.adapters.losses import custom_loss, loss_keys, run_loss
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
-from retrain.plugins import Kind, find_plugin
 
 Mean = Literal["rows", "tokens", "sum"]
 
@@ -85,24 +84,12 @@ class LossPlan:
 def run_plan(config: RunConfig) -> LossPlan:
     """The plan of a run's loss: the config's, or else its algorithm's own.
 
-    A user's own loss is `module:function` or `path.py:function`: a sum over tokens of what
-    `engine.losses.CustomLoss` takes; it has no keys. Raises ConfigError as `plan_loss` does.
+    A user's own loss has no keys. Raises ConfigError as `plan_loss` and `custom_loss` do.
     """
-    loss, base = config.algorithm.loss, config.base_dir
-    if loss is None:
-        kind = Kind("algorithm", Algorithm)
-        loss = str(find_plugin(kind, config.algorithm.type, "algorithm.type", base).loss)
-    # `force` is the pipe's own: it allows a stale batch under a loss that does not clip.
-    keys = {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
-    if ":" not in loss:
-        return plan_loss(loss, keys, config.sampling.max_tokens)
-    if keys:
-        raise ConfigError(
-            f"algorithm.loss_config: got {', '.join(keys)}, but a loss of your own takes no keys: "
-            "give its arguments defaults"
-        )
-    custom = find_plugin(Kind("loss", _NoClass, callable), loss, "algorithm.loss", base)
-    return LossPlan(loss, False, {}, False, custom)
+    loss, custom = run_loss(config), custom_loss(config)
+    if custom is not None:
+        return LossPlan(loss, False, {}, False, custom)
+    return plan_loss(loss, loss_keys(config), config.sampling.max_tokens)
 
 
 def plan_loss(name: str, config: Mapping[str, Any], max_tokens: int) -> LossPlan:
@@ -127,10 +114,6 @@ def plan_loss(name: str, config: Mapping[str, Any], max_tokens: int) -> LossPlan
                 "(set it to 'sequence', or leave it out)"
             )
     return LossPlan(name, True, args, args.get("beta", 0.0) != 0.0)
-
-
-class _NoClass:
-    """No class is a loss: only functions are."""
 
 
 def _cispo(given: Mapping[str, Any]) -> LossPlan:

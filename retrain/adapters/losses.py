@@ -1,0 +1,71 @@
+"""The loss that a run trains, and a user's own function of log-probs, checked before a model loads.
+
+A loss of one's own is `module:function` or `path.py:function` in `algorithm.loss`; engine.losses
+says what it is given and returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from retrain.algorithms.base import Algorithm
+from retrain.config import RunConfig
+from retrain.errors import ConfigError, PluginError
+from retrain.plugins import Kind, find_plugin
+
+ARGUMENTS = "(logprobs, old_logprobs, advantages, mask)"
+_WHERE = "algorithm.loss"
+
+
+def run_loss(config: RunConfig) -> str:
+    """The config's loss, or else its algorithm's own."""
+    if config.algorithm.loss is not None:
+        return config.algorithm.loss
+    kind = Kind("algorithm", Algorithm)
+    return str(find_plugin(kind, config.algorithm.type, "algorithm.type", config.base_dir).loss)
+
+
+def loss_keys(config: RunConfig) -> dict[str, Any]:
+    """The loss's own keys. `force` is the pipe's: it allows old samples under an unclipped loss."""
+    return {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
+
+
+def custom_loss(config: RunConfig) -> Callable[..., Any] | None:
+    """The user's function (an engine.losses.CustomLoss, which names torch types); None: a name.
+
+    Raises PluginError when it isn't found or can't be called with four tensors, ConfigError when
+    it is given keys.
+    """
+    loss = run_loss(config)
+    if ":" not in loss:
+        return None
+    function: Callable[..., Any] = find_plugin(
+        Kind("loss", LossFunction, callable), loss, _WHERE, config.base_dir
+    )
+    _check_signature(function, loss)
+    if keys := loss_keys(config):
+        raise ConfigError(
+            f"algorithm.loss_config: got {', '.join(keys)}, but a loss of your own takes no keys: "
+            "give its arguments defaults"
+        )
+    return function
+
+
+def _check_signature(function: Callable[..., Any], loss: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins tell none
+        return
+    try:
+        signature.bind(*range(4))
+    except TypeError:
+        raise PluginError(
+            f"{_WHERE}: {loss} is {loss.rpartition(':')[2]}{signature}, which can't be called with "
+            f"four tensors: write it as {ARGUMENTS}"
+        ) from None
+
+
+class LossFunction:
+    """No class is a loss: only functions are."""
