@@ -31,6 +31,7 @@ _HOMES = {
         "UserCodeError",
     ),
     "retrain.observe.callbacks": ("Callback", "TrainingResult"),
+    "retrain.observe.loggers": ("Logger",),
     "retrain.pipeline": ("train",),
     "retrain.prompts": ("PromptSource",),
     "retrain.rewarding": ("Reward", "RewardCalculator", "reward"),
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
         UserCodeError as UserCodeError,
     )
     from retrain.observe.callbacks import Callback as Callback, TrainingResult as TrainingResult
+    from retrain.observe.loggers import Logger as Logger
     from retrain.pipeline import train as train
     from retrain.prompts import PromptSource as PromptSource
     from retrain.rewarding import (

@@ -35,7 +35,10 @@ _Row = tuple[int, Metrics]
 
 
 class Logger(Callback, ABC):
-    """Override `open`, `log` and `close`: plain calls, made in the logger's own thread."""
+    """Override `open`, `log` and `close`: plain calls, made in the logger's own thread.
+
+    A constructor of one's own needn't call this one, which only looks whether `library` is there.
+    """
 
     library: str | None = None
     """The module that it needs."""
@@ -43,6 +46,12 @@ class Logger(Callback, ABC):
     """What `pip install` calls it, where that is another name."""
     close_seconds: float = 60.0
     """What it has at the end to hand over what still waits."""
+    failure: Exception | None = None
+    """What disabled it."""
+    lost: int = 0
+    """Rows that found the queue full."""
+    _thread: threading.Thread | None = None
+    _rows: queue.Queue[_Row | None]
 
     def __init__(self) -> None:
         if self.library and importlib.util.find_spec(self.library) is None:
@@ -50,12 +59,6 @@ class Logger(Callback, ABC):
                 f"the logger {type(self).__name__} needs {self.library}, which is not installed: "
                 f"pip install {self.install or self.library}"
             )
-        self.failure: Exception | None = None
-        """What disabled it."""
-        self.lost = 0
-        """Rows that found the queue full."""
-        self._rows: queue.Queue[_Row | None] = queue.Queue(QUEUE_ROWS)
-        self._thread: threading.Thread | None = None
 
     @abstractmethod
     def open(self, trainer: Run) -> None:
@@ -69,6 +72,7 @@ class Logger(Callback, ABC):
         """Hand over what is left."""
 
     def on_train_begin(self, trainer: Run) -> None:
+        self._rows = queue.Queue(QUEUE_ROWS)
         self._thread = threading.Thread(
             target=self._work, args=(trainer,), name=f"retrain-{type(self).__name__}", daemon=True
         )
