@@ -6,15 +6,19 @@ import asyncio
 import json
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 import zstandard
 
 from retrain.adapters.tinker import messages
 from retrain.adapters.tinker.values import Datum, ForwardBackward, Tensor
 from retrain.service.app import create_app
 from retrain.service.state import Settings
+from retrain.service.store import Place, Saved, Store
+from retrain.service.trainer import Tuning
 from tests.service_kit import CROSS_ENTROPY, TOKENS, Tinker, datum, in_process, passed
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
@@ -415,8 +419,32 @@ async def test_a_time_to_live_ends_a_checkpoint(tinker):
     [saved] = store.list()
     store.expire_at(saved.place, -1.0)
     await tinker.post("weights_info", {"tinker_path": path}, 404)
-    store.sweep()
+    await tinker.done("save_weights", 2, path="two")  # makes room first
     assert not list(store.folder.glob("*/weights/one"))
+
+
+def test_saving_and_deleting_never_disturb_a_look_at_all_checkpoints(tmp_path):
+    store, over = Store(tmp_path), threading.Event()
+
+    def save(model):
+        place = Place(model, "weights", "one")
+        saved = Saved(place, "tiny", Tuning(rank=4), steps=0, optimizer=False)
+        return store.save(saved, {"x": torch.zeros(1)})
+
+    def churn():
+        while not over.is_set():
+            store.delete(save("busy").place)
+
+    for number in range(40):
+        save(f"m{number}")
+    with ThreadPoolExecutor(1) as beside:
+        churning = beside.submit(churn)
+        try:
+            for _ in range(100):
+                assert len(store.list()) in (40, 41)
+        finally:
+            over.set()
+        churning.result()
 
 
 async def test_snapshots_without_a_name_go_when_nobody_samples_them_any_more(tmp_path):

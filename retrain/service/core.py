@@ -82,12 +82,12 @@ class Service:
     ) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._sweeper
+            await asyncio.wait([self._sweeper])
         for model in self.models.values():
             model.lane.close()
         await self.jobs.close()
         await self._pool.close()
+        await asyncio.to_thread(self.store.sweep)
         await asyncio.to_thread(self._free)
 
     def _free(self) -> None:
@@ -346,7 +346,10 @@ class Service:
                     log.warning("the session %s fell silent: its models are dropped", session.id)
                     self.finish(session)
             self.drop_unused()
-            await asyncio.to_thread(self.store.sweep)
+            try:
+                await asyncio.to_thread(self.store.sweep)
+            except OSError as error:
+                log.warning("expired checkpoints could not be deleted: %s", error)
 
     def drop_unused(self) -> None:
         """Drop snapshots that their sessions alone know, but for each model's newest, once nobody

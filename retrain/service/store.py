@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -78,7 +79,11 @@ class Store:
         *,
         overwrite: bool = False,
     ) -> Saved:
-        """Write it; raises ServiceError (409) when the name is taken and `overwrite` is false."""
+        """Write it, when what has expired has made room.
+
+        Raises ServiceError (409) when the name is taken and `overwrite` is false.
+        """
+        self.sweep()
         target = self._folder(saved.place)
         if target.exists() and not overwrite:
             raise conflict(
@@ -160,12 +165,14 @@ class Store:
                 shutil.rmtree(self._folder(saved.place), ignore_errors=True)
 
     def _all(self, model_id: str | None) -> Iterator[Saved]:
-        model = "*" if model_id is None else _model_folder(model_id)
-        for manifest in self.folder.glob(f"{model}/*/*/{_MANIFEST}"):
-            try:
-                yield _read(manifest)
-            except FileNotFoundError:  # deleted meanwhile
-                continue
+        """Others save and delete meanwhile: what is gone when it is read is left out."""
+        models = (
+            _folders(self.folder) if model_id is None else [self.folder / _model_folder(model_id)]
+        )
+        for model in models:
+            for folder in [folder for kind in KINDS for folder in _folders(model / kind)]:
+                with suppress(FileNotFoundError):
+                    yield _read(folder / _MANIFEST)
 
     def _folder(self, place: Place) -> Path:
         if place.kind not in KINDS or not _WORD.fullmatch(place.name):
@@ -180,6 +187,15 @@ def _model_folder(model_id: str) -> str:
     if not _MODEL.fullmatch(model_id):
         raise invalid(f"{model_id!r} can't be the id of a model")
     return model_id.replace(":", "+")  # no file system minds a plus
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folders in `path`, drafts left out; none when it isn't there."""
+    try:
+        with os.scandir(path) as entries:
+            return [Path(entry) for entry in entries if _WORD.match(entry.name) and entry.is_dir()]
+    except FileNotFoundError:
+        return []
 
 
 def _read(manifest: Path) -> Saved:
