@@ -26,6 +26,7 @@ from retrain.environment import Action, Environment, ToolSpec
 from retrain.errors import blame, shown
 from retrain.plugin_keys import bind
 from retrain.plugins import find_plugin
+from retrain.run import config_file
 from retrain.types import Prompt
 
 T = TypeVar("T")
@@ -68,8 +69,9 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
     `keys` are a config's overrides, or the environment's own `key=value`. Raises ConfigError when
     it can't be loaded.
     """
-    if subject.endswith((".yaml", ".yml")):
-        parts = assemble(load_config(subject, keys))
+    file = config_file(subject)
+    if file.suffix in (".yaml", ".yml"):
+        parts = assemble(load_config(file, keys))
         parts.scorer.close()
         prompts = [parts.prompts.row(i) for i in range(min(PROMPTS, len(parts.prompts)))]
         asked = [Prompt(f"0.{i}.0", *row) for i, row in enumerate(prompts)]

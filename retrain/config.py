@@ -199,6 +199,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         try:
             keys, value = parse_override(text)
             apply_override(mapping, keys, value)
+            mapping = _spelt_out(mapping)  # `backend=tinker backend.url=...`
             marks.pop(".".join(keys), None)
         except ConfigError as error:
             problems += error.problems

@@ -13,7 +13,9 @@ from retrain.errors import shown
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "a mapping",
+    "finite_number": "a finite number",
     "float_type": "a number",
+    "frozenset_type": "a list",
     "int_from_float": "a whole number",
     "int_type": "a whole number",
     "list_type": "a list",
@@ -57,6 +59,10 @@ def problems_of(
             ]
         elif kind == "missing":
             lines.append(f"{path}: missing; {_hint(model, location)}")
+        elif kind == "value_error" and isinstance(
+            value, Mapping
+        ):  # its own words tell what was got
+            lines.append(f"{path}: {detail['ctx']['error']}")
         else:
             lines.append(f"{path}: got {_in_yaml(value)}, {_expected(detail)}")
     return lines

@@ -175,7 +175,9 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
     name = path.rpartition(".")[2]
     foreign = name in FOREIGN and isinstance(value, Mapping)
     near = [] if foreign else _nearest(name, choices)
-    home = PATHS.get(path)
+    home, alias = PATHS.get(path), HOMES.get(name)
+    if home is None and alias in [_beside(path, choice) for choice in choices]:
+        home = alias  # `backend.lr` is no misspelt lr_scheduler
     if near and home is None:
         return [f"{path}: unknown key; did you mean {_beside(path, near[0])}?"]
     if isinstance(value, Mapping) and value and home is None:

@@ -35,10 +35,21 @@ def read_rows(path: Path, format: Format | None = None) -> list[Numbered]:
     read = _READERS[format or _format_of(path)]
     try:
         return list(read(path))
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path}: not a UTF-8 text: {error.reason}") from None
+    except UnicodeDecodeError:
+        raise PromptError(f"{path}{_undecodable(path)}: not a UTF-8 text") from None
     except OSError as error:
         raise PromptError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _undecodable(path: Path) -> str:
+    """Where the first line stands that is no UTF-8: a reader decodes many at a time."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return f", line {number}, byte {error.start + 1}"
+    return ""
 
 
 def _format_of(path: Path) -> Format:

@@ -13,6 +13,8 @@ import argparse
 import asyncio
 import logging
 import os
+import re
+import select
 import signal
 import sys
 import threading
@@ -37,6 +39,7 @@ _INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
 STOPPING = "stopping after a checkpoint; once more ends at once"
 STUCK_SECONDS = 3.0
 """What threads have to end by themselves when the run is over."""
+_TICKET = re.compile(r"-?\d+\.\d+\.\d+")
 T = TypeVar("T")
 
 
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from retrain.config import load_config
         from retrain.observe.console import Console
 
-        config = load_config(_config_file(arguments.config), arguments.overrides)
+        config = load_config(config_file(arguments.config), arguments.overrides)
         if arguments.run_dir:
             config = config.model_copy(update={"run_dir": Path(arguments.run_dir)})
         if arguments.dry_run:
@@ -123,12 +126,14 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
     except (Exception, BaseExceptionGroup, *_INTERRUPTIONS) as error:  # noqa: BLE001 - every error is told
         if isinstance(error, BrokenPipeError) and _unread():
             return DONE
-        causes = _causes(error)
+        alike = _alike(_causes(error))
+        causes = [first for first, *_ in alike]
         if isinstance(causes[0], _INTERRUPTIONS):
             _tell("interrupted")
             return INTERRUPTED
-        for cause in causes:
-            _tell(f"error: {_sentence(cause)}")
+        for cause, *others in alike:
+            more = f" (and {len(others)} more like it)" if others else ""
+            _tell(f"error: {_sentence(cause, more)}")
         for note in () if error in causes else getattr(error, "__notes__", ()):
             _tell(note)
         if all(isinstance(cause, RetrainError) for cause in causes):
@@ -205,7 +210,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config_file(text: str) -> Path:
+def config_file(text: str) -> Path:
+    """The file that a command's CONFIG.yaml names; `quickstart` is the built-in example."""
     if text == "quickstart" and not Path(text).exists():
         return Path(__file__).parent / "quickstart" / "quickstart.yaml"
     return Path(text)
@@ -269,24 +275,31 @@ def _signals(
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The errors inside groups, each text once; a RetrainError speaks for whatever it caused.
+    """The errors inside groups; a RetrainError speaks for whatever it caused.
 
     An interruption is one of them only where nothing else is: 130 promises a clean checkpoint.
     """
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     leaves = [leaf for inner in error.exceptions for leaf in _causes(inner)]
-    leaves = [e for e in leaves if not isinstance(e, _INTERRUPTIONS)] or leaves
-    return list({str(leaf): leaf for leaf in leaves}.values())
+    return [e for e in leaves if not isinstance(e, _INTERRUPTIONS)] or leaves
 
 
-def _sentence(error: BaseException) -> str:
+def _alike(errors: Sequence[BaseException]) -> list[list[BaseException]]:
+    """Errors whose texts differ by no more than a ticket, together."""
+    found: dict[str, list[BaseException]] = {}
+    for error in errors:
+        found.setdefault(_TICKET.sub("", str(error)), []).append(error)
+    return list(found.values())
+
+
+def _sentence(error: BaseException, more: str) -> str:
     from retrain.plugins import line_of
 
     text = str(error)
     if not isinstance(error, RetrainError):
         text = f"{type(error).__name__}: {error}{line_of(error)}"
-    return "\n  ".join([text, *getattr(error, "__notes__", ())])
+    return "\n  ".join([text + more, *getattr(error, "__notes__", ())])
 
 
 def _keep_traceback(error: BaseException, places: Sequence[Path]) -> None:
@@ -301,13 +314,19 @@ def _keep_traceback(error: BaseException, places: Sequence[Path]) -> None:
 
 
 def _unread() -> bool:
-    """Whether nobody reads the standard output any more: `retrain schema | head`."""
+    """Whether nobody reads the standard output any more: `retrain schema | head`.
+
+    The pipe itself is asked: whether a write fails again depends on what Python still buffers.
+    """
+    poll = select.poll()
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        let_go(sys.stdout)
-        return True
-    return False
+        poll.register(sys.stdout.fileno(), 0)  # its errors alone
+    except (OSError, ValueError):  # no file
+        return False
+    if not poll.poll(0):
+        return False
+    let_go(sys.stdout)
+    return True
 
 
 def _tell(text: str) -> None:

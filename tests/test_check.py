@@ -174,6 +174,7 @@ def test_the_command_checks_a_file_and_a_config(
     assert command(["check", "own.py:Bad"]) == 1
     assert "FAIL  reset and step" in capsys.readouterr().out
     (tmp_path / "task.yaml").write_text("prompts: [a, b]\nrewards: exact_match")
+    assert command(["check", "quickstart"]) == 0
     assert command(["check", "task.yaml"]) == 0
     assert "ok    the config's parts" in capsys.readouterr().out
 

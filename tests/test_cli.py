@@ -145,6 +145,31 @@ def test_a_resume_with_another_algorithm_ends_with_2_and_leaves_the_run_as_it_wa
     assert main([str(config), "--resume", "train.total_train_steps=4"]) == 0
 
 
+def test_a_resume_of_a_run_that_has_its_steps_says_that_nothing_is_left(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(config)]) == 0
+    assert main([str(config), "--resume", "train.total_train_steps=2"]) == 0
+    told = capsys.readouterr().out
+    assert "2 steps of 2 groups x 4 rollouts, all done before: step 3, nothing is left" in told
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_quietly(config: Path, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "retrain.run", str(config), "--dry-run"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--nonsense"]):
         with pytest.raises(SystemExit) as ended:
@@ -189,7 +214,11 @@ def raising(error: BaseException) -> int:
         (ConfigError("a", "b", source="x.yaml"), 2, "error: x.yaml: 2 problems\n  a\n  b\n"),
         (RunError("the backend is gone"), 1, "error: the backend is gone\n"),
         (ExceptionGroup("g", [RunError("inner")]), 1, "error: inner\n"),
-        (ExceptionGroup("g", [RunError("x"), RunError("x")]), 1, "error: x\n"),
+        (
+            ExceptionGroup("g", [*(RunError(f"prompt {n}.0.0") for n in range(3)), RunError("x")]),
+            1,
+            "error: prompt 0.0.0 (and 2 more like it)\nerror: x\n",
+        ),
         (ExceptionGroup("g", [RunError("x"), ConfigError("y")]), 2, "error: x\nerror: y\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (asyncio.CancelledError(), 130, "interrupted\n"),

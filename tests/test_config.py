@@ -78,7 +78,7 @@ rewards: [{weight: 1}]
         ({"train": {"seed": None}}, "train.seed: got nothing (null), expected a whole number"),
         ({"train": 5}, "train: got 5, expected a mapping of its keys"),
         ({"train": {"order": "up"}}, "train.order: got 'up', expected 'ready' or 'in_order'"),
-        ({"staleness": {"target": 3, "max": 1}}, "max (1) must be at least target (3)"),
+        ({"staleness": {"target": 3, "max": 1}}, "staleness: max (1) must be at least target (3)"),
         ({"rewards": 5}, "rewards: got 5, expected a list"),
         ({"base_dir": "x"}, "base_dir: unknown key; it is always the config file's folder"),
         ({"sampling": {"stop": [1]}}, "sampling.stop.0: got 1, expected a text"),
@@ -333,3 +333,8 @@ def test_a_backend_without_a_type_is_the_default_one(tmp_path: Path) -> None:
     file.write_text("prompts: [a]\n")
     for overrides in ([], ["backend.learning_rate=0.1"], ["backend={}"]):
         assert load_config(file, overrides).backend.type == "trl"
+    chosen = load_config(
+        file, ["backend=tinker", "backend.url=local", "rewards=a", "rewards.0.weight=2"]
+    )
+    assert chosen.backend.model_dump() == {"type": "tinker", "url": "local"}
+    assert [(r.type, r.weight) for r in chosen.rewards] == [("a", 2)]

@@ -445,6 +445,13 @@ def test_seldom_meant_sampling_is_warned_of(folder: Path) -> None:
     assert "the rollouts of a group are equal" in greedy
 
 
+def test_a_short_name_of_a_key_beside_it_is_no_misspelling(folder: Path) -> None:
+    message = problems(folder, backend={"lr": 4})
+    assert message == "backend.lr: unknown key; that is backend.learning_rate here"
+    message = problems(folder, backend={"args": {"optimm": 1}})
+    assert message.startswith("backend.args: optimm")
+
+
 def test_rows_without_the_answer_that_a_reward_asks_for_are_warned_of(folder: Path) -> None:
     (folder / "bare.txt").write_text("a\nb\n")
     (folder / "mild.py").write_text("def mild(completion, answer=None): return 0.0")

@@ -182,8 +182,8 @@ def test_a_file_is_looked_up_beside_the_config_then_here(
 def test_a_format_may_be_given(tmp_path: Path) -> None:
     path = file(tmp_path, "prompts", "one\ntwo")
     assert len(FilePrompts(str(path), format="txt")) == 2
-    (tmp_path / "latin").write_bytes(b"\xe9\n")
-    assert "not a UTF-8 text" in refused(tmp_path / "latin", format="txt")
+    (tmp_path / "latin").write_bytes(b"one\ntw\xe9\n")
+    assert "latin, line 2, byte 3: not a UTF-8 text" in refused(tmp_path / "latin", format="txt")
 
 
 def test_a_limit_takes_the_first_rows() -> None:

@@ -124,6 +124,8 @@ class Console(Callback):
 
 
 def _since(trainer: Run) -> str:
+    if 0 < trainer.total_steps <= trainer.step:
+        return f", all done before: step {trainer.step}, nothing is left"
     if trainer.step:
         return f", from step {trainer.step}"
     return ", from the start: no checkpoint to go on from" if trainer.run_dir.resumed else ""
