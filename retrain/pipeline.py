@@ -194,10 +194,10 @@ async def learn(run: Run) -> None:
                     evaluating = _evaluate(run, run.step)
                     run.evaluation = beside.create_task(evaluating, name="evaluate")
     await checkpoint(run)
-    exported = await run.within(
+    run.model = await run.within(
         "export", run.adapter.export(run.run_dir.path / "final"), limit="checkpoint"
     )
-    run.run_dir.event("export", path=None if exported is None else str(exported))
+    run.run_dir.event("export", path=None if run.model is None else str(run.model))
 
 
 async def step(run: Run) -> list[Group] | None:

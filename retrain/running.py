@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from retrain.adapters.base import Adapter
@@ -43,6 +45,7 @@ from retrain.types import Group, Metrics, Prompt, Ticket
 from retrain.watchdog import Watchdog
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -71,6 +74,8 @@ class Run:
         """Groups that were finished before a resume, until their tickets are issued again."""
         self.saved_step: int | None = None
         """The step whose checkpoint was written, or loaded."""
+        self.model: Path | str | None = None
+        """Where the final model is, once it's exported."""
         self.adapter: Adapter
         self.chat: Chat
         self.rollouts: Rollouts
@@ -95,6 +100,13 @@ class Run:
     def serve(self, adapter: Adapter) -> None:
         """Tie the adapter to what is played."""
         config, self.adapter = self.config, adapter
+        if self.sampled and config.sampling.max_tokens > adapter.context_length:
+            logger.warning(
+                "sampling.max_tokens is %d, but prompt and completion share a context of %d "
+                "tokens: completions end there",
+                config.sampling.max_tokens,
+                adapter.context_length,
+            )
         self.chat = chat = Chat(
             adapter.tokenizer, template=self.parts.chat_template, arguments=config.chat.arguments
         )
@@ -289,4 +301,5 @@ class Run:
             metrics=self.history[-1] if self.history else {},
             history=self.history,
             best_checkpoint_path=self.checkpoints.best(),
+            model=self.model,
         )

@@ -104,5 +104,6 @@ def write_run(path: Path, steps: int = 4, reply: str = "done", end: bool = True)
             }
         )
     if end:
+        run_dir.event("export", path="tinker://a/weights/b")
         run_dir.event("end", status="completed", step=steps)
     run_dir.close()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,7 +218,6 @@ def test_signs_that_the_terminal_lacks_are_replaced() -> None:
 
 
 def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
-    (tmp_path / "final").mkdir()
     (tmp_path / "checkpoints/step_5").mkdir(parents=True)
     (tmp_path / "report.html").touch()
     tally = Tally()
@@ -225,9 +225,8 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
     tally.errors["environment 'echo' timed out"] = 10
     tally.drops.update(stale=3, failed=1)
     history = [{"reward/mean": i / 10} for i in range(10)]
-    result = TrainingResult(
-        "interrupted", 10, 1, tmp_path, history[-1], history, tmp_path / "checkpoints/step_5"
-    )
+    best, final = tmp_path / "checkpoints/step_5", tmp_path / "final"
+    result = TrainingResult("interrupted", 10, 1, tmp_path, history[-1], history, best, final)
     assert closing(result, tally, 75.0) == [
         ("interrupted", "10 steps after 1:15"),
         ("reward", "0.000 in the first tenth -> 0.900 in the last (+0.900)"),
@@ -235,11 +234,13 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
         ("", "10 x environment 'echo' timed out"),
         ("dropped", "groups: 3 stale, 1 failed"),
         ("files", str(tmp_path)),
-        ("model", str(tmp_path / "final")),
-        ("best", str(tmp_path / "checkpoints/step_5")),
+        ("model", str(final)),
+        ("best", str(best)),
         ("report", str(tmp_path / "report.html")),
         ("next", "the same command with --resume goes on from the last checkpoint"),
     ]
+    elsewhere = replace(result, model="tinker://a/weights/b")
+    assert ("model", "tinker://a/weights/b") in closing(elsewhere, tally, 75.0)
 
 
 def test_time_left_follows_the_pace_of_the_latest_steps() -> None:

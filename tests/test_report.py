@@ -70,6 +70,7 @@ def test_the_digest_tells_what_happened(tmp_path: Path) -> None:
     assert data["errors"] == [{"name": "it broke", "count": 3}]
     assert data["bottleneck"]["sentence"].startswith("The trainer waited for rollouts 60%")
     assert "staleness.target (now 1)" in data["bottleneck"]["advice"]
+    assert any("the model is in tinker://a/weights/b" in line for line in data["history"])
     assert any("were too stale" in finding for finding in data["findings"])
 
 

@@ -214,9 +214,11 @@ async def test_a_run_continues_from_what_it_saved(peer: Peer, tmp_path: Path) ->
             await tinker.update(batch(sample(3, 4)))
             await tinker.publish()
         state = await tinker.save(tmp_path)
+        assert await tinker.export(tmp_path / "final") == state.data["path"]
         expected = (await tinker.update(batch(sample(3, 4))))["learning_rate"]
     async with adapter(server, lr_scheduler="cosine", weight_decay=0.25) as tinker:
         await tinker.load(AdapterState(tmp_path, state.data))
+        assert await tinker.export(tmp_path / "final") == state.data["path"]
         (completion,) = await tinker.sampler.sample([1], SamplingParams(max_tokens=1))
         assert completion.version == 3
         assert list(completion.logprobs) == pytest.approx([logprob(completion.token_ids[0], 3)])

@@ -103,8 +103,11 @@ class Adapter(ABC):
     async def forget(self, state: AdapterState) -> None:  # noqa: B027 - a default, not a forgotten body
         """The checkpoint is about to be deleted: free what a service keeps of it."""
 
-    async def export(self, folder: Path) -> Path | None:
-        """Write the model for others to load; None where the weights stay with the service."""
+    async def export(self, folder: Path) -> Path | str | None:
+        """Write the model for others to load; where it is: the folder, or a service's own path.
+
+        Called once the last checkpoint is written, or loaded.
+        """
         return None
 
     async def __aenter__(self) -> Self:

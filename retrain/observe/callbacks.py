@@ -67,6 +67,8 @@ class TrainingResult:
     history: Sequence[Mapping[str, float]] = ()
     """Every step's metrics, in order."""
     best_checkpoint_path: Path | None = None
+    model: Path | str | None = None
+    """Where the final model is: its folder, or a service's own path; None where none was exported."""
 
     @property
     def first_tenth_reward(self) -> float:

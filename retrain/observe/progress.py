@@ -190,8 +190,8 @@ def closing(
 def _places(result: TrainingResult) -> list[tuple[str, str]]:
     folder = near(result.run_dir)
     lines = [("files", folder)]
-    if (result.run_dir / "final").is_dir():
-        lines.append(("model", near(result.run_dir / "final")))
+    if result.model is not None:
+        lines.append(("model", near(result.model)))
     if result.best_checkpoint_path is not None:
         lines.append(("best", near(result.best_checkpoint_path)))
     if (result.run_dir / "report.html").is_file():
@@ -202,10 +202,12 @@ def _places(result: TrainingResult) -> list[tuple[str, str]]:
     return lines
 
 
-def near(path: Path) -> str:
-    """`path`, from the working directory where it lies in it."""
+def near(path: Path | str) -> str:
+    """`path`, from the working directory where it lies in it; a service's own stays as it is."""
     working = Path.cwd()
-    return str(path.relative_to(working)) if path.is_relative_to(working) else str(path)
+    if isinstance(path, Path) and path.is_relative_to(working):
+        return str(path.relative_to(working))
+    return str(path)
 
 
 def sparkline(values: Sequence[float], width: int, unicode: bool = True) -> str:

@@ -128,6 +128,9 @@ def _history(events: Sequence[Event]) -> list[str]:
         "resumed": lambda e: f"resumed from step {e.get('from_step')}" + _changed(e),
         "checkpoint": lambda e: f"checkpoint of step {e.get('step')}",
         "torn": lambda e: f"a torn checkpoint was passed over: {e.get('checkpoint')}",
+        "export": lambda e: (
+            f"the model is in {e['path']}" if e.get("path") else "no model exported"
+        ),
         "stalled": lambda e: f"stalled: {_rest(e)}",
         "end": lambda e: f"ended: {e.get('status')}",
     }

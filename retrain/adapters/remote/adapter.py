@@ -27,7 +27,13 @@ from retrain.adapters.remote.datums import Datum, shift
 from retrain.adapters.remote.local import bring, in_process, keep, local_model
 from retrain.adapters.remote.losses import valued
 from retrain.adapters.remote.options import RemoteOptions
-from retrain.adapters.remote.published import PublishedSampler, Scorer, Session, logprobs_of
+from retrain.adapters.remote.published import (
+    PublishedSampler,
+    Scorer,
+    Session,
+    logprobs_of,
+    on_the_service,
+)
 from retrain.adapters.remote.schedule import learning_rate
 from retrain.adapters.remote.transport import RemoteError
 from retrain.batching import as_shared
@@ -65,6 +71,7 @@ class RemoteAdapter(Adapter):
         self._transport = transport
         self._version = 0
         self._step = 0
+        self._saved: str | None = None
         self._reference: Scorer | None = None
 
     async def __aenter__(self) -> Self:
@@ -105,19 +112,23 @@ class RemoteAdapter(Adapter):
             raise AdapterError("the batch has no token to train on")
         rate = self._adam()["learning_rate"]
         native = batch.loss in self.options.native_losses
-        metrics = await (self._theirs if native else self._ours)(batch, datums)
+        with on_the_service():
+            metrics = await (self._theirs if native else self._ours)(batch, datums)
         self._step += 1
         return {**metrics, "learning_rate": rate}
 
     async def publish(self) -> int:
-        await self._serve(self._version + 1)
+        with on_the_service():
+            await self._serve(self._version + 1)
         return self._version
 
     async def save(self, folder: Path) -> AdapterState:
         """A checkpoint on the service; `folder` stays empty unless that is the local one."""
-        saved = await self._save(f"step_{self._step:06d}_{uuid.uuid4().hex[:8]}")
+        with on_the_service():
+            saved = await self._save(f"step_{self._step:06d}_{uuid.uuid4().hex[:8]}")
+        self._saved = str(saved["path"])
         if self.local:
-            await keep(self.config, str(saved["path"]), folder)
+            await keep(self.config, self._saved, folder)
         return AdapterState(folder, {**saved, "step": self._step, "version": self._version})
 
     async def load(self, state: AdapterState) -> None:
@@ -134,8 +145,13 @@ class RemoteAdapter(Adapter):
                 f"the service has no checkpoint {path} (any more): {error}; choose another "
                 "checkpoint, or start a new run"
             ) from error
+        self._saved = path
         self._step = int(state.data["step"])
         await self._serve(int(state.data["version"]))
+
+    async def export(self, folder: Path) -> str | None:
+        """The service's path of the last checkpoint: the weights stay there."""
+        return self._saved
 
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False
@@ -253,9 +269,6 @@ class RemoteAdapter(Adapter):
         """The service's name of the model."""
         own = local_model(self.config) if self.local else self.config.model
         return self.options.base_model or own
-
-    def _url(self, hosted: str) -> str:
-        return {"local": "http://local", "hosted": hosted}.get(self.options.url, self.options.url)
 
     def _lora(self) -> dict[str, Any]:
         """The adapters' settings, in both protocols' names."""

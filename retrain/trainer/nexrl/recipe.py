@@ -161,5 +161,5 @@ class _TrainerAdapter(Adapter):
     async def forget(self, state: AdapterState) -> None:
         await self._inner.forget(state)
 
-    async def export(self, folder: Path) -> Path | None:
+    async def export(self, folder: Path) -> Path | str | None:
         return await self._inner.export(folder)
