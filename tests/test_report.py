@@ -210,7 +210,17 @@ def test_the_best_and_worst_rollouts_are_found_in_bounded_memory() -> None:
         {"ticket": f"0.{i}.0", "index": 0, "outcome": "ok", "reward": (i * 37 % 100) / 100}
         for i in range(100)
     ]
-    picked = Samples(iter(rollouts)).picked()
+    held_out = [
+        {"ticket": f"-1.{i}.0", "outcome": "ok", "reward": 2.0, "stop_reasons": ["length"]}
+        for i in range(7)
+    ]
+    failed = {"ticket": "-1.7.0", "outcome": "timeout"}
+    samples = Samples(iter([*held_out, *rollouts, failed]))
+    assert (samples.count, samples.evaluated) == (100, 8)
+    assert samples.errors == {"eval: timeout": 1}
+    assert not samples.stop_reasons
+    picked = samples.picked()
+    assert [r["ticket"] for r in picked["eval"]] == [f"-1.{i}.0" for i in range(2, 8)]
     assert [r["reward"] for r in picked["best"]] == [0.99, 0.98, 0.97, 0.96, 0.95, 0.94]
     assert [r["reward"] for r in picked["worst"]] == [0.0, 0.01, 0.02, 0.03, 0.04, 0.05]
     assert [r["ticket"] for r in picked["first"]] == [f"0.{i}.0" for i in range(PICKED)]

@@ -180,6 +180,10 @@ def closing(
     label = "rollouts" if tally.unit == "rollouts" else "rows"
     done = f"{tally.outcomes['ok']:,} {_done(tally)}"
     lines.append((label, f"{done}, {failed:,} failed{since}"))
+    if held_out := tally.evaluated.total():
+        lines.append(
+            ("", f"and {held_out:,} of evaluation, {held_out - tally.evaluated['ok']:,} failed")
+        )
     lines += [("", f"{n:,} x {cause}") for cause, n in tally.errors.most_common(MAX_SHOWN_CAUSES)]
     if tally.drops:
         causes = ", ".join(f"{n:,} {cause}" for cause, n in tally.drops.most_common())

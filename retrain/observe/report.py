@@ -86,6 +86,7 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
         "stops": _counted(samples.stop_reasons),
         "samples": samples.picked(),
         "rollouts": samples.count,
+        "evaluated": samples.evaluated,
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
     }
 

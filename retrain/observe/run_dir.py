@@ -46,7 +46,9 @@ class Tally:
     drops: Counter[str] = field(default_factory=Counter)
     """Groups, by the cause of their `dropped` event."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Rollouts, by outcome."""
+    """Rollouts, by outcome; those of an evaluation are apart."""
+    evaluated: Counter[str] = field(default_factory=Counter)
+    """Rollouts of evaluations, by outcome."""
     errors: Counter[str] = field(default_factory=Counter)
     """Failed rollouts, by the first line of their error."""
 
@@ -110,16 +112,17 @@ class RunDirectory:
         self._events.write({"event": kind, "time": time.time(), **fields})
 
     def rollouts(self, group: Group, *, step: int | None = None) -> None:
-        """Append every rollout of a group; `step` is the one that trained it, if any."""
-        self.count(group)
+        """Append every rollout of a group; `step` is that of an evaluation, if it is one's."""
+        self.count(group, evaluated=step is not None)
         self._rollouts.write(*[_rollout(t, i, step) for i, t in enumerate(group.trajectories)])
 
-    def count(self, group: Group) -> None:
+    def count(self, group: Group, *, evaluated: bool = False) -> None:
         """Take a group into the tally alone."""
+        outcomes = self.tally.evaluated if evaluated else self.tally.outcomes
         for trajectory in group.trajectories:
-            self.tally.outcomes[trajectory.outcome] += 1
+            outcomes[trajectory.outcome] += 1
             if trajectory.outcome != "ok":
-                self._count_error(trajectory)
+                self._count_error(trajectory, "eval: " if evaluated else "")
 
     def metrics(self, row: Mapping[str, float]) -> None:
         """Append one step's metrics, and flush all files."""
@@ -157,8 +160,9 @@ class RunDirectory:
         with suppress(*([] if kind is None else [RunError])):  # not to hide the error under way
             self.close()
 
-    def _count_error(self, trajectory: Trajectory) -> None:
+    def _count_error(self, trajectory: Trajectory, prefix: str) -> None:
         cause = str(trajectory.info.get("error") or trajectory.outcome).partition("\n")[0][:200]
+        cause = prefix + cause
         errors = self.tally.errors
         errors[cause if cause in errors or len(errors) < MAX_CAUSES else "other errors"] += 1
 

@@ -19,10 +19,14 @@ Rollout = Mapping[str, Any]  # a JSON object of rollouts.jsonl
 
 
 class Samples:
-    """What a report shows of the rollouts: the first, last, best, worst and failed ones."""
+    """What a report shows of the rollouts: the first, last, best, worst and failed ones.
+
+    Those of evaluations, whose tickets' epoch is -1, are shown and counted apart.
+    """
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         self.count = 0
+        self.evaluated = 0
         self.errors: Counter[str] = Counter()
         """Failed rollouts, by the first line of their error."""
         self.stop_reasons: Counter[str] = Counter()
@@ -32,6 +36,7 @@ class Samples:
         self._first: list[Rollout] = []
         self._last: deque[Rollout] = deque(maxlen=PICKED)
         self._failed: deque[Rollout] = deque(maxlen=PICKED)
+        self._evaluated: deque[Rollout] = deque(maxlen=PICKED)
         self._best: list[tuple[float, int, Rollout]] = []
         self._worst: list[tuple[float, int, Rollout]] = []
         for rollout in rollouts:
@@ -45,10 +50,17 @@ class Samples:
             "first": self._first,
             "last": list(self._last),
             "failed": list(self._failed),
+            "eval": list(self._evaluated),
         }
         return {kind: [_shortened(r) for r in found] for kind, found in kinds.items() if found}
 
     def _add(self, rollout: Rollout) -> None:
+        if str(rollout.get("ticket")).startswith("-"):
+            self.evaluated += 1
+            self._evaluated.append(rollout)
+            if rollout.get("outcome") != "ok":
+                self.errors[f"eval: {_cause(rollout)}"] += 1
+            return
         self.count += 1
         self.stop_reasons.update(rollout.get("stop_reasons") or ())
         self.seconds.update(rollout.get("seconds") or {})
@@ -57,13 +69,16 @@ class Samples:
         self._last.append(rollout)
         reward = rollout.get("reward")
         if rollout.get("outcome") != "ok":
-            cause = str(rollout.get("error") or rollout.get("outcome")).partition("\n")[0]
-            self.errors[cause[:300]] += 1
+            self.errors[_cause(rollout)] += 1
             self._failed.append(rollout)
         elif reward is not None and known(reward):
             # of equal rewards the latest: what the model does now says most
             _keep(self._best, (float(reward), self.count, rollout))
             _keep(self._worst, (-float(reward), self.count, rollout))
+
+
+def _cause(rollout: Rollout) -> str:
+    return str(rollout.get("error") or rollout.get("outcome")).partition("\n")[0][:300]
 
 
 def _keep(heap: list[tuple[float, int, Rollout]], item: tuple[float, int, Rollout]) -> None:
