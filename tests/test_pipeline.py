@@ -18,7 +18,9 @@ from retrain.environment import Environment, StepResult
 from retrain.errors import AdapterError, ConfigError, DeadlineError, NoSignalError, RunError
 from retrain.observe.callbacks import Callback
 from retrain.observe.journal import read_lines
-from retrain.observe.run_dir import read_events, read_metrics
+from retrain.observe.progress import closing
+from retrain.observe.report import digest
+from retrain.observe.run_dir import Tally, read_events, read_metrics
 from retrain.pipeline import train
 from retrain.prompts import epoch_order
 from retrain.rewarding import Reward, RewardCalculator, reward
@@ -437,7 +439,13 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
         eval={"prompts": {"type": "list", "rows": rows}, "every": 4, "samples": 2},
         checkpoint={"every": 1, "keep": 1},
     )
-    result = await train(config)
+    tally = Tally()
+
+    class Counts(Callback):
+        def on_train_begin(self, trainer):
+            trainer.run_dir.tally = tally
+
+    result = await train(config, callbacks=[Counts()])
     evaluations = events(tmp_path, "eval")
     assert [e["eval/step"] for e in evaluations] == [4, 8, 12]
     assert all(0 <= e["eval/pass@2"] <= 1 for e in evaluations)
@@ -453,6 +461,11 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
     assert result.best_checkpoint_path.is_dir()
     held_out = [r for r in rollouts_of(tmp_path) if r["ticket"].startswith("-1.")]
     assert len(held_out) == 3 * 3 * 2
+    told = closing(result, tally, 1.0)
+    assert ("", "and 18 of evaluation, 0 failed") in told
+    [(_, text)] = [line for line in told if line[0] == "rollouts"]
+    [fact] = [f for f in digest(tmp_path)["facts"] if f["label"] == "rollouts"]
+    assert text.startswith(f"{fact['value']} scored, 0 failed")
 
 
 class Closing(Environment):
