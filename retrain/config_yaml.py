@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from retrain.errors import ConfigError, shown
+from retrain.errors import ConfigError, first_of, shown
+from retrain.places import broken_link
 
 Marks = dict[str, int]
 """The line of each dotted path."""
@@ -38,7 +39,8 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], Marks]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}{_neighbours(path)}") from None
+        told = broken_link(path) or f"there is no file {path}{_neighbours(path)}"
+        raise ConfigError(told) from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder: expected a YAML file{_neighbours(path)}") from None
     except UnicodeDecodeError as error:
@@ -167,7 +169,7 @@ def _neighbours(path: Path) -> str:
     if not folder.is_dir():
         return f" (nor a folder {folder})"
     near = sorted(file.name for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
-    return f"; the folder has {', '.join(near[:8])}" if near else ""
+    return f"; the folder has {first_of(near)}" if near else ""
 
 
 def _kind(value: Any) -> str:

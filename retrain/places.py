@@ -6,6 +6,13 @@ import os
 from pathlib import Path
 
 
+def broken_link(path: Path) -> str:
+    """What is wrong with a link whose target isn't there, in a sentence; empty for all else."""
+    if not path.is_symlink() or path.exists():
+        return ""
+    return f"{path} is a link to {os.readlink(path)}, which isn't there"
+
+
 def places(text: str, base_dir: Path | None) -> list[Path]:
     """The paths that `text` may mean, each once; `~` is the home folder.
 

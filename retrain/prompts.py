@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from retrain.errors import PromptError
-from retrain.places import places
+from retrain.places import broken_link, places
 from retrain.prompt_files import Format, Numbered, read_rows
 from retrain.types import Message, Prompt, Ticket
 
@@ -225,6 +225,8 @@ def _found(path: str, base_dir: Path | None) -> Path:
     for file in tried:
         if file.is_dir():
             raise PromptError(f"{file} is a folder: expected a file of prompts")
+        if told := broken_link(file):
+            raise PromptError(told)
     raise PromptError(f"there is no prompt file {' nor '.join(map(str, tried))}")
 
 

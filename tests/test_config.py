@@ -256,6 +256,15 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
         ConfigError, match=r"there is no file .*tsk\.yaml; the folder has task\.yaml"
     ):
         load_config(tmp_path / "tsk.yaml")
+    for number in range(8):
+        (tmp_path / f"a{number}.yaml").touch()
+    with pytest.raises(ConfigError, match=r"has a0\.yaml, .*, a7\.yaml, and 1 more$"):
+        load_config(tmp_path / "tsk.yaml")
+    (tmp_path / "link.yaml").symlink_to("gone.yaml")
+    with pytest.raises(
+        ConfigError, match=r"link\.yaml is a link to gone\.yaml, which isn't there$"
+    ):
+        load_config(tmp_path / "link.yaml")
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")

@@ -177,6 +177,9 @@ def test_a_file_is_looked_up_beside_the_config_then_here(
         FilePrompts("no.txt", base_dir=beside)
     with pytest.raises(PromptError, match="is a folder: expected a file of prompts"):
         FilePrompts(str(beside))
+    (beside / "link.txt").symlink_to("gone.txt")
+    with pytest.raises(PromptError, match=r"link\.txt is a link to gone\.txt, which isn't there$"):
+        FilePrompts("link.txt", base_dir=beside)
 
 
 def test_a_format_may_be_given(tmp_path: Path) -> None:
