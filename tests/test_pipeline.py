@@ -508,6 +508,25 @@ async def test_a_prompt_longer_than_the_context_says_what_to_do(tmp_path):
     assert caught.group_contains(NoSignalError, match=r"5000 tokens.*admits 4096: shorten")
 
 
+async def test_a_limit_above_the_context_is_warned_of_once(tmp_path, caplog):
+    for limit in (4096, 100_000):
+        few = {"sampling": {"max_tokens": limit}, "train": {"total_train_steps": 0}}
+        await train(mock_config(tmp_path / str(limit), **few))
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "max_tokens is 100000" in told
+    assert "a context of 4096 tokens" in told
+
+
+async def test_the_result_says_where_the_model_is(tmp_path):
+    class Away(MockAdapter):
+        async def export(self, folder):
+            return "mock://model"
+
+    config = mock_config(tmp_path, train={"total_train_steps": 1})
+    adapter = Away(MockOptions(**config.backend.arguments), config)
+    assert (await train(config, parts=parts_with(config, adapter))).model == "mock://model"
+
+
 def test_a_group_without_a_turn_has_no_oldest_version():
     assert Group(Prompt("0.0.0", []), []).oldest_version is None
 

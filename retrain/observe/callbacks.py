@@ -68,7 +68,7 @@ class TrainingResult:
     """Every step's metrics, in order."""
     best_checkpoint_path: Path | None = None
     model: Path | str | None = None
-    """Where the final model is: its folder, or a service's own path; None where none was exported."""
+    """Where the final model is: its folder, or a service's own path; None before it's exported."""
 
     @property
     def first_tenth_reward(self) -> float:
