@@ -52,7 +52,7 @@ def check_compatible(
         )
     if problems:
         raise ConfigError(*problems)
-    own = loss not in SHARED_LOSSES or loss == "dpo"
+    own = (loss not in SHARED_LOSSES and ":" not in loss) or loss == "dpo"  # carries its normaliser
     return loss, None if own else config.algorithm.normalisation or "token", capabilities
 
 

@@ -122,6 +122,10 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
     config = kit.run_config("mine.py:half", base_dir=tmp_path)
     assert callable(run_plan(config).custom)
     assert TrlOptions().problems(config) == []
+    run = {"prompts": ["a"], "rewards": "exact_match", "algorithm": {"loss": "mine.py:half"}}
+    assert assemble(parse_config(run, tmp_path)).normalisation == "token"
+    run["algorithm"]["normalisation"] = "batch"
+    assert assemble(parse_config(run, tmp_path)).normalisation == "batch"
 
 
 @pytest.mark.parametrize("options", [TrlOptions(), TinkerOptions(), WeaverOptions()])
