@@ -22,8 +22,11 @@ import yaml
 
 import retrain
 from retrain.__main__ import COMMANDS, command
+from retrain.adapters.remote.vendors import TINKER, WEAVER
 from retrain.assembly import assemble
 from retrain.config import parse_config
+from retrain.observe.callbacks import tenths
+from retrain.observe.run_dir import read_metrics
 from retrain.run import main
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
@@ -36,6 +39,13 @@ PATH = re.compile(
 )
 NAMED = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
 LEAST = {"prompts": ["hello"], "rewards": "exact_match"}
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys that a page tells to export."""
+    for vendor in (TINKER, WEAVER):
+        monkeypatch.setenv(vendor.key_variable, "a-key-of-a-test")
 
 
 def names(pages: list[Path]) -> list[str]:
@@ -148,6 +158,26 @@ def test_every_config_of_the_repository_is_valid(capsys: pytest.CaptureFixture[s
     for file in sorted((ROOT / "configs").glob("*.yaml")):
         # one begins with the model that another makes, which needn't have run
         assert main([str(file), "model=tiny", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["def matches", "class OneTurn"])
+def test_the_examples_for_newcomers_learn(name: str, folder: Path) -> None:
+    [text] = [text for _, text in blocks(ROOT / "docs" / "coming-from.md") if name in text]
+    exec(compile(text, name, "exec"), {"__name__": "example"})
+    first, last = tenths(read_metrics(folder / "runs" / "grpo"))
+    assert first < 0.2
+    assert last > 0.5
+
+
+@pytest.mark.slow
+def test_an_algorithm_a_loss_and_loggers_of_ones_own_train(folder: Path) -> None:
+    written(ROOT / "docs" / "extending.md", folder)
+    assert main(["mine.yaml"]) == 0
+    head, *rows = (folder / "runs" / "mine" / "metrics.csv").read_text().splitlines()
+    assert head == "step,reward/mean,loss"
+    assert len(rows) < 200  # its callback ended the run
+    assert float(rows[-1].split(",")[1]) >= 0.5
 
 
 @pytest.mark.slow

@@ -169,6 +169,7 @@ class RewardTrainer(PresetTrainer):
     ) -> TrainingResult:
         """Train on `dataset`, scored by `reward_fn(prompt, response[, row])` or `environment`.
 
+        A RewardCalculator, such as an `@reward` function, is called as it is: by name.
         `max_steps` and `max_epochs` count from the beginning of training, an earlier `fit` or a
         loaded checkpoint included; whichever comes first ends it (neither: one epoch). Raises
         RuntimeError inside a running event loop, ConfigError, TypeError or ValueError before any
