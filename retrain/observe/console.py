@@ -19,7 +19,7 @@ from rich.text import Text
 
 from retrain.errors import first_of
 from retrain.observe.callbacks import Callback, Run, TrainingResult
-from retrain.observe.progress import Progress, closing, evaluation, near
+from retrain.observe.progress import Progress, closing, counted_steps, evaluation, near
 from retrain.streams import let_go
 from retrain.types import Metrics
 
@@ -73,7 +73,7 @@ class Console(Callback):
             batch = f"{config.train.groups_per_step} groups x {config.algorithm.group_size} {unit}"
         self._say(
             f"{config.algorithm.type} on {config.backend.type}, model {config.model}: "
-            f"{trainer.total_steps} steps of {batch}" + _since(trainer)
+            f"{counted_steps(trainer.total_steps)} of {batch}" + _since(trainer)
         )
         if changed := trainer.run_dir.changed:
             self._say(f"changed since the checkpoint: {first_of(changed)}")

@@ -167,7 +167,7 @@ def closing(
     result: TrainingResult, tally: Tally, seconds: float, *, resumed: bool = False
 ) -> list[tuple[str, str]]:
     """What a run says when it ends, as (label, text) lines."""
-    steps = f"{result.total_steps} step{'' if result.total_steps == 1 else 's'}"
+    steps = counted_steps(result.total_steps)
     lines: list[tuple[str, str]] = [(result.status, f"{steps} after {clock_text(seconds)}")]
     first, last = result.first_tenth_reward, result.last_tenth_reward
     if math.isfinite(first):
@@ -204,6 +204,10 @@ def _places(result: TrainingResult) -> list[tuple[str, str]]:
     if stopped and any((result.run_dir / "checkpoints").glob("step_*")):
         lines.append(("next", "the same command with --resume goes on from the last checkpoint"))
     return lines
+
+
+def counted_steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
 
 
 def near(path: Path | str) -> str:
