@@ -15,7 +15,7 @@ _EXPECTED = {
     "dict_type": "a mapping",
     "finite_number": "a finite number",
     "float_type": "a number",
-    "frozenset_type": "a list",
+    "frozen_set_type": "a list",
     "int_from_float": "a whole number",
     "int_type": "a whole number",
     "list_type": "a list",

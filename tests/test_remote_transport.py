@@ -16,10 +16,10 @@ from retrain.adapters.remote.transport import (
     RemoteError,
     RetryPolicy,
     Transport,
-    checked_url,
     error_body,
     retry_after,
 )
+from retrain.adapters.remote.vendors import TINKER, WEAVER, Vendor, checked_url
 from retrain.errors import ConfigError
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
@@ -109,7 +109,7 @@ async def test_a_call_that_is_not_idempotent_is_sent_again_only_if_it_cannot_hav
     assert len(seen) == sent
 
 
-@pytest.mark.parametrize("status", [301, 302, 400, 401, 403, 404, 409, 410, 422])
+@pytest.mark.parametrize("status", [301, 302, 400, 401, 403, 404, 409, 410, 422, 501])
 async def test_a_refusal_is_final(status: int) -> None:
     answer, seen = scripted(httpx.Response(status, json={"detail": "no such loss"}))
     async with transport(answer) as remote:
@@ -134,6 +134,20 @@ async def test_attempts_end_and_the_error_says_how_many_there_were() -> None:
     assert len(seen) == SOON.attempts
     assert raised.value.__notes__ == ["gave up after 4 attempts"]
     assert raised.value.fault == "server"
+
+
+async def test_by_default_the_time_ends_the_attempts_but_a_reply_in_another_form_does_it_soon() -> (
+    None
+):
+    patient = RetryPolicy(first=0.0, total=60.0)
+    answer, seen = scripted(*[httpx.Response(503)] * 40, httpx.Response(200, json=1))
+    async with transport(answer, policy=patient) as remote:
+        assert await remote.send(Call("GET", "x"), body) == 1
+    answer, seen = scripted(httpx.Response(200, json={"hello": 1}))
+    async with transport(answer, policy=patient, vendor=TINKER) as remote:
+        with pytest.raises(RemoteError, match=r"no 'id'; is this a Tinker server\?") as raised:
+            await remote.send(Call("GET", "x"), lambda reply: json.loads(reply.content)["id"])
+    assert (raised.value.code, len(seen)) == ("malformed", 5)
 
 
 async def test_a_pause_that_would_outlive_the_deadline_ends_the_call_at_once() -> None:
@@ -183,7 +197,42 @@ async def test_a_key_is_in_no_repr_and_no_error() -> None:
     assert "check the API key" in str(raised.value)
 
 
-@pytest.mark.parametrize("url", ["service:80", "ftp://x", "https://", "http://u:p@x"])
+async def test_who_is_refused_without_a_key_is_told_where_it_belongs() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, text="missing or wrong")
+
+    for secrets, advice in (
+        ({}, "WEAVER_API_KEY is not set"),
+        ({"K": "wrong"}, "check the API key"),
+    ):
+        async with transport(refuse, secrets=secrets, vendor=WEAVER) as remote:
+            with pytest.raises(RemoteError, match=f"missing or wrong; {advice}"):
+                await remote.send(Call("GET", "x"), body)
+
+
+@pytest.mark.parametrize("vendor", [TINKER, WEAVER])
+def test_a_key_is_checked_before_a_header_is_made_of_it(
+    vendor: Vendor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(vendor.key_variable, raising=False)
+    assert vendor.api_key("http://elsewhere") == ""
+    assert vendor.api_key(vendor.url, "") == "", "its caller says that there is none"
+    with pytest.raises(ConfigError, match=f"{vendor.key_variable} is not set"):
+        vendor.api_key(vendor.url)
+    monkeypatch.setenv(vendor.key_variable, " k-1\n")
+    assert vendor.api_key(vendor.url) == "k-1"
+    for bad in ("k-1\nk-2", "k-1 \u2026"):
+        monkeypatch.setenv(vendor.key_variable, bad)
+        for given, where in ((None, vendor.key_variable), (bad, "api_key")):
+            with pytest.raises(ConfigError, match=f"{where} holds a line break") as raised:
+                vendor.api_key("http://elsewhere", given)
+            assert "k-1" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["service:80", "ftp://x", "https://", "http://u:p@x", "local", "http://x:99999", "http://x:0"],
+)
 def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError) as raised:
         checked_url(url)
@@ -198,7 +247,8 @@ def test_a_bad_url_is_refused(url: str) -> None:
         (b'{"error": "a", "category": "user"}', "a", "", "user"),
         (b'{"type": "RequestFailedResponse", "error_message": "a"}', "a", "", None),
         (b'{"detail": [{"loc": 1}]}', '[{"loc": 1}]', "", None),
-        (b"<html>", "<html>", "", None),
+        (b"<html>", "an HTML page", "", None),
+        (b"<!DOCTYPE><title>No\n way</title><p>", "an HTML page (No way)", "", None),
         (b"[1]", "[1]", "", None),
         (b"", "", "", None),
     ],
@@ -264,10 +314,27 @@ async def test_a_refused_connection_cannot_have_acted() -> None:
     assert (raised.value.code, raised.value.may_have_acted) == ("connect", False)
 
 
+async def test_https_to_a_plain_port_is_told_at_once() -> None:
+    met: list[int] = []
+
+    async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        met.append(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with (
+        loopback(plain) as url,
+        Transport(url.replace("http", "https"), policy=SOON) as remote,
+    ):
+        with pytest.raises(RemoteError, match="SSL"):
+            await remote.send(Call("GET", "x"), body)
+    assert len(met) == 1
+
+
 async def test_a_service_that_never_answered_is_given_up_soon(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that did answer has the whole of the policy's time."""
+    """One that gave a good reply has the whole of the policy's time."""
     monkeypatch.setattr("retrain.adapters.remote.transport.FIRST_CONTACT", 0.0)
     answers: list[Any] = []
 
@@ -275,10 +342,13 @@ async def test_a_service_that_never_answered_is_given_up_soon(
         outcome = answers.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
-        return httpx.Response(200, json={})
+        return outcome or httpx.Response(200, json={})
 
     patient = RetryPolicy(attempts=9, first=0.0, total=60.0)
     transport = Transport("http://x", policy=patient, transport=httpx.MockTransport(answer))
+    answers += [httpx.Response(404)]  # of another server, for all we know
+    with pytest.raises(RemoteError):
+        await transport.send(Call("GET", "handshake"), lambda reply: reply)
     answers += [httpx.ConnectError("refused")] * 9
     with pytest.raises(RemoteError, match="could not reach"):
         await transport.send(Call("GET", "a", idempotent=True), lambda reply: reply)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import grad_norm
 from retrain.adapters.remote.datums import shift
 from retrain.adapters.remote.surrogate import LOSS_KEYS, surrogate
+from retrain.adapters.remote.transport import RemoteError
 from retrain.adapters.tinker import messages
 from retrain.adapters.tinker.adapter import TinkerAdapter
 from retrain.adapters.tinker.options import TinkerOptions
@@ -28,12 +30,13 @@ from retrain.adapters.tinker.values import (
     ForwardBackwardOutput,
     SampledSequence,
 )
-from retrain.config import Plugin, RunConfig
+from retrain.assembly import assemble
+from retrain.config import Plugin, RunConfig, parse_config
 from retrain.engine.tiny import tiny_tokenizer
-from retrain.errors import AdapterError, CheckpointError, NonFiniteError
+from retrain.errors import AdapterError, CheckpointError, ConfigError, NonFiniteError
 from retrain.sampler import SamplingParams
 from retrain.types import Batch, Denominators, Sample
-from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Peer, TinkerServer, logprob
+from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
 PEERS = {"hosted": HOSTED, "skyrl": SKYRL, "open_rl": OPEN_RL}
 
@@ -338,10 +341,29 @@ def test_wrong_keys_are_refused(keys: dict[str, Any], message: str) -> None:
         TinkerOptions(**keys)
 
 
+@pytest.mark.parametrize("kind", ["trl", "tinker", "weaver"])
+def test_options_that_no_service_takes_are_told_in_the_words_of_a_config(kind: str) -> None:
+    backend = {"type": kind, "learning_rate": math.inf, "native_losses": "ppo"}
+    if kind == "trl":
+        backend = {"type": kind, "learning_rate": 1.0, "lora": {"alpha": math.nan}}
+    with pytest.raises(ConfigError) as raised:
+        assemble(parse_config({"prompts": ["a"], "rewards": "exact_match", "backend": backend}))
+    assert list(raised.value.problems) == {
+        "trl": ["backend.lora.alpha: got nan, expected a finite number"],
+    }.get(
+        kind,
+        [
+            "backend.learning_rate: got inf, expected a finite number",
+            "backend.native_losses: got 'ppo', expected a list",
+        ],
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "run", "message"),
     [
-        ({"url": "host:1"}, {}, "expected http"),
+        ({"url": "host:1"}, {}, "path], or `local` or `hosted`"),
+        ({"url": "hosted"}, {}, "TINKER_API_KEY is not set"),
         ({"warmup_steps": 9}, {"train": {"total_train_steps": 5}}, "longer than the run"),
         ({}, {"checkpoint": {"merge_lora": True}}, "merge_lora has no effect"),
         ({}, {"algorithm": {"loss": "ppo", "loss_config": {"delta": 1}}}, "no key 'delta'"),
@@ -350,8 +372,9 @@ def test_wrong_keys_are_refused(keys: dict[str, Any], message: str) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_a_problem_at_the_start(
-    options: dict[str, Any], run: dict[str, Any], message: str
+    options: dict[str, Any], run: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
     problems = TinkerOptions(**options).problems(config(**run))
     assert any(message in problem for problem in problems), problems
 
@@ -361,10 +384,11 @@ def test_a_local_service_without_its_libraries_says_what_to_install(monkeypatch)
     [problem] = TinkerOptions(url="local").problems(config())
     assert "local needs what is not installed (no_such_library)" in problem
     assert "pip install 'retrain[service]'" in problem
-    assert TinkerOptions(url="hosted").problems(config()) == []
+    assert TinkerOptions(url="http://elsewhere").problems(config()) == []
 
 
-def test_sound_options_have_no_problems_and_load_nothing_heavy() -> None:
+def test_sound_options_have_no_problems_and_load_nothing_heavy(monkeypatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-k")
     assert TinkerOptions(url="hosted").problems(config()) == []
     code = (
         "import sys, retrain.adapters.tinker, retrain.adapters.tinker.options;"
@@ -379,6 +403,29 @@ def test_sound_options_have_no_problems_and_load_nothing_heavy() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert shown.stdout.strip() == "False", "a process whose service runs elsewhere loads no torch"
+
+
+async def test_a_service_that_lost_the_model_is_told_in_the_same_words_by_every_call() -> None:
+    server = TinkerServer()
+    faulty = Faulty(server.transport())
+    tinker = adapter(server)
+    tinker._transport = faulty
+    async with tinker:
+        calls = {
+            "retrieve_future": lambda: tinker.update(batch(sample(3, 4, 5))),
+            "save_weights_for_sampler": tinker.publish,
+            "save_weights": lambda: tinker.save(Path()),
+            "asample": lambda: tinker.sampler.sample([1, 2], SamplingParams(max_tokens=1)),
+        }
+        told = set()
+        for number, (name, call) in enumerate(calls.items()):
+            gone = {"code": "not_found", "detail": f"the request {number} is not on this service"}
+            faulty.before[name] += [httpx.Response(404, json=gone)] * 9
+            with pytest.raises(RemoteError, match=r"was it restarted\?\): --resume") as raised:
+                await call()
+            told.add(str(raised.value))
+            faulty.before.clear()
+    assert len(told) == 1
 
 
 async def test_the_local_service_trains_a_loss_of_its_own_and_ours_alike(tmp_path: Path) -> None:

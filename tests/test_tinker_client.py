@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,8 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from retrain.adapters import tinker as tinker_package
+from retrain.adapters import weaver as weaver_package
 from retrain.adapters.remote.transport import RemoteError, RetryPolicy
 from retrain.adapters.tinker import (
     AdamParams,
@@ -21,10 +25,12 @@ from retrain.adapters.tinker import (
     TinkerClient,
 )
 from retrain.adapters.tinker import client as client_module
+from retrain.adapters.tinker.checks import LOSS_INPUTS
 from retrain.adapters.tinker.chunks import merge, split
 from retrain.adapters.tinker.limits import Backpressure, Budget
 from retrain.adapters.tinker.training import plain_model_name
 from retrain.adapters.tinker.values import ForwardBackwardOutput
+from retrain.adapters.weaver import WeaverClient
 from retrain.errors import AdapterError, ConfigError, DeadlineError
 from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
@@ -364,11 +370,55 @@ async def test_a_token_is_traded_for_the_key_and_renewed_when_it_expires() -> No
     ]
 
 
+async def test_another_server_is_told_at_once() -> None:
+    """One that says 200 to everything, and one that knows no POST."""
+    unknown = httpx.Response(501, text="<html><title>Error response</title>" + "<p>" * 500)
+    for reply, told in (
+        (httpx.Response(200, json={"hello": 1}), "no 'session_id'"),
+        (unknown, r"an HTML page \(Error response\)"),
+    ):
+        seen: list[str] = []
+
+        def answer(request: httpx.Request, reply=reply, seen=seen) -> httpx.Response:
+            seen.append(request.url.path.rpartition("/")[2])
+            return reply
+
+        client = TinkerClient("http://x", transport=httpx.MockTransport(answer), policy=SOON)
+        with pytest.raises(RemoteError, match=f"{told}; is this a Tinker server?"):
+            await client.__aenter__()
+        tries = 1 if reply is unknown else SOON.attempts
+        assert seen == ["config", "dynamic_config", *["create_session"] * (tries or 1)]
+
+
+async def test_an_outage_is_outlasted_as_long_as_there_is_time() -> None:
+    server = TinkerServer()
+    faulty = Faulty(server.transport())
+    async with tinker(server, transport=faulty, policy=RetryPolicy(first=0.0)) as client:
+        sampler = await client.sampling_session(base_model="org/base")
+        for name in ("asample", "retrieve_future"):
+            faulty.before[name] += [httpx.ConnectError("refused")] * 40
+        assert (await sampler.sample([1, 2], SampleOptions(max_tokens=1))).sequences
+
+
 def test_the_hosted_service_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     monkeypatch.delenv("TINKER_BASE_URL", raising=False)
     with pytest.raises(ConfigError, match="TINKER_API_KEY is not set"):
         TinkerClient()
+
+
+def test_help_shows_how_a_client_is_used() -> None:
+    for package, client in ((tinker_package, TinkerClient), (weaver_package, WeaverClient)):
+        example = inspect.getdoc(client) or ""
+        assert f"async with {client.__name__}(" in example
+        assert set(re.findall(r"\b([A-Z][A-Za-z]+)\(", example)) <= set(package.__all__)
+    for loss, inputs in LOSS_INPUTS.items():
+        assert all(f"`{name}`" in str(Datum.__doc__) for name in inputs), loss
+
+
+def test_a_plain_list_among_the_inputs_of_a_loss_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"'weights'\]: got a list, expected a Tensor"):
+        Datum([1, 2], {"weights": [1.0, 1.0]})  # type: ignore[dict-item] - as a newcomer has it
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)

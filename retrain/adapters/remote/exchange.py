@@ -38,10 +38,12 @@ class Reply:
 class Lost(Exception):
     """No reply came."""
 
-    def __init__(self, detail: str, *, sent: bool) -> None:
+    def __init__(self, detail: str, *, sent: bool, final: bool = False) -> None:
         super().__init__(detail)
         self.sent = sent
         """False when no byte of the request can have reached the service."""
+        self.final = final
+        """Another attempt would end like this one: no TLS is spoken there, or a wrong name."""
 
 
 class Exchange(Protocol):
@@ -79,7 +81,9 @@ class NetworkExchange:
                 return Reply(reply.status, reply.headers, await reply.read())
         except (aiohttp.ClientError, OSError) as error:
             detail = str(error) or type(error).__name__
-            raise Lost(detail, sent=not isinstance(error, unsent)) from error
+            sent = not isinstance(error, unsent)
+            final = isinstance(error, aiohttp.ClientSSLError)
+            raise Lost(detail, sent=sent, final=final) from error
 
     async def close(self) -> None:
         if self._session is not None:

@@ -6,14 +6,14 @@ Imports no httpx and no torch.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.adapters.remote.losses import REMOTE_LOSSES, check_loss
 from retrain.adapters.remote.schedule import Schedule
-from retrain.adapters.remote.transport import checked_url
+from retrain.adapters.remote.vendors import Vendor, checked_url
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
 
@@ -24,7 +24,7 @@ LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
 class RemoteLora(BaseModel):
     """Low-rank adapters (arXiv:2106.09685) on all layers of a kind, or none of them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     rank: Annotated[int, Field(ge=1)] = 32
     seed: int | None = None
     """Of the initial adapters; by default train.seed."""
@@ -35,6 +35,11 @@ class RemoteLora(BaseModel):
 
 class RemoteOptions(AdapterOptions):
     """What every remote backend is told."""
+
+    model_config = ConfigDict(allow_inf_nan=False)  # JSON has no such numbers
+
+    vendor: ClassVar[Vendor]
+    """Whose protocol it is."""
 
     url: str = "local"
     """`local`: a service inside this process; `hosted`: the vendor's own; else http(s)://host."""
@@ -93,7 +98,9 @@ class RemoteOptions(AdapterOptions):
             if self.url not in ("local", "hosted"):
                 checked_url(self.url)
         except ConfigError as error:
-            found.append(f"backend.{error}")
+            found.append(f"backend.{error}, or `local` or `hosted`")
+        else:
+            found += self._key_problems()
         try:
             check_loss(config)
         except ConfigError as error:
@@ -112,3 +119,16 @@ class RemoteOptions(AdapterOptions):
                 f"(train.total_train_steps {config.train.total_train_steps})"
             )
         return found
+
+    @property
+    def service_url(self) -> str:
+        """Where the requests go."""
+        return {"local": "http://local", "hosted": self.vendor.url}.get(self.url, self.url)
+
+    def _key_problems(self) -> list[str]:
+        try:
+            if self.url != "local":
+                self.vendor.api_key(self.service_url)
+        except ConfigError as error:
+            return list(error.problems)
+        return []

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from retrain.adapters.remote.transport import RemoteError
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion, StopReason
@@ -74,7 +76,8 @@ class PublishedSampler:
             served = self._current()
             served.in_flight += 1
             try:
-                found = await served.session.sample(prompt_ids, params, n)
+                with on_the_service():
+                    found = await served.session.sample(prompt_ids, params, n)
             finally:
                 served.in_flight -= 1
                 self._retire(served)
@@ -89,7 +92,8 @@ class PublishedSampler:
         served = self._current()
         served.in_flight += 1
         try:
-            return await served.session.compute_logprobs(token_ids)
+            with on_the_service():
+                return await served.session.compute_logprobs(token_ids)
         finally:
             served.in_flight -= 1
             self._retire(served)
@@ -126,6 +130,26 @@ class PublishedSampler:
             reason = "context" if full else "length"
         text = self._tokenizer.decode(one.tokens, skip_special_tokens=True)
         return Completion(list(one.tokens), list(one.logprobs), text, reason, version)
+
+
+@contextmanager
+def on_the_service() -> Iterator[None]:
+    """Around calls on what this run has made: a 404 is told as the loss of it all.
+
+    Many calls meet it at once, each with an id of its own; their users are told one thing.
+    """
+    try:
+        yield
+    except RemoteError as error:
+        if error.status != 404:
+            raise
+        raise RemoteError(
+            "the service has lost this run's model (was it restarted?): --resume goes on from the "
+            "last checkpoint",
+            status=404,
+            code="lost",
+            fault="server",
+        ) from error
 
 
 class Scorer(Protocol):

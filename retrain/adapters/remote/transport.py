@@ -2,7 +2,8 @@
 
 - A call is sent again only if the service can't have acted on it (refused connection, 429) or if
   its caller marked it idempotent; everything else fails at once (`RemoteError.may_have_acted`).
-- Each attempt and the whole call have a time limit (`Call.timeout`, `RetryPolicy.total`).
+- Each attempt and the whole call have a time limit (`Call.timeout`, `RetryPolicy.total`). A service
+  that never gave a good reply is given up soon (`FIRST_CONTACT`): the address is likely wrong.
 - Secrets are sent as headers and never appear in a repr, a log or an error (`_redacted`).
 
 How a request travels is the matter of exchange.py.
@@ -14,17 +15,18 @@ import asyncio
 import email.utils
 import json
 import logging
-import os
+import math
 import random
+import re
 import time
-import urllib.parse
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from retrain.adapters.remote.exchange import Exchange, HttpxExchange, Lost, NetworkExchange, Reply
-from retrain.errors import AdapterError, ConfigError
+from retrain.adapters.remote.vendors import Vendor, checked_url
+from retrain.errors import AdapterError
 
 if TYPE_CHECKING:
     import httpx
@@ -33,6 +35,8 @@ T = TypeVar("T")
 Fault = Literal["user", "server", "unknown"]
 log = logging.getLogger(__name__)
 
+MIN_SECRET = 8
+"""Characters of a secret that is kept out of messages; a shorter one is a word like another."""
 MAX_RETRY_AFTER = 60.0
 """Seconds; a service that asks for a longer pause is asked again after this one."""
 
@@ -76,9 +80,10 @@ class RemoteError(AdapterError):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often, and after which pauses, a call is sent again."""
+    """How long, and after which pauses, a call is sent again."""
 
-    attempts: int = 11
+    attempts: int | None = None
+    """None: as many as `total` leaves time for."""
     first: float = 0.5
     """Seconds before the second attempt; doubled each time, with 25 % of jitter."""
     cap: float = 10.0
@@ -93,11 +98,41 @@ class RetryPolicy:
         return min(doubled, self.cap) * random.uniform(0.75, 1.25)
 
 
+class Patience:
+    """The failures of one call, and whether a further attempt is worth it."""
+
+    def __init__(self, policy: RetryPolicy, total: float | None = None) -> None:
+        """`total` seconds from now on, by default the policy's."""
+        self.failures = 0
+        self._policy = policy
+        self._ends = time.monotonic() + (policy.total if total is None else total)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._ends - time.monotonic()
+
+    def pause(self, error: RemoteError, *, safe: bool = True) -> float:
+        """Seconds to the next attempt; raises `error` where none can help, or none is `safe`."""
+        pause = self._policy.pause(self.failures, error.retry_after)
+        self.failures += 1
+        most = self._policy.attempts or math.inf
+        if error.code == "malformed":
+            most = min(most, MALFORMED_ATTEMPTS)
+        if error.retryable and safe and self.failures < most and pause < self.left:
+            return pause
+        if self.failures > 1:
+            error.add_note(f"gave up after {self.failures} attempts")
+        raise error
+
+
 NO_RETRY = RetryPolicy(attempts=1)
 FIRST_CONTACT = 20.0
-"""Seconds until a service that never answered is given up: the address is likely wrong."""
-LOUD_ATTEMPT = 3
-"""The failed attempt, counted from 0, that a user is told of."""
+"""Seconds until a service that never gave a good reply is given up."""
+MALFORMED_ATTEMPTS = 5
+"""A torn reply comes whole the next time; one in another form never does."""
+LOUD_ATTEMPT = 4
+"""The failed attempt in a row that a user is told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +171,13 @@ class Transport:
         secrets: Mapping[str, str] | None = None,
         policy: RetryPolicy | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
+        vendor: Vendor | None = None,
         max_connections: int = 1000,
     ) -> None:
         """`secrets` are headers too (API keys), kept out of every message.
 
-        Raises ConfigError on a URL that is not http(s) or that holds a password.
+        `vendor` says in messages whose protocol the service should speak. Raises ConfigError on a
+        URL that is not http(s) or that holds a password.
         """
         self.url = checked_url(url)
         self.policy = policy or RetryPolicy()
@@ -150,6 +187,7 @@ class Transport:
         """Renews an expired token; awaited once a call, when the service says `invalid_token`."""
         self.retries: Counter[str] = Counter()
         """Attempts that were repeated, by code or status."""
+        self._vendor = vendor
         self._reached = False
         self._hidden: set[str] = set()
         for secret in self.secrets.values():
@@ -174,7 +212,8 @@ class Transport:
 
     def hide(self, secret: str) -> None:
         """Keep `secret` out of every message from now on."""
-        self._hidden |= {secret, secret.removeprefix("Bearer ")} - {""}
+        own = {secret, secret.removeprefix("Bearer ")}
+        self._hidden |= {word for word in own if len(word) >= MIN_SECRET}
 
     async def send(self, call: Call, decode: Callable[[Reply], T]) -> T:
         """`decode` of the first good reply (status below 300).
@@ -184,12 +223,11 @@ class Transport:
         """
         policy = call.policy or self.policy
         total = policy.total if self._reached else min(policy.total, FIRST_CONTACT)
-        ends = time.monotonic() + total
+        patience = Patience(policy, total)
         refreshed = False
-        attempt = 0
         while True:
             try:
-                return await self._attempt(call, decode, ends - time.monotonic())
+                return await self._attempt(call, decode, patience.left)
             except RemoteError as error:
                 own_key = self.secrets.keys() & call.headers.keys()  # as the renewal itself has
                 expired = error.code == "invalid_token" and not own_key
@@ -197,26 +235,12 @@ class Transport:
                     refreshed = True
                     await self.refresh()
                     continue
-                pause = self._pause_before_retry(error, call, attempt, ends)
+                pause = patience.pause(error, safe=call.idempotent or not error.may_have_acted)
                 self.retries[error.code or str(error.status)] += 1
-                level = logging.WARNING if attempt == LOUD_ATTEMPT else logging.DEBUG
-                log.log(level, "%s; trying again for up to %.0f s", error, ends - time.monotonic())
+                loud = patience.failures == LOUD_ATTEMPT
+                level = logging.WARNING if loud else logging.DEBUG
+                log.log(level, "%s; trying again for up to %.0f s", error, patience.left)
                 await asyncio.sleep(pause)
-                attempt += 1
-
-    def _pause_before_retry(
-        self, error: RemoteError, call: Call, attempt: int, ends: float
-    ) -> float:
-        """Seconds to wait; raises `error` where the call must not be sent again."""
-        policy = call.policy or self.policy
-        safe = call.idempotent or not error.may_have_acted
-        pause = policy.pause(attempt, error.retry_after)
-        in_time = attempt + 1 < policy.attempts and time.monotonic() + pause < ends
-        if error.retryable and safe and in_time:
-            return pause
-        if attempt:
-            error.add_note(f"gave up after {attempt + 1} attempts")
-        raise error
 
     async def _attempt(self, call: Call, decode: Callable[[Reply], T], left: float) -> T:
         limit = min(call.timeout, max(left, 0.001))
@@ -228,19 +252,22 @@ class Transport:
                 response = await self._exchange.send(call.method, url, headers, call.body)
         except (TimeoutError, Lost) as error:
             raise self._unreachable(what, error, limit) from error
-        self._reached = True
         if response.status_code >= 300 and response.status_code not in call.accept:
             raise self._refused(what, response)
         try:
-            return decode(response)
+            decoded = decode(response)
         except (ValueError, KeyError, TypeError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise RemoteError(
-                f"{what}: {self.url} sent a reply that can't be read: {self._redacted(str(error))}",
+                f"{what}: {self.url} sent a reply that can't be read: {self._redacted(why)}"
+                f"{self._doubt()}",
                 code="malformed",
                 retryable=True,
                 may_have_acted=True,
                 fault="server",
             ) from error
+        self._reached = True
+        return decoded
 
     def _unreachable(self, what: str, error: TimeoutError | Lost, limit: float) -> RemoteError:
         if isinstance(error, TimeoutError):
@@ -248,13 +275,15 @@ class Transport:
             return RemoteError(message, code="timeout", retryable=True, may_have_acted=True)
         verb, code = ("lost", "disconnect") if error.sent else ("could not reach", "connect")
         message = f"{what}: {verb} {self.url}: {self._redacted(str(error))}"
-        return RemoteError(message, code=code, retryable=True, may_have_acted=error.sent)
+        again = self._reached or not error.final
+        return RemoteError(message, code=code, retryable=again, may_have_acted=error.sent)
 
     def _refused(self, what: str, response: Reply) -> RemoteError:
         body = error_body(response.content)
         status = response.status_code
         headers = response.headers
-        retryable = status in (408, 425, 429) or status >= 500
+        broken = status == 408 or (status >= 500 and status != 501)  # 501: it doesn't know the call
+        retryable = broken or status in (425, 429)
         if body.retryable is not None:
             retryable = body.retryable
         if "x-should-retry" in headers:
@@ -264,17 +293,26 @@ class Transport:
         code = body.code
         if 'error="invalid_token"' in headers.get("www-authenticate", ""):
             code = "invalid_token"
-        advice = "; check the API key" if status in (401, 403) else ""
+        advice = self._about_key() if status in (401, 403) else self._doubt() if body.html else ""
         return RemoteError(
             f"{what}: {self.url} answered: {self._redacted(body.message) or 'nothing'}{advice}",
             status=status,
             code=code,
             retryable=retryable,
-            may_have_acted=(status == 408 or status >= 500) and not turned_away,
+            may_have_acted=broken and not turned_away,
             request_id=headers.get("x-request-id") or headers.get("request-id") or body.request_id,
-            fault=body.fault or ("server" if status == 408 or status >= 500 else "user"),
+            fault=body.fault or ("server" if broken else "user"),
             retry_after=body.retry_after if (asked := retry_after(headers)) is None else asked,
         )
+
+    def _doubt(self) -> str:
+        """What to ask a user whose service says something else."""
+        return f"; is this a {self._vendor.name} server?" if self._vendor else ""
+
+    def _about_key(self) -> str:
+        if self._vendor and not self.secrets:
+            return f"; {self._vendor.key_variable} is not set"
+        return "; check the API key"
 
     def _redacted(self, text: str) -> str:
         for secret in self._hidden:
@@ -291,11 +329,17 @@ class ErrorBody:
     """None when the body does not say."""
     request_id: str = ""
     retry_after: float | None = None
+    html: bool = False
+    """A page for people: what answered may be no such service, or a proxy before it."""
 
 
 def error_body(content: bytes) -> ErrorBody:
     """What the body of an error says, in whichever of the usual shapes it came."""
     text = content[:2000].decode(errors="replace").strip()
+    if text.startswith("<"):
+        title = re.search(r"<title>([^<]{1,80})", text, re.IGNORECASE)
+        named = f" ({' '.join(title[1].split())})" if title else ""
+        return ErrorBody(f"an HTML page{named}", html=True)
     try:
         body = json.loads(content)
     except ValueError:
@@ -349,23 +393,3 @@ def retry_after(headers: Mapping[str, str], now: float | None = None) -> float |
     except (KeyError, ValueError):
         return None
     return max(0.0, date.timestamp() - (time.time() if now is None else now))
-
-
-def checked_url(url: str) -> str:
-    """`url` without its trailing slash; raises ConfigError unless it can be a base URL."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"url: got {url!r}, expected http(s)://host[:port][/path], or `local`")
-    if parts.username or parts.password:
-        raise ConfigError(
-            f"url: {parts.hostname} comes with a password; put the key in the environment instead"
-        )
-    return url.rstrip("/")
-
-
-def api_key(variable: str, *, required: bool) -> str:
-    """The key that the environment holds; raises ConfigError when a required one is missing."""
-    key = os.environ.get(variable, "").strip()
-    if required and not key:
-        raise ConfigError(f"{variable} is not set: export {variable}=... with your API key")
-    return key

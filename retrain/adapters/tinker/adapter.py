@@ -13,7 +13,7 @@ from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
 from retrain.adapters.remote.datums import Datum
 from retrain.adapters.remote.published import Scorer
-from retrain.adapters.tinker.client import DEFAULT_URL, TinkerClient
+from retrain.adapters.tinker.client import TinkerClient
 from retrain.adapters.tinker.options import TinkerOptions
 from retrain.adapters.tinker.rows import has_logprobs, loss_config, row, service_metrics, weighted
 from retrain.adapters.tinker.serving import ServedWeights
@@ -34,7 +34,7 @@ class TinkerAdapter(RemoteAdapter):
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
         client = TinkerClient(
-            self._url(DEFAULT_URL),
+            self.options.service_url,
             api_key="" if self.local else None,
             wire=self.options.wire,
             tags=[*self.options.tags, *filter(None, [self.config.name])],

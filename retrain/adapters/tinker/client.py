@@ -1,13 +1,5 @@
 """TinkerClient: a session with a Tinker service, and what can be made in it.
 
-    async with TinkerClient() as tinker:
-        model = await tinker.create_model("Qwen/Qwen3-8B", LoraConfig(rank=32))
-        passed = await model.forward_backward(data, "importance_sampling")
-        stepped = await model.optim_step(AdamParams(learning_rate=1e-4))
-        print((await passed).metrics, await stepped)
-        sampler = await tinker.sampler_of(model)
-        print(await sampler.sample(prompt, SampleOptions(max_tokens=64)))
-
 Entering opens the session and keeps it alive by a heartbeat; leaving finishes it with the reason,
 so that the service frees what it holds. Servers that lack the newer endpoints are served too: what
 answers 404 is done without.
@@ -32,8 +24,8 @@ from retrain.adapters.remote.transport import (
     RemoteError,
     RetryPolicy,
     Transport,
-    api_key,
 )
+from retrain.adapters.remote.vendors import TINKER
 from retrain.adapters.tinker.connection import (
     Connection,
     Flags,
@@ -49,7 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 SDK_VERSION = "0.38.0"
 """The official client's version whose protocol this is; services answer according to it."""
 HEARTBEAT = 10.0
@@ -80,7 +71,16 @@ class Checkpoint:
 
 
 class TinkerClient:
-    """An async context manager. The key never shows in a repr, a log or an error."""
+    """A session, as an async context manager. The key never shows in a repr, a log or an error.
+
+    async with TinkerClient() as tinker:                         # key: TINKER_API_KEY
+        model = await tinker.create_model("Qwen/Qwen3-8B", LoraConfig(rank=32))
+        passed = await model.forward_backward(data, "importance_sampling")
+        stepped = await model.optim_step(AdamParams(learning_rate=1e-4))
+        print((await passed).metrics, await stepped)
+        sampler = await tinker.sampler_of(model)
+        print(await sampler.sample(prompt, SampleOptions(max_tokens=64)))
+    """
 
     def __init__(
         self,
@@ -98,17 +98,18 @@ class TinkerClient:
 
         `wire="json"` is for servers that don't speak protobuf. `result_timeout` is how many
         seconds a job may take, unless a call says otherwise. `transport` is any of httpx's, such
-        as `httpx.ASGITransport(app)`. Raises ConfigError on a bad URL, or when the hosted service
-        is to be used without a key.
+        as `httpx.ASGITransport(app)`. Raises ConfigError on a bad URL or key, or when the hosted
+        service is to be used without a key.
         """
-        url = url or os.environ.get("TINKER_BASE_URL") or DEFAULT_URL
-        key = api_key if api_key is not None else _key(url)
+        url = url or os.environ.get("TINKER_BASE_URL") or TINKER.url
+        key = TINKER.api_key(url, api_key)
         self._transport = Transport(
             url,
             headers={"User-Agent": f"AsyncTinker/Python {SDK_VERSION}"},
             secrets={"X-API-Key": key} if key else {},
             policy=policy,
             transport=transport,
+            vendor=TINKER,
         )
         self._key = key
         self._renewal = asyncio.Lock()
@@ -142,11 +143,12 @@ class TinkerClient:
     async def __aenter__(self) -> Self:
         try:
             await self._handshake()
-            reply = await self._connection.post("create_session", self._session)
+            self.session_id, reply = await self._connection.ask(
+                "create_session", "session_id", self._session
+            )
         except BaseException:
             await self._transport.close()
             raise
-        self.session_id = str(reply["session_id"])
         for level, name in ((20, "info"), (30, "warning"), (40, "error")):
             if reply.get(f"{name}_message"):
                 log.log(level, "%s: %s", self._transport.url, reply[f"{name}_message"])
@@ -228,7 +230,9 @@ class TinkerClient:
 
     async def checkpoint(self, path: str) -> Checkpoint:
         """What `path` holds; raises RemoteError with status 404 when nothing is there."""
-        body = await self._connection.post("weights_info", {"tinker_path": path})
+        base_model, body = await self._connection.ask(
+            "weights_info", "base_model", {"tinker_path": path}
+        )
         places = {
             name: bool(body[name])
             for name in ("train_mlp", "train_attn", "train_unembed")
@@ -236,7 +240,7 @@ class TinkerClient:
         }
         rank = body.get("lora_rank")
         lora = LoraConfig(rank=rank or LoraConfig().rank, **places)
-        return Checkpoint(str(body["base_model"]), rank, lora)
+        return Checkpoint(base_model, rank, lora)
 
     async def delete(self, path: str) -> None:
         """Delete saved weights; that they are gone already is no error."""
@@ -270,8 +274,10 @@ class TinkerClient:
             "model_path": model_path,
             "type": "create_sampling_session",
         }
-        body = await self._connection.post("create_sampling_session", payload)
-        return SamplingClient(self._connection, str(body["sampling_session_id"]))
+        session_id, _ = await self._connection.ask(
+            "create_sampling_session", "sampling_session_id", payload
+        )
+        return SamplingClient(self._connection, session_id)
 
     async def sampler_of(
         self, model: TrainingClient, *, timeout: float | None = None
@@ -330,9 +336,9 @@ class TinkerClient:
         async with self._renewal:
             if self._transport.secrets["X-API-Key"] == expired:
                 key = {"X-API-Key": self._key}
-                reply = await self._connection.post("auth/token", {}, headers=key)
-                self._transport.hide(str(reply["jwt"]))
-                self._transport.secrets["X-API-Key"] = str(reply["jwt"])
+                token, _ = await self._connection.ask("auth/token", "jwt", {}, headers=key)
+                self._transport.hide(token)
+                self._transport.secrets["X-API-Key"] = token
 
     async def _beat(self) -> None:
         heard = time.monotonic()
@@ -375,11 +381,6 @@ class TinkerClient:
     def _added(self, model: TrainingClient) -> TrainingClient:
         self._models.append(model)
         return model
-
-
-def _key(url: str) -> str:
-    """The environment's key; only the hosted service can't do without."""
-    return api_key("TINKER_API_KEY", required=url.startswith(DEFAULT_URL.rsplit("/", 2)[0]))
 
 
 CREATE_MODEL: Kind[str] = Kind("CreateModel", lambda body: str(body["model_id"]))

@@ -21,8 +21,8 @@ from retrain.adapters.remote.transport import (
     NO_RETRY,
     Call,
     Fault,
+    Patience,
     RemoteError,
-    RetryPolicy,
     Transport,
     error_body,
 )
@@ -100,6 +100,21 @@ class Connection:
         """The JSON reply of an endpoint; `rest` are further fields of `Call`."""
         call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
         return await self.transport.send(call, json_object)
+
+    async def ask(
+        self, endpoint: str, name: str, payload: Mapping[str, Any], **rest: Any
+    ) -> tuple[str, dict[str, Any]]:
+        """The text that the reply has under `name`, and the whole reply.
+
+        Raises RemoteError with the code `malformed` when it has none.
+        """
+        call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
+
+        def read(reply: Reply) -> tuple[str, dict[str, Any]]:
+            body = json_object(reply)
+            return str(body[name]), body
+
+        return await self.transport.send(call, read)
 
     async def submit(self, call: Call, kind: Kind[T]) -> Future[T]:
         """The job that the service accepted; the call may be sent twice, so it needs a seq_id."""
@@ -196,18 +211,19 @@ class Future(Generic[T]):
 
     async def _wait(self, started: float) -> T:
         policy = self._connection.transport.policy
-        failures = iteration = quick = 0
+        patience: Patience | None = None
+        iteration = quick = 0
         while True:
             asked = time.monotonic()
             try:
                 reply = await self._poll(iteration)
             except RemoteError as error:
-                failures += 1
-                await self._outlast(error, failures, policy)
+                patience = patience or Patience(policy)
+                await self._outlast(error, patience)
                 continue
             if not isinstance(reply, _Pending):
                 return reply
-            failures, iteration = 0, iteration + 1
+            patience, iteration = None, iteration + 1
             self._report(reply, started)
             # A service that doesn't hold a poll back would be asked in a hot loop.
             quick = quick + 1 if time.monotonic() - asked < 0.05 else 0
@@ -235,15 +251,16 @@ class Future(Generic[T]):
         )
         return await self._connection.transport.send(call, self._read)
 
-    async def _outlast(self, error: RemoteError, failures: int, policy: RetryPolicy) -> None:
+    async def _outlast(self, error: RemoteError, patience: Patience) -> None:
         """Wait before the next poll; raises `error` where a further poll can't help."""
         if error.code == "timeout":
             return  # the service holds polls back for longer than we wait: no failure
-        waits = error.status in (402, 429)  # until paid, or until there is room: to the deadline
-        if not waits and (not error.retryable or failures >= policy.attempts):
-            raise error
+        if error.status in (402, 429):  # until paid, or until there is room: to the deadline
+            pause = self._connection.transport.policy.pause(3, error.retry_after)
+        else:
+            pause = patience.pause(error)
         log.info("%s; asking again", error)
-        await asyncio.sleep(policy.pause(failures, error.retry_after))
+        await asyncio.sleep(pause)
 
     def _read(self, response: Reply) -> T | _Pending:
         if response.headers.get("content-type", "").startswith(PROTOBUF):

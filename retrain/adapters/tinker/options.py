@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from retrain.adapters.remote.options import RemoteOptions
+from retrain.adapters.remote.vendors import TINKER
 
 Native = Literal["importance_sampling", "ppo", "cispo", "dro", "cross_entropy"]
 NATIVE: frozenset[Native] = frozenset(
@@ -21,6 +22,7 @@ class TinkerOptions(RemoteOptions):
     """
 
     adapter: ClassVar[str] = "retrain.adapters.tinker.adapter:TinkerAdapter"
+    vendor = TINKER
 
     native_losses: frozenset[Native] = NATIVE
     wire: Literal["proto", "json"] = "proto"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.adapters.remote.transport import NO_RETRY, RemoteError
+from retrain.adapters.remote.transport import NO_RETRY, Patience, RemoteError
 from retrain.adapters.tinker import messages, payloads
 from retrain.adapters.tinker.connection import Connection, Future, Kind
 from retrain.adapters.tinker.values import SampleResult
@@ -134,7 +134,8 @@ class SamplingClient:
         policy = self._connection.transport.policy
         pressure = self._connection.backpressure
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
-        for failures in itertools.count():
+        patience: Patience | None = None
+        while True:
             async with pressure.submissions.take(), pressure.weight(tokens):
                 await pressure.pause_over()
                 try:
@@ -142,11 +143,10 @@ class SamplingClient:
                         "asample", payload, SAMPLE, headers=headers, policy=NO_RETRY
                     )
                 except RemoteError as error:
-                    full = error.status in (402, 429)
-                    if full:
+                    if error.status in (402, 429):
                         pressure.pause(tokens, error.retry_after)
-                    elif not error.retryable or failures + 1 >= policy.attempts:
-                        raise
-                    pause = 0.0 if full else policy.pause(failures, error.retry_after)
+                        pause = 0.0
+                    else:
+                        patience = patience or Patience(policy)
+                        pause = patience.pause(error)
             await asyncio.sleep(pause)
-        raise AssertionError("unreachable: the loop above has no end")

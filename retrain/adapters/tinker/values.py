@@ -30,10 +30,23 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One training sequence: its tokens, and the loss's inputs of the same length."""
+    """One training sequence: its tokens, and the loss's inputs of the same length.
+
+    cross_entropy wants `target_tokens` and `weights`; importance_sampling, ppo, cispo and dro want
+    `target_tokens`, `logprobs` (the sampler's) and `advantages`. Targets are
+    `Tensor(ids, "int64")`, the others `Tensor(numbers)`. Raises TypeError on a plain list.
+    """
 
     tokens: Sequence[int]
     inputs: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        for name, given in self.inputs.items():
+            if not isinstance(given, Tensor):
+                raise TypeError(
+                    f"inputs[{name!r}]: got a {type(given).__name__}, expected a Tensor: "
+                    'Tensor(ids, "int64") for token ids, Tensor(numbers) for the others'
+                )
 
     @property
     def size(self) -> int:

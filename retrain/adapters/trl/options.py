@@ -16,7 +16,7 @@ from retrain.errors import ConfigError
 class LoraOptions(BaseModel):
     """Low-rank adapters (arXiv:2106.09685), by peft; without them all weights are trained."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     r: Annotated[int, Field(ge=1)] = 16
     alpha: Annotated[float, Field(gt=0)] = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -36,6 +36,8 @@ class LoraOptions(BaseModel):
 
 class TrlOptions(AdapterOptions):
     """`backend: {type: trl, ...}`: TRL's GRPOTrainer updates the weights on this machine."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     adapter: ClassVar[str] = "retrain.adapters.trl.adapter:TrlAdapter"
 

@@ -5,5 +5,6 @@
 
 from retrain.adapters.weaver.client import WeaverClient
 from retrain.adapters.weaver.wire import AdamParams, LoraConfig, TrainingRow
+from retrain.sampler import SamplingParams
 
-__all__ = ["AdamParams", "LoraConfig", "TrainingRow", "WeaverClient"]
+__all__ = ["AdamParams", "LoraConfig", "SamplingParams", "TrainingRow", "WeaverClient"]

@@ -15,7 +15,7 @@ from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
 from retrain.adapters.remote.datums import Datum
 from retrain.adapters.remote.published import Scorer
 from retrain.adapters.remote.transport import RemoteError
-from retrain.adapters.weaver.client import DEFAULT_URL, WeaverClient
+from retrain.adapters.weaver.client import WeaverClient
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.adapters.weaver.sampling import SamplingSession
@@ -42,7 +42,7 @@ class WeaverAdapter(RemoteAdapter):
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
         client = WeaverClient(
-            self._url(DEFAULT_URL),
+            self.options.service_url,
             api_key="" if self.local else None,
             transport=self._transport,
             deadline=max(

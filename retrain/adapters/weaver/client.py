@@ -1,14 +1,5 @@
 """The client of a Weaver service: one session, kept alive, and what is made in it.
 
-    async with WeaverClient(url) as client:                      # key: WEAVER_API_KEY
-        model = await client.create_model("Qwen/Qwen3-8B", lora=LoraConfig(rank=16))
-        passed = await model.forward_backward(rows, "cross_entropy")
-        stepped = await model.optim_step(AdamParams(learning_rate=1e-4))
-        print((await passed.result()).metrics, await stepped.result())
-        path = await (await model.save_for_sampler("step_1")).result()
-        async with await client.sampling_session(path=path, model=model) as session:
-            print(await session.sample([1, 2, 3], SamplingParams(max_tokens=16), n=4))
-
 - What this client makes on the service it also removes: leaving terminates its models and deletes
   its sampling sessions, and a cancelled call is undone (`_or_undo`).
 - The API key is a header and nothing else: no repr, log line or error holds it.
@@ -28,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from retrain.adapters.remote.transport import RemoteError, RetryPolicy, Transport
+from retrain.adapters.remote.vendors import WEAVER
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection, clean_up, or_undo, understood
 from retrain.adapters.weaver.model import WeaverModel
@@ -39,8 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_URL = "https://weaver-console.nex-agi.cn"
-
 
 @dataclass(frozen=True, slots=True)
 class SupportedModel:
@@ -51,12 +41,21 @@ class SupportedModel:
 class WeaverClient:
     """An async context manager; entering opens the session, leaving ends all it made.
 
+    async with WeaverClient(url) as client:                      # key: WEAVER_API_KEY
+        model = await client.create_model("Qwen/Qwen3-8B", lora=LoraConfig(rank=16))
+        passed = await model.forward_backward(rows, "cross_entropy")
+        stepped = await model.optim_step(AdamParams(learning_rate=1e-4))
+        print((await passed.result()).metrics, await stepped.result())
+        path = await (await model.save_for_sampler("step_1")).result()
+        async with await client.sampling_session(path=path, model=model) as session:
+            print(await session.sample([1, 2, 3], SamplingParams(max_tokens=16), n=4))
+
     Every method raises RemoteError when the service refuses, fails or stays silent.
     """
 
     def __init__(  # noqa: PLR0913 - what a client may be told, all but the URL by name
         self,
-        url: str = DEFAULT_URL,
+        url: str = WEAVER.url,
         *,
         api_key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
@@ -70,8 +69,11 @@ class WeaverClient:
     ) -> None:
         """Connects to nothing yet.
 
+        Raises ConfigError on a bad URL or key, or when the hosted service is to be used without a
+        key.
+
         Args:
-            api_key: by default WEAVER_API_KEY; without one, none is sent.
+            api_key: by default WEAVER_API_KEY; "" sends none.
             transport: carries the requests in place of the network, such as an ASGI transport.
             deadline: seconds that one operation may take.
             heartbeat: seconds between signs of life.
@@ -80,13 +82,14 @@ class WeaverClient:
             metadata: shown by the service beside the session; also the ids of an organization
                 and project come from WEAVER_ORGANIZATION_ID and WEAVER_PROJECT_ID.
         """
-        key = os.environ.get("WEAVER_API_KEY", "").strip() if api_key is None else api_key
+        key = WEAVER.api_key(url, api_key)
         self.transport = Transport(
             url,
             headers={"User-Agent": f"retrain/{version('retrain')}"},
             secrets={"X-WEAVER-API-KEY": key} if key else {},
             policy=policy,
             transport=transport,
+            vendor=WEAVER,
         )
         self.session_id = ""
         self._connection = Connection(self.transport, deadline, pace or Pace(), resend)

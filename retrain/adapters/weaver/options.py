@@ -9,6 +9,7 @@ from pydantic import Field
 
 from retrain.adapters.base import Capabilities
 from retrain.adapters.remote.options import RemoteOptions
+from retrain.adapters.remote.vendors import WEAVER
 from retrain.config import RunConfig
 
 Native = Literal["importance_sampling", "cross_entropy"]
@@ -22,6 +23,7 @@ class WeaverOptions(RemoteOptions):
     """
 
     adapter: ClassVar[str] = "retrain.adapters.weaver.adapter:WeaverAdapter"
+    vendor = WEAVER
 
     base_model: str | None = None
     """The service's name of the model, where it isn't `model`; `NAME:262144` asks for a context of
