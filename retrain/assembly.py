@@ -20,13 +20,14 @@ from retrain.batching import Normalisation
 from retrain.compatibility import check_compatible, warnings_about
 from retrain.config import Plugin, RewardConfig, RunConfig
 from retrain.config_errors import keys_of, problems_of
+from retrain.config_keys import HOMES
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, PromptError
 from retrain.examples import Pairs
 from retrain.models import find_model
 from retrain.observe.callbacks import Callback
 from retrain.plugin_keys import bind
-from retrain.plugins import Kind, find_file, find_plugin, line_of
+from retrain.plugins import Kind, built_in_names, find_file, find_plugin, line_of
 from retrain.prompts import FilePrompts, ListPrompts, PromptSource
 from retrain.rewarding import NAMES, FunctionReward, RewardCalculator, Scorer, WeightedReward
 from retrain.types import Group, Metrics
@@ -330,8 +331,27 @@ def _options(config: RunConfig) -> AdapterOptions:
     try:
         return found.model_validate(config.backend.arguments)
     except ValidationError as error:
-        known = keys_of(RunConfig)
-        raise PluginError(*problems_of(error, found, prefix="backend", known=known)) from None
+        of_others = dict(_keys_of_other_backends(config, found))
+        problems = problems_of(error, found, of_others, "backend", keys_of(RunConfig))
+        raise PluginError(*of_others.values(), *problems) from None
+
+
+def _keys_of_other_backends(
+    config: RunConfig, chosen: type[AdapterOptions]
+) -> Iterator[tuple[str, str]]:
+    """Paths of keys that the chosen backend lacks and another has, with what to say of each."""
+    others: dict[str, type[AdapterOptions]] = {
+        name: target_of("backend", Plugin(type=name), "backend", config)
+        for name in built_in_names("backend")
+    }
+    for key in sorted(set(config.backend.arguments) - set(chosen.model_fields)):
+        if not HOMES.get(key, "backend.").startswith("backend."):
+            continue  # its home is elsewhere in the config
+        owners = [name for name, options in others.items() if key in options.model_fields]
+        if owners:
+            told = f"a key of backend {' and '.join(owners)}; {config.backend.type} has none"
+            path = f"backend.{key}"
+            yield path, f"{path}: {told}: leave it out, or choose another backend.type"
 
 
 @contextmanager

@@ -358,6 +358,19 @@ async def test_every_key_of_every_loss(backend, loss, key, tmp_path):
     assert found[0] != found[1], f"{key} of {loss} changed nothing"
 
 
+def test_a_key_of_another_backend_says_whose_it_is() -> None:
+    for backend, key, value, owners in (
+        ("tinker", "training_mode", "full_ft", "weaver"),
+        ("weaver", "micro_batch_rows", 2, "trl"),
+        ("trl", "beta1", 0.5, "tinker and weaver"),
+    ):
+        section = {**BACKENDS[backend], key: value}
+        with pytest.raises(ConfigError) as caught:
+            assemble(parse_config(merged(BASE, {"backend": section}), HERE))
+        message = f"backend.{key}: a key of backend {owners}; {backend} has none"
+        assert message in str(caught.value)
+
+
 async def trained(backend: str, loss: str, keys: dict[str, float], folder: Path) -> Any:
     """The metrics of two steps on a pair of rows far off the policy."""
     settings = {"algorithm": {"loss": loss, "loss_config": keys}, "run_dir": str(folder)}
