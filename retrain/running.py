@@ -154,6 +154,7 @@ class Run:
     def request_stop(self) -> None:
         """End after the step under way, with a checkpoint; an evaluation is cut short."""
         self.stopping = True
+        self.adapter.hurry()
         self.intake.stop()
         if self.evaluation is not None and self.evaluation is not asyncio.current_task():
             self.evaluation.cancel()

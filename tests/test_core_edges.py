@@ -509,6 +509,27 @@ async def test_cancelling_while_the_backend_opens_is_an_interruption(tmp_path):
     assert [result.status for result in ended.results] == ["interrupted"]
 
 
+async def test_a_stop_is_told_to_the_adapter_that_waits_for_its_service(tmp_path):
+    waiting, hurried = asyncio.Event(), asyncio.Event()
+
+    class Waits(MockAdapter):
+        async def update(self, batch):
+            waiting.set()
+            async with asyncio.timeout(5):
+                await hurried.wait()
+            raise AdapterError("could not reach the service")
+
+        def hurry(self):
+            hurried.set()
+
+    config = mock_config(tmp_path)
+    parts = parts_with(config, Waits(MockOptions(), config))
+    running = asyncio.create_task(train(config, parts=parts))
+    await waiting.wait()
+    running.cancel()
+    assert "could not reach" in str(await failure_of(running))
+
+
 class Swallows(Environment):
     """Takes a cancellation for a reason to answer."""
 

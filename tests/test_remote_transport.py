@@ -147,7 +147,30 @@ async def test_by_default_the_time_ends_the_attempts_but_a_reply_in_another_form
     async with transport(answer, policy=patient, vendor=TINKER) as remote:
         with pytest.raises(RemoteError, match=r"no 'id'; is this a Tinker server\?") as raised:
             await remote.send(Call("GET", "x"), lambda reply: json.loads(reply.content)["id"])
-    assert (raised.value.code, len(seen)) == ("malformed", 5)
+    assert (raised.value.code, len(seen)) == ("malformed", 3)
+
+
+async def test_an_outage_is_not_waited_out_once_the_end_is_near(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripted_one, seen = scripted(httpx.Response(200, json=1), httpx.ConnectError("refused"))
+    outage = asyncio.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if len(seen) > 8:
+            outage.set()
+        return scripted_one(request)
+
+    async with transport(answer, policy=RetryPolicy(first=0.0)) as remote:
+        await remote.send(Call("GET", "x"), body)
+        sending = asyncio.create_task(remote.send(Call("GET", "x"), body))
+        await outage.wait()
+        monkeypatch.setattr("retrain.adapters.remote.transport.SHORT", 0.0)
+        remote.hurry()
+        for call in (sending, remote.send(Call("GET", "x"), body)):
+            with pytest.raises(RemoteError, match="could not reach"):
+                await call
+    assert len(seen) < 20
 
 
 async def test_a_pause_that_would_outlive_the_deadline_ends_the_call_at_once() -> None:
@@ -335,7 +358,7 @@ async def test_a_service_that_never_answered_is_given_up_soon(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that gave a good reply has the whole of the policy's time."""
-    monkeypatch.setattr("retrain.adapters.remote.transport.FIRST_CONTACT", 0.0)
+    monkeypatch.setattr("retrain.adapters.remote.transport.SHORT", 0.0)
     answers: list[Any] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

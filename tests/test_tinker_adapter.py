@@ -362,7 +362,7 @@ def test_options_that_no_service_takes_are_told_in_the_words_of_a_config(kind: s
 @pytest.mark.parametrize(
     ("options", "run", "message"),
     [
-        ({"url": "host:1"}, {}, "path], or `local` or `hosted`"),
+        ({"url": "host:1"}, {}, "path], `local` or `hosted`"),
         ({"url": "hosted"}, {}, "TINKER_API_KEY is not set"),
         ({"warmup_steps": 9}, {"train": {"total_train_steps": 5}}, "longer than the run"),
         ({}, {"checkpoint": {"merge_lora": True}}, "merge_lora has no effect"),

@@ -103,6 +103,9 @@ class Adapter(ABC):
     async def forget(self, state: AdapterState) -> None:  # noqa: B027 - a default, not a forgotten body
         """The checkpoint is about to be deleted: free what a service keeps of it."""
 
+    def hurry(self) -> None:  # noqa: B027 - a default, not a forgotten body
+        """The run is to stop soon: what isn't there is not to be waited for."""
+
     async def export(self, folder: Path) -> Path | str | None:
         """Write the model for others to load; where it is: the folder, or a service's own path.
 

@@ -96,9 +96,9 @@ class RemoteOptions(AdapterOptions):
             )
         try:
             if self.url not in ("local", "hosted"):
-                checked_url(self.url)
+                checked_url(self.url, ", `local` or `hosted`")
         except ConfigError as error:
-            found.append(f"backend.{error}, or `local` or `hosted`")
+            found.append(f"backend.{error}")
         else:
             found += self._key_problems()
         try:

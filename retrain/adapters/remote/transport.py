@@ -3,7 +3,7 @@
 - A call is sent again only if the service can't have acted on it (refused connection, 429) or if
   its caller marked it idempotent; everything else fails at once (`RemoteError.may_have_acted`).
 - Each attempt and the whole call have a time limit (`Call.timeout`, `RetryPolicy.total`). A service
-  that never gave a good reply is given up soon (`FIRST_CONTACT`): the address is likely wrong.
+  that never gave a good reply is given up soon (`SHORT`): the address is likely wrong.
 - Secrets are sent as headers and never appear in a repr, a log or an error (`_redacted`).
 
 How a request travels is the matter of exchange.py.
@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from weakref import WeakSet
 
 from retrain.adapters.remote.exchange import Exchange, HttpxExchange, Lost, NetworkExchange, Reply
 from retrain.adapters.remote.vendors import Vendor, checked_url
@@ -101,16 +102,19 @@ class RetryPolicy:
 class Patience:
     """The failures of one call, and whether a further attempt is worth it."""
 
-    def __init__(self, policy: RetryPolicy, total: float | None = None) -> None:
-        """`total` seconds from now on, by default the policy's."""
+    def __init__(self, policy: RetryPolicy) -> None:
         self.failures = 0
         self._policy = policy
-        self._ends = time.monotonic() + (policy.total if total is None else total)
+        self._ends = time.monotonic() + policy.total
 
     @property
     def left(self) -> float:
         """Seconds."""
         return self._ends - time.monotonic()
+
+    def shorten(self, total: float) -> None:
+        """No more than `total` seconds from now on."""
+        self._ends = min(self._ends, time.monotonic() + total)
 
     def pause(self, error: RemoteError, *, safe: bool = True) -> float:
         """Seconds to the next attempt; raises `error` where none can help, or none is `safe`."""
@@ -127,9 +131,9 @@ class Patience:
 
 
 NO_RETRY = RetryPolicy(attempts=1)
-FIRST_CONTACT = 20.0
-"""Seconds until a service that never gave a good reply is given up."""
-MALFORMED_ATTEMPTS = 5
+SHORT = 20.0
+"""Seconds until a service is given up that never gave a good reply, or when the run is to stop."""
+MALFORMED_ATTEMPTS = 3
 """A torn reply comes whole the next time; one in another form never does."""
 LOUD_ATTEMPT = 4
 """The failed attempt in a row that a user is told of."""
@@ -188,7 +192,8 @@ class Transport:
         self.retries: Counter[str] = Counter()
         """Attempts that were repeated, by code or status."""
         self._vendor = vendor
-        self._reached = False
+        self._reached = self._hurried = False
+        self._waiting: WeakSet[Patience] = WeakSet()
         self._hidden: set[str] = set()
         for secret in self.secrets.values():
             self.hide(secret)
@@ -222,8 +227,7 @@ class Transport:
         refuses the call, or when attempts or time have run out.
         """
         policy = call.policy or self.policy
-        total = policy.total if self._reached else min(policy.total, FIRST_CONTACT)
-        patience = Patience(policy, total)
+        patience = self.patience(policy)
         refreshed = False
         while True:
             try:
@@ -241,6 +245,20 @@ class Transport:
                 level = logging.WARNING if loud else logging.DEBUG
                 log.log(level, "%s; trying again for up to %.0f s", error, patience.left)
                 await asyncio.sleep(pause)
+
+    def patience(self, policy: RetryPolicy) -> Patience:
+        """For a call that begins now."""
+        patience = Patience(policy)
+        if self._hurried or not self._reached:
+            patience.shorten(SHORT)
+        self._waiting.add(patience)
+        return patience
+
+    def hurry(self) -> None:
+        """Outlast no failures for long any more, those under way neither."""
+        self._hurried = True
+        for patience in self._waiting:
+            patience.shorten(SHORT)
 
     async def _attempt(self, call: Call, decode: Callable[[Reply], T], left: float) -> T:
         limit = min(call.timeout, max(left, 0.001))

@@ -49,11 +49,14 @@ TINKER = Vendor(
 WEAVER = Vendor("Weaver", "https://weaver-console.nex-agi.cn", "WEAVER_API_KEY")
 
 
-def checked_url(url: str) -> str:
-    """`url` without its trailing slash; raises ConfigError unless it can be a base URL."""
+def checked_url(url: str, beside: str = "") -> str:
+    """`url` without its trailing slash; raises ConfigError unless it can be a base URL.
+
+    `beside` is what else may stand in its place.
+    """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"url: got {url!r}, expected http(s)://host[:port][/path]")
+        raise ConfigError(f"url: got {url!r}, expected http(s)://host[:port][/path]{beside}")
     if parts.username or parts.password:
         raise ConfigError(
             f"url: {parts.hostname} comes with a password; put the key in the environment instead"

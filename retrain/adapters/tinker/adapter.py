@@ -31,6 +31,9 @@ class TinkerAdapter(RemoteAdapter):
         """Delete the checkpoint on the service; one that is gone already is well."""
         await self._client.delete(str(state.data["path"]))
 
+    def hurry(self) -> None:
+        self._client.hurry()
+
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
         client = TinkerClient(

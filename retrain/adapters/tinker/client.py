@@ -170,6 +170,10 @@ class TinkerClient:
         finally:
             await self._transport.close()
 
+    def hurry(self) -> None:
+        """The end is near: outlast no failures of the service for long any more."""
+        self._transport.hurry()
+
     async def supported_models(self) -> list[SupportedModel]:
         """The models that the service has."""
         call = Call("GET", "api/v1/get_server_capabilities")

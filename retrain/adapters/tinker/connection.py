@@ -210,7 +210,7 @@ class Future(Generic[T]):
         return self._result[0]
 
     async def _wait(self, started: float) -> T:
-        policy = self._connection.transport.policy
+        transport = self._connection.transport
         patience: Patience | None = None
         iteration = quick = 0
         while True:
@@ -218,7 +218,7 @@ class Future(Generic[T]):
             try:
                 reply = await self._poll(iteration)
             except RemoteError as error:
-                patience = patience or Patience(policy)
+                patience = patience or transport.patience(transport.policy)
                 await self._outlast(error, patience)
                 continue
             if not isinstance(reply, _Pending):

@@ -131,7 +131,7 @@ class SamplingClient:
 
     async def _submit(self, payload: dict[str, Any], tokens: int) -> Future[SampleResult]:
         """Hand the sample over; sent again, always as the same request, until it is accepted."""
-        policy = self._connection.transport.policy
+        transport = self._connection.transport
         pressure = self._connection.backpressure
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
         patience: Patience | None = None
@@ -147,6 +147,6 @@ class SamplingClient:
                         pressure.pause(tokens, error.retry_after)
                         pause = 0.0
                     else:
-                        patience = patience or Patience(policy)
+                        patience = patience or transport.patience(transport.policy)
                         pause = patience.pause(error)
             await asyncio.sleep(pause)

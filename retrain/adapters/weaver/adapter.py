@@ -39,6 +39,9 @@ class WeaverAdapter(RemoteAdapter):
         """Let the service drop the checkpoint; one that's gone already is well."""
         await _expire(self._model, str(state.data["path"]), str(state.data["model_id"]))
 
+    def hurry(self) -> None:
+        self._client.hurry()
+
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
         client = WeaverClient(

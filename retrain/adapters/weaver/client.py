@@ -145,6 +145,10 @@ class WeaverClient:
                     await self._beating
             await self.transport.close()
 
+    def hurry(self) -> None:
+        """The end is near: outlast no failures of the service for long any more."""
+        self.transport.hurry()
+
     async def create_model(
         self,
         base_model: str,

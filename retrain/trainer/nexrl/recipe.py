@@ -126,6 +126,9 @@ class _TrainerAdapter(Adapter):
         self._trainer.service.attach(self._inner, asyncio.get_running_loop())
         return self
 
+    def hurry(self) -> None:
+        self._inner.hurry()
+
     async def __aexit__(
         self,
         kind: type[BaseException] | None,
