@@ -11,13 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from retrain.adapters.remote.refusals import error_body, retry_after
 from retrain.adapters.remote.transport import (
     Call,
     RemoteError,
     RetryPolicy,
     Transport,
-    error_body,
-    retry_after,
 )
 from retrain.adapters.remote.vendors import TINKER, WEAVER, Vendor, checked_url
 from retrain.errors import ConfigError

@@ -6,26 +6,25 @@
   that never gave a good reply is given up soon (`SHORT`): the address is likely wrong.
 - Secrets are sent as headers and never appear in a repr, a log or an error (`_redacted`).
 
-How a request travels is the matter of exchange.py.
+How a request travels is the matter of exchange.py, what a refusal says that of refusals.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import json
 import logging
 import math
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from retrain.adapters.remote.exchange import Exchange, HttpxExchange, Lost, NetworkExchange, Reply
+from retrain.adapters.remote.refusals import Fault, error_body, retry_after
 from retrain.adapters.remote.vendors import Vendor, checked_url
 from retrain.errors import AdapterError
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
-Fault = Literal["user", "server", "unknown"]
 log = logging.getLogger(__name__)
 
 MIN_SECRET = 8
@@ -336,78 +334,3 @@ class Transport:
         for secret in self._hidden:
             text = text.replace(secret, "***")
         return text
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorBody:
-    message: str
-    code: str = ""
-    fault: Fault | None = None
-    retryable: bool | None = None
-    """None when the body does not say."""
-    request_id: str = ""
-    retry_after: float | None = None
-    html: bool = False
-    """A page for people: what answered may be no such service, or a proxy before it."""
-
-
-def error_body(content: bytes) -> ErrorBody:
-    """What the body of an error says, in whichever of the usual shapes it came."""
-    text = content[:2000].decode(errors="replace").strip()
-    if text.startswith("<"):
-        title = re.search(r"<title>([^<]{1,80})", text, re.IGNORECASE)
-        named = f" ({' '.join(title[1].split())})" if title else ""
-        return ErrorBody(f"an HTML page{named}", html=True)
-    try:
-        body = json.loads(content)
-    except ValueError:
-        return ErrorBody(text)
-    if isinstance(body, dict) and isinstance(body.get("error"), dict):
-        body = body["error"]
-    if not isinstance(body, dict):
-        return ErrorBody(text)
-    names = ("message", "error_message", "error", "detail")
-    message = next((body[name] for name in names if body.get(name)), text)
-    fault = body.get("category") or body.get("fault")
-    retryable = body.get("retryable")
-    return ErrorBody(
-        message if isinstance(message, str) else json.dumps(message),
-        _code(body, message),
-        fault if fault in ("user", "server") else None,
-        retryable if isinstance(retryable, bool) else None,
-        str(body.get("request_id") or ""),
-        _asked_pause(body.get("details")),
-    )
-
-
-def _code(body: Mapping[str, Any], message: Any) -> str:
-    """The service's word for the failure: `code`, or `error` where the message stands apart."""
-    word = body.get("code") or body.get("error_code") or body.get("error")
-    return str(word) if word and word is not message and isinstance(word, (str, int)) else ""
-
-
-def _asked_pause(details: Any) -> float | None:
-    """The pause in seconds that the details of an error ask for (Weaver's 429)."""
-    if not isinstance(details, dict):
-        return None
-    for name, unit in (("retry_after_seconds", 1.0), ("retry_after_milliseconds", 1e-3)):
-        if isinstance(details.get(name), (int, float)):
-            return float(details[name]) * unit
-    return None
-
-
-def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
-    """Seconds that `Retry-After` (seconds or a date) or `retry-after-ms` asks for."""
-    try:
-        if "retry-after-ms" in headers:
-            return float(headers["retry-after-ms"]) / 1000.0
-        return float(headers["retry-after"])
-    except KeyError:
-        return None
-    except ValueError:
-        pass
-    try:
-        date = email.utils.parsedate_to_datetime(headers["retry-after"])
-    except (KeyError, ValueError):
-        return None
-    return max(0.0, date.timestamp() - (time.time() if now is None else now))

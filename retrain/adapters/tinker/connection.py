@@ -17,14 +17,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, TypeVar
 
 from retrain.adapters.remote.exchange import Reply
+from retrain.adapters.remote.refusals import Fault, error_body
 from retrain.adapters.remote.transport import (
     NO_RETRY,
     Call,
-    Fault,
     Patience,
     RemoteError,
     Transport,
-    error_body,
 )
 from retrain.adapters.tinker.limits import Backpressure
 from retrain.errors import DeadlineError
