@@ -580,15 +580,16 @@ async def test_closing_leaves_no_thread_and_may_be_repeated(model: LlamaForCausa
 async def test_a_pass_that_never_ends_cannot_hold_a_cancelled_close(
     model: LlamaForCausalLM,
 ) -> None:
-    wedge = threading.Event()
+    begun, wedge = threading.Event(), threading.Event()
     sampler = await LocalSampler(model, TOKENIZER).__aenter__()
-    stuck = asyncio.create_task(sampler._call(wedge.wait))
+    stuck = asyncio.create_task(sampler._call(lambda: (begun.set(), wedge.wait())))
+    await until(begun.is_set)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await sampler.close()
     wedge.set()
     await sampler.close()
-    assert await stuck
+    assert await stuck == (None, True)
 
 
 async def test_a_sampler_that_was_never_entered_says_so(model: LlamaForCausalLM) -> None:
