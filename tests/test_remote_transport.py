@@ -225,7 +225,7 @@ async def test_who_is_refused_without_a_key_is_told_where_it_belongs() -> None:
 
     for secrets, advice in (
         ({}, "WEAVER_API_KEY is not set"),
-        ({"K": "wrong"}, "check the API key"),
+        ({"K": "tml-other"}, "check the API key"),
     ):
         async with transport(refuse, secrets=secrets, vendor=WEAVER) as remote:
             with pytest.raises(RemoteError, match=f"missing or wrong; {advice}"):

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MIN_SECRET = 8
-"""Characters of a secret that is kept out of messages; a shorter one is a word like another."""
 MAX_RETRY_AFTER = 60.0
 """Seconds; a service that asks for a longer pause is asked again after this one."""
 
@@ -215,8 +213,7 @@ class Transport:
 
     def hide(self, secret: str) -> None:
         """Keep `secret` out of every message from now on."""
-        own = {secret, secret.removeprefix("Bearer ")}
-        self._hidden |= {word for word in own if len(word) >= MIN_SECRET}
+        self._hidden |= {secret, secret.removeprefix("Bearer ")} - {""}
 
     async def send(self, call: Call, decode: Callable[[Reply], T]) -> T:
         """`decode` of the first good reply (status below 300).
