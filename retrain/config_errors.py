@@ -59,9 +59,7 @@ def problems_of(
             ]
         elif kind == "missing":
             lines.append(f"{path}: missing; {_hint(model, location)}")
-        elif kind == "value_error" and isinstance(
-            value, Mapping
-        ):  # its own words tell what was got
+        elif kind == "value_error" and isinstance(value, Mapping):  # told in its own words
             lines.append(f"{path}: {detail['ctx']['error']}")
         else:
             lines.append(f"{path}: got {_in_yaml(value)}, {_expected(detail)}")

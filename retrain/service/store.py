@@ -31,6 +31,7 @@ Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(:train:[0-9]{1,9})?")
+_DRAFT = ".draft-"
 _MANIFEST, _WEIGHTS, _OPTIMIZER = "manifest.json", "weights.safetensors", "optimizer.pt"
 
 
@@ -68,7 +69,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for draft in folder.glob(".draft-*"):
+        for draft in folder.glob(f"{_DRAFT}*"):
             shutil.rmtree(draft, ignore_errors=True)
 
     def save(
@@ -90,7 +91,7 @@ class Store:
                 f"{saved.place.kind}/{saved.place.name} of this model exists already: "
                 "take another name, or delete it first"
             )
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=self.folder))
+        draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=self.folder))
         try:
             save_file(dict(weights), draft / _WEIGHTS)
             if optimizer is not None:
@@ -193,7 +194,7 @@ def _folders(path: Path) -> list[Path]:
     """The folders in `path`, drafts left out; none when it isn't there."""
     try:
         with os.scandir(path) as entries:
-            return [Path(entry) for entry in entries if _WORD.match(entry.name) and entry.is_dir()]
+            return [Path(e) for e in entries if e.is_dir() and not e.name.startswith(_DRAFT)]
     except FileNotFoundError:
         return []
 

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet
 
 from retrain.adapters.remote.exchange import Exchange, HttpxExchange, Lost, NetworkExchange, Reply
 from retrain.adapters.remote.refusals import Fault, error_body, retry_after
@@ -96,21 +95,21 @@ class RetryPolicy:
 
 
 class Patience:
-    """The failures of one call, and whether a further attempt is worth it."""
+    """The failures of a call that begins now, and whether a further attempt is worth it."""
 
-    def __init__(self, policy: RetryPolicy) -> None:
+    def __init__(self, transport: Transport, policy: RetryPolicy) -> None:
         self.failures = 0
+        self._transport = transport
         self._policy = policy
-        self._ends = time.monotonic() + policy.total
+        self._began = time.monotonic()
+        total = policy.total if transport.reached else min(policy.total, SHORT)
+        self._ends = self._began + total
 
     @property
     def left(self) -> float:
         """Seconds."""
-        return self._ends - time.monotonic()
-
-    def shorten(self, total: float) -> None:
-        """No more than `total` seconds from now on."""
-        self._ends = min(self._ends, time.monotonic() + total)
+        in_a_hurry = max(self._began, self._transport.hurried_at) + SHORT
+        return min(self._ends, in_a_hurry) - time.monotonic()
 
     def pause(self, error: RemoteError, *, safe: bool = True) -> float:
         """Seconds to the next attempt; raises `error` where none can help, or none is `safe`."""
@@ -187,9 +186,11 @@ class Transport:
         """Renews an expired token; awaited once a call, when the service says `invalid_token`."""
         self.retries: Counter[str] = Counter()
         """Attempts that were repeated, by code or status."""
+        self.reached = False
+        """Whether the service has given a good reply."""
+        self.hurried_at = math.inf
+        """When `hurry` was called, by `time.monotonic`."""
         self._vendor = vendor
-        self._reached = self._hurried = False
-        self._waiting: WeakSet[Patience] = WeakSet()
         self._hidden: set[str] = set()
         for secret in self.secrets.values():
             self.hide(secret)
@@ -221,8 +222,7 @@ class Transport:
         A ValueError of `decode` counts as a malformed reply. Raises RemoteError when the service
         refuses the call, or when attempts or time have run out.
         """
-        policy = call.policy or self.policy
-        patience = self.patience(policy)
+        patience = Patience(self, call.policy or self.policy)
         refreshed = False
         while True:
             try:
@@ -241,19 +241,9 @@ class Transport:
                 log.log(level, "%s; trying again for up to %.0f s", error, patience.left)
                 await asyncio.sleep(pause)
 
-    def patience(self, policy: RetryPolicy) -> Patience:
-        """For a call that begins now."""
-        patience = Patience(policy)
-        if self._hurried or not self._reached:
-            patience.shorten(SHORT)
-        self._waiting.add(patience)
-        return patience
-
     def hurry(self) -> None:
         """Outlast no failures for long any more, those under way neither."""
-        self._hurried = True
-        for patience in self._waiting:
-            patience.shorten(SHORT)
+        self.hurried_at = min(self.hurried_at, time.monotonic())
 
     async def _attempt(self, call: Call, decode: Callable[[Reply], T], left: float) -> T:
         limit = min(call.timeout, max(left, 0.001))
@@ -279,7 +269,7 @@ class Transport:
                 may_have_acted=True,
                 fault="server",
             ) from error
-        self._reached = True
+        self.reached = True
         return decoded
 
     def _unreachable(self, what: str, error: TimeoutError | Lost, limit: float) -> RemoteError:
@@ -288,7 +278,7 @@ class Transport:
             return RemoteError(message, code="timeout", retryable=True, may_have_acted=True)
         verb, code = ("lost", "disconnect") if error.sent else ("could not reach", "connect")
         message = f"{what}: {verb} {self.url}: {self._redacted(str(error))}"
-        again = self._reached or not error.final
+        again = self.reached or not error.final
         return RemoteError(message, code=code, retryable=again, may_have_acted=error.sent)
 
     def _refused(self, what: str, response: Reply) -> RemoteError:

@@ -217,7 +217,7 @@ class Future(Generic[T]):
             try:
                 reply = await self._poll(iteration)
             except RemoteError as error:
-                patience = patience or transport.patience(transport.policy)
+                patience = patience or Patience(transport, transport.policy)
                 await self._outlast(error, patience)
                 continue
             if not isinstance(reply, _Pending):

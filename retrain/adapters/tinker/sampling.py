@@ -147,6 +147,6 @@ class SamplingClient:
                         pressure.pause(tokens, error.retry_after)
                         pause = 0.0
                     else:
-                        patience = patience or transport.patience(transport.policy)
+                        patience = patience or Patience(transport, transport.policy)
                         pause = patience.pause(error)
             await asyncio.sleep(pause)
