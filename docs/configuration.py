@@ -17,9 +17,9 @@ from typing import Any
 import retrain.config
 from retrain.adapters.base import AdapterOptions
 from retrain.assembly import KINDS
-from retrain.plugins import find_plugin
+from retrain.assembly.schema import run_schema
+from retrain.config.plugins import find_plugin
 from retrain.rewarding import FunctionReward
-from retrain.schema import run_schema
 
 PAGE = Path(__file__).with_suffix(".md")
 MARK = "<!-- Everything below is written by docs/configuration.py: change the docstrings. -->"

@@ -77,7 +77,7 @@ def _check(argv: Sequence[str]) -> int:
 async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
     """Code that blocks the loop can't be cancelled: the watchdog ends the process and names it."""
     from retrain.check import DEADLINE, check_subject
-    from retrain.watchdog import Watchdog
+    from retrain.concurrency.watchdog import Watchdog
 
     def tell(text: str) -> None:
         print(f"FAIL  {text}", flush=True)
@@ -115,7 +115,7 @@ def _schema(argv: Sequence[str]) -> int:
     argparse.ArgumentParser(prog="retrain schema", description=description).parse_args(argv)
 
     def schema() -> int:
-        from retrain.schema import run_schema
+        from retrain.assembly.schema import run_schema
 
         print(json.dumps(run_schema(), indent=2))
         return 0

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from retrain.assembly import KINDS, assemble
-from retrain.chat_tools import CLOSE, OPEN, parse_reply
+from retrain.chat.tools import CLOSE, OPEN, parse_reply
 from retrain.config import load_config
-from retrain.config_yaml import parse_override
+from retrain.config.binding import bind
+from retrain.config.plugins import find_plugin
+from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment, ToolSpec
 from retrain.errors import blame, shown
-from retrain.plugin_keys import bind
-from retrain.plugins import find_plugin
 from retrain.run import config_file
 from retrain.types import Prompt
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 from retrain.algorithms.functional import LARGEST
-from retrain.deadlines import is_theirs, user_call
+from retrain.concurrency.deadlines import is_theirs, user_call
+from retrain.concurrency.threads import DaemonPool
 from retrain.errors import LateError, PluginError, UserCodeError, blame, shown
-from retrain.threads import DaemonPool
 from retrain.types import Group, Outcome, Trajectory
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from retrain.errors import ConfigError, RetrainError
-from retrain.streams import let_go
+from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
     from retrain.config import RunConfig
@@ -95,7 +95,7 @@ def with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
     if config.run_dir is None:
         config = _named(config, resume=resume)
     if resume and config.run_dir is not None:
-        from retrain.checkpoint import Checkpoints, changed_run
+        from retrain.pipeline.checkpoint import Checkpoints, changed_run
 
         saved = Checkpoints(config.run_dir / "checkpoints").last_config()
         if saved is not None and (problem := changed_run(saved, config)):
@@ -294,7 +294,7 @@ def _alike(errors: Sequence[BaseException]) -> list[list[BaseException]]:
 
 
 def _sentence(error: BaseException, more: str) -> str:
-    from retrain.plugins import line_of
+    from retrain.config.plugins import line_of
 
     text = str(error)
     if not isinstance(error, RetrainError):

@@ -493,7 +493,7 @@ def test_equal_openings_share_their_ids() -> None:
 
 
 def test_openings_are_forgotten_when_they_grow_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrain.chat._CACHED_TOKENS", 40)
+    monkeypatch.setattr("retrain.chat.conversation._CACHED_TOKENS", 40)
     chat = Chat(chat_kit.character())
     first = chat.begin([user("a" * 20)]).prompt_ids
     assert chat.begin([user("a" * 20)]).prompt_ids is first

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.chat_tools import as_template, check_tools, parse_reply
+from retrain.chat.tools import as_template, check_tools, parse_reply
 from retrain.environment import ToolSpec
 
 SEARCH = ToolSpec(

@@ -12,8 +12,8 @@ import yaml
 
 from retrain.adapters.trl.options import TrlOptions
 from retrain.config import RunConfig, load_config, parse_config
-from retrain.config_errors import keys_of
-from retrain.config_keys import HOMES, PATHS, WRAPPERS
+from retrain.config.hints import HOMES, PATHS, WRAPPERS
+from retrain.config.problems import keys_of
 from retrain.errors import ConfigError
 from retrain.observe.run_dir import resolved
 

@@ -25,7 +25,7 @@ from retrain.observe.progress import (
     sparkline,
 )
 from retrain.observe.run_dir import RunDirectory, Tally
-from retrain.streams import let_go
+from retrain.observe.streams import let_go
 from tests.observed import ObservedRun, config
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.checkpoint import Checkpoints, read, verified
 from retrain.environment import Environment, StepResult
 from retrain.errors import (
     AdapterError,
@@ -24,10 +23,12 @@ from retrain.errors import (
     StallError,
     shown,
 )
-from retrain.learning_signal import Signal
 from retrain.observe.callbacks import Callback
 from retrain.observe.run_dir import read_events
 from retrain.pipeline import train
+from retrain.pipeline.checkpoint import Checkpoints, read, verified
+from retrain.pipeline.resume import checkpoint
+from retrain.pipeline.signal import Signal
 from retrain.prompts import PromptSource
 from retrain.rewarding import (
     FunctionReward,
@@ -38,7 +39,6 @@ from retrain.rewarding import (
     reward,
 )
 from retrain.run import exit_code
-from retrain.saving import checkpoint
 from retrain.types import Group, Prompt, Trajectory
 from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
 

@@ -22,12 +22,12 @@ import yaml
 
 import retrain
 from retrain.__main__ import COMMANDS, command
-from retrain.adapters.remote.vendors import TINKER, WEAVER
 from retrain.assembly import assemble
 from retrain.config import parse_config
 from retrain.observe.callbacks import tenths
 from retrain.observe.run_dir import read_metrics
 from retrain.run import main
+from retrain.transport.vendors import TINKER, WEAVER
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

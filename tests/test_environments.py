@@ -11,7 +11,7 @@ import pytest
 from environments.calculator import Calculator, calculate
 from environments.guess_number import GuessNumber
 from retrain import Action, Prompt, StepResult
-from retrain.chat_tools import parse_reply
+from retrain.chat.tools import parse_reply
 from retrain.check import check_subject
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,8 +5,8 @@ import pytest
 from retrain.algorithms.dpo import DPO
 from retrain.algorithms.sft import SFT
 from retrain.errors import PromptError
-from retrain.examples import Demonstrations, Pairs
 from retrain.prompts import ListPrompts
+from retrain.prompts.examples import Demonstrations, Pairs
 
 ASK = {"role": "user", "content": "2+3?"}
 SAY = {"role": "assistant", "content": "5"}

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,29 +14,36 @@ import pytest
 import retrain
 
 ROOT = Path(retrain.__file__).parent
-LAYERS = [
-    names.split()
-    for names in (
-        """types errors deadlines threads config config_errors config_keys config_yaml models
-        places plugin_keys plugins streams""",
-        """environment rewarding prompts prompt_files sampler chat chat_template chat_tokens
-        chat_tools examples algorithms adapters.base""",
-        """rollout playback batching ledger checkpoint intake learning_signal metering slots
-        watchdog observe.journal""",
-        "compatibility assembly running saving evaluation pipeline observe",
-        "engine",
-        "adapters service",
+ROOMS = [
+    row.split()
+    for row in (
+        "types errors",
+        "losses protocols transport concurrency",
+        "config",
+        "environment sampler",
+        "chat",
+        "prompts",
+        "algorithms",
+        "rewarding batching",
+        "rollout",
+        "observe engine",
+        "service",
+        "adapters",
+        "assembly",
+        "pipeline",
         "trainer",
-        "run check schema __main__ trainer.nexrl.__main__",
+        "run",
+        "check",
+        "__main__",
     )
 ]
-"""Lowest first; a module may import from its own layer and those below."""
+"""The rooms of CONTRIBUTING.md, lowest first: a room imports from the rows below its own."""
 ALLOWED = {
     "torch": ("engine", "adapters.trl", "service", "trainer.nexrl"),
     "trl": ("adapters.trl",),
     "peft": ("engine", "adapters.trl", "service"),
-    "httpx": ("adapters.tinker", "adapters.weaver", "adapters.remote"),
-    "aiohttp": ("adapters.remote.exchange",),
+    "httpx": ("adapters.tinker", "adapters.weaver", "adapters.remote", "transport"),
+    "aiohttp": ("transport",),
 }
 
 
@@ -46,50 +54,69 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
             yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
-    """Each imported module, and whether it is for type checkers alone."""
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Each imported module, those for type checkers too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in typing_only) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "write absolute imports"
             assert node.module
-            yield node.module, id(node) in typing_only
-            if node.module == "retrain" or node.module.startswith("retrain."):
-                for alias in node.names:
-                    if (
-                        (ROOT.parent / Path(*f"{node.module}.{alias.name}".split(".")))
-                        .with_suffix(".py")
-                        .exists()
-                    ):
-                        yield f"{node.module}.{alias.name}", id(node) in typing_only
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            submodules = [name for name in inner if is_module(name)]
+            yield from submodules
+            if len(submodules) < len(inner):
+                yield node.module
 
 
-def layer(module: str) -> int:
-    """The layer of a module: that of its longest named prefix."""
-    parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        name = ".".join(parts[:length])
-        for number, names in enumerate(LAYERS):
-            if name in names:
-                return number
-    raise AssertionError(f"retrain.{module} has no layer: add it to LAYERS in {__file__}")
+def is_module(name: str) -> bool:
+    path = ROOT.parent.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def within(tree: ast.Module) -> Iterator[str]:
+    """The modules of retrain that a module imports, without `retrain.`."""
+    for name in imports(tree):
+        if name.startswith("retrain."):
+            yield name.removeprefix("retrain.")
+
+
+def room(module: str) -> str:
+    """A folder or a file at the top of the package; every `__main__` is the command line."""
+    return "__main__" if module.endswith("__main__") else module.partition(".")[0]
+
+
+def row(module: str) -> int:
+    for number, names in enumerate(ROOMS):
+        if room(module) in names:
+            return number
+    raise AssertionError(f"retrain.{module} is in no room: add {room(module)} to ROOMS")
 
 
 def test_imports_point_down() -> None:
     wrong = [
-        f"retrain.{name} imports {imported}"
+        f"retrain.{name} imports retrain.{imported}"
         for name, tree in modules()
-        for imported, typing_only in imports(tree)
-        if imported.startswith("retrain.") and not typing_only
-        if layer(imported.removeprefix("retrain.")) > layer(name)
+        for imported in within(tree)
+        if room(imported) != room(name) and row(imported) >= row(name)
+    ]
+    assert not wrong
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {name: set(within(tree)) for name, tree in modules()}
+    with pytest.raises(CycleError):  # the check itself finds circles
+        TopologicalSorter({**graph, "types": {"run"}}).prepare()
+    TopologicalSorter(graph).prepare()
+
+
+def test_the_pipe_knows_adapters_by_their_base_class() -> None:
+    wrong = [
+        f"retrain.{name} imports retrain.{imported}"
+        for name, tree in modules()
+        if room(name) in ("assembly", "pipeline")
+        for imported in within(tree)
+        if room(imported) in ("adapters", "engine", "service") and imported != "adapters.base"
     ]
     assert not wrong
 
@@ -99,7 +126,7 @@ def test_heavy_libraries_are_named_only_in_their_rooms(library: str) -> None:
     wrong = [
         name
         for name, tree in modules()
-        if any(imported.partition(".")[0] == library for imported, _ in imports(tree))
+        if any(imported.partition(".")[0] == library for imported in imports(tree))
         if not any(f"{name}.".startswith(f"{room}.") for room in ALLOWED[library])
     ]
     assert not wrong
@@ -109,7 +136,7 @@ def test_nothing_imports_the_batteries() -> None:
     wrong = [
         f"retrain.{name} imports {imported}"
         for name, tree in modules()
-        for imported, _ in imports(tree)
+        for imported in imports(tree)
         if imported.partition(".")[0] in ("environments", "rewards")
     ]
     assert not wrong

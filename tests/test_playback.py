@@ -12,7 +12,7 @@ from retrain.batching import segments
 from retrain.chat import Chat
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import ToolSpec
-from retrain.playback import GIVEN, Playback
+from retrain.rollout.playback import GIVEN, Playback
 from retrain.types import Prompt
 
 TEMPLATES = {

@@ -12,14 +12,14 @@ import pytest
 
 from retrain.algorithms.grpo import GRPO
 from retrain.assembly import KINDS, Parts, assemble
+from retrain.assembly.schema import run_schema
 from retrain.config import parse_config
+from retrain.config.binding import bind
+from retrain.config.plugins import built_in_names, find_plugin
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError
-from retrain.plugin_keys import bind
-from retrain.plugins import built_in_names, find_plugin
 from retrain.prompts import ListPrompts
 from retrain.rewarding import FunctionReward
-from retrain.schema import run_schema
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
 ENVIRONMENT = """

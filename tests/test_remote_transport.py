@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from retrain.adapters.remote.refusals import error_body, retry_after
-from retrain.adapters.remote.transport import (
+from retrain.errors import ConfigError
+from retrain.transport.refusals import error_body, retry_after
+from retrain.transport.transport import (
     Call,
     RemoteError,
     RetryPolicy,
     Transport,
 )
-from retrain.adapters.remote.vendors import TINKER, WEAVER, Vendor, checked_url
-from retrain.errors import ConfigError
+from retrain.transport.vendors import TINKER, WEAVER, Vendor, checked_url
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
 Answer = Callable[[httpx.Request], httpx.Response]
@@ -164,7 +164,7 @@ async def test_an_outage_is_not_waited_out_once_the_end_is_near(
         await remote.send(Call("GET", "x"), body)
         sending = asyncio.create_task(remote.send(Call("GET", "x"), body))
         await outage.wait()
-        monkeypatch.setattr("retrain.adapters.remote.transport.SHORT", 0.0)
+        monkeypatch.setattr("retrain.transport.transport.SHORT", 0.0)
         remote.hurry()
         for call in (sending, remote.send(Call("GET", "x"), body)):
             with pytest.raises(RemoteError, match="could not reach"):
@@ -357,7 +357,7 @@ async def test_a_service_that_never_answered_is_given_up_soon(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that gave a good reply has the whole of the policy's time."""
-    monkeypatch.setattr("retrain.adapters.remote.transport.SHORT", 0.0)
+    monkeypatch.setattr("retrain.transport.transport.SHORT", 0.0)
     answers: list[Any] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

@@ -15,14 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.checkpoint import MANIFEST, Checkpoints, group_from_json, group_to_json
 from retrain.errors import CheckpointError
-from retrain.ledger import Ledger
 from retrain.observe.callbacks import Callback
 from retrain.observe.console import Console
 from retrain.observe.report import digest
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import train
+from retrain.pipeline.checkpoint import MANIFEST, Checkpoints, group_from_json, group_to_json
+from retrain.pipeline.ledger import Ledger
 from retrain.prompts import epoch_order
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 from tests.pipe_kit import parts_with

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from retrain.adapters.remote.transport import RetryPolicy
 from retrain.adapters.tinker import AdamParams, LoraConfig, TinkerClient
-from retrain.adapters.tinker.values import Datum, Tensor
 from retrain.adapters.weaver import AdamParams as WeaverAdam
 from retrain.adapters.weaver import LoraConfig as WeaverLora
 from retrain.adapters.weaver import TrainingRow, WeaverClient
 from retrain.engine.weights import digest
+from retrain.protocols.tinker.values import Datum, Tensor
 from retrain.service.app import ServiceApp
+from retrain.transport.transport import RetryPolicy
 from tests.service_kit import CROSS_ENTROPY, TOKENS, on_a_port
 
 STEPS = 3

@@ -13,8 +13,8 @@ import pytest
 import torch
 import zstandard
 
-from retrain.adapters.tinker import messages
-from retrain.adapters.tinker.values import Datum, ForwardBackward, Tensor
+from retrain.protocols.tinker import messages
+from retrain.protocols.tinker.values import Datum, ForwardBackward, Tensor
 from retrain.service.app import create_app
 from retrain.service.state import Settings
 from retrain.service.store import Place, Saved, Store

@@ -19,22 +19,22 @@ from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import grad_norm
 from retrain.adapters.remote.datums import shift
 from retrain.adapters.remote.surrogate import LOSS_KEYS, surrogate
-from retrain.adapters.remote.transport import RemoteError
-from retrain.adapters.tinker import messages
 from retrain.adapters.tinker.adapter import TinkerAdapter
 from retrain.adapters.tinker.options import TinkerOptions
 from retrain.adapters.tinker.rows import loss_config, row, service_metrics
 from retrain.adapters.tinker.serving import cut
-from retrain.adapters.tinker.values import (
-    ForwardBackward,
-    ForwardBackwardOutput,
-    SampledSequence,
-)
 from retrain.assembly import assemble
 from retrain.config import Plugin, RunConfig, parse_config
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError, NonFiniteError
+from retrain.protocols.tinker import messages
+from retrain.protocols.tinker.values import (
+    ForwardBackward,
+    ForwardBackwardOutput,
+    SampledSequence,
+)
 from retrain.sampler import SamplingParams
+from retrain.transport.transport import RemoteError
 from retrain.types import Batch, Denominators, Sample
 from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 

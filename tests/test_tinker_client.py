@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 
 from retrain.adapters import tinker as tinker_package
 from retrain.adapters import weaver as weaver_package
-from retrain.adapters.remote.transport import RemoteError, RetryPolicy
 from retrain.adapters.tinker import (
     AdamParams,
     Datum,
@@ -29,9 +28,10 @@ from retrain.adapters.tinker.checks import LOSS_INPUTS
 from retrain.adapters.tinker.chunks import merge, split
 from retrain.adapters.tinker.limits import Backpressure, Budget
 from retrain.adapters.tinker.training import plain_model_name
-from retrain.adapters.tinker.values import ForwardBackwardOutput
 from retrain.adapters.weaver import WeaverClient
 from retrain.errors import AdapterError, ConfigError, DeadlineError
+from retrain.protocols.tinker.values import ForwardBackwardOutput
+from retrain.transport.transport import RemoteError, RetryPolicy
 from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)

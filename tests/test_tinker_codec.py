@@ -14,9 +14,9 @@ from tinker import types
 from tinker.proto import request_conv, response_conv
 from tinker.proto import tinker_public_pb2 as official
 
-from retrain.adapters.tinker import messages, payloads
-from retrain.adapters.tinker import protobuf as pb
-from retrain.adapters.tinker.values import (
+from retrain.protocols.tinker import messages, payloads
+from retrain.protocols.tinker import protobuf as pb
+from retrain.protocols.tinker.values import (
     Datum,
     ForwardBackward,
     ForwardBackwardOutput,

@@ -15,13 +15,13 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from retrain.adapters.remote.transport import RemoteError
 from retrain.adapters.weaver.adapter import WeaverAdapter
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.batching import normalised
 from retrain.config import RunConfig, parse_config
 from retrain.errors import AdapterError, CheckpointError, NonFiniteError
 from retrain.sampler import SamplingParams
+from retrain.transport.transport import RemoteError
 from retrain.types import Batch, Completion, Denominators, Sample
 from tests.fake_weaver import KEY, VOCABULARY, FakeWeaver, log_softmax
 

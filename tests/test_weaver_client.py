@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from retrain.adapters.remote.transport import RemoteError, RetryPolicy
 from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
 from retrain.adapters.weaver.operations import Pace
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.config import Plugin, RunConfig
 from retrain.errors import ConfigError, NonFiniteError
 from retrain.sampler import SamplingParams
+from retrain.transport.transport import RemoteError, RetryPolicy
 from tests.fake_weaver import KEY, FakeWeaver, Fault, serve
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=20.0)

@@ -104,7 +104,7 @@ def test_an_installed_wheel_has_its_command_and_built_ins(installed: Path, tmp_p
     [entry] = installed.glob("*.dist-info/entry_points.txt")
     assert "retrain = retrain.__main__:main" in entry.read_text()
     names = (
-        "from retrain.plugins import built_in_names as names; "
+        "from retrain.config.plugins import built_in_names as names; "
         "print(*names('environment'), *names('reward'))"
     )
     listed = called(["-c", names], tmp_path, PYTHONPATH=str(installed)).split()

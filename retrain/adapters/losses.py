@@ -12,8 +12,8 @@ from typing import Any
 
 from retrain.algorithms.base import Algorithm
 from retrain.config import RunConfig
+from retrain.config.plugins import Kind, find_plugin
 from retrain.errors import ConfigError, PluginError
-from retrain.plugins import Kind, find_plugin
 
 ARGUMENTS = "(logprobs, old_logprobs, advantages, mask)"
 _WHERE = "algorithm.loss"

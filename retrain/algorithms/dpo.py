@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from retrain.algorithms.base import Algorithm, Source
-from retrain.examples import Pairs
 from retrain.prompts import PromptSource
+from retrain.prompts.examples import Pairs
 from retrain.types import Group
 
 

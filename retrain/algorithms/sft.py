@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from retrain.algorithms.base import Algorithm, Source
-from retrain.examples import Demonstrations
 from retrain.prompts import PromptSource
+from retrain.prompts.examples import Demonstrations
 from retrain.types import Group
 
 

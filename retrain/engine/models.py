@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retrain.config.models import TINY, find_model
 from retrain.engine.tiny import quiet, tiny_folder, tiny_tokenizer
 from retrain.errors import ConfigError
-from retrain.models import TINY, find_model
 
 if TYPE_CHECKING:
     import torch

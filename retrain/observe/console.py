@@ -20,7 +20,7 @@ from rich.text import Text
 from retrain.errors import first_of
 from retrain.observe.callbacks import Callback, Run, TrainingResult
 from retrain.observe.progress import Progress, closing, counted_steps, evaluation, near
-from retrain.streams import let_go
+from retrain.observe.streams import let_go
 from retrain.types import Metrics
 
 LABEL_WIDTH = 11

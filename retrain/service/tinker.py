@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from retrain.adapters.tinker import messages
-from retrain.adapters.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
+from retrain.protocols.tinker import messages
+from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
 from retrain.service import tinker_wire as wire
 from retrain.service.core import Service
 from retrain.service.errors import conflict, invalid

@@ -13,8 +13,8 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from retrain.adapters.tinker import messages
-from retrain.adapters.tinker.values import (
+from retrain.protocols.tinker import messages
+from retrain.protocols.tinker.values import (
     Datum,
     Dtype,
     ForwardBackward,

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from retrain.assembly import Parts, assemble
-from retrain.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
 from retrain.config import RunConfig
+from retrain.config.models import find_model
 from retrain.errors import CheckpointError, ConfigError, NotFoundError, RewardError, shown
-from retrain.models import find_model
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.pipeline import train
-from retrain.running import Run
+from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
+from retrain.pipeline.run import Run
 from retrain.trainer.hooks import Gate, Hooks
 from retrain.types import Metrics
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import NotFoundError, PromptError
-from retrain.prompt_files import FORMATS, read_rows
 from retrain.prompts import ListPrompts, PromptSource, Row, load_dataset_rows
-from retrain.trainer.columns import HELPSTEER, Wanted, mapping_of, renamed
+from retrain.prompts.files import FORMATS, read_rows
+from retrain.trainer.nemo.columns import HELPSTEER, Wanted, mapping_of, renamed
 from retrain.trainer.settings import Data as DataOptions
 from retrain.types import Prompt
 

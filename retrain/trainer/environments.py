@@ -15,9 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from retrain.concurrency.threads import DaemonPool
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import UserCodeError, blame, shown
-from retrain.threads import DaemonPool
 from retrain.types import Group, Message, Metrics, Prompt
 
 Made = Environment | Any

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from retrain.checkpoint import copy
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.observe.callbacks import Run as RunFace
-from retrain.running import Run
-from retrain.saving import checkpoint
+from retrain.pipeline.checkpoint import copy
+from retrain.pipeline.resume import checkpoint
+from retrain.pipeline.run import Run
 from retrain.types import Metrics
 
 if TYPE_CHECKING:

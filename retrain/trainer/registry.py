@@ -10,8 +10,8 @@ from typing import Any
 
 from retrain.errors import shown
 from retrain.trainer.base import BaseTrainer
-from retrain.trainer.preset import PresetTrainer
-from retrain.trainer.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+from retrain.trainer.nemo.preset import PresetTrainer
+from retrain.trainer.nemo.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 
 _TRAINERS: dict[str, type[BaseTrainer]] = {
     "dpo": DPOTrainer,

@@ -35,12 +35,12 @@ from retrain.adapters.remote.published import (
     on_the_service,
 )
 from retrain.adapters.remote.schedule import learning_rate
-from retrain.adapters.remote.transport import RemoteError
 from retrain.batching import as_shared
 from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError
 from retrain.sampler import Tokenizer
+from retrain.transport.transport import RemoteError
 from retrain.types import Batch, Metrics
 
 if TYPE_CHECKING:

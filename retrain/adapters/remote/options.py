@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.adapters.remote.losses import REMOTE_LOSSES, check_loss
 from retrain.adapters.remote.schedule import Schedule
-from retrain.adapters.remote.vendors import Vendor, checked_url
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
+from retrain.transport.vendors import Vendor, checked_url
 
 LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
 """What the service inside this process imports."""

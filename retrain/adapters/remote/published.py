@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from retrain.adapters.remote.transport import RemoteError
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
+from retrain.transport.transport import RemoteError
 from retrain.types import Completion, StopReason
 
 log = logging.getLogger(__name__)

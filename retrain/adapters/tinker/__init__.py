@@ -8,7 +8,7 @@ from __future__ import annotations
 from retrain.adapters.tinker.client import TinkerClient
 from retrain.adapters.tinker.sampling import SampleOptions, SamplingClient
 from retrain.adapters.tinker.training import AdamParams, LoraConfig, TrainingClient
-from retrain.adapters.tinker.values import (
+from retrain.protocols.tinker.values import (
     Datum,
     ForwardBackwardOutput,
     SampledSequence,

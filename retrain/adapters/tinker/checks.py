@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from retrain.adapters.tinker.values import Datum, Tensor
+from retrain.protocols.tinker.values import Datum, Tensor
 
 _RATIO = ("target_tokens", "logprobs", "advantages")
 LOSS_INPUTS: Mapping[str, Sequence[str]] = MappingProxyType(

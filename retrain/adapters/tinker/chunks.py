@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from retrain.adapters.tinker.values import Datum, ForwardBackwardOutput
+from retrain.protocols.tinker.values import Datum, ForwardBackwardOutput
 
 
 def split(data: Sequence[Datum], *, most_datums: int, most_bytes: int) -> list[list[Datum]]:

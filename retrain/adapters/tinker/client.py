@@ -18,14 +18,6 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from retrain.adapters.remote.transport import (
-    NO_RETRY,
-    Call,
-    RemoteError,
-    RetryPolicy,
-    Transport,
-)
-from retrain.adapters.remote.vendors import TINKER
 from retrain.adapters.tinker.connection import (
     Connection,
     Flags,
@@ -35,6 +27,14 @@ from retrain.adapters.tinker.connection import (
 )
 from retrain.adapters.tinker.sampling import SamplingClient
 from retrain.adapters.tinker.training import LoraConfig, TrainingClient
+from retrain.transport.transport import (
+    NO_RETRY,
+    Call,
+    RemoteError,
+    RetryPolicy,
+    Transport,
+)
+from retrain.transport.vendors import TINKER
 
 if TYPE_CHECKING:
     import httpx

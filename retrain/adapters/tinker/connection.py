@@ -16,17 +16,17 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, TypeVar
 
-from retrain.adapters.remote.exchange import Reply
-from retrain.adapters.remote.refusals import Fault, error_body
-from retrain.adapters.remote.transport import (
+from retrain.adapters.tinker.limits import Backpressure
+from retrain.errors import DeadlineError
+from retrain.transport.exchange import Reply
+from retrain.transport.refusals import Fault, error_body
+from retrain.transport.transport import (
     NO_RETRY,
     Call,
     Patience,
     RemoteError,
     Transport,
 )
-from retrain.adapters.tinker.limits import Backpressure
-from retrain.errors import DeadlineError
 
 T = TypeVar("T")
 Wire = Literal["proto", "json"]

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from retrain.adapters.remote.options import RemoteOptions
-from retrain.adapters.remote.vendors import TINKER
+from retrain.transport.vendors import TINKER
 
 Native = Literal["importance_sampling", "ppo", "cispo", "dro", "cross_entropy"]
 NATIVE: frozenset[Native] = frozenset(

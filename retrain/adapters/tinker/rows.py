@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from retrain.adapters.remote.datums import Datum
 from retrain.adapters.remote.surrogate import clip_bounds, loss_settings
-from retrain.adapters.tinker import values as wire
 from retrain.errors import NonFiniteError
+from retrain.protocols.tinker import values as wire
 from retrain.types import Batch, Metrics
 
 

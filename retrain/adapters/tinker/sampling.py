@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.adapters.remote.transport import NO_RETRY, Patience, RemoteError
-from retrain.adapters.tinker import messages, payloads
 from retrain.adapters.tinker.connection import Connection, Future, Kind
-from retrain.adapters.tinker.values import SampleResult
 from retrain.errors import AdapterError, DeadlineError
+from retrain.protocols.tinker import messages, payloads
+from retrain.protocols.tinker.values import SampleResult
+from retrain.transport.transport import NO_RETRY, Patience, RemoteError
 
 SAMPLE = Kind("Sample", payloads.sample_from_json, messages.decode_sample)
 LOST_RESULTS = 3

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from retrain.adapters.tinker.client import TinkerClient
 from retrain.adapters.tinker.sampling import SampleOptions, SamplingClient
-from retrain.adapters.tinker.values import SampledSequence
 from retrain.errors import AdapterError
+from retrain.protocols.tinker.values import SampledSequence
 from retrain.sampler import SamplingParams, Tokenizer
 
 

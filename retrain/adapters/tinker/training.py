@@ -17,17 +17,18 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from retrain.adapters.remote.transport import Call, RemoteError
-from retrain.adapters.tinker import chunks, messages, payloads
+from retrain.adapters.tinker import chunks
 from retrain.adapters.tinker.checks import check_data
 from retrain.adapters.tinker.connection import PROTOBUF, Connection, Future, Kind
-from retrain.adapters.tinker.values import (
+from retrain.errors import AdapterError, ConfigError
+from retrain.protocols.tinker import messages, payloads
+from retrain.protocols.tinker.values import (
     Datum,
     ForwardBackward,
     ForwardBackwardOutput,
     LossConfig,
 )
-from retrain.errors import AdapterError, ConfigError
+from retrain.transport.transport import Call, RemoteError
 
 T = TypeVar("T")
 

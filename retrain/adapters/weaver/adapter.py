@@ -14,7 +14,6 @@ from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
 from retrain.adapters.remote.datums import Datum
 from retrain.adapters.remote.published import Scorer
-from retrain.adapters.remote.transport import RemoteError
 from retrain.adapters.weaver.client import WeaverClient
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.options import WeaverOptions
@@ -27,6 +26,7 @@ from retrain.adapters.weaver.wire import (
     TrainingRow,
 )
 from retrain.sampler import SamplingParams
+from retrain.transport.transport import RemoteError
 from retrain.types import Batch, Metrics
 
 

@@ -18,13 +18,13 @@ from importlib.metadata import version
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from retrain.adapters.remote.transport import RemoteError, RetryPolicy, Transport
-from retrain.adapters.remote.vendors import WEAVER
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection, clean_up, or_undo, understood
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.operations import Pace
 from retrain.adapters.weaver.sampling import SamplingSession
+from retrain.transport.transport import RemoteError, RetryPolicy, Transport
+from retrain.transport.vendors import WEAVER
 
 if TYPE_CHECKING:
     import httpx

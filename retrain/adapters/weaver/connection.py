@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import anyio
 
-from retrain.adapters.remote.transport import Call, RemoteError, Transport
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.operations import Operation, Pace, decode_json, decode_operation
+from retrain.transport.transport import Call, RemoteError, Transport
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, TypeVar
 
-from retrain.adapters.remote.transport import RemoteError
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection
 from retrain.adapters.weaver.operations import Operation
+from retrain.transport.transport import RemoteError
 
 T = TypeVar("T")
 

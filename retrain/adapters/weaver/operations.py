@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from retrain.adapters.remote.exchange import Reply
-from retrain.adapters.remote.transport import Call, RemoteError, Transport
 from retrain.adapters.weaver import wire
+from retrain.transport.exchange import Reply
+from retrain.transport.transport import Call, RemoteError, Transport
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

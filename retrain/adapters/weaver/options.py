@@ -9,8 +9,8 @@ from pydantic import Field
 
 from retrain.adapters.base import Capabilities
 from retrain.adapters.remote.options import RemoteOptions
-from retrain.adapters.remote.vendors import WEAVER
 from retrain.config import RunConfig
+from retrain.transport.vendors import WEAVER
 
 Native = Literal["importance_sampling", "cross_entropy"]
 """Losses that Weaver executes itself; it has no ppo."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from retrain.adapters.remote.transport import RemoteError
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection, clean_up
 from retrain.sampler import SamplingParams
+from retrain.transport.transport import RemoteError
 
 
 class SamplingSession:

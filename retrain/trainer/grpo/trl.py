@@ -20,8 +20,8 @@ from retrain.config import Plugin, RunConfig, parse_config, plain
 from retrain.environment import Environment
 from retrain.errors import ConfigError, shown
 from retrain.observe.callbacks import Callback, TrainingResult
+from retrain.pipeline.run import Run
 from retrain.rewarding import FunctionReward, RewardCalculator, Scorer, WeightedReward
-from retrain.running import Run
 from retrain.sampler import Tokenizer
 from retrain.trainer.base import BaseTrainer, Plan, Task, check_model
 from retrain.trainer.data import read_data

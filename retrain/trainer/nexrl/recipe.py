@@ -21,12 +21,12 @@ from retrain.algorithms.base import Algorithm
 from retrain.algorithms.grpo import GRPO
 from retrain.algorithms.sft import SFT
 from retrain.assembly import Parts, assemble
+from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
-from retrain.config_yaml import read_config_file
+from retrain.config.yaml_text import read_config_file
 from retrain.errors import ConfigError
 from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.pipeline import train
-from retrain.threads import DaemonPool
 from retrain.trainer.nexrl.base import BaseTrainer
 from retrain.trainer.nexrl.select import build_trainer
 from retrain.trainer.nexrl.settings import Section, as_section

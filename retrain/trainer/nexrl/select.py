@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from retrain.config.plugins import Kind, find_plugin
 from retrain.errors import ConfigError
-from retrain.plugins import Kind, find_plugin
 from retrain.trainer.nexrl.base import BaseTrainer
 from retrain.trainer.nexrl.settings import Section, algorithm_of, as_section
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from retrain.adapters.base import SHARED_LOSSES
 from retrain.batching import Normalisation
 from retrain.config import RunConfig, parse_config
-from retrain.config_errors import problems_of
+from retrain.config.problems import problems_of
 from retrain.errors import ConfigError
 
 Backend = Literal["self-hosted", "tinker", "weaver"]

@@ -1,0 +1,108 @@
+"""The tokenizer's side of a conversation: the template's texts to ids, and where a turn ends.
+
+Only texts of the template and the environment are ever encoded here. A turn's end is sampled once
+or added once, never both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retrain.chat.template import Template
+from retrain.chat.tools import OPEN
+from retrain.sampler import Tokenizer
+from retrain.types import Completion
+
+
+class TurnTokens:
+    """Encodes what stands around the sampled tokens."""
+
+    stops: tuple[int, ...]
+    """The tokens at which sampling stops: eos, and the template's end-of-turn token."""
+    start: list[int]
+    """What stands before every text (BOS) when no template writes it."""
+
+    def __init__(self, tokenizer: Tokenizer, template: Template) -> None:
+        self._tokenizer = tokenizer
+        self._pads = self._pads_texts()
+        self.start = self._before_texts() if template.joins else []
+        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        ends = [] if template.joins else [self._end_token(text) for text in template.closers()]
+        self.stops = tuple(dict.fromkeys([*eos, *(token for token in ends if token is not None)]))
+        self._closers = frozenset[int]() if template.joins else frozenset(self.stops)
+        decode = tokenizer.decode
+        self._spelled = {
+            t: s for t in self._closers if (s := decode([t], skip_special_tokens=True))
+        }
+        self._hides_calls = OPEN not in decode(self.encode(OPEN), skip_special_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that begins a prompt.
+
+        Raises ValueError for text that has no UTF-8 form.
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:  # tokenizers report either
+            raise ValueError(
+                "the messages' text can't be encoded: it holds half of a surrogate pair; build "
+                'it from valid Unicode, say by text.encode("utf-8", "replace").decode()'
+            ) from error
+
+    def encode_after(self, sampled: Sequence[int], text: str) -> list[int] | None:
+        """The ids of `text`, without the turn's end when the model has sampled that itself.
+
+        None when `text` has something between the reply and the end that was sampled: then the
+        template adds to what the model said.
+        """
+        ids = self._encode_inside(text)
+        if not sampled or sampled[-1] not in self._closers or sampled[-1] not in ids:
+            return ids
+        end = ids.index(sampled[-1])
+        return None if self._tokenizer.decode(ids[:end]).strip() else ids[end + 1 :]
+
+    def encode_reply(self, text: str) -> list[int]:
+        """The ids of a reply up to its end, which is added where `text` has none."""
+        ids = self._encode_inside(text)
+        end = next((index for index, token in enumerate(ids) if token in self.stops), None)
+        return [*ids, *self.stops[:1]] if end is None else ids[: end + 1]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What ids say, without special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def text_of(self, completion: Completion, calls: bool) -> str:
+        """What a completion says, with its markup if `calls` are to be read from it."""
+        ids, text = completion.token_ids, completion.text
+        end = ids[-1] if ids else None
+        if calls and self._hides_calls:  # this tokenizer counts <tool_call> as a special token
+            return self._tokenizer.decode(ids[:-1] if end in self._closers else ids)
+        return text.removesuffix(self._spelled[end]) if end in self._spelled else text
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """The ids of a text that goes on after other tokens."""
+        if self._pads:
+            for anchor in ("\n", "a"):
+                before, both = self.encode(anchor), self.encode(anchor + text)
+                if both[: len(before)] == before:
+                    return both[len(before) :]
+        return self.encode(text)
+
+    def _pads_texts(self) -> bool:
+        """Whether the tokenizer puts a space before every text, as SentencePiece models do."""
+        return self._tokenizer.decode([*self.encode("\n"), *self.encode("\n")]) != "\n\n"
+
+    def _before_texts(self) -> list[int]:
+        bare, full = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True)
+        starts = [i for i in range(len(full)) if full[i : i + len(bare)] == bare]
+        return full[: starts[0]] if starts else []
+
+    def _end_token(self, closer: str) -> int | None:
+        """The first marker of what follows a reply: a special token, or one that looks it."""
+        decode = self._tokenizer.decode
+        for token in self.encode(closer):
+            text = decode([token])
+            special = bool(text) and not decode([token], skip_special_tokens=True)
+            if special or (len(text) > 2 and text[0] == "<" and text[-1] == ">"):
+                return token
+        return None

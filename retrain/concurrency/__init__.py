@@ -1,0 +1,1 @@
+"""Deadlines, threads and the watchdog: every await has an owner and an end."""

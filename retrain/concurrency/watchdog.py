@@ -1,0 +1,183 @@
+"""The watchdog: a thread that ends a run in which nothing moves, and says what it waits for.
+
+It works when the event loop doesn't: user code that blocks the loop is named by its file and line.
+It has three ways to notice (promise P4): the loop answers no more (`deadlines.blocked`), it answers
+but nothing moves (`deadlines.stall`), or the run was told to end and doesn't. The first and the
+last can't be mended from outside, so the process ends, after everything recorded was flushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from retrain.errors import StallError
+
+LAST_WORDS_SECONDS = 5.0
+OWN = (
+    str(Path(__file__).parent.parent),
+    str(Path(asyncio.__file__).parent),
+    str(Path(os.__file__).parent),
+)
+
+
+class Watchdog:
+    """Watches the running loop from a daemon thread, as a context manager.
+
+    `fail` is called in the loop with a StallError; `last_words` in the thread, with what will be
+    the process's last message, before it exits with status 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        stall: float,
+        blocked: float,
+        grace: float,
+        fail: Callable[[StallError], None],
+        last_words: Callable[[str], None],
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._stall, self._blocked, self._grace = stall, blocked, grace
+        self._fail, self._last_words, self._leave = fail, last_words, leave
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._stop = threading.Event()
+        self._moved = self._answered = time.monotonic()
+        self._ends_by: float | None = None
+        self._waiting = False
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, name="retrain-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+
+    def progress(self) -> None:
+        """Something moved."""
+        self._moved = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The caller of train() is to act next: that nothing moves meanwhile is no stall."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self.progress()
+            self._waiting = False
+
+    def ending(self) -> None:
+        """The run was told to end: it has `grace` seconds."""
+        if self._ends_by is None:
+            self._ends_by = time.monotonic() + self._grace
+
+    def _watch(self) -> None:
+        tick = min(1.0, self._stall / 4, self._blocked / 4, self._grace / 4)
+        now = time.monotonic()
+        while not self._stop.wait(tick):
+            before, now = now, time.monotonic()
+            self._excuse(now - before - tick)
+            try:
+                self._loop.call_soon_threadsafe(self._answer)
+            except RuntimeError:  # the loop is closed
+                return
+            if now - self._answered > self._blocked:
+                where = _place(sys._current_frames().get(self._loop_thread))
+                self._exit(
+                    f"the event loop has been blocked for {self._blocked} s by {where}: "
+                    "await, or move blocking work to a thread"
+                )
+            elif self._ends_by is not None and now > self._ends_by:
+                self._exit(
+                    f"the run was told to end {self._grace} s ago, but these go on: "
+                    f"{describe(self._loop)}"
+                )
+            elif now - self._moved > self._stall and self._ends_by is None and not self._waiting:
+                self.ending()
+                error = StallError(
+                    f"nothing moved for deadlines.stall = {self._stall} s; "
+                    f"waiting: {describe(self._loop)}"
+                )
+                self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _excuse(self, late: float) -> None:
+        """This thread slept too long: the process stood still (Ctrl-Z), and nothing could move."""
+        if late > 1.0:
+            self._answered += late
+            self._moved += late
+            if self._ends_by is not None:
+                self._ends_by += late
+
+    def _answer(self) -> None:
+        self._answered = time.monotonic()
+
+    def _exit(self, message: str) -> None:
+        if self._stop.is_set():
+            return
+        # in a thread: the disk may be full, or its lock held by what blocks
+        words = threading.Thread(target=self._last_words, args=(message,), daemon=True)
+        words.start()
+        words.join(LAST_WORDS_SECONDS)
+        self._leave(1)
+        self._stop.set()
+
+
+def describe(loop: asyncio.AbstractEventLoop) -> str:
+    """The loop's waiting tasks, counted by the place where they wait."""
+    places: Counter[str] = Counter()
+    for task in asyncio.all_tasks(loop):
+        stack = _chain(task)
+        name = task.get_name().partition("#")[0]
+        places[f"{name} at {stack}"] += 1
+    return ", ".join(
+        f"{count} x {place}" if count > 1 else place for place, count in places.most_common(8)
+    )
+
+
+def _chain(task: asyncio.Task[object]) -> str:
+    """The innermost place of a task that is user code; else of ours."""
+    frames: list[FrameType] = []
+    awaited: object = task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None)
+        if frame is not None:
+            frames.append(frame)
+        awaited = getattr(awaited, "cr_await", None)
+    own = [f for f in frames if not f.f_code.co_filename.startswith(OWN)]
+    chosen = (own or frames)[-1:]
+    return (
+        _spot(chosen[0].f_code.co_filename, chosen[0].f_lineno, chosen[0].f_code.co_qualname)
+        if chosen
+        else "its end"
+    )
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line of a thread's stack that is not ours or the standard library's."""
+    if frame is None:
+        return "unknown code"
+    stack = traceback.extract_stack(frame)
+    own = [entry for entry in stack if not entry.filename.startswith(OWN)]
+    entry = (own or list(stack))[-1]
+    return _spot(entry.filename, entry.lineno or 0, entry.name)
+
+
+def _spot(filename: str, line: int, name: str) -> str:
+    return f"{name} ({Path(filename).name}:{line})"

@@ -1,0 +1,342 @@
+"""Checkpoints: one folder each, written whole or not at all (promise P2).
+
+`write` fills a temporary folder, syncs every file, writes the manifest (size and digest of each
+file) last and renames the folder; `newest` skips a folder whose manifest is missing or doesn't fit
+and says so. `best` is a link to the checkpoint with the best evaluation, which pruning spares; on a
+disk without links it is a text file that holds the name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from retrain.concurrency.threads import DaemonPool
+from retrain.config import RunConfig
+from retrain.errors import CheckpointError, first_of, shown
+from retrain.observe.journal import plain
+from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
+
+MANIFEST = "manifest.json"
+RUN_STATE = "run.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a run needs to go on, beside the adapter's files in `folder / "adapter"`."""
+
+    step: int
+    version: int
+    ledger: Mapping[str, Any]
+    """Ledger.state()."""
+    groups: list[dict[str, Any]]
+    """Finished groups that were not yet trained (`group_to_json`)."""
+    adapter: Mapping[str, Any]
+    """AdapterState.data."""
+    counters: Mapping[str, Any]
+    """The learner's small memory: streaks, the top reward, the best evaluation."""
+    config: Mapping[str, Any]
+    """The resolved config that the run had."""
+
+
+class Checkpoints:
+    """The `checkpoints/` folder of a run; `step_N` each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._disk = DaemonPool(1, "retrain-disk")
+        self.torn: list[str] = []
+        """Checkpoints that `newest` had to skip, with the reason."""
+
+    async def write(self, step: int, fill: Callable[[Path], Awaitable[Checkpoint]]) -> Path:
+        """`fill` writes the adapter's files into a folder and returns the rest.
+
+        Raises CheckpointError when the disk refuses; older checkpoints are left as they are.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        target, temporary = self.path(step), self.folder / f".step_{step}.partial"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir()
+            checkpoint = await fill(temporary)
+            await self._disk.run(partial(_seal, checkpoint, temporary, target))
+        except Exception as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
+            problem = f"the checkpoint of step {step} could not be written: {error}"
+            raise CheckpointError(problem) from error
+        return target
+
+    def close(self) -> None:
+        """Let the thread that writes end."""
+        self._disk.close()
+
+    def newest(self) -> tuple[Path, Checkpoint] | None:
+        """The newest whole checkpoint; torn ones are skipped and listed in `torn`.
+
+        Raises CheckpointError for one of another format: an older one is no substitute for it.
+        """
+        for step in sorted(self.steps(), reverse=True):
+            path = self.path(step)
+            problem = _problem(path)
+            if problem is None:
+                return path, read(path)
+            self.torn.append(f"{path.name}: {problem}")
+        return None
+
+    def last_config(self) -> Mapping[str, Any] | None:
+        """The config of the newest checkpoint that can be read; whether it is whole isn't checked.
+
+        For a look before any model loads: what `newest` does takes as long as the weights are big.
+        """
+        for step in sorted(self.steps(), reverse=True):
+            with suppress(CheckpointError):
+                return read(self.path(step)).config
+        return None
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, whole or torn."""
+        names = [p.name for p in self.folder.glob("step_*")] if self.folder.is_dir() else []
+        return [int(name[5:]) for name in names if name[5:].isdigit()]
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def prune(self, keep: int, spare: Iterable[int] = ()) -> list[Path]:
+        """Keep the newest `keep` checkpoints, the best and those to `spare`; returns the dropped.
+
+        The folders still exist: the caller tells the backend first, then calls `remove`.
+        """
+        spared = {*sorted(self.steps())[-keep:], *spare}
+        best = self.best()
+        return [self.path(s) for s in self.steps() if s not in spared and self.path(s) != best]
+
+    def remove(self, path: Path) -> None:
+        """Delete one checkpoint: first its manifest, so that a half-deleted one counts as torn."""
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best evaluation so far."""
+        mark = self.folder / "best"
+        if mark.is_symlink():
+            return self.folder / os.readlink(mark)
+        return self.folder / mark.read_text() if mark.is_file() else None
+
+    def mark_best(self, step: int) -> None:
+        """Point `best` at this step's checkpoint, atomically; raises OSError."""
+        temporary, name = self.folder / ".best", self.path(step).name
+        temporary.unlink(missing_ok=True)
+        try:
+            temporary.symlink_to(name)
+        except OSError:  # FAT, and many a network share, have no links
+            temporary.write_text(name)
+        temporary.replace(self.folder / "best")
+
+
+def read(path: Path) -> Checkpoint:
+    """The run state of a checkpoint folder; raises CheckpointError for one that can't be read."""
+    try:
+        return Checkpoint(**json.loads((path / RUN_STATE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        problem = f"{path} is not a checkpoint that this version can read: {error}"
+        raise CheckpointError(problem) from error
+
+
+def verified(path: Path) -> Checkpoint:
+    """The run state of a whole checkpoint; raises CheckpointError for a torn one."""
+    problem = _problem(path)
+    if problem is not None:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {problem}")
+    return read(path)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a whole checkpoint to `target`, replacing an older one there; blocks.
+
+    Raises FileExistsError when `target` holds something else, CheckpointError when `source` is torn
+    or the disk refuses.
+    """
+    verified(source)
+    if target.exists() and not (target / MANIFEST).exists() and not _is_empty(target):
+        raise FileExistsError(f"{target} exists and is no checkpoint: choose another folder")
+    temporary = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(source, temporary)
+        for path in [*temporary.rglob("*"), temporary]:
+            _sync(path)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+        _sync(target.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"the checkpoint {target} could not be written: {error}") from error
+
+
+MODEL = ("model", "backend.type", "backend.lora")
+"""Keys that a checkpoint's weights depend on."""
+DATA = ("prompts", "train.seed", "train.shuffle")
+"""Keys that the order of the prompts depends on."""
+SCORING = ("environment", "rewards", "algorithm", "chat")
+"""Keys that the rewards of finished groups depend on."""
+
+
+def changes(saved: Mapping[str, Any], config: RunConfig, keys: Iterable[str]) -> list[str]:
+    """What differs below `keys` between a saved config and the present one, a line a dotted key."""
+    present = config.model_dump(mode="json")
+    return [
+        f"{path}: was {shown(old)}, is {shown(new)}"
+        for key in keys
+        for path, old, new in _differences(_at(saved, key), _at(present, key), key)
+    ]
+
+
+def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """The dotted keys whose values differ, the run directory's place excepted."""
+    present = config.model_dump(mode="json")
+    return [path for path, *_ in _differences(saved, present) if path != "run_dir"]
+
+
+def check_same_run(saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse to go on with another model, algorithm or data; raises CheckpointError."""
+    if problem := changed_run(saved, config):
+        raise CheckpointError(problem)
+
+
+def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
+    """Why a run of the config `saved` can't go on with `config`; empty when it can."""
+    scoring = ("environment", "algorithm", "chat")
+    changed = changes(saved, config, (*MODEL, *DATA, *scoring, "train.groups_per_step"))
+    if not changed:
+        return ""
+    return (
+        "this run can't be resumed with another configuration; changed: "
+        + first_of(changed, "; ")
+        + ". Change it back, or start a new run with --run-dir"
+    )
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    """A finished group without its prompt, which the ticket brings back."""
+    trajectories = []
+    for trajectory in group.trajectories:
+        row = {
+            name: getattr(trajectory, name) for name in ("rewards", "outcome", "reward", "seconds")
+        }
+        row["info"] = plain(trajectory.info)  # an environment may put anything there
+        row["messages"] = plain(list(trajectory.messages))
+        row["turns"] = [
+            {
+                "prompt_ids": list(turn.prompt_ids),
+                "completion": asdict(turn.completion),
+                "observation": plain(list(turn.observation)),
+            }
+            for turn in trajectory.turns
+        ]
+        trajectories.append(row)
+    return {"ticket": group.prompt.id, "trajectories": trajectories}
+
+
+def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prompt]) -> Group:
+    """The group that `group_to_json` wrote."""
+    prompt = prompt_of(Ticket.parse(saved["ticket"]))
+    trajectories = []
+    for row in saved["trajectories"]:
+        turns = [
+            Turn(turn["prompt_ids"], Completion(**turn["completion"]), turn["observation"])
+            for turn in row["turns"]
+        ]
+        trajectories.append(Trajectory(prompt, **{**row, "turns": turns}))
+    return Group(prompt, trajectories)
+
+
+def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
+    """Write the run state, sync every file, then the manifest that vouches for them, and rename."""
+    state = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+    (folder / RUN_STATE).write_text(json.dumps(state, default=repr))
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    entries = {}
+    for path in files:
+        entries[path.relative_to(folder).as_posix()] = [path.stat().st_size, _digest(path)]
+        _sync(path)
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "files": entries}))
+    _sync(manifest)
+    for directory in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
+        _sync(directory)
+    shutil.rmtree(target, ignore_errors=True)  # the torn one of a run that was killed
+    folder.rename(target)
+    _sync(target.parent)
+
+
+def _problem(folder: Path) -> str | None:
+    """Why a checkpoint can't be trusted; None when it is whole.
+
+    Raises CheckpointError for one that another version of `retrain` wrote in its own format.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"{folder} has the checkpoint format {manifest['format']}, expected {FORMAT}, the "
+                "one that this version of retrain reads: go on with the version that wrote it, or "
+                "start a new run with --run-dir"
+            )
+        for name, (size, digest) in manifest["files"].items():
+            path = folder / name
+            if path.stat().st_size != size or _digest(path) != digest:
+                return f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest can't be read ({error})"
+    return None
+
+
+def _at(config: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of what differs, as deep as both have the same form."""
+    inner: Iterable[Any] = ()
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        inner = [(key, old.get(key), new.get(key)) for key in {**old, **new}]
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        inner = zip(range(len(old)), old, new, strict=True)
+    elif old != new:
+        yield path, old, new
+    for key, before, after in inner:
+        yield from _differences(before, after, f"{path}.{key}".lstrip("."))
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

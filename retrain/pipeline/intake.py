@@ -1,0 +1,121 @@
+"""Which finished groups a step trains on: order, staleness, failures, groups without signal.
+
+The hard bound (P3) is kept here: while a step's groups are chosen the version stands still, so a
+group that is fresh enough when it is taken is fresh enough when it is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from retrain.algorithms.functional import is_flat
+from retrain.config import RunConfig
+from retrain.errors import NoSignalError
+from retrain.pipeline.ledger import Ledger
+from retrain.types import Group, Ticket
+
+Drop = Callable[[Group, str], None]
+
+
+class Intake:
+    """Takes finished groups from a queue; `None` in the queue only wakes it, to stop.
+
+    `drop(group, cause)` is told of every group that is not trained, by the cause `failed`, `stale`
+    or `no_signal`.
+    """
+
+    def __init__(
+        self, config: RunConfig, ledger: Ledger, done: asyncio.Queue[Group | None], drop: Drop
+    ) -> None:
+        self._train = config.train
+        self._bound = config.staleness.bound
+        self._ledger = ledger
+        self._done = done
+        self._drop = drop
+        self.held: dict[Ticket, Group] = {}
+        """Finished groups that no step has taken yet."""
+        self.failed_in_a_row = 0
+        self._first_error = ""
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Let `take` return None, at once if it's waiting."""
+        self._stopped = True
+        with suppress(asyncio.QueueFull):  # a full queue wakes it by itself
+            self._done.put_nowait(None)
+
+    async def take(self, version: int) -> list[Group] | None:
+        """A step's groups in the order of issue; None when the run is to stop.
+
+        Raises NoSignalError when too many groups in a row have no good rollout.
+        """
+        chosen: dict[Ticket, Group] = {}
+        refills = self._train.max_refill * self._train.groups_per_step
+        while len(chosen) < self._train.groups_per_step:
+            group = await self._next(chosen)
+            if group is None:
+                self.held |= chosen
+                return None
+            cause = self._unfit(group, version, refills)
+            if cause is None:
+                chosen[group.ticket] = group
+                continue
+            refills -= cause == "no_signal"
+            self._drop(group, cause)
+            self._check_failures()
+        rank = {ticket: index for index, ticket in enumerate(self._ledger.open)}
+        return [chosen[ticket] for ticket in sorted(chosen, key=rank.__getitem__)]
+
+    def drain(self) -> None:
+        """Hold what is in the queue, so that a checkpoint saves it."""
+        while not self._done.empty():
+            group = self._done.get_nowait()
+            if group is not None:
+                self.held[group.ticket] = group
+
+    async def _next(self, chosen: dict[Ticket, Group]) -> Group | None:
+        """The next finished group: any, or with `in_order` the one that was issued first."""
+        while True:
+            wanted = self._wanted(chosen)
+            if wanted is not None:
+                return self.held.pop(wanted)
+            group = await self._done.get()
+            if group is not None:
+                self.held[group.ticket] = group
+            if self._stopped:
+                return None
+
+    def _wanted(self, chosen: dict[Ticket, Group]) -> Ticket | None:
+        if self._train.order == "ready":
+            return next(iter(self.held), None)
+        first = next((ticket for ticket in self._ledger.open if ticket not in chosen), None)
+        return first if first in self.held else None
+
+    def _unfit(self, group: Group, version: int, refills: int) -> str | None:
+        """Why a group can't be trained; None when it can."""
+        scored = group.scored
+        if not scored:
+            self._count_failure(group)
+            return "failed"
+        self.failed_in_a_row = 0
+        oldest = group.oldest_version
+        if oldest is not None and version - oldest > self._bound:
+            return "stale"
+        flat = len(scored) > 1 and is_flat([t.reward for t in scored])
+        if flat and self._train.no_signal == "refill" and refills > 0:
+            return "no_signal"
+        return None
+
+    def _count_failure(self, group: Group) -> None:
+        if self.failed_in_a_row == 0:
+            self._first_error = str(group.trajectories[0].info.get("error", "no cause was given"))
+        self.failed_in_a_row += 1
+
+    def _check_failures(self) -> None:
+        if self.failed_in_a_row >= self._train.max_failed_groups:
+            raise NoSignalError(
+                f"{self.failed_in_a_row} groups in a row had no good rollout "
+                f"(train.max_failed_groups). The first error: {self._first_error}"
+            )

@@ -1,0 +1,1 @@
+"""What client and service of a wire protocol share."""

@@ -1,0 +1,1 @@
+"""Tinker's wire format: values, messages, protobuf, payloads."""

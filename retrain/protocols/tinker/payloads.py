@@ -1,0 +1,98 @@
+"""The JSON forms of the values: for servers without protobuf, and of what is always JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
+
+from retrain.protocols.tinker.values import (
+    Datum,
+    Dtype,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    SampledSequence,
+    SampleResult,
+    StopReason,
+    Tensor,
+    TopK,
+)
+
+
+def request_to_json(request: ForwardBackward) -> dict[str, Any]:
+    """The body of servers that speak JSON, which have `forward` as an endpoint of its own."""
+    payload: dict[str, Any] = {
+        "data": [datum_to_json(datum) for datum in request.data],
+        "loss_fn": request.loss,
+    }
+    if request.config:
+        payload["loss_fn_config"] = dict(request.config)
+    name = "forward_input" if request.forward_only else "forward_backward_input"
+    kind = "forward" if request.forward_only else "forward_backward"
+    return {name: payload, "model_id": request.model_id, "seq_id": request.seq_id, "type": kind}
+
+
+def datum_to_json(datum: Datum) -> dict[str, Any]:
+    return {
+        "model_input": prompt_to_json(datum.tokens),
+        "loss_fn_inputs": {name: tensor_to_json(t) for name, t in datum.inputs.items()},
+    }
+
+
+def prompt_to_json(tokens: Sequence[int]) -> dict[str, Any]:
+    """A text as the protocol's list of chunks."""
+    return {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
+
+
+def output_from_json(body: Mapping[str, Any]) -> ForwardBackwardOutput:
+    """Raises KeyError or ValueError on JSON that is no ForwardBackwardOutput."""
+    outputs = [
+        {name: _tensor_from_json(tensor) for name, tensor in output.items()}
+        for output in body["loss_fn_outputs"]
+    ]
+    metrics = {name: float(value) for name, value in (body.get("metrics") or {}).items()}
+    return ForwardBackwardOutput(outputs, metrics, body.get("loss_fn_output_type") or "")
+
+
+def sample_from_json(body: Mapping[str, Any]) -> SampleResult:
+    """Raises KeyError or ValueError on JSON that is no SampleResponse."""
+    sequences = [
+        SampledSequence(
+            tokens=[int(token) for token in sequence["tokens"]],
+            logprobs=sequence.get("logprobs"),
+            stop_reason=_stop_reason(sequence.get("stop_reason", "stop")),
+            topk=_topk_from_json(sequence.get("topk_logprobs")),
+        )
+        for sequence in body["sequences"]
+    ]
+    return SampleResult(
+        sequences,
+        body.get("prompt_logprobs"),
+        _topk_from_json(body.get("topk_prompt_logprobs")),
+        body.get("prompt_cache_hit_tokens") or 0,
+    )
+
+
+def tensor_to_json(tensor: Tensor) -> dict[str, Any]:
+    return {"data": list(tensor.data), "dtype": tensor.dtype, "shape": list(tensor.dimensions)}
+
+
+def _tensor_from_json(body: Mapping[str, Any]) -> Tensor:
+    if body.get("sparse_crow_indices") is not None:
+        raise ValueError("sparse tensors are not understood: send them dense")
+    shape = body.get("shape")
+    dtype = body["dtype"]
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"the tensor type {dtype!r} is unknown: expected int64 or float32")
+    return Tensor(list(body["data"]), dtype, None if shape is None else tuple(shape))
+
+
+def _stop_reason(name: str) -> StopReason:
+    if name not in get_args(StopReason):
+        raise ValueError(f"the stop reason {name!r} is unknown: expected stop or length")
+    return cast(StopReason, name)
+
+
+def _topk_from_json(rows: Sequence[Sequence[Sequence[float]] | None] | None) -> TopK | None:
+    if rows is None:
+        return None
+    return [[(int(token), float(lp)) for token, lp in row or ()] for row in rows]

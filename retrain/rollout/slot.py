@@ -1,0 +1,118 @@
+"""A slot: one group at a time, in environment instances of its own.
+
+Instances are made at the slot's first group and set up few at a time, so that ten thousand slots
+don't connect at once. An instance whose rollout failed is closed and replaced: a fault never
+reaches the next group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from retrain.concurrency.deadlines import is_theirs, user_call
+from retrain.config import DeadlinesConfig
+from retrain.environment import Environment
+from retrain.errors import LateError, UserCodeError, blame
+from retrain.rewarding import Scorer
+from retrain.rollout.group import Rollouts
+from retrain.types import Group, Outcome, Prompt, Trajectory
+
+
+class Slot:
+    """Plays and scores groups of `size` rollouts, one group after the other."""
+
+    def __init__(
+        self,
+        size: int,
+        make: Callable[[], Environment],
+        rollouts: Rollouts,
+        scorer: Scorer,
+        setups: asyncio.Semaphore,
+        fault: Callable[[str], None],
+    ) -> None:
+        """`fault` is told what went wrong in a `close`, which touches no rollout."""
+        self._make = make
+        self._rollouts = rollouts
+        self._scorer = scorer
+        self._setups = setups
+        self._fault = fault
+        self._environments: list[Environment | None] = [None] * size
+
+    async def play(self, prompt: Prompt) -> Group:
+        """One scored group; raises only what the sampler raises."""
+        failed = await self._fill(prompt)
+        if failed is not None:
+            return Group(prompt, [failed, *self._unplayed(prompt, failed)])
+        group = await self._rollouts.play(prompt, [e for e in self._environments if e is not None])
+        await self._replace_failed(group)
+        await self._scorer.score(group)
+        return group
+
+    async def close(self) -> None:
+        """Close every instance at once, each within its deadline."""
+        await self._drop(range(len(self._environments)))
+
+    async def _fill(self, prompt: Prompt) -> Trajectory | None:
+        """Make the missing instances; the failed rollout when one of them can't be had."""
+        missing = [i for i, kept in enumerate(self._environments) if kept is None]
+        if not missing:
+            return None
+        async with asyncio.TaskGroup() as setups:
+            made = [setups.create_task(self._set_up(prompt, index)) for index in missing]
+        return next((failed for task in made if (failed := task.result())), None)
+
+    async def _set_up(self, prompt: Prompt, index: int) -> Trajectory | None:
+        """Fill a place; the failed rollout that says why it stays empty."""
+        name = "the environment"
+        try:
+            environment = self._make()
+        except BaseException as error:
+            if not is_theirs(error):
+                raise
+            return _failed(prompt, "infra_error", str(blame(name, error)))
+        name = type(environment).__name__
+        if type(environment).setup is Environment.setup:
+            self._environments[index] = environment
+            return None
+        async with self._setups:
+            self._environments[index] = environment  # from here on it's closed, whatever happens
+            try:
+                await user_call(f"{name}.setup", environment.setup, self._deadlines.setup, "setup")
+            except UserCodeError as error:
+                await self._drop([index])
+                outcome: Outcome = "timeout" if isinstance(error, LateError) else "infra_error"
+                return _failed(prompt, outcome, str(error))
+        return None
+
+    def _unplayed(self, prompt: Prompt, failed: Trajectory) -> list[Trajectory]:
+        return [
+            _failed(prompt, failed.outcome, failed.info["error"]) for _ in self._environments[1:]
+        ]
+
+    async def _replace_failed(self, group: Group) -> None:
+        outcomes = [trajectory.outcome for trajectory in group.trajectories]
+        await self._drop([i for i, o in enumerate(outcomes) if o in ("infra_error", "timeout")])
+
+    async def _drop(self, places: Iterable[int]) -> None:
+        """Empty these places, closing what is there."""
+        async with asyncio.TaskGroup() as closing:
+            for index in places:
+                environment, self._environments[index] = self._environments[index], None
+                if environment is not None and type(environment).close is not Environment.close:
+                    closing.create_task(self._close(environment))
+
+    async def _close(self, environment: Environment) -> None:
+        name = f"{type(environment).__name__}.close"
+        try:
+            await user_call(name, environment.close, self._deadlines.close, "close")
+        except UserCodeError as error:
+            self._fault(str(error))
+
+    @property
+    def _deadlines(self) -> DeadlinesConfig:
+        return self._rollouts.deadlines
+
+
+def _failed(prompt: Prompt, outcome: Outcome, error: str) -> Trajectory:
+    return Trajectory(prompt, outcome=outcome, info={"error": error})

@@ -1,0 +1,1 @@
+"""The trainers of NeMo RL's page as presets of a run."""

@@ -1,0 +1,1 @@
+"""HTTP to a service: retries, refusals, redaction."""
