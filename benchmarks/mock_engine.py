@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from retrain.adapters.base import (
-    SHARED_LOSSES,
-    TRL_LOSSES,
     Adapter,
     AdapterOptions,
     AdapterState,
     Capabilities,
 )
 from retrain.config import RunConfig
+from retrain.losses import LOSSES
 from retrain.sampler import SamplingParams
 from retrain.types import Batch, Completion, Metrics
 
@@ -42,7 +41,7 @@ class MockOptions(AdapterOptions):
     learning_rate: float = 0.1
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(losses=SHARED_LOSSES | TRL_LOSSES)
+        return Capabilities(losses=frozenset(LOSSES))
 
 
 class CharacterTokenizer:

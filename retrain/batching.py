@@ -10,24 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from retrain.algorithms.base import Credit
+from retrain.algorithms.functional import kl_estimates
 from retrain.errors import RunError, shown
+from retrain.losses import Normalisation, row_of, settings
 from retrain.types import Batch, Denominators, Group, Sample, Trajectory
-
-Normalisation = Literal["token", "sequence", "batch"]
-
-TRL_AS_SHARED: Mapping[str, tuple[str, Normalisation]] = {
-    "dapo": ("ppo", "token"),
-    "bnpo": ("ppo", "token"),
-    "grpo": ("ppo", "sequence"),
-    "dr_grpo": ("ppo", "batch"),
-}
-"""TRL's names that are a shared loss with a normaliser; dr_grpo is divided by max_tokens too.
-
-bnpo averages over the tokens of a micro-batch; over a whole batch it is dapo.
-"""
 
 
 def fitting(
@@ -57,26 +46,13 @@ def fitting(
     return credits
 
 
-def make_batch(
-    groups: Sequence[Group],
-    credits: Sequence[Sequence[Credit]],
-    *,
-    loss: str,
-    loss_config: Mapping[str, Any],
-    normalisation: Normalisation | None = None,
-) -> Batch:
-    """The batch of one step; `normalisation` is None for losses that carry their normaliser.
-
-    Raises ValueError when the credits don't fit the groups.
-    """
-    samples = make_samples(groups, credits, paired=loss == "dpo")
-    return batch_of(samples, loss=loss, loss_config=loss_config, normalisation=normalisation)
-
-
 def make_samples(
     groups: Sequence[Group], credits: Sequence[Sequence[Credit]], *, paired: bool = False
 ) -> list[Sample]:
-    """The samples of scored groups; `paired` adds the stream `pair_ids`, a number a group."""
+    """The samples of scored groups; `paired` adds the stream `pair_ids`, one number per group.
+
+    Raises ValueError when the credits do not fit the groups.
+    """
     samples: list[Sample] = []
     for number, (group, group_credit) in enumerate(zip(groups, credits, strict=True)):
         rollouts = zip(group.trajectories, group_credit, strict=True)
@@ -95,10 +71,10 @@ def batch_of(
     samples: Sequence[Sample],
     *,
     loss: str,
-    loss_config: Mapping[str, Any],
+    loss_config: Mapping[str, Any],  # the loss's own keys
     normalisation: Normalisation | None = None,
 ) -> Batch:
-    """The batch of these samples; see `make_batch`."""
+    """The batch of one step; `normalisation` is None for a loss that normalises itself."""
     counts = [sum(sample.loss_mask) for sample in samples]
     batch = Batch(
         samples, loss, dict(loss_config), Denominators(sum(counts), sum(map(bool, counts)))
@@ -123,7 +99,7 @@ def penalised(
         gaps = [lp - ref if kept else 0.0 for kept, lp, ref in rows]
         advantages = [a - coefficient * gap for a, gap in zip(sample.advantages, gaps, strict=True)]
         kept_gaps = [gap for gap, kept in zip(gaps, sample.loss_mask, strict=True) if kept]
-        distances += [math.expm1(min(-gap, 50.0)) + gap for gap in kept_gaps]
+        distances += kl_estimates(kept_gaps, [0.0] * len(kept_gaps), "k3")
         charged.append(replace(sample, advantages=advantages))
     return charged, math.fsum(distances) / max(1, len(distances))
 
@@ -199,14 +175,17 @@ class _Segment:
 def normalised(batch: Batch, by: Normalisation, divisor: float = 1.0) -> Batch:
     """Fold a normaliser into the advantages of a loss that is linear in them.
 
-    Services sum over tokens; a mean over tokens, over sequences of means over their tokens, or over
-    sequences of sums, is that sum with scaled advantages. The quadratic term of `dro` is scaled by
-    its `beta`, which no per-sequence factor can do: that raises ValueError.
+    Losses are sums over tokens. A mean over tokens (`token`), over sequences of means over their
+    tokens (`sequence`), or over sequences of sums (`batch`) is that sum with scaled advantages. The
+    keys in `Loss.scaled` are scaled too, which a factor per sequence cannot do.
+
+    Raises ValueError for a loss with such keys by `sequence`.
     """
     tokens, sequences = (max(1, n) for n in batch.denominators)
+    scaled = row_of(batch.loss).scaled
     if by == "sequence":
-        if batch.loss == "dro":
-            raise ValueError("dro can't be normalised by sequence: choose token or batch")
+        if scaled:
+            raise ValueError(f"{batch.loss} can't be normalised by sequence; use token or batch")
         factors = [1.0 / (max(1, sum(s.loss_mask)) * sequences) for s in batch.samples]
     else:
         factors = [1.0 / (tokens if by == "token" else sequences)] * len(batch.samples)
@@ -215,18 +194,20 @@ def normalised(batch: Batch, by: Normalisation, divisor: float = 1.0) -> Batch:
         for sample, factor in zip(batch.samples, factors, strict=True)
     ]
     config = dict(batch.loss_config)
-    if batch.loss == "dro" and factors:
-        config["beta"] = config.get("beta", 0.05) * factors[0] / divisor
+    if scaled and factors:
+        keys = settings(batch.loss, config)
+        config |= {name: keys[name] * factors[0] / divisor for name in scaled}
     return replace(batch, samples=samples, loss_config=config)
 
 
 def as_shared(batch: Batch, max_tokens: int) -> Batch:
-    """A batch with a TRL loss name as the shared loss that it is (`TRL_AS_SHARED`).
+    """A batch whose loss is TRL's as the loss and normalisation that it equals (`Loss.shared`).
 
-    `max_tokens` is dr_grpo's constant: the completion length that it divides by.
+    `max_tokens` is the completion length that dr_grpo divides by.
     """
-    if batch.loss not in TRL_AS_SHARED:
+    row = row_of(batch.loss)
+    if row.shared is None:
         return batch
-    loss, by = TRL_AS_SHARED[batch.loss]
-    divisor = float(max_tokens) if batch.loss == "dr_grpo" else 1.0
+    loss, by = row.shared
+    divisor = float(max_tokens) if row.over_max_tokens else 1.0
     return normalised(replace(batch, loss=loss), by, divisor)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.batching import as_shared, make_batch, normalised, segments
+from retrain import batching
+from retrain.batching import as_shared, make_samples, normalised, segments
 from retrain.types import Batch, Completion, Denominators, Group, Prompt, Sample, Trajectory, Turn
 
 PROMPT = Prompt("0.0.0", [{"role": "user", "content": "?"}])
@@ -128,6 +129,7 @@ def test_a_shared_name_is_left_alone():
 
 def test_a_batch_counts_its_tokens_and_its_sequences():
     group = Group(PROMPT, [Trajectory(PROMPT, [turn([1], [2, 3])]), Trajectory(PROMPT)])
-    batch = make_batch([group], [[1.0, 1.0]], loss="dapo", loss_config={"epsilon": 0.1})
+    samples = make_samples([group], [[1.0, 1.0]])
+    batch = batching.batch_of(samples, loss="dapo", loss_config={"epsilon": 0.1})
     assert batch.denominators == Denominators(tokens=2, sequences=1)
     assert [s.run_id for s in batch.samples] == ["0.0.0#0"]

@@ -11,7 +11,7 @@ from pipe_kit import events
 
 from retrain.algorithms.dpo import DPO
 from retrain.assembly import assemble
-from retrain.batching import make_batch
+from retrain.batching import batch_of, make_samples
 from retrain.errors import ConfigError
 from retrain.observe.run_dir import read_metrics
 from retrain.pipeline import train
@@ -49,7 +49,8 @@ def pair(number: int, *lengths: int) -> Group:
 
 def batch(groups):
     credit = DPO().advantages(groups)
-    return make_batch(groups, credit, loss="dpo", loss_config={"beta": 0.5})
+    samples = make_samples(groups, credit, paired=True)
+    return batch_of(samples, loss="dpo", loss_config={"beta": 0.5})
 
 
 def test_the_chosen_gets_a_share_of_the_batch_and_the_rejected_its_negative():

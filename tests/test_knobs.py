@@ -19,17 +19,15 @@ import pytest
 from pydantic import BaseModel
 from trl import GRPOConfig
 
-from retrain.adapters.remote.losses import REMOTE_LOSSES
-from retrain.adapters.remote.surrogate import LOSS_KEYS
 from retrain.adapters.tinker.options import TinkerOptions
 from retrain.adapters.trl.options import TrlOptions
-from retrain.adapters.trl.plan import SHARED_KEYS, TRL_KEYS, plan_loss
+from retrain.adapters.trl.plan import plan_loss
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.assembly import assemble
-from retrain.batching import TRL_AS_SHARED
 from retrain.config import RunConfig, parse_config
 from retrain.engine.tiny import tiny_folder
 from retrain.errors import ConfigError
+from retrain.losses import LOSSES, Loss, shared_name
 from retrain.sampler import SamplingParams
 from retrain.types import Batch, Denominators, Sample
 from tests import knob_kit
@@ -323,14 +321,14 @@ TRL_VALUES: dict[str, Any] = {
     **{"vespo_k_neg": 1.0, "vespo_lambda_neg": 1.0},
 }
 SHARED_VALUES = {"epsilon": 0.05, "epsilon_high": 0.06, "beta": 0.7}
-TRL_CASES = [(loss, key) for loss, keys in TRL_KEYS.items() for key in keys]
+TRL_CASES = [(loss, key) for loss, row in LOSSES.items() if not row.formula for key in row.keys]
 SHARED_CASES = [
-    *(("trl", loss, key) for loss, keys in SHARED_KEYS.items() for key in keys),
+    *(("trl", loss, key) for loss, row in LOSSES.items() if row.formula for key in row.keys),
     *(
         (backend, loss, key)
         for backend in ("tinker", "weaver")
-        for loss in sorted(REMOTE_LOSSES)
-        for key in LOSS_KEYS[TRL_AS_SHARED.get(loss, (loss,))[0]]
+        for loss in sorted(OPTIONS[backend]().capabilities().losses)
+        for key in LOSSES[shared_name(loss)].keys
     ),
 ]
 
@@ -340,7 +338,7 @@ def test_every_key_of_trls_losses_reaches_its_arguments(loss, key):
     plain, changed = plan_loss(loss, {}, 3), {key: TRL_VALUES[key]}
     if (loss, key) == ("luspo", "importance_sampling_level"):  # it has one value there
         changed = {key: "token"}
-        with pytest.raises(ConfigError, match="its ratio is the sequence's"):
+        with pytest.raises(ConfigError, match="luspo always uses the sequence's ratio"):
             plan_loss(loss, changed, 3)
     else:
         assert plan_loss(loss, changed, 3).args != plain.args
@@ -356,6 +354,25 @@ async def test_every_key_of_every_loss(backend, loss, key, tmp_path):
         for number, keys in enumerate(({}, {key: SHARED_VALUES[key]}))
     ]
     assert found[0] != found[1], f"{key} of {loss} changed nothing"
+
+
+def quadratic(ops, keys, lp, old, r, a):
+    """-(A (r - 1) - scale/2 (log r)^2)."""
+    gap = lp - old
+    return -(a * (r - 1) - keys["scale"] / 2 * (gap * gap)), -(a * r - keys["scale"] * gap), None
+
+
+async def test_a_new_row_of_the_table_trains_on_every_backend(monkeypatch, tmp_path):
+    monkeypatch.setitem(LOSSES, "quadratic", Loss(formula=quadratic, keys={"scale": 1.0}))
+    first, second = {}, {}
+    for backend in OPTIONS:
+        folder = tmp_path / backend
+        metrics = await trained(backend, "quadratic", {"scale": 0.5}, folder)
+        first[backend], second[backend] = metrics[0]["loss"], metrics[1]["loss"]
+        with pytest.raises(ConfigError, match="has no such key"):
+            await trained(backend, "quadratic", {"scales": 0.5}, folder)
+    assert first == dict.fromkeys(OPTIONS, pytest.approx(first["trl"], rel=1e-4))
+    assert all(second[backend] < first[backend] for backend in OPTIONS)
 
 
 def test_a_key_of_another_backend_says_whose_it_is() -> None:
@@ -403,9 +420,8 @@ PAIR = [
 @pytest.mark.parametrize("backend", OPTIONS)
 def test_a_key_that_a_loss_does_not_read_is_refused(backend):
     able = OPTIONS[backend]().capabilities()
-    for loss in able.losses | able.surrogate_losses:
-        own = TRL_KEYS.get(loss, ()) if backend == "trl" else ()
-        own = own or tuple(LOSS_KEYS.get(TRL_AS_SHARED.get(loss, (loss,))[0], ()))
+    for loss in able.losses:
+        own = LOSSES[loss if backend == "trl" else shared_name(loss)].keys
         for key in {*TRL_VALUES, *SHARED_VALUES} - {*own}:
             algorithm = {"loss": loss, "loss_config": {key: TRL_VALUES[key]}}
             run = merged(BASE, {"backend": BACKENDS[backend], "algorithm": algorithm})

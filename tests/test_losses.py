@@ -10,18 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retrain.engine.custom_loss import custom_surrogate
-from retrain.engine.losses import (
-    LOSS_DEFAULTS,
-    loss_metrics,
-    loss_settings,
-    shared_loss,
-    token_logprobs,
-)
+from retrain import losses
+from retrain.engine.losses import custom_surrogate, loss_metrics, shared_loss, token_logprobs
 from retrain.errors import ConfigError, UserCodeError
+from retrain.losses import LOSSES
 
 torch.set_num_threads(1)
 LN = math.log
+TOKEN_LOSSES = [n for n, row in LOSSES.items() if row.formula and row.reads != "pairs"]
 
 
 def row(*values: float, grad: bool = False) -> Tensor:
@@ -74,7 +70,7 @@ def test_ppo_clips_a_low_ratio_of_a_negative_advantage():
     assert sums["clipped_sum"] == 1
 
 
-@pytest.mark.parametrize("name", [n for n in LOSS_DEFAULTS if n != "dpo"])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 @pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan, 1e30])
 def test_masked_positions_contribute_exactly_nothing(name, garbage):
     lp, clean = row(*LP, garbage, grad=True), row(*LP, grad=True)
@@ -88,7 +84,7 @@ def test_masked_positions_contribute_exactly_nothing(name, garbage):
     assert lp.grad[0].tolist() == [*clean.grad[0].tolist(), 0.0]
 
 
-@pytest.mark.parametrize("name", [n for n in LOSS_DEFAULTS if n != "dpo"])
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_micro_batches_add_up_to_the_batch(name):
     generator = torch.Generator().manual_seed(3)
     lp, old, adv = (torch.randn(6, 5, generator=generator) for _ in range(3))
@@ -216,7 +212,7 @@ def test_a_custom_loss_that_fails_is_named(loss, message):
     [
         ("pppo", {}, "did you mean 'ppo'"),
         ("ppo", {"epsilon_hi": 1}, "did you mean 'epsilon_high'"),
-        ("cross_entropy", {"beta": 1}, "no keys at all"),
+        ("cross_entropy", {"beta": 1}, "it takes no keys"),
     ],
 )
 def test_an_unknown_loss_or_key_names_the_nearest(name, config, message):
@@ -224,9 +220,22 @@ def test_an_unknown_loss_or_key_names_the_nearest(name, config, message):
         shared_loss(name, config, row(1), row(1), row(1), torch.ones(1, 1))
 
 
+@pytest.mark.parametrize("value", [-0.1, math.inf, math.nan, "0.2", True])
+def test_the_value_of_a_key_is_a_number(value):
+    message = r"^algorithm\.loss_config\.epsilon: got .*, expected a number >= 0$"
+    with pytest.raises(ConfigError, match=message):
+        losses.check_keys("ppo", {"epsilon": value})
+
+
+def test_a_name_that_the_table_lacks_has_a_row():
+    """A user's function is normalised here; what a user's own backend computes is not."""
+    assert not losses.row_of("mine.py:loss").normalises_itself
+    assert losses.row_of("theirs").normalises_itself
+
+
 def test_epsilon_high_is_epsilon_unless_it_is_said():
-    assert loss_settings("ppo", {"epsilon": 0.3}) == {"epsilon": 0.3, "epsilon_high": 0.3}
-    assert loss_settings("cispo", {}) == {"epsilon": 1.0, "epsilon_high": 4.0}
+    assert losses.settings("ppo", {"epsilon": 0.3}) == {"epsilon": 0.3, "epsilon_high": 0.3}
+    assert losses.settings("cispo", {}) == {"epsilon": 1.0, "epsilon_high": 4.0}
 
 
 @settings(deadline=None)  # the first call pays for torch warming up

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from retrain.algorithms.functional import (
     gae,
     kl_estimates,
-    kl_penalised_rewards,
     n_step_returns,
-    ppo_clipped_losses,
     token_rewards,
 )
 
@@ -50,11 +48,6 @@ def test_k3_stays_finite_where_the_reference_is_certain_of_what_the_policy_exclu
 def test_an_unknown_estimator_is_named() -> None:
     with pytest.raises(ValueError, match="got 'k4', expected k1, abs, k2 or k3"):
         kl_estimates([0.0], [0.0], "k4")  # type: ignore[arg-type]  # a typing mistake at run time
-
-
-def test_a_kl_penalty_is_charged_to_the_token_that_causes_it() -> None:
-    penalised = kl_penalised_rewards([0.0, 1.0], [-1.0, -1.0], [-3.0, -0.5], beta=0.1)
-    assert penalised == pytest.approx([-0.2, 1.05])
 
 
 @pytest.mark.parametrize(
@@ -111,27 +104,6 @@ def test_n_step_returns_end_with_the_episode(n, expected) -> None:
 def test_n_step_returns_go_on_with_the_value() -> None:
     returns = n_step_returns([1, 2, 3], 2, 0.5, values=[10, 20, 40])
     assert returns == pytest.approx([1 + 1 + 0.25 * 40, 2 + 1.5, 3])
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss"),
-    [
-        (1.5, 2.0, -2.4),  # clipped at 1.2
-        (1.5, -2.0, 3.0),  # the pessimistic arm is the plain one
-        (0.5, 2.0, -1.0),
-        (0.5, -2.0, 1.6),  # clipped at 0.8
-        (1.1, 2.0, -2.2),
-        (1.0, 0.0, 0.0),
-    ],
-)
-def test_ppo_clips_what_would_gain(ratio, advantage, loss) -> None:
-    [found] = ppo_clipped_losses([math.log(ratio) - 3], [-3.0], [advantage])
-    assert found == pytest.approx(loss)
-
-
-def test_ppo_clips_higher_where_it_is_told_to() -> None:
-    [found] = ppo_clipped_losses([math.log(1.5)], [0.0], [2.0], epsilon_high=0.4)
-    assert found == pytest.approx(-2.8)
 
 
 def test_lengths_that_differ_are_refused() -> None:

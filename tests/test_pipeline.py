@@ -11,7 +11,7 @@ import pytest
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.algorithms.grpo import GRPO
 from retrain.assembly import assemble
-from retrain.batching import make_batch
+from retrain.batching import batch_of, make_samples
 from retrain.chat import Chat
 from retrain.config import RunConfig
 from retrain.environment import Environment, StepResult
@@ -80,7 +80,8 @@ async def longhand(config: RunConfig, steps: int):
                 trajectory.reward = slot_share(trajectory.completion, prompt.answer)
             groups.append(group)
         credit = GRPO().advantages(groups)
-        await adapter.update(make_batch(groups, credit, loss="dapo", loss_config={}))
+        samples = make_samples(groups, credit)
+        await adapter.update(batch_of(samples, loss="dapo", loss_config={}))
         await adapter.publish()
     return adapter.batches
 

@@ -1,4 +1,4 @@
-"""The closed forms of dL/dlogp, held to torch autograd over the losses of the engine."""
+"""Every loss and its dL/dlogp, on floats and on tensors, against torch autograd."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from retrain.adapters.remote.datums import Datum
 from retrain.adapters.remote.schedule import learning_rate
-from retrain.adapters.remote.surrogate import LOSS_KEYS, drift, surrogate
-from retrain.engine.losses import LOSS_DEFAULTS, loss_metrics, shared_loss
+from retrain.adapters.remote.surrogate import surrogate
+from retrain.engine.losses import loss_metrics, shared_loss
 from retrain.errors import ConfigError, NonFiniteError
+from retrain.losses import LOSSES
 
 CASES = [
     ("importance_sampling", {}),
@@ -52,6 +53,40 @@ def datums(seed: int, rows: int = 4, length: int = 6) -> tuple[list[Datum], list
     return made, learner
 
 
+def plain(
+    loss: str,
+    lp: torch.Tensor,
+    old: torch.Tensor,
+    adv: torch.Tensor,
+    ref: torch.Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.05,
+) -> torch.Tensor:
+    """The losses written for autograd, each token's or pair's; 0-1, 2-3, ... are the pairs."""
+    ratio = (lp - old).exp()
+    if loss == "cispo" and epsilon_high is None:
+        epsilon, epsilon_high = 1.0, 4.0
+    clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+    if loss == "dpo":
+        gains = (lp - ref).sum(-1)
+        weights = adv.abs().amax(-1)
+        margins = beta * (gains[::2] - gains[1::2])
+        return -(weights[::2] + weights[1::2]) / 2 * torch.nn.functional.logsigmoid(margins)
+    return {
+        "importance_sampling": -ratio * adv,
+        "ppo": -torch.minimum(ratio * adv, clipped * adv),
+        "cispo": -clipped.detach() * adv * lp,
+        "cross_entropy": -adv * lp,
+        "dro": -(adv * lp - beta / 2 * (lp - old).square()),
+    }[loss]
+
+
+def test_the_table_has_no_other_loss_with_a_formula() -> None:
+    assert {loss for loss, _ in CASES} == {name for name, row in LOSSES.items() if row.formula}
+
+
 @pytest.mark.parametrize(("loss", "config"), CASES)
 @pytest.mark.parametrize("seed", range(3))
 def test_value_gradient_and_metrics_equal_autograds(
@@ -72,20 +107,24 @@ def test_value_gradient_and_metrics_equal_autograds(
         tensor([d.mask for d in rows]),
         {name: tensor([d.streams[name] for d in rows]) for name in rows[0].streams},
     )
-    value.backward()
+    value.backward()  # type: ignore[no-untyped-call] - torch leaves it untyped
     ours = surrogate(loss, config, learner, rows)
-    assert ours.loss == pytest.approx(value.item(), abs=1e-9)
+    mask = tensor([d.mask for d in rows])
+    free = tensor(learner).requires_grad_()
+    streams = [[d.logprobs for d in rows], [d.advantages for d in rows]]
+    reference = tensor([d.streams["reference_logprobs"] for d in rows])
+    old, adv, ref = (tensor(values) * mask for values in (*streams, reference.tolist()))
+    expected = plain(loss, free * mask, old, adv, ref, **config).sum()
+    expected.backward()  # type: ignore[no-untyped-call] - the same
     assert lp.grad is not None
-    assert torch.allclose(tensor(ours.gradients), lp.grad, atol=1e-9)
+    assert free.grad is not None
+    for found in (ours.loss, value.item()):
+        assert found == pytest.approx(expected.item(), abs=1e-9)
+    for gradients in (tensor(ours.gradients), lp.grad):
+        assert torch.allclose(gradients, free.grad, atol=1e-9)
     for name, metric in loss_metrics(sums).items():
         if name in ours.metrics:
             assert ours.metrics[name] == pytest.approx(metric, abs=1e-9), name
-
-
-def test_the_losses_keys_and_defaults_are_the_engines() -> None:
-    assert {k: dict(v) for k, v in LOSS_KEYS.items()} == {
-        k: dict(v) for k, v in LOSS_DEFAULTS.items()
-    }
 
 
 def one(logprob: float, advantage: float) -> list[Datum]:
@@ -100,7 +139,8 @@ def one(logprob: float, advantage: float) -> list[Datum]:
         ("ppo", 2.0, 1.5, -2.4, 0.0),  # clipped at 1.2
         ("ppo", 2.0, 0.5, -1.0, -1.0),  # a good token that became rarer still pulls
         ("ppo", -2.0, 0.5, 1.6, 0.0),  # clipped at 0.8
-        ("ppo", -2.0, 1.5, 3.0, 3.0),
+        ("ppo", -2.0, 1.5, 3.0, 3.0),  # the pessimistic arm is the plain one
+        ("ppo", 0.0, 1.0, 0.0, 0.0),
         ("dro", 2.0, 1.0, 2.0, -2.0),  # lp = -1: -(2 x -1) = 2
         ("cross_entropy", 2.0, 1.5, None, -2.0),
     ],
@@ -135,7 +175,7 @@ def test_a_pair_with_one_row_is_refused() -> None:
 def test_unknown_losses_keys_and_lengths_are_refused() -> None:
     with pytest.raises(ConfigError, match="no loss is called 'grpo2'"):
         surrogate("grpo2", {}, [], [])
-    with pytest.raises(ConfigError, match="no key 'beta'"):
+    with pytest.raises(ConfigError, match=r"loss_config\.beta: the loss 'ppo' has no such key"):
         surrogate("ppo", {"beta": 1.0}, [], [])
     with pytest.raises(ValueError, match="one per target"):
         surrogate("ppo", {}, [[-1.0, -1.0]], one(-1.0, 1.0))
@@ -148,7 +188,7 @@ def test_a_diverged_policy_is_an_error_not_a_number() -> None:
 
 def test_drift_is_zero_where_the_learner_is_the_sampler() -> None:
     rows, _ = datums(0)
-    same = drift([d.logprobs for d in rows], rows, "ppo", {})
+    same = surrogate("ppo", {}, [d.logprobs for d in rows], rows).metrics
     assert same["kl/sampler_trainer"] == 0.0
     assert same["clip_fraction"] == 0.0
     assert same["ratio/mean"] == 1.0
@@ -157,7 +197,8 @@ def test_drift_is_zero_where_the_learner_is_the_sampler() -> None:
 
 
 def test_a_batch_without_trained_tokens_has_no_drift() -> None:
-    assert drift([[]], [Datum([], [], [], [], [])], "dro", {})["tokens/trained"] == 0.0
+    got = surrogate("dro", {}, [[]], [Datum([], [], [], [], [])])
+    assert got.metrics["tokens/trained"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from retrain.adapters.trl.adapter import TrlAdapter
 from retrain.assembly import assemble
-from retrain.batching import make_batch
+from retrain.batching import batch_of, make_samples
 from retrain.chat import Chat
 from retrain.config import parse_config
 from retrain.environment import Environment
@@ -60,7 +60,7 @@ async def longhand(config):
                     texts.append(trajectory.completion)
                 groups.append(group)
             credit = parts.algorithm.advantages(groups)
-            batch = make_batch(groups, credit, loss="dapo", loss_config={})
+            batch = batch_of(make_samples(groups, credit), loss="dapo", loss_config={})
             losses.append((await adapter.update(batch))["loss"])
             await adapter.publish()
     return losses, texts

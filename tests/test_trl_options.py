@@ -3,41 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
-from retrain.adapters.base import SHARED_LOSSES, TRL_LOSSES
 from retrain.adapters.tinker.options import TinkerOptions
-from retrain.adapters.trl.keys import OWNED, PASSED, SCHEDULERS, refusal
-from retrain.adapters.trl.options import TrlOptions
-from retrain.adapters.trl.plan import SHARED_KEYS, plan_loss, run_plan
+from retrain.adapters.trl import keys as trl_keys
+from retrain.adapters.trl.keys import REFUSED, installed_keys, refusal
+from retrain.adapters.trl.options import Schedule, TrlOptions
+from retrain.adapters.trl.plan import plan_loss, run_plan
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.assembly import assemble
 from retrain.config import parse_config
 from retrain.errors import ConfigError
+from retrain.losses import LOSSES
 from tests import trl_kit as kit
 
+PASSED = {
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args", "optim_target_modules"),
+    *("activation_checkpointing_kwargs", "cast_lm_head_to_fp32", "disable_dropout"),
+    *("full_determinism", "lr_scheduler_kwargs", "router_aux_loss_coef", "tf32"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps"),
+}
+"""The keys of TRL 1.16 that change how TRL updates and nothing that the run decides."""
 
-def test_every_key_of_the_installed_grpo_config_is_passed_or_has_a_home():
+
+def test_the_keys_of_the_installed_grpo_config_are_read_from_its_sources():
     trl = pytest.importorskip("trl")
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
-    assert fields == PASSED | OWNED.keys()
-    assert not PASSED & OWNED.keys()
+    assert installed_keys() == fields
+    passed = {field for field in fields if refusal(field) is None}
+    assert passed >= PASSED
+    if trl.__version__.startswith("1.16."):
+        assert passed == PASSED
+
+
+def test_every_refused_pattern_is_of_a_key_of_the_installed_grpo_config():
+    pytest.importorskip("trl")
+    patterns = [pattern for patterns in REFUSED for pattern in patterns.split()]
+    assert [p for p in patterns if not fnmatch.filter(installed_keys(), p)] == []
+
+
+@pytest.mark.parametrize("name", ["GRPOConfig", "TrainingArguments"])
+def test_keys_are_checked_at_the_start_where_trl_is_built_differently(name, monkeypatch, tmp_path):
+    """One of its classes is elsewhere: only GRPOConfig itself knows its keys."""
+    gone = ("trl", "gone.py", name)
+    moved = [gone if source[2] == name else source for source in trl_keys.SOURCES]
+    monkeypatch.setattr(trl_keys, "SOURCES", moved)
+    monkeypatch.setattr(trl_keys, "installed_keys", trl_keys.installed_keys.__wrapped__)
+    assert refusal("adam_beta3") is None
+    assert "set `loggers`" in (refusal("report_to") or "")
+    config = kit.run_config("dapo")
+    with pytest.raises(ConfigError, match=r"TRL rejects this backend: .*'adam_beta3'"):
+        kit.trainer_of(config, tmp_path, args={"adam_beta3": 0.5})
 
 
 def test_every_schedule_is_one_of_transformers():
     utils = pytest.importorskip("transformers.trainer_utils")
-    assert {schedule.value for schedule in utils.SchedulerType} >= set(SCHEDULERS)
-
-
-def test_the_shared_losses_have_the_keys_of_the_engine():
-    losses = pytest.importorskip("retrain.engine.losses")
-    assert {name: set(keys) for name, keys in SHARED_KEYS.items()} == {
-        name: set(keys) for name, keys in losses.LOSS_DEFAULTS.items()
-    }
+    assert {schedule.value for schedule in utils.SchedulerType} >= set(get_args(Schedule))
 
 
 def test_checking_the_options_imports_nothing_heavy():
@@ -72,16 +99,17 @@ def test_lora_on_the_output_head_is_refused():
 
 
 def test_an_unknown_schedule_names_the_known_ones():
-    with pytest.raises(ValidationError, match="expected one of constant, "):
+    with pytest.raises(ValidationError, match="'constant', 'constant_with_warmup', "):
         TrlOptions(lr_scheduler="cosinus")
 
 
 def test_every_loss_has_a_plan():
-    for loss in TRL_LOSSES | SHARED_LOSSES:
+    for loss, row in LOSSES.items():
         plan = plan_loss(loss, {}, 8)
-        assert plan.native == (loss in TRL_LOSSES or loss == "cispo")
+        assert plan.native == (row.trl_mean is not None)
+        assert plan.native == (row.formula is None or loss == "cispo")
         assert plan.reference == (loss == "dpo")
-    assert TrlOptions().capabilities().losses == TRL_LOSSES | SHARED_LOSSES
+    assert TrlOptions().capabilities().losses == LOSSES.keys()
 
 
 def test_cispo_is_trls_own_where_it_means_the_same():
@@ -93,12 +121,12 @@ def test_cispo_is_trls_own_where_it_means_the_same():
 @pytest.mark.parametrize(
     ("loss", "keys", "message"),
     [
-        ("sapo", {"epsilon": 0.1}, r"loss_config.epsilon: the loss 'sapo' does not read it"),
+        ("sapo", {"epsilon": 0.1}, r"loss_config.epsilon: the loss 'sapo' has no such key"),
         ("dapo", {"epsilon_hihg": 0.1}, "did you mean 'epsilon_high'"),
         ("dappo", {}, "did you mean 'dapo'"),
-        ("cross_entropy", {"beta": 0.1}, "no keys at all"),
-        ("luspo", {"importance_sampling_level": "token"}, "its ratio is the sequence's"),
-        ("dapo", {"top_entropy_quantile": 0.2}, "does not read it"),
+        ("cross_entropy", {"beta": 0.1}, "it takes no keys"),
+        ("luspo", {"importance_sampling_level": "token"}, "luspo always uses the sequence's ratio"),
+        ("dapo", {"top_entropy_quantile": 0.2}, "has no such key"),
     ],
 )
 def test_a_loss_refuses_what_it_does_not_read(loss, keys, message):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,28 +20,17 @@ from retrain.errors import AdapterError
 from retrain.sampler import Sampler, Tokenizer
 from retrain.types import Batch, Metrics
 
-SHARED_LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro", "dpo"})
-"""Losses with one meaning on every backend; summed over tokens, normalised by us."""
-
-TRL_LOSSES = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "vespo"})
-
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend can honour; a config that asks for more is refused at start-up."""
 
     losses: frozenset[str]
-    surrogate_losses: frozenset[str] = frozenset()
-    """Losses computed on our side: forward, then a weighted backward of dL/dlogp."""
+    """Names that `algorithm.loss` may have, wherever the loss is computed."""
     custom_losses: bool = False
-    """A user's own function of log-probs can be trained."""
-    per_token_advantages: bool = True
-    reference_kl: bool = False
-    """Its own losses have a KL term to the starting weights (`algorithm.loss_config.beta`)."""
+    """It can train a user's own function of log-probs."""
     scores: bool = False
-    """`Adapter.logprobs` works: algorithm.kl_penalty, and held-out losses."""
-    tuning: frozenset[Literal["full", "lora"]] = frozenset({"full", "lora"})
-    resume: Literal["exact", "weights", "none"] = "exact"
+    """`Adapter.logprobs` works, which algorithm.kl_penalty and held-out losses need."""
     max_staleness: int | None = None
     """None: no limit."""
     sampling: frozenset[str] = frozenset(

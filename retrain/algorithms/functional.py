@@ -109,18 +109,6 @@ def kl_estimates(
     raise ValueError(f"estimator: got {estimator!r}, expected k1, abs, k2 or k3")
 
 
-def kl_penalised_rewards(
-    rewards: Sequence[float],
-    logprobs: Sequence[float],
-    reference: Sequence[float],
-    beta: float,
-    estimator: KLEstimator = "k1",
-) -> list[float]:
-    """r_t - beta KL_t, token by token (Ziegler et al. 2019, arXiv:1909.08593, eq. 2)."""
-    estimates = kl_estimates(logprobs, reference, estimator)
-    return [reward - beta * kl for reward, kl in zip(rewards, estimates, strict=True)]
-
-
 def token_rewards(reward: float, loss_mask: Sequence[int]) -> list[float]:
     """A rollout's reward as one per token: all of it on the last trained token, (T,).
 
@@ -176,23 +164,3 @@ def n_step_returns(
             total += gamma**n * values[t + n]
         returns.append(total)
     return returns
-
-
-def ppo_clipped_losses(
-    logprobs: Sequence[float],
-    old_logprobs: Sequence[float],
-    advantages: Sequence[float],
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-) -> list[float]:
-    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) of each token, r = exp(lp - old).
-
-    Schulman et al. 2017, arXiv:1707.06347, eq. 7; `epsilon_high` None is `epsilon`.
-    """
-    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
-    losses = []
-    for lp, old, advantage in zip(logprobs, old_logprobs, advantages, strict=True):
-        ratio = math.exp(lp - old)
-        losses.append(-min(ratio * advantage, min(max(ratio, low), high) * advantage))
-    return losses

@@ -8,15 +8,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from retrain.adapters.base import SHARED_LOSSES, TRL_LOSSES, AdapterOptions, Capabilities
+from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
-from retrain.batching import TRL_AS_SHARED, Normalisation
 from retrain.config import DeadlinesConfig, RunConfig, SamplingConfig
 from retrain.environment import Environment
 from retrain.errors import ConfigError, shown
-
-UNSCORED = frozenset({"cross_entropy", "dpo"})
-"""Losses that learn from examples; the others learn from rewards, weighing by importance."""
+from retrain.losses import Normalisation, row_of
 
 
 def check_compatible(
@@ -36,7 +33,7 @@ def check_compatible(
         *_normalisation(loss, config),
         *_sampling(config, capabilities),
         *_staleness(loss, config, capabilities),
-        *_kl_penalty(algorithm, config, capabilities),
+        *_kl_penalty(loss, algorithm, config, capabilities),
         *_no_signal(algorithm, config),
         *options.problems(config),
     ]
@@ -52,8 +49,9 @@ def check_compatible(
         )
     if problems:
         raise ConfigError(*problems)
-    own = (loss not in SHARED_LOSSES and ":" not in loss) or loss == "dpo"  # carries its normaliser
-    return loss, None if own else config.algorithm.normalisation or "token", capabilities
+    if row_of(loss).normalises_itself:
+        return loss, None, capabilities
+    return loss, config.algorithm.normalisation or "token", capabilities
 
 
 def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:
@@ -65,7 +63,7 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             "sampling.temperature is 0: the rollouts of a group are equal unless the environment "
             "differs, and equal rewards teach nothing"
         )
-    if loss in UNSCORED or sampling.temperature == 0:
+    if row_of(loss).reads != "ratio" or sampling.temperature == 0:
         return
     shaped = [
         f"{name} {getattr(sampling, name)}"
@@ -97,17 +95,17 @@ def _stall(deadlines: DeadlinesConfig) -> Iterator[str]:
 
 
 def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
-    able = capabilities.losses | capabilities.surrogate_losses
+    able = capabilities.losses
     if loss in able or (":" in loss and capabilities.custom_losses):
         return
     where = f"algorithm.loss: the {config.backend.type} backend"
     if ":" in loss:
-        yield f"{where} can't train a loss of your own; it has {', '.join(sorted(able))}"
+        yield f"{where} does not support a loss of your own; it has {', '.join(sorted(able))}"
         return
     near = difflib.get_close_matches(loss, sorted(able), n=1)
-    shared = TRL_AS_SHARED.get(loss)
+    shared = row_of(loss).shared
     if shared and shared[0] in able:
-        hint = f"; the same is {shared[0]} with normalisation: {shared[1]}"
+        hint = f"; {shared[0]} with normalisation: {shared[1]} is the same"
     else:
         hint = f"; the nearest is {near[0]}" if near else ""
     yield f"{where} has no loss {loss!r}{hint} (it has {', '.join(sorted(able))})"
@@ -117,13 +115,15 @@ def _normalisation(loss: str, config: RunConfig) -> Iterator[str]:
     wanted = config.algorithm.normalisation
     if wanted is None:
         return
-    if loss in TRL_LOSSES or loss == "dpo":
+    if row_of(loss).normalises_itself:
         yield (
-            f"algorithm.normalisation: got {wanted!r}, but the loss {loss} carries its own: "
-            "remove it, or choose the loss ppo"
+            f"algorithm.normalisation: got {wanted!r}, but the loss {loss} has its own "
+            "normalisation; remove it, or use the loss ppo"
         )
-    if loss == "dro" and wanted == "sequence":
-        yield "algorithm.normalisation: dro can't be normalised by sequence: token or batch"
+    if row_of(loss).scaled and wanted == "sequence":
+        yield (
+            f"algorithm.normalisation: {loss} can't be normalised by sequence; use token or batch"
+        )
 
 
 def _sampling(config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
@@ -147,16 +147,16 @@ def _staleness(loss: str, config: RunConfig, capabilities: Capabilities) -> Iter
     force = config.algorithm.loss_config.get("force", False)
     if not isinstance(force, bool):
         yield f"algorithm.loss_config.force: got {shown(force)}, expected true or false"
-    elif loss == "importance_sampling" and config.staleness.target > 1 and not force:
+    elif row_of(loss).unbounded and config.staleness.target > 1 and not force:
         yield (
-            f"staleness.target: got {config.staleness.target}, but importance_sampling does not "
+            f"staleness.target: got {config.staleness.target}, but {loss} does not "
             "clip its ratio, which explodes on old samples: choose the loss ppo or cispo, a target "
             "of at most 1, or say algorithm.loss_config.force: true"
         )
 
 
 def _kl_penalty(
-    algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
+    loss: str, algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
 ) -> Iterator[str]:
     """The penalty compares plain log-probs: those of the sampler with the reference's."""
     settings, sampling = config.algorithm, config.sampling
@@ -167,7 +167,7 @@ def _kl_penalty(
         yield f"{where} {settings.type} samples nothing that could be charged for it: remove it"
     if not capabilities.scores:
         yield f"{where} the {config.backend.type} backend has no reference log-probs: remove it"
-    if settings.loss_config.get("beta") and settings.loss not in SHARED_LOSSES:
+    if settings.loss_config.get("beta") and row_of(loss).formula is None:
         yield f"{where} algorithm.loss_config.beta is a KL to the same reference: keep one of them"
     if (sampling.temperature, sampling.top_p, sampling.top_k) != (1.0, 1.0, 0):
         yield (
@@ -214,12 +214,12 @@ def _examples(
 
 def _rewards(loss: str, config: RunConfig, environment: type[Environment]) -> Iterator[str]:
     silent = environment.step is Environment.step
-    if loss == "dpo":
+    if row_of(loss).reads == "pairs":
         yield (
-            f"algorithm.loss: dpo compares given answers, and {config.algorithm.type} trains on "
-            "rollouts: set algorithm.type to dpo"
+            f"algorithm.loss: {loss} compares given answers, but {config.algorithm.type} trains on "
+            "rollouts; set algorithm.type to dpo"
         )
-    elif not config.rewards and silent and loss not in UNSCORED:
+    elif not config.rewards and silent and row_of(loss).reads == "ratio":
         yield (
             "rewards: missing, and the environment "
             f"{config.environment.type} gives none in its step: nothing would be learnt; let "

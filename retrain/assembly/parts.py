@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
 from retrain.assembly.compatibility import check_compatible, warnings_about
-from retrain.batching import Normalisation
 from retrain.config import Plugin, RewardConfig, RunConfig
 from retrain.config.binding import bind
 from retrain.config.foreign import HOMES
@@ -26,6 +25,7 @@ from retrain.config.plugins import Kind, built_in_names, find_file, find_plugin,
 from retrain.config.problems import keys_of, problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, PromptError
+from retrain.losses import Normalisation
 from retrain.observe.callbacks import Callback
 from retrain.prompts import FilePrompts, ListPrompts, PromptSource
 from retrain.prompts.examples import Pairs

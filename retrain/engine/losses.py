@@ -1,50 +1,29 @@
-"""The losses with one meaning on every backend, in torch.
+"""The losses of `retrain.losses`, and a user's own, on tensors.
 
-Each is a **sum** over the tokens whose mask is 1: whatever it is to be averaged over is folded into
-the advantages beforehand, so that micro-batches add up to the batch. With r = exp(lp - old), lp the
-learner's and old the sampler's log-prob of a token, A its advantage:
-
-    importance_sampling   -r A
-    ppo                   -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)       arXiv:1707.06347
-    cispo                 -stop_gradient(clip(r, 1 - epsilon, 1 + epsilon_high)) A lp
-                                                                          arXiv:2506.13585, eq. 4
-    cross_entropy         -A lp, the advantages being the weights
-    dro                   -(A lp - beta/2 (lp - old)^2)                             arXiv:2405.19107
-    dpo                   -w logsigmoid(beta [(lp - ref)(chosen) - (lp - ref)(rejected)]), lp and
-                          ref summed over each row                         arXiv:2305.18290, eq. 7
-
-Where the mask is 0 a token contributes exactly nothing, to the loss and to the gradient, whatever
-stands there (padding may hold infinities).
+The formulas return each token's loss and derivative, so no graph is built for a loss. A token whose
+mask is 0 contributes exactly nothing to the loss and to the gradient, whatever its values are
+(padding may hold infinities).
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from retrain.errors import ConfigError, UserCodeError, blame, shown
+from retrain.errors import NonFiniteError, UserCodeError, blame, shown
+from retrain.losses import Formula, pair_rows, row_of, settings
 
 CustomLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), each (B, T), to the sum over tokens, a scalar."""
 
-LOSS_DEFAULTS: Mapping[str, Mapping[str, float | None]] = MappingProxyType(
-    {
-        "importance_sampling": {},
-        "ppo": {"epsilon": 0.2, "epsilon_high": None},
-        "cispo": {"epsilon": 1.0, "epsilon_high": 4.0},
-        "cross_entropy": {},
-        "dro": {"beta": 0.05},
-        "dpo": {"beta": 0.1},
-    }
-)
-"""Each loss's keys and defaults; `epsilon_high: None` means `epsilon`."""
+Sums = dict[str, float]
 
 
 def shared_loss(
@@ -55,49 +34,40 @@ def shared_loss(
     advantages: Tensor,
     mask: Tensor,
     streams: Mapping[str, Tensor] = MappingProxyType({}),
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, Sums]:
     """The loss `name` summed over tokens, and sums for the metrics (see `loss_metrics`).
 
-    All tensors are (B, T), float32, the mask 0 or 1. `cross_entropy` reads no `old_logprobs`.
-    `dpo` reads `streams["reference_logprobs"]` and pairs rows by `streams["pair_ids"]`, or rows
-    0-1, 2-3, ... without it; the sign of a row's advantage tells the chosen (+) from the rejected
-    (-), its size is the weight w. A callable gets the first four with unmasked entries set to 0.
+    All tensors are (B, T), float32, the mask 0 or 1. A loss that reads weights ignores
+    `old_logprobs`. A loss of pairs reads `streams["reference_logprobs"]` and pairs rows by
+    `streams["pair_ids"]`, or rows 0-1, 2-3, ... without it; the sign of a row's advantages marks
+    the chosen (+) and the rejected row (-), their size is the pair's weight. A callable gets the
+    first four tensors, with the entries whose mask is 0 set to 0.
 
-    Raises ConfigError on an unknown loss or key, ValueError on rows that don't form pairs,
-    UserCodeError when a callable raises, or returns something else than a scalar with a gradient.
+    Raises ConfigError on an unknown loss or key, ValueError on rows that do not form pairs,
+    UserCodeError when a callable raises or does not return a scalar with a gradient.
     """
     keep = mask > 0
     rows = _Rows(
         _kept(logprobs, keep), _kept(old_logprobs, keep), _kept(advantages, keep), keep, streams
     )
     if callable(name):
-        return _custom(name, rows, mask)
-    loss, sums = _TABLE[_known(name)](rows, loss_settings(name, config))
+        loss, sums = _custom(name, rows, mask)
+    else:
+        keys, row = settings(name, config), row_of(name)
+        assert row.formula is not None  # `settings` rejects a loss without one
+        compute = _pairwise if row.reads == "pairs" else _tokenwise
+        with torch.no_grad():
+            values, slopes, sums = compute(row.formula, keys, rows, row.reads == "ratio")
+        loss = _Differentiated.apply(rows.logprobs, values, slopes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return loss, {"tokens": float(keep.sum()), **sums}
-
-
-def loss_settings(name: str, config: Mapping[str, Any]) -> dict[str, float]:
-    """The loss's keys with the defaults filled in; raises ConfigError on a key it doesn't have."""
-    defaults = LOSS_DEFAULTS[_known(name)]
-    for key in config:
-        if key not in defaults:
-            expected = ", ".join(defaults) or "no keys at all"
-            raise ConfigError(
-                f"the loss {name!r} has no key {key!r}{_nearest(key, defaults)}: "
-                f"it takes {expected}"
-            )
-    merged = {**defaults, **{key: v for key, v in config.items() if v is not None}}
-    if "epsilon_high" in merged and merged["epsilon_high"] is None:
-        merged["epsilon_high"] = merged["epsilon"]
-    return {key: float(value) for key, value in merged.items() if value is not None}
 
 
 def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Means from the sums of one or more `shared_loss` calls, added key by key.
 
     `ratio/mean`, `clip_fraction` and `kl/sampler_trainer` (mean of r - 1 - log r, the non-negative
-    estimator of KL(sampler || trainer)) for the losses with a ratio; for dpo `dpo/margin` (of the
-    implicit rewards) and `dpo/accuracy`, over pairs.
+    estimator of KL(sampler || trainer)) for losses with a ratio; `dpo/margin` (of the implicit
+    rewards) and `dpo/accuracy`, means over pairs, for losses of pairs.
     """
     tokens, pairs = sums.get("tokens", 0.0), sums.get("pairs", 0.0)
     means = {
@@ -114,10 +84,36 @@ def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return {**means, "tokens/trained": tokens}
 
 
+def custom_surrogate(
+    loss: CustomLoss,
+    logprobs: Sequence[Sequence[float]],
+    old_logprobs: Sequence[Sequence[float]],
+    advantages: Sequence[Sequence[float]],
+    masks: Sequence[Sequence[float]],
+) -> tuple[float, list[list[float]], dict[str, float]]:
+    """A user's loss at log-probs from elsewhere, dL/dlogp of each token, and `loss_metrics`.
+
+    The rows are ragged; `loss` gets them padded to (B, T), in float32, with mask 0 on the padding.
+    Raises UserCodeError as `shared_loss` does, NonFiniteError on NaN or infinity.
+    """
+    learner = _padded(logprobs).requires_grad_()
+    value, sums = shared_loss(
+        loss, {}, learner, _padded(old_logprobs), _padded(advantages), _padded(masks)
+    )
+    (gradients,) = torch.autograd.grad(value, learner)
+    if not torch.isfinite(value) or not torch.isfinite(gradients).all():
+        raise NonFiniteError(
+            f"the custom loss is {float(value.detach())}, or its gradient is not finite; check it "
+            "for logarithms of 0 and divisions by 0"
+        )
+    rows = [row[: len(own)] for row, own in zip(gradients.tolist(), logprobs, strict=True)]
+    return float(value.detach()), rows, loss_metrics(sums)
+
+
 def token_logprobs(logits: Tensor, ids: Tensor, *, chunk_tokens: int = 4096) -> Tensor:
     """log softmax(logits)[ids] in float32: logits (..., V) and ids (...) to (...).
 
-    At most `chunk_tokens` rows are widened to float32 at once, in the backward pass too.
+    At most `chunk_tokens` rows are widened to float32 at once, also in the backward pass.
     """
     flat, targets = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1)
     widens = logits.dtype != torch.float32 and torch.is_grad_enabled() and logits.requires_grad
@@ -141,66 +137,76 @@ class _Rows(NamedTuple):
     streams: Mapping[str, Tensor]
 
 
-def _importance_sampling(rows: _Rows, _: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-    ratio = _ratio(rows)
-    return -(ratio * rows.advantages).sum(), _ratio_sums(rows, ratio, ratio)
+class _Tensors:
+    """`Ops` for tensors."""
+
+    exp = staticmethod(torch.exp)
+    clip = staticmethod(torch.clamp)
+    where = staticmethod(torch.where)
+    sigmoid = staticmethod(torch.sigmoid)
+    logsigmoid = staticmethod(logsigmoid)
 
 
-def _ppo(rows: _Rows, settings: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-    ratio = _ratio(rows)
-    clipped = ratio.clamp(1 - settings["epsilon"], 1 + settings["epsilon_high"])
-    # Where both arms are equal torch.minimum halves the gradient between them; they are equal only
-    # inside the bounds, where both have the same one.
-    objective = torch.minimum(ratio * rows.advantages, clipped * rows.advantages)
-    bound = torch.where(objective < ratio * rows.advantages, clipped, ratio)
-    return -objective.sum(), _ratio_sums(rows, ratio, bound)
+class _Differentiated(torch.autograd.Function):
+    """The sum of `values`, whose gradient with respect to `logprobs` is `slopes`."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        ctx.save_for_backward(slopes)
+        return values.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return gradient * slopes, None, None
 
 
-def _cispo(rows: _Rows, settings: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-    ratio = _ratio(rows).detach()
-    clipped = ratio.clamp(1 - settings["epsilon"], 1 + settings["epsilon_high"])
-    loss = -(clipped * rows.advantages * rows.logprobs).sum()
-    return loss, _ratio_sums(rows, ratio, clipped)
+def _tokenwise(
+    formula: Formula, keys: Mapping[str, float], rows: _Rows, has_ratio: bool
+) -> tuple[Tensor, Tensor, Sums]:
+    """The loss and the slope of each token, (B, T), and sums for the metrics."""
+    old = rows.old if has_ratio else None
+    ratio = (rows.logprobs - rows.old).exp() if has_ratio else None
+    values, slopes, clipped = formula(_Tensors, keys, rows.logprobs, old, ratio, rows.advantages)
+    sums = {} if ratio is None else _ratio_sums(rows, ratio, clipped)
+    return _kept(values, rows.keep), _kept(slopes, rows.keep), sums
 
 
-def _cross_entropy(rows: _Rows, _: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-    return -(rows.advantages * rows.logprobs).sum(), {}
-
-
-def _dro(rows: _Rows, settings: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
-    ratio = _ratio(rows)
-    penalty = settings["beta"] / 2 * (rows.logprobs - rows.old).square()
-    loss = -(rows.advantages * rows.logprobs - penalty).sum()
-    return loss, _ratio_sums(rows, ratio, ratio)
-
-
-def _dpo(rows: _Rows, settings: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
+def _pairwise(
+    formula: Formula, keys: Mapping[str, float], rows: _Rows, has_ratio: bool
+) -> tuple[Tensor, Tensor, Sums]:
+    """The loss of each pair, the slope of each token, (B, T), and sums for the metrics."""
     if "reference_logprobs" not in rows.streams:
-        raise ValueError("dpo needs the stream 'reference_logprobs', and the batch has none")
-    reference = _kept(rows.streams["reference_logprobs"], rows.keep)
-    gains = (rows.logprobs - reference).sum(-1)
-    signs, weights = rows.advantages.sum(-1).sign(), rows.advantages.abs().amax(-1)
-    chosen, rejected = _pairs(rows, signs)
-    margins = settings["beta"] * (gains[chosen] - gains[rejected])
+        raise ValueError("the batch lacks the stream 'reference_logprobs', which pairs need")
+    gains = (rows.logprobs - _kept(rows.streams["reference_logprobs"], rows.keep)).sum(-1)
+    weights = rows.advantages.abs().amax(-1)
+    pairs = pair_rows(_pair_ids(rows), rows.advantages.sum(-1).tolist())
+    chosen, rejected = torch.tensor(pairs, device=gains.device).unbind(-1)
+    values, slopes, margins = formula(_Tensors, keys, gains[chosen] - gains[rejected])
     weight = (weights[chosen] + weights[rejected]) / 2
-    return -(weight * logsigmoid(margins)).sum(), {
-        "pairs": float(len(chosen)),
-        "margin_sum": float(margins.detach().sum()),
-        "correct_sum": float((margins.detach() > 0).sum()),
-    }
+    by_row = torch.zeros_like(gains)
+    by_row[chosen], by_row[rejected] = weight * slopes, -weight * slopes
+    return (
+        weight * values,
+        _kept(by_row[:, None].expand_as(rows.logprobs), rows.keep),
+        {
+            "pairs": float(len(chosen)),
+            "margin_sum": float(margins.sum()),
+            "correct_sum": float((margins > 0).sum()),
+        },
+    )
 
 
-_TABLE: Mapping[str, Callable[[_Rows, Mapping[str, float]], tuple[Tensor, dict[str, float]]]] = {
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "cross_entropy": _cross_entropy,
-    "dro": _dro,
-    "dpo": _dpo,
-}
+def _pair_ids(rows: _Rows) -> list[float]:
+    ids = rows.streams.get("pair_ids")
+    if ids is None:
+        return [row // 2 for row in range(len(rows.logprobs))]
+    lowest = torch.full((), -torch.inf, dtype=ids.dtype, device=ids.device)
+    found: list[float] = torch.where(rows.keep, ids, lowest).amax(-1).tolist()
+    return found
 
 
-def _custom(loss: CustomLoss, rows: _Rows, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
+def _custom(loss: CustomLoss, rows: _Rows, mask: Tensor) -> tuple[Tensor, Sums]:
     what = f"loss '{getattr(loss, '__name__', type(loss).__name__)}'"
     try:
         value = loss(rows.logprobs, rows.old, rows.advantages, mask)
@@ -216,67 +222,30 @@ def _custom(loss: CustomLoss, rows: _Rows, mask: Tensor) -> tuple[Tensor, dict[s
             f"{what} returned {value.item()}, which has no gradient: it must depend on `logprobs`, "
             "without detach(), item() or no_grad()"
         )
-    sums = _ratio_sums(rows, _ratio(rows), _ratio(rows))
-    return value.reshape(()), {"tokens": float(rows.keep.sum()), **sums}
+    with torch.no_grad():
+        sums = _ratio_sums(rows, (rows.logprobs - rows.old).exp(), None)
+    return value.reshape(()), sums
+
+
+def _ratio_sums(rows: _Rows, ratio: Tensor, clipped: Tensor | None) -> Sums:
+    """Sums over the kept tokens."""
+    kl = _kept(ratio - 1 - (rows.logprobs - rows.old), rows.keep)
+    return {
+        "ratio_sum": float(_kept(ratio, rows.keep).sum()),
+        "clipped_sum": 0.0 if clipped is None else float((clipped & rows.keep).sum()),
+        "kl_sum": float(kl.sum()),
+    }
 
 
 def _kept(values: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def _ratio(rows: _Rows) -> Tensor:
-    """exp(lp - old), 1 where the mask is 0 (both are 0 there)."""
-    return (rows.logprobs - rows.old).exp()
-
-
-def _ratio_sums(rows: _Rows, ratio: Tensor, used: Tensor) -> dict[str, float]:
-    """Sums over the kept tokens; a token counts as clipped where `used` differs from its ratio."""
-    with torch.no_grad():
-        kl = _kept(ratio - 1 - (rows.logprobs - rows.old), rows.keep)
-        return {
-            "ratio_sum": float(_kept(ratio, rows.keep).sum()),
-            "clipped_sum": float(((used != ratio) & rows.keep).sum()),
-            "kl_sum": float(kl.sum()),
-        }
-
-
-def _pairs(rows: _Rows, signs: Tensor) -> tuple[list[int], list[int]]:
-    """Row numbers of the chosen and of the rejected, pair by pair."""
-    ids = rows.streams.get("pair_ids")
-    if ids is None:
-        keys = [row // 2 for row in range(len(signs))]
-    else:
-        lowest = torch.full((), -torch.inf, dtype=ids.dtype, device=ids.device)
-        keys = torch.where(rows.keep, ids, lowest).amax(-1).tolist()
-    members: dict[float, dict[float, int]] = {}
-    for row, (key, sign) in enumerate(zip(keys, signs.tolist(), strict=True)):
-        if sign == 0 or sign in members.setdefault(key, {}):
-            raise ValueError(
-                f"row {row} of a dpo batch has {'no advantage' if sign == 0 else 'the same sign'} "
-                "as its pair's other row: a pair is one row with a positive advantage (chosen) "
-                "and one with a negative (rejected)"
-            )
-        members[key][sign] = row
-    single = [key for key, signed in members.items() if len(signed) != 2]
-    if single:
-        raise ValueError(f"dpo pairs {single} have one row: both rows must be in one micro-batch")
-    return [m[1.0] for m in members.values()], [m[-1.0] for m in members.values()]
+def _padded(rows: Sequence[Sequence[float]]) -> Tensor:
+    tensors = [torch.tensor(row, dtype=torch.float32) for row in rows]
+    return pad_sequence(tensors, batch_first=True)
 
 
 def _gathered(logits: Tensor, ids: Tensor) -> Tensor:
     wide = logits.float()
     return wide.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - wide.logsumexp(-1)
-
-
-def _known(name: str) -> str:
-    if name not in LOSS_DEFAULTS:
-        raise ConfigError(
-            f"no loss is called {name!r}{_nearest(name, LOSS_DEFAULTS)}: "
-            f"the shared losses are {', '.join(LOSS_DEFAULTS)}"
-        )
-    return name
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:  # only the keys are read
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

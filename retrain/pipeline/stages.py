@@ -25,6 +25,7 @@ from retrain.batching import batch_of, fitting, make_samples, penalised
 from retrain.concurrency.deadlines import cancelled
 from retrain.config import RunConfig
 from retrain.errors import NonFiniteError, NoSignalError, RunError
+from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.evaluation import evaluate, held_out_loss
@@ -262,7 +263,7 @@ async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metric
     scored = [Group(group.prompt, group.scored) for group in groups]
     returned = parts.algorithm.advantages(scored)
     credits = fitting(scored, returned, f"the algorithm {type(parts.algorithm).__name__}")
-    samples = make_samples(scored, credits, paired=parts.loss == "dpo")
+    samples = make_samples(scored, credits, paired=row_of(parts.loss).reads == "pairs")
     if not samples:
         raise NoSignalError("a step's rollouts hold no sampled token: nothing can be trained")
     has_credit = any(any(sample.advantages) for sample in samples)

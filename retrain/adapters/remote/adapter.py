@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.remote.datums import Datum, shift
 from retrain.adapters.remote.local import bring, in_process, keep, local_model
-from retrain.adapters.remote.losses import valued
 from retrain.adapters.remote.options import RemoteOptions
 from retrain.adapters.remote.published import (
     PublishedSampler,
@@ -35,10 +34,12 @@ from retrain.adapters.remote.published import (
     on_the_service,
 )
 from retrain.adapters.remote.schedule import learning_rate
+from retrain.adapters.remote.surrogate import valued
 from retrain.batching import as_shared
 from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError
+from retrain.losses import row_of
 from retrain.sampler import Tokenizer
 from retrain.transport.transport import RemoteError
 from retrain.types import Batch, Metrics
@@ -220,7 +221,7 @@ class RemoteAdapter(Adapter):
 
     async def _ours(self, batch: Batch, datums: Sequence[Datum]) -> Metrics:
         """The loss is computed here, between a forward pass and the backward pass of dL/dlogp."""
-        if batch.loss == "dpo":
+        if row_of(batch.loss).reads == "pairs":
             datums = await self._with_reference(datums)
         learner = await self._forward(datums, batch.loss)
         trained = await valued(batch, learner, datums, self.config)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from retrain.adapters.base import AdapterOptions, Capabilities
-from retrain.adapters.remote.losses import REMOTE_LOSSES, check_loss
+from retrain.adapters.losses import custom_loss, loss_keys, run_loss
 from retrain.adapters.remote.schedule import Schedule
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
+from retrain.losses import LOSSES, check_keys, shared_name
 from retrain.transport.vendors import Vendor, checked_url
 
 LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
@@ -56,7 +57,7 @@ class RemoteOptions(AdapterOptions):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
-    native_losses: frozenset[Any] = frozenset()  # narrowed to its own names by each backend
+    native_losses: frozenset[str] = frozenset()
     """Losses that the service computes. The others are computed here, from one forward pass more;
     take out what a server lacks."""
     context_length: Annotated[int, Field(ge=2)] | None = None
@@ -72,18 +73,18 @@ class RemoteOptions(AdapterOptions):
             raise ValueError("loss_fn: that is algorithm.loss here")
         return data
 
+    @field_validator("native_losses")
+    @classmethod
+    def _served(cls, value: frozenset[str]) -> frozenset[str]:
+        served = cls.model_fields["native_losses"].default
+        if unknown := sorted(value - served):
+            raise ValueError(f"got {unknown[0]!r}, expected some of {', '.join(sorted(served))}")
+        return value
+
     def capabilities(self) -> Capabilities:
-        """Native losses, and on our side every other function of log-probs."""
-        return Capabilities(
-            losses=frozenset(self.native_losses),
-            surrogate_losses=REMOTE_LOSSES - self.native_losses,
-            custom_losses=True,
-            per_token_advantages=True,
-            reference_kl=False,
-            scores=True,
-            tuning=frozenset({"lora"}),
-            resume="exact",
-        )
+        """Every loss that is a function of log-probs: what is not native is computed here."""
+        losses = frozenset(name for name, row in LOSSES.items() if row.formula or row.shared)
+        return Capabilities(losses=losses, custom_losses=True, scores=True)
 
     def problems(self, config: RunConfig) -> list[str]:
         """Keys without effect, and settings that can't work."""
@@ -102,7 +103,9 @@ class RemoteOptions(AdapterOptions):
         else:
             found += self._key_problems()
         try:
-            check_loss(config)
+            loss = run_loss(config)
+            if custom_loss(config) is None and loss in self.capabilities().losses:
+                check_keys(shared_name(loss), loss_keys(config))
         except ConfigError as error:
             found += error.problems
         lora = self.lora

@@ -1,49 +1,25 @@
-"""Losses that are functions of log-probs, in closed form: their value and dL/dlogp, per token.
+"""Losses that a service does not compute, from its log-probs: value and dL/dlogp, without torch.
 
-A service that lacks a loss can still train it: a forward pass gives the learner's log-probs lp,
-this module gives g = dL/dlp, and a backward pass of the loss sum(g lp), with g held fixed, has the
-very gradient of L with respect to the weights. It costs one forward pass more.
-
-With r = exp(lp - old), old the sampler's log-prob and A the advantage, summed over the tokens whose
-mask is 1 (formulas as in retrain.engine.losses, which computes them in torch):
-
-    loss                 value                               dL/dlp
-    importance_sampling  -r A                                -r A
-    ppo                  -min(r A, clip(r, lo, hi) A)        -r A; 0 where the clipped arm is less
-    cispo                -sg(clip(r, lo, hi)) A lp           -clip(r, lo, hi) A
-    cross_entropy        -A lp                               -A
-    dro                  -(A lp - beta/2 (lp - old)^2)       -(A - beta (lp - old))
-    dpo                  -w logsigmoid(m)                    -+ w beta sigmoid(-m), for chosen and
-                         m = beta (gain_chosen - gain_rejected)   rejected; gain = sum(lp - ref)
-
-lo = 1 - epsilon, hi = 1 + epsilon_high. Pure Python: a process whose model lives elsewhere needs
-no torch.
+A forward pass gives the learner's log-probs lp, this module computes g = dL/dlp, and a backward
+pass of the loss sum(g lp), with g held constant, has exactly the gradient of L with respect to
+the weights. This costs one additional forward pass. `retrain.losses` has the formulas.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
+from retrain.adapters.losses import custom_loss
 from retrain.adapters.remote.datums import Datum
-from retrain.errors import ConfigError, NonFiniteError
-from retrain.types import Metrics
-
-LOSS_KEYS: Mapping[str, Mapping[str, float | None]] = MappingProxyType(
-    {
-        "importance_sampling": {},
-        "ppo": {"epsilon": 0.2, "epsilon_high": None},
-        "cispo": {"epsilon": 1.0, "epsilon_high": 4.0},
-        "cross_entropy": {},
-        "dro": {"beta": 0.05},
-        "dpo": {"beta": 0.1},
-    }
-)
-"""Each loss's keys and defaults, those of engine.losses (a test holds them equal);
-`epsilon_high: None` means `epsilon`."""
+from retrain.config import RunConfig
+from retrain.errors import NonFiniteError
+from retrain.losses import FLOATS, Formula, pair_rows, row_of, settings
+from retrain.types import Batch, Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +30,34 @@ class Surrogate:
     gradients: list[list[float]]
     """dL/dlogp of each target of each datum; 0.0 where the mask is 0."""
     metrics: Metrics
-    """`kl/sampler_trainer`, `ratio/mean`, `entropy`, `clip_fraction` and `tokens/trained`; of dpo
-    `dpo/margin` (of the implicit rewards) and `dpo/accuracy`, over pairs."""
+    """`kl/sampler_trainer`, `ratio/mean`, `entropy` and `tokens/trained`; for a loss that clips
+    `clip_fraction`; for a loss of pairs `dpo/margin` and `dpo/accuracy`, means over pairs."""
+
+
+async def valued(
+    batch: Batch,
+    logprobs: Sequence[Sequence[float]],
+    datums: Sequence[Datum],
+    config: RunConfig,
+) -> Surrogate:
+    """The batch's loss at the learner's log-probs, computed in a thread because Python is slow.
+
+    Raises NonFiniteError when it is NaN or infinite, UserCodeError when a user's own loss fails.
+    """
+    custom = custom_loss(config) if ":" in batch.loss else None
+    if custom is None:
+        return await asyncio.to_thread(surrogate, batch.loss, batch.loss_config, logprobs, datums)
+    from retrain.engine.losses import custom_surrogate  # imports torch, for a user's own loss only
+
+    value, gradients, metrics = await asyncio.to_thread(
+        custom_surrogate,
+        custom,
+        logprobs,
+        [datum.logprobs for datum in datums],
+        [datum.advantages for datum in datums],
+        [datum.mask for datum in datums],
+    )
+    return Surrogate(value, gradients, metrics)
 
 
 def surrogate(
@@ -66,174 +68,112 @@ def surrogate(
 ) -> Surrogate:
     """The loss `loss` of `datums`, where the learner gives the targets `logprobs`.
 
-    `dpo` pairs datums by the stream `pair_ids`, or 0-1, 2-3, ... without it; the sign of the
-    advantages tells the chosen (+) from the rejected (-), their size is the pair's weight. It reads
-    the stream `reference_logprobs`.
+    A loss of pairs reads the stream `reference_logprobs`, and pairs datums by the stream
+    `pair_ids`, or 0-1, 2-3, ... without it. The sign of the advantages marks the chosen row (+) and
+    the rejected row (-); their size is the pair's weight.
 
-    Raises ConfigError on an unknown loss or key, ValueError on log-probs that don't fit the datums
-    or on rows that don't form pairs, NonFiniteError when the loss is NaN or infinite.
+    Raises ConfigError on an unknown loss or key, ValueError on log-probs that do not fit the datums
+    or on rows that do not form pairs, NonFiniteError when the loss is NaN or infinite.
     """
-    settings = loss_settings(loss, config)
+    keys = settings(loss, config)
+    row = row_of(loss)
+    assert row.formula is not None  # `settings` rejects a loss without one
     _check_lengths(logprobs, datums)
-    told: Metrics = {}
-    if loss == "dpo":
-        value, gradients, told = _dpo(settings["beta"], logprobs, datums)
-    else:
-        value, gradients = _token_level(loss, settings, logprobs, datums)
+    formula = partial(row.formula, FLOATS, keys)
+    compute = _pairwise if row.reads == "pairs" else _tokenwise
+    value, gradients, metrics = compute(formula, logprobs, datums)
     if not math.isfinite(value):
-        raise NonFiniteError(f"the {loss} loss is {value}: the log-probs or advantages diverged")
-    return Surrogate(value, gradients, {**drift(logprobs, datums, loss, config), **told})
+        raise NonFiniteError(
+            f"the loss {loss} is {value}; the log-probs or the advantages diverged"
+        )
+    return Surrogate(value, gradients, {**_drift(logprobs, datums), **metrics})
 
 
-def loss_settings(loss: str, config: Mapping[str, Any]) -> dict[str, float]:
-    """The loss's keys with the defaults filled in; raises ConfigError on what it doesn't have."""
-    if loss not in LOSS_KEYS:
-        raise ConfigError(f"no loss is called {loss!r}: expected one of {', '.join(LOSS_KEYS)}")
-    defaults = LOSS_KEYS[loss]
-    unknown = sorted(set(config) - set(defaults))
-    if unknown:
-        expected = ", ".join(defaults) or "no keys at all"
-        raise ConfigError(f"the loss {loss!r} has no key {unknown[0]!r}: it takes {expected}")
-    merged = {**defaults, **{key: v for key, v in config.items() if v is not None}}
-    if "epsilon_high" in merged and merged["epsilon_high"] is None:
-        merged["epsilon_high"] = merged["epsilon"]
-    return {key: float(value) for key, value in merged.items() if value is not None}
-
-
-def clip_bounds(loss: str, settings: Mapping[str, float]) -> tuple[float, float] | None:
-    """The ratio's lowest and highest value under a clipped loss; None for the others."""
-    if loss not in ("ppo", "cispo"):
-        return None
-    return 1.0 - settings["epsilon"], 1.0 + settings["epsilon_high"]
-
-
-def drift(
-    logprobs: Sequence[Sequence[float]],
-    datums: Sequence[Datum],
-    loss: str,
-    config: Mapping[str, Any],  # the loss's own keys
-) -> Metrics:
-    """How far the learner is from the sampler, over the targets with mask 1.
-
-    `kl/sampler_trainer` is the mean of r - 1 - log r (estimator k3 of
-    http://joschu.net/blog/kl-approx.html), never negative. `entropy` is the mean of -lp: an
-    estimate of the learner's entropy where the tokens are samples of its own. `clip_fraction`, of
-    the clipped losses alone, is the share of tokens whose clipped ratio took effect.
-    """
-    bounds = clip_bounds(loss, loss_settings(loss, config))
-    tokens, kl, ratios, surprise, clipped = 0, 0.0, 0.0, 0.0, 0
-    for learner, datum in zip(logprobs, datums, strict=True):
-        rows = zip(learner, datum.logprobs, datum.advantages, datum.mask, strict=True)
-        for lp, old, advantage, kept in rows:
-            if not kept:
-                continue
-            ratio = _exp(lp - old)
-            tokens += 1
-            ratios += ratio
-            surprise -= lp
-            kl += ratio - 1.0 - (lp - old)
-            if bounds:
-                used = min(max(ratio, bounds[0]), bounds[1])
-                less = used * advantage < ratio * advantage
-                clipped += less if loss == "ppo" else used != ratio
-    many = max(tokens, 1)
-    metrics = {
-        "tokens/trained": float(tokens),
-        "ratio/mean": ratios / many,
-        "entropy": surprise / many,
-    }
-    if bounds:
-        metrics["clip_fraction"] = clipped / many
-    return {**metrics, "kl/sampler_trainer": kl / many}
-
-
-def _token_level(
-    loss: str,
-    settings: Mapping[str, float],
-    logprobs: Sequence[Sequence[float]],
-    datums: Sequence[Datum],
-) -> tuple[float, list[list[float]]]:
-    total, gradients = [], []
-    for learner, datum in zip(logprobs, datums, strict=True):
-        rows = zip(learner, datum.logprobs, datum.advantages, datum.mask, strict=True)
-        pairs = [_token(loss, settings, *row[:3]) if row[3] else (0.0, 0.0) for row in rows]
-        total += [value for value, _ in pairs]
-        gradients.append([slope for _, slope in pairs])
-    return math.fsum(total), gradients
-
-
-def _token(
-    loss: str, settings: Mapping[str, float], lp: float, old: float, advantage: float
-) -> tuple[float, float]:
-    """Value and derivative of one token's loss."""
-    if loss == "cross_entropy":
-        return -advantage * lp, -advantage
-    if loss == "dro":
-        gap, beta = lp - old, settings["beta"]
-        return -(advantage * lp - beta / 2 * gap * gap), -(advantage - beta * gap)
-    ratio = _exp(lp - old)
-    bounds = clip_bounds(loss, settings)
-    if bounds is None:
-        return -ratio * advantage, -ratio * advantage
-    clipped = min(max(ratio, bounds[0]), bounds[1])
-    if loss == "cispo":
-        return -clipped * advantage * lp, -clipped * advantage
-    if clipped * advantage < ratio * advantage:
-        return -clipped * advantage, 0.0
-    return -ratio * advantage, -ratio * advantage
-
-
-def _dpo(
-    beta: float, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
+def _tokenwise(
+    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
 ) -> tuple[float, list[list[float]], Metrics]:
-    """Value, slopes, and the mean margin and the share of margins above 0, over pairs."""
+    """The loss, dL/dlogp of each token, and the share of clipped tokens if the loss clips."""
+    total: list[float] = []
+    gradients, clips = [], []
+    for learner, datum in zip(logprobs, datums, strict=True):
+        slopes = []
+        for lp, old, advantage, kept in zip(
+            learner, datum.logprobs, datum.advantages, datum.mask, strict=True
+        ):
+            if not kept:
+                slopes.append(0.0)
+                continue
+            value, slope, clipped = formula(lp, old, FLOATS.exp(lp - old), advantage)
+            total.append(value)
+            slopes.append(slope)
+            if clipped is not None:
+                clips.append(clipped)
+        gradients.append(slopes)
+    return math.fsum(total), gradients, {"clip_fraction": sum(clips) / len(clips)} if clips else {}
+
+
+def _pairwise(
+    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
+) -> tuple[float, list[list[float]], Metrics]:
+    """The loss, dL/dlogp of each token, the mean margin and the share of positive margins."""
     gains = [_gain(*row) for row in zip(logprobs, datums, strict=True)]
     weights = [max((abs(a) for a in datum.advantages), default=0.0) for datum in datums]
-    total = 0.0
-    slopes, margins = [0.0] * len(datums), []
-    for chosen, rejected in _pairs(datums):
-        margin = beta * (gains[chosen] - gains[rejected])
-        margins.append(margin)
+    total, slopes, margins = 0.0, [0.0] * len(datums), []
+    ids = [_pair_id(row, datum) for row, datum in enumerate(datums)]
+    for chosen, rejected in pair_rows(ids, [math.fsum(datum.advantages) for datum in datums]):
+        value, slope, margin = formula(gains[chosen] - gains[rejected])
         weight = (weights[chosen] + weights[rejected]) / 2
-        total += weight * _softplus(-margin)
-        slopes[rejected] = weight * beta * _exp(-_softplus(margin))  # sigmoid(-margin)
-        slopes[chosen] = -slopes[rejected]
+        total += weight * value
+        slopes[chosen], slopes[rejected] = weight * slope, -weight * slope
+        margins.append(margin)
     gradients = [
         [slope if kept else 0.0 for kept in datum.mask]
         for slope, datum in zip(slopes, datums, strict=True)
     ]
-    many = max(1, len(margins))
-    right = sum(margin > 0 for margin in margins)
-    return total, gradients, {"dpo/margin": math.fsum(margins) / many, "dpo/accuracy": right / many}
+    count = max(1, len(margins))
+    positive = sum(margin > 0 for margin in margins)
+    metrics = {"dpo/margin": math.fsum(margins) / count, "dpo/accuracy": positive / count}
+    return total, gradients, metrics
 
 
 def _gain(learner: Sequence[float], datum: Datum) -> float:
     if "reference_logprobs" not in datum.streams:
-        raise ValueError("dpo needs the stream 'reference_logprobs', and the batch has none")
+        raise ValueError("the batch lacks the stream 'reference_logprobs', which pairs need")
     reference = datum.streams["reference_logprobs"]
     rows = zip(learner, reference, datum.mask, strict=True)
     return math.fsum(lp - ref for lp, ref, kept in rows if kept)
 
 
-def _pairs(datums: Sequence[Datum]) -> list[tuple[int, int]]:
-    """Row numbers of the chosen and the rejected, pair by pair."""
-    members: dict[float, dict[bool, int]] = {}
-    for row, datum in enumerate(datums):
-        ids = datum.streams.get("pair_ids")
-        named = max((i for i, kept in zip(ids or (), datum.mask, strict=False) if kept), default=0)
-        key = row // 2 if ids is None else named
-        credit = math.fsum(datum.advantages)
-        if credit == 0 or (credit > 0) in members.setdefault(key, {}):
-            got = "no advantage" if credit == 0 else "the same sign as its pair's other row"
-            raise ValueError(
-                f"row {row} of a dpo batch has {got}: a pair is one row with positive advantages "
-                "(chosen) and one with negative ones (rejected)"
-            )
-        members[key][credit > 0] = row
-    single = [key for key, signed in members.items() if len(signed) != 2]
-    if single:
-        raise ValueError(f"dpo pairs {single} have one row: both must be in the batch")
-    return [(signed[True], signed[False]) for signed in members.values()]
+def _pair_id(row: int, datum: Datum) -> float:
+    ids = datum.streams.get("pair_ids")
+    if ids is None:
+        return row // 2
+    return max((i for i, kept in zip(ids, datum.mask, strict=True) if kept), default=0.0)
+
+
+def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metrics:
+    """How far the learner is from the sampler, over the targets with mask 1.
+
+    `kl/sampler_trainer` is the mean of r - 1 - log r (estimator k3 of
+    http://joschu.net/blog/kl-approx.html), which is never negative. `entropy` is the mean of -lp:
+    an estimate of the learner's entropy where the learner sampled the tokens.
+    """
+    tokens, kl, ratios, surprise = 0, 0.0, 0.0, 0.0
+    for learner, datum in zip(logprobs, datums, strict=True):
+        for lp, old, kept in zip(learner, datum.logprobs, datum.mask, strict=True):
+            if kept:
+                ratio = FLOATS.exp(lp - old)
+                tokens += 1
+                ratios += ratio
+                surprise -= lp
+                kl += ratio - 1.0 - (lp - old)
+    count = max(tokens, 1)
+    return {
+        "tokens/trained": float(tokens),
+        "ratio/mean": ratios / count,
+        "entropy": surprise / count,
+        "kl/sampler_trainer": kl / count,
+    }
 
 
 def _check_lengths(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> None:
@@ -243,11 +183,3 @@ def _check_lengths(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum])
             f"the service returned log-probs of lengths {got[:8]}, expected {wanted[:8]}: "
             "one per target"
         )
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700.0 else math.inf
-
-
-def _softplus(x: float) -> float:
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

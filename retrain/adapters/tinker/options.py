@@ -7,12 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from retrain.adapters.remote.options import RemoteOptions
+from retrain.losses import native_to
 from retrain.transport.vendors import TINKER
-
-Native = Literal["importance_sampling", "ppo", "cispo", "dro", "cross_entropy"]
-NATIVE: frozenset[Native] = frozenset(
-    {"importance_sampling", "ppo", "cispo", "dro", "cross_entropy"}
-)
 
 
 class TinkerOptions(RemoteOptions):
@@ -24,7 +20,7 @@ class TinkerOptions(RemoteOptions):
     adapter: ClassVar[str] = "retrain.adapters.tinker.adapter:TinkerAdapter"
     vendor = TINKER
 
-    native_losses: frozenset[Native] = NATIVE
+    native_losses: frozenset[str] = native_to("tinker")
     wire: Literal["proto", "json"] = "proto"
     """`json` is for servers that don't speak protobuf."""
     checkpoint_ttl: Annotated[int, Field(ge=3600)] | None = None

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from retrain.adapters.remote.datums import Datum
-from retrain.adapters.remote.surrogate import clip_bounds, loss_settings
 from retrain.errors import NonFiniteError
+from retrain.losses import clip_bounds, settings
 from retrain.protocols.tinker import values as wire
 from retrain.types import Batch, Metrics
 
@@ -34,10 +34,10 @@ def weighted(datum: Datum, weights: Sequence[float]) -> wire.Datum:
 
 def loss_config(batch: Batch) -> dict[str, float | str]:
     """Our keys in the protocol's: the clip's bounds are ratios there, not distances from 1."""
-    settings = loss_settings(batch.loss, batch.loss_config)
-    bounds = clip_bounds(batch.loss, settings)
+    keys = settings(batch.loss, batch.loss_config)
+    bounds = clip_bounds(keys)
     if bounds is None:
-        return dict(settings)
+        return dict(keys)
     return {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]}
 
 

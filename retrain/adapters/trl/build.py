@@ -80,8 +80,8 @@ def build_trainer(
             cut=_cut(options, placement),
             feed=feed,
         )
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"TRL refuses this backend: {error}") from error
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ConfigError(f"TRL rejects this backend: {error}") from error
     for noisy in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(noisy)
     return trainer

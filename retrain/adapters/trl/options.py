@@ -7,10 +7,25 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from retrain.adapters.base import AdapterOptions, Capabilities
-from retrain.adapters.trl.keys import SCHEDULERS, refusal
-from retrain.adapters.trl.plan import ALL_LOSSES, run_plan
+from retrain.adapters.trl.keys import refusal
+from retrain.adapters.trl.plan import run_plan
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
+from retrain.losses import LOSSES
+
+Schedule = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+"""The schedules of transformers that need only the number of the step."""
 
 
 class LoraOptions(BaseModel):
@@ -42,8 +57,8 @@ class TrlOptions(AdapterOptions):
     adapter: ClassVar[str] = "retrain.adapters.trl.adapter:TrlAdapter"
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    lr_scheduler: str = "constant"
-    """A schedule of transformers, over train.total_train_steps."""
+    lr_scheduler: Schedule = "constant"
+    """Over train.total_train_steps; `backend.args.lr_scheduler_kwargs` holds its parameters."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
@@ -68,13 +83,6 @@ class TrlOptions(AdapterOptions):
     args: dict[str, Any] = Field(default_factory=dict)  # values of whatever type TRL gives a key
     """Further keys of TRL's GRPOConfig, such as `optim` or `adam_beta2`."""
 
-    @field_validator("lr_scheduler")
-    @classmethod
-    def _known_schedule(cls, value: str) -> str:
-        if value not in SCHEDULERS:
-            raise ValueError(f"got {value!r}, expected one of {', '.join(SCHEDULERS)}")
-        return value
-
     @field_validator("args")
     @classmethod
     def _passed_only(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -84,15 +92,11 @@ class TrlOptions(AdapterOptions):
         return value
 
     def capabilities(self) -> Capabilities:
-        """All eight TRL losses and the shared ones; every one takes per-token advantages."""
+        """Every loss: TRL computes its own, the engine the others."""
         return Capabilities(
-            losses=ALL_LOSSES,
+            losses=frozenset(LOSSES),
             custom_losses=True,
-            per_token_advantages=True,
-            reference_kl=True,
             scores=True,
-            tuning=frozenset({"full", "lora"}),
-            resume="exact",
             scored_as_sampled=frozenset({"temperature"}),
         )
 

@@ -7,7 +7,7 @@ network or the run's folder.
 
 Invariants:
 - Micro-batches add up: loss and gradients are those of the whole batch, whatever the split. TRL
-  averages over a micro-batch; `_scale` turns that into its share of the whole (`plan.MEANS`).
+  averages over a micro-batch; `_scale` turns that into its share of the whole (`Loss.trl_mean`).
 - A NaN is found before the optimizer moves a weight: `_whole_batch` checks the loss,
   `_get_grad_norm` the gradients.
 - Dropout draws from (seed, step) alone, so that a resumed run repeats it.
@@ -30,11 +30,12 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from retrain.adapters.trl.plan import MEANS, LossPlan
+from retrain.adapters.trl.plan import LossPlan
 from retrain.adapters.trl.record import StepRecord
 from retrain.adapters.trl.rows import Rows, collate, group_ids, micro_batches
 from retrain.engine.losses import shared_loss
 from retrain.errors import NonFiniteError
+from retrain.losses import LOSSES, row_of
 from retrain.types import Batch, Metrics, Sample
 
 STREAM = "stream:"
@@ -94,7 +95,7 @@ class PipeTrainer(GRPOTrainer):
             batch.samples,
             rows=self.cut.rows,
             tokens=self.cut.tokens,
-            paired=batch.loss == "dpo",
+            paired=row_of(batch.loss).reads == "pairs",
         )
         with self._own_randomness():
             loss = self._whole_batch(model, parts)
@@ -146,10 +147,9 @@ class PipeTrainer(GRPOTrainer):
         over tokens in every loss type, so their share is that of the tokens.
         """
         tokens, whole = int(self._mask.sum()), self.record.batch.denominators.tokens
-        # cispo's normaliser is in its advantages already, as for every shared loss: a plain sum.
-        rows["num_items_in_batch"] = torch.tensor(
-            1.0 if self.plan.name == "cispo" else float(whole), device=self.args.device
-        )
+        # The advantages of a shared loss (cispo) already hold its normalisation: TRL is to sum.
+        divisor = float(whole) if LOSSES[self.plan.name].normalises_itself else 1.0
+        rows["num_items_in_batch"] = torch.tensor(divisor, device=self.args.device)
         coefficient = self._bonus_in_force()  # TRL may move it for the next step
         self._metrics["train"].clear()
         loss = super()._compute_loss(model, rows)
@@ -165,7 +165,7 @@ class PipeTrainer(GRPOTrainer):
         return shared
 
     def _scale(self, tokens: int) -> float:
-        mean, whole = MEANS[self.plan.name], self.record.batch.denominators
+        mean, whole = LOSSES[self.plan.name].trl_mean, self.record.batch.denominators
         if mean == "rows":
             return self._mask.shape[0] / whole.sequences
         return tokens / whole.tokens if mean == "tokens" else 1.0

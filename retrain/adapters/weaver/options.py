@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from retrain.adapters.base import Capabilities
 from retrain.adapters.remote.options import RemoteOptions
 from retrain.config import RunConfig
+from retrain.losses import native_to
 from retrain.transport.vendors import WEAVER
-
-Native = Literal["importance_sampling", "cross_entropy"]
-"""Losses that Weaver executes itself; it has no ppo."""
 
 
 class WeaverOptions(RemoteOptions):
@@ -29,7 +25,7 @@ class WeaverOptions(RemoteOptions):
     """The service's name of the model, where it isn't `model`; `NAME:262144` asks for a context of
     that length."""
     training_mode: Literal["lora", "full_ft"] = "lora"
-    native_losses: frozenset[Native] = frozenset({"importance_sampling", "cross_entropy"})
+    native_losses: frozenset[str] = native_to("weaver")
     """Losses that the service computes. The others are computed here, from one forward pass more,
     and don't depend on what the service averages its own losses over."""
     request_tokens: Annotated[int, Field(ge=1)] = 100_000
@@ -40,18 +36,9 @@ class WeaverOptions(RemoteOptions):
     """The service recognises a repeated seq_id, so that a training call whose reply was lost may
     be sent again (`retrain serve` does). Otherwise a lost reply ends the run."""
 
-    def capabilities(self) -> Capabilities:
-        """What every remote backend can; full_ft trains all weights."""
-        able = super().capabilities()
-        return replace(able, tuning=frozenset({"full"})) if self._full else able
-
     def problems(self, config: RunConfig) -> list[str]:
         """Keys without effect, and settings that can't work."""
         found = super().problems(config)
-        if self._full and "lora" in self.model_fields_set:
+        if self.training_mode == "full_ft" and "lora" in self.model_fields_set:
             found.append("backend.lora has no effect with training_mode full_ft: remove one")
         return found
-
-    @property
-    def _full(self) -> bool:
-        return self.training_mode == "full_ft"

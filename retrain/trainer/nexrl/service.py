@@ -282,10 +282,10 @@ def _options(run: RunConfig) -> AdapterOptions:
     made = _checked(kind, run.backend.arguments)
     problems = made.problems(run)
     loss, able = run.algorithm.loss or "", made.capabilities()
-    if loss not in able.losses | able.surrogate_losses and ":" not in loss:
+    if loss not in able.losses and ":" not in loss:
         problems.append(
             f"trainer.train_service.config.loss_fn: the {run.backend.type} backend has no loss "
-            f"{loss!r}: it has {', '.join(sorted(able.losses | able.surrogate_losses))}"
+            f"{loss!r}: it has {', '.join(sorted(able.losses))}"
         )
     if problems:
         raise ConfigError(*problems)

@@ -22,11 +22,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from retrain.adapters.base import SHARED_LOSSES
-from retrain.batching import Normalisation
 from retrain.config import RunConfig, parse_config
 from retrain.config.problems import problems_of
 from retrain.errors import ConfigError
+from retrain.losses import Normalisation, row_of
 
 Backend = Literal["self-hosted", "tinker", "weaver"]
 ADAPTERS: Mapping[Backend, str] = MappingProxyType(
@@ -164,9 +163,9 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         problems += error.problems
     if problems or run is None:
         raise ConfigError(*problems)
-    own = loss not in SHARED_LOSSES or loss == "dpo"
     wanted = service.config.normalisation
-    return Settings(section, service, run, loss, wanted if own else wanted or "token")
+    default: Normalisation | None = None if row_of(loss).normalises_itself else "token"
+    return Settings(section, service, run, loss, wanted or default)
 
 
 def algorithm_of(section: Section) -> str:

@@ -1,0 +1,315 @@
+"""The table of losses: one row per loss, from which every backend derives what it needs.
+
+To add a loss that is a function of log-probs, write its formula and a row of `LOSSES` in this file.
+It then runs on every backend: `engine.losses` applies the formula to tensors, and
+`adapters.remote.surrogate` applies it to floats for services that do not compute the loss.
+
+With r = exp(lp - old), where lp is the learner's and old the sampler's log-prob of a token, and
+with A the token's advantage, a formula returns the loss of one token and its derivative dL/dlp. A
+loss is the **sum** over the tokens whose mask is 1. An average is folded into the advantages
+beforehand (`batching.normalised`), so that the losses of micro-batches add up to the batch's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from retrain.errors import ConfigError, shown
+
+Normalisation = Literal["token", "sequence", "batch"]
+"""What a loss is averaged over: tokens, sequences of token means, or sequences of token sums."""
+
+N = Any  # a float or a torch tensor: formulas use only operators and `Ops`
+Keys = Mapping[str, float]
+Result = tuple[N, N, N]
+Formula = Callable[..., Result]
+
+
+class Ops(Protocol):
+    """The functions that a formula may call, for floats (`FLOATS`) or tensors (engine.losses)."""
+
+    def exp(self, x: N, /) -> N: ...
+    def clip(self, x: N, low: float, high: float, /) -> N: ...
+    def where(self, condition: N, x: N, y: N, /) -> N: ...
+    def sigmoid(self, x: N, /) -> N: ...
+    def logsigmoid(self, x: N, /) -> N: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """One row of the table."""
+
+    formula: Formula | None = None
+    """None: only TRL computes it. It is called with `Ops` and the values of the loss's keys, and
+
+    - for a loss of tokens with (lp, old, r, A). It returns the loss, dL/dlp, and whether clipping
+      changed the token (None: this loss does not clip);
+    - for a loss of pairs with the chosen row's gain minus the rejected row's; a row's gain is
+      sum(lp - reference). It returns the loss of a pair of weight 1, its derivative, and the margin
+      to report."""
+    keys: Mapping[str, float | None] = field(default_factory=dict)
+    """Its keys in `algorithm.loss_config`, with their defaults. None is TRL's own default; for
+    `epsilon_high` it is the value of `epsilon`."""
+    reads: Literal["ratio", "weights", "pairs"] = "ratio"
+    """`ratio`: it learns from rewards, corrected by r. `weights`: it learns from examples, the
+    advantages are weights, and old and r are None. `pairs`: it learns from pairs of examples."""
+    unbounded: bool = False
+    """Its gradient grows with r without a limit, which makes old samples dangerous."""
+    scaled: tuple[str, ...] = ()
+    """Keys to multiply by the same factor as the advantages in order to scale the loss."""
+    normalises_itself: bool = False
+    """It is already an average, so `algorithm.normalisation` does not apply."""
+    shared: tuple[str, Normalisation] | None = None
+    """The loss of this table and the normalisation that it equals, for backends without TRL."""
+    over_max_tokens: bool = False
+    """It is also divided by sampling.max_tokens."""
+    services: tuple[str, ...] = ()
+    """The services that compute it themselves."""
+    trl_mean: Literal["rows", "tokens", "sum"] | None = None
+    """What TRL averages a micro-batch over before the batch's share is applied. `sum`: TRL divides
+    by `num_items_in_batch`, which is the whole batch's. None: TRL does not compute it."""
+
+
+def _importance_sampling(ops: Ops, keys: Keys, lp: N, old: N, r: N, a: N) -> Result:
+    """-r A."""
+    loss = -(r * a)
+    return loss, loss, None
+
+
+def _ppo(ops: Ops, keys: Keys, lp: N, old: N, r: N, a: N) -> Result:
+    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A); arXiv:1707.06347, eq. 7."""
+    plain, clipped = r * a, ops.clip(r, *_bounds(keys)) * a
+    stopped = clipped < plain
+    return ops.where(stopped, -clipped, -plain), ops.where(stopped, 0.0, -plain), stopped
+
+
+def _cispo(ops: Ops, keys: Keys, lp: N, old: N, r: N, a: N) -> Result:
+    """-stop_gradient(clip(r, 1 - epsilon, 1 + epsilon_high)) A lp; arXiv:2506.13585, eq. 4."""
+    clipped = ops.clip(r, *_bounds(keys))
+    weight = clipped * a
+    return -(weight * lp), -weight, clipped != r
+
+
+def _cross_entropy(ops: Ops, keys: Keys, lp: N, old: N, r: N, a: N) -> Result:
+    """-A lp, where A is the token's weight."""
+    return -(a * lp), -a, None
+
+
+def _dro(ops: Ops, keys: Keys, lp: N, old: N, r: N, a: N) -> Result:
+    """-(A lp - beta/2 (lp - old)^2); arXiv:2405.19107."""
+    gap, beta = lp - old, keys["beta"]
+    return -(a * lp - beta / 2 * (gap * gap)), -(a - beta * gap), None
+
+
+def _dpo(ops: Ops, keys: Keys, difference: N) -> Result:
+    """-log sigmoid(beta x the difference of the gains); arXiv:2305.18290, eq. 7."""
+    margin = keys["beta"] * difference
+    return -ops.logsigmoid(margin), -keys["beta"] * ops.sigmoid(-margin), margin
+
+
+def _bounds(keys: Keys) -> tuple[float, float]:
+    return 1 - keys["epsilon"], 1 + keys["epsilon_high"]
+
+
+def _of_trl(*names: str) -> dict[str, None]:
+    """The keys of one of TRL's losses: those that all of them read, and `names`."""
+    common = (
+        "beta",
+        "use_bias_correction_kl",
+        "off_policy_mask_threshold",
+        "entropy_coef",
+        "use_adaptive_entropy",
+        "entropy_coef_min",
+        "entropy_coef_max",
+        "entropy_coef_delta",
+        "entropy_target",
+    )
+    return dict.fromkeys((*common, *names))
+
+
+_CLIP = ("epsilon", "epsilon_high", "delta", "importance_sampling_level")
+
+LOSSES: dict[str, Loss] = {
+    "importance_sampling": Loss(
+        formula=_importance_sampling, unbounded=True, services=("tinker", "weaver")
+    ),
+    "ppo": Loss(
+        formula=_ppo,
+        keys={"epsilon": 0.2, "epsilon_high": None},
+        services=("tinker",),
+    ),
+    "cispo": Loss(
+        formula=_cispo,
+        keys={"epsilon": 1.0, "epsilon_high": 4.0},
+        services=("tinker",),
+        trl_mean="sum",
+    ),
+    "cross_entropy": Loss(formula=_cross_entropy, reads="weights", services=("tinker", "weaver")),
+    "dro": Loss(formula=_dro, keys={"beta": 0.05}, scaled=("beta",), services=("tinker",)),
+    # Each pair's weight, the size of its advantages, already holds the mean over pairs.
+    "dpo": Loss(formula=_dpo, keys={"beta": 0.1}, reads="pairs", normalises_itself=True),
+    # TRL's own losses
+    "grpo": Loss(  # Shao et al. 2024, arXiv:2402.03300, eq. 3
+        keys=_of_trl(*_CLIP), normalises_itself=True, shared=("ppo", "sequence"), trl_mean="rows"
+    ),
+    "dapo": Loss(  # Yu et al. 2025, arXiv:2503.14476, eq. 8
+        keys=_of_trl(*_CLIP), normalises_itself=True, shared=("ppo", "token"), trl_mean="sum"
+    ),
+    "bnpo": Loss(  # a mean over a micro-batch's tokens; over the whole batch it is dapo
+        keys=_of_trl(*_CLIP), normalises_itself=True, shared=("ppo", "token"), trl_mean="tokens"
+    ),
+    "dr_grpo": Loss(  # Liu et al. 2025, arXiv:2503.20783
+        keys=_of_trl(*_CLIP, "max_completion_length"),
+        normalises_itself=True,
+        shared=("ppo", "batch"),
+        over_max_tokens=True,
+        trl_mean="rows",
+    ),
+    "luspo": Loss(  # arXiv:2602.05261
+        keys=_of_trl(*_CLIP), normalises_itself=True, trl_mean="rows"
+    ),
+    "sapo": Loss(  # arXiv:2511.20347
+        keys=_of_trl("importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg"),
+        normalises_itself=True,
+        trl_mean="rows",
+    ),
+    "vespo": Loss(  # arXiv:2602.10693
+        keys=_of_trl("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        normalises_itself=True,
+        trl_mean="sum",
+    ),
+}
+
+_CUSTOM = Loss()
+_FOREIGN = Loss(normalises_itself=True)
+
+
+def row_of(name: str) -> Loss:
+    """The row of a loss.
+
+    A function of the user's (`module:function`) is a token loss that is normalised like the others;
+    a name that only a user's own backend knows carries its own normalisation.
+    """
+    return LOSSES.get(name) or (_CUSTOM if ":" in name else _FOREIGN)
+
+
+def native_to(service: str) -> frozenset[str]:
+    """The losses that `service` computes itself."""
+    return frozenset(name for name, row in LOSSES.items() if service in row.services)
+
+
+def shared_name(name: str) -> str:
+    """The loss of this table that `name` is on a backend without TRL."""
+    shared = row_of(name).shared
+    return shared[0] if shared else name
+
+
+def settings(name: str, config: Mapping[str, Any]) -> dict[str, float]:
+    """The keys of a loss that has a formula, with defaults filled in.
+
+    Raises ConfigError on an unknown loss or key.
+    """
+    row = LOSSES.get(name)
+    if row is None or row.formula is None:
+        known = [known for known, row in LOSSES.items() if row.formula]
+        raise ConfigError(
+            f"no loss is called {name!r}{_nearest(name, known)}; expected one of {', '.join(known)}"
+        )
+    _check_names(name, config)
+    merged = {**row.keys, **{key: value for key, value in config.items() if value is not None}}
+    if merged.get("epsilon_high", 0.0) is None:
+        merged["epsilon_high"] = merged["epsilon"]
+    return {key: float(value) for key, value in merged.items()}
+
+
+def clip_bounds(values: Keys) -> tuple[float, float] | None:
+    """The lowest and highest ratio under a loss with these keys; None: it does not clip."""
+    return _bounds(values) if "epsilon" in values else None
+
+
+def check_keys(name: str, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError on an unknown loss, on a key that it lacks, and on a wrong value.
+
+    The values of TRL's own losses are checked by TRL.
+    """
+    if name not in LOSSES:
+        raise ConfigError(
+            f"no loss is called {name!r}{_nearest(name, LOSSES)}; "
+            f"expected one of {', '.join(sorted(LOSSES))}"
+        )
+    _check_names(name, config)
+    for key, value in config.items():
+        if LOSSES[name].formula is None or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
+            raise ConfigError(
+                f"algorithm.loss_config.{key}: got {shown(value)}, expected a number >= 0"
+            )
+
+
+def _check_names(name: str, config: Mapping[str, Any]) -> None:
+    known = LOSSES[name].keys
+    for key in config:
+        if key not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no keys"
+            raise ConfigError(
+                f"algorithm.loss_config.{key}: the loss {name!r} has no such key"
+                f"{_nearest(key, known)}; {takes}"
+            )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def pair_rows(pair_ids: Sequence[float], credits: Sequence[float]) -> list[tuple[int, int]]:
+    """The row numbers of the chosen and the rejected answer, pair by pair.
+
+    Two rows with one id form a pair. A row's credit is the sum of its advantages: positive for the
+    chosen row, negative for the rejected one. Raises ValueError on rows that do not form pairs.
+    """
+    members: dict[float, dict[bool, int]] = {}
+    for row, (pair, credit) in enumerate(zip(pair_ids, credits, strict=True)):
+        if credit == 0 or (credit > 0) in members.setdefault(pair, {}):
+            got = "no advantage" if credit == 0 else "the same sign as its pair's other row"
+            raise ValueError(
+                f"row {row} of a batch of pairs has {got}; a pair is one row with positive "
+                "advantages (chosen) and one row with negative advantages (rejected)"
+            )
+        members[pair][credit > 0] = row
+    single = [pair for pair, rows in members.items() if len(rows) != 2]
+    if single:
+        raise ValueError(f"pairs {single} have one row; both rows must be in the same micro-batch")
+    return [(rows[True], rows[False]) for rows in members.values()]
+
+
+class _Floats:
+    """`Ops` for floats; an overflow is infinity."""
+
+    @staticmethod
+    def exp(x: float) -> float:
+        return math.exp(x) if x < 700.0 else math.inf
+
+    @staticmethod
+    def clip(x: float, low: float, high: float) -> float:
+        return min(max(x, low), high)
+
+    @staticmethod
+    def where(condition: bool, x: float, y: float) -> float:
+        return x if condition else y
+
+    @staticmethod
+    def sigmoid(x: float) -> float:
+        return math.exp(_Floats.logsigmoid(x))
+
+    @staticmethod
+    def logsigmoid(x: float) -> float:
+        return min(x, 0.0) - math.log1p(math.exp(-abs(x)))
+
+
+FLOATS: Ops = _Floats()
