@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from retrain.errors import AdapterError
 from retrain.types import Completion
 
 
@@ -38,29 +37,6 @@ class Sampler(Protocol):
         A completion in flight when new weights are published ends on those it began with.
         """
         ...
-
-
-class CountedSampler:
-    """A sampler held to its word: as many completions as were asked for, or an AdapterError.
-
-    `name` is what the error calls it.
-    """
-
-    def __init__(self, sampler: Sampler, name: str) -> None:
-        self._sampler, self._name = sampler, name
-
-    async def sample(
-        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
-    ) -> list[Completion]:
-        completions = await self._sampler.sample(prompt_ids, params, n)
-        listed = isinstance(completions, list | tuple)
-        if listed and len(completions) == n:
-            return completions
-        got = f"{len(completions)} completions" if listed else type(completions).__name__
-        raise AdapterError(
-            f"{self._name}: sample(n={n}) returned {got}: a list of {n} is expected; mend the "
-            "sampler"
-        )
 
 
 class Tokenizer(Protocol):

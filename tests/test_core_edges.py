@@ -310,7 +310,8 @@ async def test_a_sampler_that_returns_the_wrong_number_of_completions_is_named(t
     parts = parts_with(config, Miscounts(MockOptions(), config))
     [error, *_] = await failure_of(train(config, parts=parts))
     assert isinstance(error, AdapterError)
-    assert f"the sampler Miscounts of backend {ENGINE}: sample(n={n}) returned {got}" in str(error)
+    expected = f"the sampler Miscounts: sample(n={n}) returned {got}, expected a list of {n}"
+    assert expected in str(error)
 
 
 async def test_forgetting_a_checkpoint_has_a_deadline_and_its_failure_is_told_not_fatal(tmp_path):
@@ -682,7 +683,7 @@ async def test_a_disk_without_links_still_has_its_best_checkpoint(tmp_path, monk
         return
     assert result.best_checkpoint_path is None
     faults = [event["error"] for event in events(tmp_path, "fault")]
-    assert any("could not be marked as the best checkpoint" in fault for fault in faults)
+    assert any("can't mark step" in fault for fault in faults)
 
 
 async def test_a_torn_checkpoint_of_the_last_step_is_written_anew(tmp_path):

@@ -25,7 +25,6 @@ from retrain.pipeline import train
 from retrain.prompts import epoch_order
 from retrain.rewarding import Reward, RewardCalculator, reward
 from retrain.rollout import Rollouts
-from retrain.sampler import SamplingParams
 from retrain.types import Group, Prompt, Ticket
 from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
 
@@ -61,15 +60,7 @@ async def longhand(config: RunConfig, steps: int):
     adapter = MockAdapter(MockOptions(), config)
     adapter.keep_batches = steps
     parts = parts_with(config, adapter)
-    rollouts = Rollouts(
-        adapter,
-        Chat(adapter.tokenizer, template="none"),
-        SamplingParams(max_tokens=4),
-        4096,
-        1,
-        config.deadlines,
-        0,
-    )
+    rollouts = Rollouts(config, adapter, Chat(adapter.tokenizer, template="none"), 4096)
     for step in range(steps):
         groups = []
         rows = [row for epoch in range(9) for row in epoch_order(epoch, 8, 0, True)]

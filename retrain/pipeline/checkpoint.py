@@ -56,6 +56,10 @@ class Checkpoints:
         self._disk = DaemonPool(1, "retrain-disk")
         self.torn: list[str] = []
         """Checkpoints that `newest` had to skip, with the reason."""
+        self.saved: int | None = None
+        """The step whose checkpoint was written last, or loaded."""
+        self.spared: set[int] = set()
+        """Steps whose checkpoints `prune` keeps."""
 
     async def write(self, step: int, fill: Callable[[Path], Awaitable[Checkpoint]]) -> Path:
         """`fill` writes the adapter's files into a folder and returns the rest.
@@ -75,6 +79,7 @@ class Checkpoints:
                 raise
             problem = f"the checkpoint of step {step} could not be written: {error}"
             raise CheckpointError(problem) from error
+        self.saved = step
         return target
 
     def close(self) -> None:
@@ -113,13 +118,13 @@ class Checkpoints:
         return self.folder / f"step_{step}"
 
     def prune(self, keep: int, spare: Iterable[int] = ()) -> list[Path]:
-        """Keep the newest `keep` checkpoints, the best and those to `spare`; returns the dropped.
+        """All but the newest `keep` checkpoints, the last written, the best and those to `spare`.
 
-        The folders still exist: the caller tells the backend first, then calls `remove`.
+        The folders still exist: the caller first informs the backend, then calls `remove`.
         """
-        spared = {*sorted(self.steps())[-keep:], *spare}
+        kept = {*sorted(self.steps())[-keep:], self.saved, *self.spared, *spare}
         best = self.best()
-        return [self.path(s) for s in self.steps() if s not in spared and self.path(s) != best]
+        return [self.path(s) for s in self.steps() if s not in kept and self.path(s) != best]
 
     def remove(self, path: Path) -> None:
         """Delete one checkpoint: first its manifest, so that a half-deleted one counts as torn."""

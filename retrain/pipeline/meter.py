@@ -29,10 +29,18 @@ class Meter:
     def __init__(self, *, sampled: bool = True, by_group: bool = True) -> None:
         self._sampled = sampled
         self._by_group = by_group
-        self._began = time.perf_counter()
-        self.evaluation: Metrics = {}
-        """The latest evaluation, to be shown in the next row."""
+        self._began = self._lap = time.perf_counter()
+        self._seconds: dict[str, float] = {}
         self._clear()
+
+    def start(self) -> None:
+        """The first stage of a step begins."""
+        self._lap, self._seconds = time.perf_counter(), {}
+
+    def lap(self, stage: str) -> None:
+        """The stage ends, and the next one begins."""
+        now = time.perf_counter()
+        self._seconds[stage], self._lap = now - self._lap, now
 
     def group(self, group: Group) -> None:
         """The learner took a group."""
@@ -61,27 +69,27 @@ class Meter:
     def row(
         self,
         step: int,
-        version: int,
-        trained: Sequence[Group],
+        groups: Sequence[Group],
         adapter: Mapping[str, float],
-        seconds: Mapping[str, float],
+        trained: int,
+        version: int,
     ) -> Metrics:
-        """The line of `step`, whose groups `trained` were sampled at or before `version`.
+        """The row of a step that trained the weights of version `trained` and serves `version`.
 
-        `seconds` holds wait_for_batch, update and publish. The counters start anew.
+        `adapter` holds the metrics of the update. The counters are reset.
         """
-        for group in trained:
+        for group in groups:
             self.group(group)
         now = time.perf_counter()
         elapsed = now - self._began
-        ages = [version - v for g in trained for t in g.scored for v in t.versions if v >= 0]
+        ages = [trained - v for g in groups for t in g.scored for v in t.versions if v >= 0]
         row: Metrics = {
             "step": step,
-            "version": version + 1,
+            "version": version,
             "loss": math.nan,
             "grad_norm": math.nan,
             **(self._sampling(adapter, ages) if self._sampled else _unsampled(adapter)),
-            "groups/trained": len(trained),
+            "groups/trained": len(groups),
             **{f"groups/dropped_{c}": self._dropped[c] for c in ("stale", "failed", "no_signal")},
             "rollouts/ok": self._ok,
             "rollouts/failed": self._failed,
@@ -90,12 +98,10 @@ class Meter:
             "tokens/completion": self._completion_tokens,
             "tokens/per_second": self._completion_tokens / elapsed,
             "time/step": elapsed,
-            **{f"time/{stage}": value for stage, value in seconds.items()},
-            "trainer/idle_fraction": seconds["wait_for_batch"] / elapsed,
-            **self.evaluation,
+            **{f"time/{stage}": value for stage, value in self._seconds.items()},
+            "trainer/idle_fraction": self._seconds["wait_for_batch"] / elapsed,
         }
         self._began = now
-        self.evaluation = {}
         self._clear()
         return row
 

@@ -12,14 +12,14 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from retrain.chat import Chat, Conversation
 from retrain.concurrency.deadlines import adapter_call, user_call
-from retrain.config import DeadlinesConfig
+from retrain.config import RunConfig
 from retrain.environment import Action, Environment, StepResult
-from retrain.errors import LateError, UserCodeError, shown
+from retrain.errors import AdapterError, LateError, UserCodeError, shown
 from retrain.rewarding import as_number
 from retrain.sampler import Sampler, SamplingParams
 from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory, Turn
@@ -27,19 +27,28 @@ from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajector
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
 class Rollouts:
-    """What all rollouts of a run share."""
+    """Plays groups; holds what all rollouts of a run share.
 
-    sampler: Sampler
-    chat: Chat
-    params: SamplingParams
-    context_length: int
-    max_turns: int
-    deadlines: DeadlinesConfig
-    seed: int
-    progress: Callable[[], object] = lambda: None
-    """Told of every answer of the sampler and of an environment."""
+    `progress` is called at every answer of the sampler and of an environment.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sampler: Sampler,
+        chat: Chat,
+        context_length: int,
+        progress: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.sampler, self.chat, self.progress = sampler, chat, progress
+        self.params = SamplingParams(**dict(config.sampling), stop_token_ids=chat.stop_token_ids)
+        self.context_length = min(
+            context_length, config.rollout.max_sequence_length or context_length
+        )
+        self.max_turns = config.rollout.max_turns
+        self.deadlines = config.deadlines
+        self.seed = config.train.seed
 
     async def play(self, prompt: Prompt, environments: Sequence[Environment]) -> Group:
         """One group: a rollout of `prompt` in each environment.
@@ -162,12 +171,8 @@ class _Rollout:
         """Raises DeadlineError when the sampler outlives `deadlines.sample`, and what it raises."""
         shared, prompt_ids = self.shared, self.conversation.prompt_ids
         room = shared.context_length - len(prompt_ids)
-        params = replace(
-            shared.params,
-            max_tokens=min(shared.params.max_tokens, room),
-            stop_token_ids=shared.chat.stop_token_ids,
-            seed=self._seed(),
-        )
+        max_tokens = min(shared.params.max_tokens, room)
+        params = replace(shared.params, max_tokens=max_tokens, seed=self._seed())
         started = time.perf_counter()
         completions = await adapter_call(
             f"to sample prompt {self.trajectory.prompt.id}",
@@ -176,6 +181,13 @@ class _Rollout:
             "sample",
         )
         self._took("sample", started)
+        if not isinstance(completions, list | tuple) or len(completions) != n:
+            listed = isinstance(completions, list | tuple)
+            got = f"{len(completions)} completions" if listed else type(completions).__name__
+            raise AdapterError(
+                f"the sampler {type(shared.sampler).__name__}: sample(n={n}) returned {got}, "
+                f"expected a list of {n}. Fix the sampler."
+            )
         return completions
 
     async def _step(self, action: Action) -> StepResult | None:
