@@ -136,7 +136,7 @@ class Plain(Environment):
 async def test_a_plain_step_is_told_to_be_async(tmp_path):
     config = mock_config(tmp_path, environment={"type": "tests.test_core_edges:Plain"})
     (error,) = await failure_of(train(config))
-    assert "Plain.step is a plain function: write `async def`" in str(error)
+    assert "Plain.step is a plain function. Write `async def`." in str(error)
 
 
 class OddReward(RewardCalculator):
@@ -962,7 +962,7 @@ def test_an_environment_that_outlives_a_finished_run_is_named_and_left(tmp_path)
     act = "trainer.request_stop()"
     done = play(tmp_path, step=stubborn, act=act, stall=50, close=0.3, checkpoint=0.7)
     assert done.returncode == 1
-    assert "was told to end 1.0 s ago, but these go on" in done.stderr
+    assert "shutdown timed out after 1.0 s; still running:" in done.stderr
     assert "Env.step (main.py:" in done.stderr
 
 

@@ -246,10 +246,10 @@ class Flaky(RewardCalculator):
     ("way", "outcome", "message"),
     [
         ("raises", "infra_error", "reward 'Flaky' raised ValueError: judge is down"),
-        ("nan", "infra_error", "returned nan: a finite number is expected"),
-        ("none", "infra_error", "returned None: a finite number is expected"),
-        ("text", "infra_error", "returned '1': a finite number is expected"),
-        ("invalid", "invalid", "said invalid"),
+        ("nan", "infra_error", "returned nan, expected a finite number"),
+        ("none", "infra_error", "returned None, expected a finite number"),
+        ("text", "infra_error", "returned '1', expected a finite number"),
+        ("invalid", "invalid", "returned the outcome invalid"),
         ("hangs", "timeout", "took longer than deadlines.reward = 0.05 s"),
     ],
 )
@@ -455,7 +455,9 @@ async def test_a_prompt_longer_than_the_context_says_what_to_do(tmp_path):
     config = mock_config(tmp_path, prompts={"type": "list", "rows": rows})
     with pytest.raises(ExceptionGroup) as caught:
         await train(config)
-    assert caught.group_contains(NoSignalError, match=r"5000 tokens.*admits 4096: shorten")
+    assert caught.group_contains(
+        NoSignalError, match=r"5000 tokens, expected fewer than 4096.*Shorten"
+    )
 
 
 async def test_a_limit_above_the_context_is_warned_of_once(tmp_path, caplog):

@@ -1,6 +1,6 @@
-"""Held-out prompts, played beside training with the weights that are served at the time.
+"""Evaluations: held-out prompts, played beside training with the weights served at the time.
 
-An evaluation's seeds depend on its prompts alone, so that two evaluations differ by the weights.
+The seeds of an evaluation depend on its prompts only, so two evaluations differ by the weights.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from retrain.types import Group, Metrics, Sample, Ticket
 Score = Callable[..., Awaitable[list[list[float]]]]
 """`Adapter.logprobs`."""
 AT_ONCE = 64
-"""Held-out rows that are scored at a time."""
+"""Held-out rows that are scored in one call."""
 EPOCH = -1
-"""The epoch of evaluation tickets: never a training one."""
+"""The epoch of evaluation tickets; training epochs start at 0."""
 
 
 @dataclass
@@ -41,37 +41,37 @@ class Evaluation:
     best: float = -math.inf
     """The highest mean reward (the lowest loss, negated) so far."""
     steps: set[int] = field(default_factory=set)
-    """Steps that are being evaluated: their checkpoints may turn out to be the best."""
+    """Steps under evaluation: their checkpoints may become the best, so they are not pruned."""
     _task: asyncio.Task[None] | None = None
     _row: Metrics = field(default_factory=dict)
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Whether there is an evaluation after this step."""
+        """Whether to evaluate after this step."""
         section = self.config.eval
         return section is not None and (last or step % section.every == 0)
 
     async def previous(self) -> None:
-        """Wait for the one under way: it shares the sampler with training."""
+        """Wait for the previous evaluation to end."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     def start(self, step: int, beside: asyncio.TaskGroup) -> None:
-        """Evaluate the weights of this step in a task of `beside`."""
+        """Evaluate the weights of this step, in a task of `beside`."""
         self.steps.add(step)
         self._task = beside.create_task(self._evaluate(step), name="evaluate")
 
     def cancel(self) -> None:
-        """Stop the one under way, unless that is who asks."""
+        """Cancel the current evaluation, unless it is the caller."""
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
 
     def take_row(self) -> Metrics:
-        """The metrics that no row of metrics.jsonl shows yet."""
+        """The metrics that are not in a row of metrics.jsonl yet."""
         row, self._row = self._row, {}
         return row
 
     def write_row(self) -> None:
-        """Write them as a separate row."""
+        """Write such metrics as a separate row."""
         if row := self.take_row():
             self.record.evaluation_row(row)
 
@@ -83,7 +83,7 @@ class Evaluation:
             self.best = reward
             self.mark_best(step)
         self.steps.discard(step)
-        self.write_row()  # of the previous evaluation, where no step came between
+        self.write_row()  # of the previous evaluation, if no step followed it
         self._row = metrics
         self.record.evaluated(metrics)
         await self.announce(step, metrics)
@@ -111,7 +111,7 @@ async def play_all(
     concurrency: int,
     record: Callable[[Group], None],
 ) -> list[Group]:
-    """One group of every prompt; raises what the sampler raises."""
+    """One group per prompt. Raises what the sampler raises."""
     rows = iter(range(len(prompts)))
     groups: list[Group] = []
 

@@ -59,8 +59,7 @@ class Recorder:
 
     def dropped(self, group: Group, cause: str, again: Ticket | None) -> None:
         """A group that was taken is not trained; `again` is its prompt's next ticket, if any."""
-        self.meter.group(group)
-        self.meter.dropped(cause)
+        self.meter.group(group, cause)
         reissued = {} if again is None else {"again": str(again)}
         self.run_dir.event("dropped", ticket=group.prompt.id, cause=cause, **reissued)
 
@@ -127,7 +126,7 @@ class Recorder:
     def incomplete(self, checkpoint: str) -> None:
         """A resume skipped a checkpoint."""
         self.run_dir.event("torn", checkpoint=checkpoint)
-        self.fault(f"skipped an incomplete checkpoint: {checkpoint}")
+        self.fault(f"skipped the incomplete checkpoint {checkpoint}")
 
     def resumed(self, step: int, **fields: object) -> None:
         self.run_dir.event("resumed", from_step=step, **fields)

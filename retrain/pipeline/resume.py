@@ -1,7 +1,7 @@
-"""A run's way into a checkpoint and back: what `checkpoint` writes, `restore` brings back.
+"""Checkpoint a run, and restore it.
 
-The run is taken as it is at its `snapshot` event, in one go; what happens while the adapter saves
-its weights belongs to the next checkpoint.
+A checkpoint holds the run as it is at its `snapshot` event. What happens while the adapter saves
+the weights belongs to the next checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from retrain.pipeline.checkpoint import (
     SCORING,
     Checkpoint,
     changed_keys,
+    changed_run,
     changes,
-    check_same_run,
     group_from_json,
     group_to_json,
     read,
@@ -46,7 +46,7 @@ async def checkpoint(run: Run) -> None:
 
 
 async def _forget(run: Run, old: Path) -> None:
-    """Delete a checkpoint; also at the backend, if the checkpoint is whole enough to name it."""
+    """Delete a checkpoint, at the backend too unless its run state can't be read."""
     try:
         state = AdapterState(old / "adapter", read(old).adapter)
         await run.within("forget", run.adapter.forget(state), limit="checkpoint")
@@ -56,7 +56,7 @@ async def _forget(run: Run, old: Path) -> None:
 
 
 async def _fill(run: Run, folder: Path) -> Checkpoint:
-    """The run as it is now; what happens while the adapter saves belongs to the next one."""
+    """Take the state of the run, then let the adapter save into `folder`."""
     run.intake.drain()
     finished = (*run.intake.held.values(), *run.kept.values())
     run.record.snapshot(run.step)
@@ -84,7 +84,7 @@ async def _fill(run: Run, folder: Path) -> Checkpoint:
 
 
 async def restore(run: Run) -> None:
-    """Go back to the newest whole checkpoint; to the beginning when there is none."""
+    """Continue from the newest complete checkpoint; from the beginning when there is none."""
     found = await asyncio.to_thread(run.checkpoints.newest)
     for skipped in run.checkpoints.torn:
         run.record.incomplete(skipped)
@@ -92,12 +92,13 @@ async def restore(run: Run) -> None:
         run.record.resumed(0)
         return
     path, saved = found
-    check_same_run(saved.config, run.config)
+    if problem := changed_run(saved.config, run.config):
+        raise CheckpointError(problem)
     before, rows = saved.counters.get("rows"), len(run.parts.prompts)
     if before not in (None, rows):
         raise CheckpointError(
             f"this run can't be resumed: its prompts had {before} rows, now they have {rows}. "
-            "Bring the data back, or start a new run with --run-dir"
+            "Restore the data, or start a new run with --run-dir."
         )
     await _load(run, path, saved)
     run.checkpoints.saved = saved.step
@@ -106,10 +107,11 @@ async def restore(run: Run) -> None:
 
 
 async def begin_from(run: Run, path: Path) -> None:
-    """Begin where the checkpoint at `path` left another run of the same model.
+    """Begin a new run from the checkpoint at `path` of another run of the same model.
 
-    Weights, optimizer and step count go on. So do the position in the data when the prompts are
-    the same, and the finished groups when their rewards would be. Raises CheckpointError.
+    Weights, optimizer and step count continue. So does the position in the data if the prompts are
+    the same, and so do the finished groups if they would be scored the same. Raises
+    CheckpointError.
     """
     saved = await asyncio.to_thread(verified, path)
     await _load(run, path, saved)
@@ -132,7 +134,7 @@ async def _load(run: Run, path: Path, saved: Checkpoint) -> None:
 
 
 def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Go on in the data where `saved` was, with its finished `groups`."""
+    """Continue at the position of `saved` in the data, with its finished `groups`."""
     finished = [group_from_json(g, run.parts.prompts.prompt) for g in groups]
     run.kept = {group.ticket: group for group in finished}
     run.ledger.restore(saved.ledger)

@@ -50,21 +50,21 @@ class Run:
         self.config, self.parts, self.callbacks = config, parts, callbacks
         train, rows = config.train, len(parts.prompts)
         self.sampled = parts.algorithm.source == "rollouts"
-        """The model plays episodes; otherwise the rows of the data set are trained as they are."""
+        """Whether the model plays rollouts; otherwise the rows of the data set are trained."""
         self.step = 0
         self.version = 0
         self.data_since = 0
-        """The step after which training on these prompts began; not 0 after a change of data."""
+        """The step after which training on these prompts began: 0 unless the data changed."""
         self.stopping = False
-        """The learner ends at the next step boundary."""
+        """The learner stops at the next step boundary."""
         self.stalled: StallError | None = None
         self.model: Path | str | None = None
-        """Where the final model is, once it's exported."""
+        """Where the exported model is."""
         self.record = Recorder(run_dir, parts.algorithm)
         self.checkpoints = Checkpoints(run_dir.checkpoints)
         self.ledger = Ledger(lambda e: epoch_order(e, rows, train.seed, train.shuffle))
         self.kept: dict[Ticket, Group] = {}
-        """Groups that were finished before a resume, until their tickets are issued again."""
+        """Finished groups of the checkpoint, until their tickets are issued again."""
         self.slots = config.rollout.slots or (config.staleness.target + 1) * train.groups_per_step
         self.todo: asyncio.Queue[Prompt] = asyncio.Queue(self.slots)
         self.done: asyncio.Queue[Group | None] = asyncio.Queue(self.slots + 1)
@@ -83,12 +83,12 @@ class Run:
         self._setups = asyncio.Semaphore(config.rollout.setup_concurrency)
 
     def serve(self, adapter: Adapter) -> None:
-        """Play and train with this adapter, which is open."""
+        """Use this open adapter to play and to train."""
         config, self.adapter = self.config, adapter
         if self.sampled and config.sampling.max_tokens > adapter.context_length:
             logger.warning(
                 "sampling.max_tokens is %d, but prompt and completion share a context of %d "
-                "tokens: completions end there",
+                "tokens: completions are cut off there",
                 config.sampling.max_tokens,
                 adapter.context_length,
             )
@@ -111,23 +111,23 @@ class Run:
         return self.config.train.total_train_steps
 
     def request_stop(self) -> None:
-        """End after the step under way, with a checkpoint; an evaluation is cut short."""
+        """Stop after the current step, with a checkpoint; cancel an evaluation."""
         self.stopping = True
         self.adapter.hurry()
         self.intake.stop()
         self.evaluation.cancel()
 
-    # --- how far it is
+    # --- progress
 
     @property
     def admitted(self) -> int:
-        """Groups that may be open: what staleness admits and the remaining steps can use."""
+        """How many groups may be open: what staleness admits, but no more than can be trained."""
         ahead = min(self.config.staleness.target + 1, self.total_steps - self.step)
         return max(0, ahead) * self.config.train.groups_per_step
 
     @property
     def finished(self) -> bool:
-        """Whether no further step is to be taken."""
+        """Whether there is no further step to take."""
         return self.stopping or self.signal.solved or self.step >= self.total_steps
 
     @property
@@ -137,7 +137,7 @@ class Run:
         return ((self.step - self.data_since) * per_step) % rows < per_step
 
     def epochs(self, step: int) -> int:
-        """Epochs completed by `step`: as many prompts as there are rows were trained in each."""
+        """Epochs completed by `step`. In an epoch as many prompts are trained as there are rows."""
         trained = (step - self.data_since) * self.config.train.groups_per_step
         return trained // max(1, len(self.parts.prompts))
 
@@ -158,7 +158,7 @@ class Run:
     # --- groups
 
     def slot(self, size: int) -> Slot | Playback:
-        """A slot for groups of `size` rollouts, or the playback of rows."""
+        """A new slot for groups of `size` rollouts, or a playback for rows of the data set."""
         if not self.sampled:
             longest = self.parts.algorithm.max_length or self.adapter.context_length
             return Playback(self.chat, min(longest, self.adapter.context_length))
@@ -172,7 +172,7 @@ class Run:
         )
 
     def drop(self, group: Group, cause: str) -> None:
-        """Don't train a finished group. The prompt of a stale one is issued again."""
+        """Drop a finished group; the prompt of a stale one is issued again."""
         again = None
         if cause == "stale":
             again = self.ledger.reissue(group.ticket)
@@ -182,7 +182,7 @@ class Run:
         self.admit.set()
 
     def retire(self, groups: Sequence[Group]) -> None:
-        """These groups were trained and their weights are served: new work may start."""
+        """These groups were trained and the new weights are served: more work may start."""
         self.ledger.retire(group.ticket for group in groups)
         self.admit.set()
         self.watchdog.progress()
@@ -190,7 +190,7 @@ class Run:
     # --- the adapter
 
     async def within(self, stage: str, call: Awaitable[T], *, limit: str = "") -> T:
-        """Await the adapter under `deadlines.LIMIT`; raises DeadlineError naming the stage."""
+        """Await the adapter within `deadlines.LIMIT`; raises DeadlineError naming the stage."""
         key = limit or stage
         self.watchdog.progress()
         try:
@@ -203,13 +203,13 @@ class Run:
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False
     ) -> list[list[float]]:
-        """`Adapter.logprobs` under the deadline of an update."""
+        """`Adapter.logprobs`, within the deadline of an update."""
         stage = "reference log-probs" if reference else "log-probs"
         call = self.adapter.logprobs(sequences, reference=reference)
         return await self.within(stage, call, limit="update")
 
     def mark_best(self, step: int) -> None:
-        """This step's checkpoint is the best so far; a disk that rejects the mark ends nothing."""
+        """Mark this step's checkpoint as the best; a disk that fails is only reported."""
         try:
             self.checkpoints.mark_best(step)
         except OSError as error:

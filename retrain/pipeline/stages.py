@@ -1,12 +1,13 @@
-"""The pipe: train() and its stages, joined by bounded queues in one task group.
+"""The pipe: train() and its stages, connected by bounded queues in one task group.
 
     feed --todo--> collect (one task per slot) --done--> learn
 
-Data flows one way; what comes back is the weights' version. `feed` starts work only while
-(issued and untrained groups) < (staleness.target + 1) x groups_per_step, so target 0 is synchronous
-training. `learn` alone decides when to stop; the producers end by cancellation. Cancelling train()
-asks the learner to stop: it checkpoints at the step boundary, then train() raises CancelledError; a
-second cancellation ends at once.
+- Data flows one way; only the version of the weights flows back.
+- `feed` starts work only while (issued and untrained groups) < (staleness.target + 1) x
+  groups_per_step, so target 0 is synchronous training.
+- Only `learn` decides when to stop; the other stages end by cancellation.
+- The first cancellation of train() stops the learner at the next step boundary: it writes a
+  checkpoint, and train() raises CancelledError. A second one ends the run at once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ async def train(
 
     `start_from` begins a new run with the weights, optimizer and step count of a checkpoint of the
     same model. `parts` replaces what the config's plug-ins would make. Raises ConfigError before
-    any model loads, RunError when the run can't go on, CancelledError after a clean checkpoint.
+    any model loads, RunError when the run can't continue, CancelledError after a checkpoint.
     """
     parts = (parts or assemble(config)).in_form()
     hooks = Callbacks([*callbacks, *parts.loggers])
@@ -76,7 +77,7 @@ async def train(
 
 @contextmanager
 def _watched(run: Run) -> Iterator[None]:
-    """Nothing hangs in here: a stall cancels the task that called, and raises StallError."""
+    """Run the watchdog. A stall cancels the calling task and raises StallError."""
     deadlines = run.config.deadlines
     task = asyncio.current_task()
     assert task is not None
@@ -105,7 +106,7 @@ def _watched(run: Run) -> Iterator[None]:
 async def _open_and_drive(
     run: Run, opening: Adapter, resume: bool, start_from: Path | None
 ) -> Status:
-    """Open the adapter, restore what there is to restore, and drive the stages."""
+    """Open the adapter, restore a checkpoint where one is wanted, and drive the stages."""
     async with opening as adapter:
         try:
             run.serve(adapter)
@@ -121,7 +122,7 @@ async def _open_and_drive(
 
 
 async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
-    """Report the end in the files and to the callbacks; their errors don't hide the `failure`."""
+    """Report the end in the files and to the callbacks; errors of these don't hide `failure`."""
     first: Exception | None = None
     try:
         run.evaluation.write_row()
@@ -138,7 +139,7 @@ async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
     if failure is None:
         raise first
     notes = (f"{type(first).__name__}: {first}", *getattr(first, "__notes__", ()))
-    failure.add_note(f"and at the end of the run: {', '.join(notes)}")
+    failure.add_note(f"also failed, at the end of the run: {', '.join(notes)}")
 
 
 async def drive(run: Run) -> Status:
@@ -156,15 +157,15 @@ async def drive(run: Run) -> Status:
                 producer.cancel()
         finally:
             run.watchdog.ending()
-    if learner.cancelled():  # by a callback's own cancellation, say: it would pass for an end
-        raise RunError(f"the learner was cancelled from inside after step {run.step}")
+    if learner.cancelled():  # by a callback, for example; it would look like a normal end
+        raise RunError(f"user code cancelled the learner after step {run.step}")
     if interrupted and run.step < run.total_steps:
         return "interrupted"
     return "solved" if run.signal.solved else "completed"
 
 
 async def feed(run: Run) -> None:
-    """Issue prompts, as many as staleness admits; what a resume kept is finished already."""
+    """Issue prompts, as many as staleness admits; pass on groups that a resume kept."""
     while True:
         while len(run.ledger.open) >= run.admitted:
             run.admit.clear()
@@ -184,7 +185,7 @@ async def collect(run: Run, slot: Slot | Playback) -> None:
             prompt = await run.todo.get()
             started = time.time()
             group = await slot.play(prompt)
-            if cancelled():  # but user code swallowed it
+            if cancelled():  # and user code swallowed the CancelledError
                 break
             run.record.played(group, started)
             if run.sampled:
@@ -215,7 +216,7 @@ async def learn(run: Run) -> None:
 
 
 async def step(run: Run) -> bool:
-    """One optimizer step and its publication; False when the run is to stop instead."""
+    """Take one optimizer step and publish the weights; False when the run stops instead."""
     number, trained = run.step + 1, run.version
     run.record.meter.start()
     groups = await take(run)
@@ -243,7 +244,7 @@ async def step(run: Run) -> bool:
 
 
 async def take(run: Run) -> list[Group] | None:
-    """The groups of the next step, in the order of issue; None when the run is to stop."""
+    """The groups of the next step, in the order of issue; None when the run stops."""
     if run.at_epoch_start:
         await run.callbacks.on_epoch_begin(run, run.epochs(run.step) + 1)
     await run.callbacks.on_step_begin(run, run.step + 1)
@@ -251,9 +252,9 @@ async def take(run: Run) -> list[Group] | None:
 
 
 async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metrics]:
-    """The groups' batch, whether any rollout got credit, and the KL where it is penalised.
+    """The batch of the groups, whether any rollout got credit, and the KL if it is penalised.
 
-    Raises NoSignalError when nothing was sampled at all, RunError for a wrong number of advantages.
+    Raises NoSignalError when no token was sampled, RunError for a wrong number of advantages.
     """
     parts, kl = run.parts, Metrics()
     scored = [group.only_scored() for group in groups]
@@ -261,7 +262,7 @@ async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metric
     credits = fitting(scored, returned, f"the algorithm {type(parts.algorithm).__name__}")
     samples = make_samples(scored, credits, paired=parts.loss == "dpo")
     if not samples:
-        raise NoSignalError("a step's rollouts hold no sampled token: nothing can be trained")
+        raise NoSignalError("the rollouts of this step have no sampled token to train on")
     has_credit = any(any(sample.advantages) for sample in samples)
     if penalty := run.config.algorithm.kl_penalty:
         reference = await run.logprobs([s.token_ids for s in samples], reference=True)
@@ -290,19 +291,19 @@ async def update(run: Run, groups: Sequence[Group], batch: Batch) -> Metrics:
 
 
 async def publish(run: Run) -> None:
-    """Let the sampler serve the present weights."""
+    """Make the sampler serve the updated weights."""
     started = time.time()
     run.version = await run.within("publish", run.adapter.publish())
     run.record.publish(run.version, started)
 
 
 async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
-    """Wait for the learner; whether a cancellation asked it to stop. A second one is raised."""
+    """Wait for the learner; return whether a cancellation stopped it. A second one is raised."""
     try:
         await asyncio.wait([learner])
     except asyncio.CancelledError:
         if learner.done() or learner.cancelling() or run.stalled:
-            raise  # a stage failed or nothing moves: the task group is ending
+            raise  # a stage failed or the run stalled: the task group is ending
         run.request_stop()
         await asyncio.wait([learner])
         return True
@@ -311,9 +312,9 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let the garbage collector run seldom: thousands of live rollouts make each pass dear.
+    """Run the garbage collector rarely: with thousands of live rollouts each pass is slow.
 
-    At 10,000 in flight the default thresholds cost a third of all CPU time.
+    At 10,000 rollouts in flight the default thresholds cost a third of all CPU time.
     """
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 50)

@@ -1,9 +1,8 @@
-"""One prompt's rollouts: a model plays G episodes, each in an Environment of its own.
+"""Play a group: G rollouts of one prompt, each in its own Environment.
 
-After reset, rollouts with equal prompts go out as one `sample(n=...)`, so that the prompt is
-prefilled once. A fault of an environment is the outcome of its rollout alone; a fault of the
-sampler is the run's and propagates. Seeds depend on the ticket, the rollout and the turn, never on
-timing.
+After reset, rollouts with equal prompts share one `sample(n=...)`, so that the prompt is prefilled
+once. An environment that fails sets the outcome of its rollout only; a sampler that fails ends the
+run. Seeds depend on the ticket, the rollout and the turn, never on timing.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ T = TypeVar("T")
 
 
 class Rollouts:
-    """Plays groups; holds what all rollouts of a run share.
+    """Plays groups, with the sampler, the chat format and the limits of a run.
 
-    `progress` is called at every answer of the sampler and of an environment.
+    `progress` is called after each call of the sampler and of an environment.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Rollouts:
         self.seed = config.train.seed
 
     async def play(self, prompt: Prompt, environments: Sequence[Environment]) -> Group:
-        """One group: a rollout of `prompt` in each environment.
+        """Play one rollout of `prompt` in each environment.
 
         Raises AdapterError or DeadlineError when the sampler fails.
         """
@@ -67,7 +66,7 @@ class Rollouts:
         return Group(prompt, [r.trajectory for r in rollouts])
 
     def _begin(self, rollouts: Sequence[_Rollout]) -> None:
-        """Tokenise each distinct opening once."""
+        """Tokenise the opening messages, equal ones once."""
         begun: list[tuple[_Rollout, Conversation]] = []
         for rollout in rollouts:
             if not rollout.alive:
@@ -85,7 +84,7 @@ class Rollouts:
                 rollout.check_room()
 
     async def _first_turns(self, rollouts: Sequence[_Rollout]) -> None:
-        """Sample all first replies, equal prompts together."""
+        """Sample all first turns, equal prompts together."""
         together: dict[tuple[int, ...], list[_Rollout]] = {}
         if rollouts and all(
             r.conversation.prompt_ids is rollouts[0].conversation.prompt_ids for r in rollouts
@@ -109,7 +108,7 @@ class Rollouts:
 
 
 class _Rollout:
-    """One episode under way."""
+    """One rollout while it is played."""
 
     __slots__ = ("conversation", "environment", "first", "index", "opening", "shared", "tools",
                  "trajectory")  # fmt: skip
@@ -150,12 +149,13 @@ class _Rollout:
         if length >= limit:
             self._fail(
                 "invalid",
-                f"prompt {self.trajectory.prompt.id} has {length} tokens, and the model's context "
-                f"or rollout.max_sequence_length admits {limit}: shorten it, or raise the limit",
+                f"prompt {self.trajectory.prompt.id} has {length} tokens, expected fewer than "
+                f"{limit}, the model's context or rollout.max_sequence_length. Shorten the prompt, "
+                "or raise the limit.",
             )
 
     async def play(self) -> None:
-        """Turn after turn until the environment ends the episode, or a limit does."""
+        """Play turn after turn, until the environment or a limit ends the episode."""
         completion: Completion | None = self.first
         trajectory, conversation = self.trajectory, self.conversation
         while completion is not None:
@@ -168,14 +168,14 @@ class _Rollout:
         trajectory.messages = conversation.messages
 
     async def sample(self, n: int = 1) -> list[Completion]:
-        """Raises DeadlineError when the sampler outlives `deadlines.sample`, and what it raises."""
+        """Sample `n` next turns. Raises DeadlineError, AdapterError and what the sampler raises."""
         shared, prompt_ids = self.shared, self.conversation.prompt_ids
         room = shared.context_length - len(prompt_ids)
         max_tokens = min(shared.params.max_tokens, room)
         params = replace(shared.params, max_tokens=max_tokens, seed=self._seed())
         started = time.perf_counter()
         completions = await adapter_call(
-            f"to sample prompt {self.trajectory.prompt.id}",
+            f"sampling prompt {self.trajectory.prompt.id}",
             shared.sampler.sample(prompt_ids, params, n),
             shared.deadlines.sample,
             "sample",
@@ -191,7 +191,7 @@ class _Rollout:
         return completions
 
     async def _step(self, action: Action) -> StepResult | None:
-        """The environment's answer; None when the episode ends here."""
+        """The result of the environment's `step`; None when the episode ends here."""
         trajectory = self.trajectory
         if type(self.environment).step is Environment.step:
             return None
@@ -209,7 +209,7 @@ class _Rollout:
         return result
 
     async def _answer(self, result: StepResult) -> Completion | None:
-        """Show the model the observation and sample its next turn, unless the episode is over."""
+        """Add the observation and sample the next turn; None when the episode is over."""
         trajectory, shared = self.trajectory, self.shared
         if result.terminated or result.truncated:
             return None
@@ -228,7 +228,7 @@ class _Rollout:
         return completion
 
     async def _guard(self, stage: str, call: Callable[[], Awaitable[T]]) -> T | None:
-        """A user's coroutine under its deadline; its failure is this rollout's outcome."""
+        """Await user code within its deadline; a failure sets the outcome of this rollout."""
         limit: float = getattr(self.shared.deadlines, stage)
         started = time.perf_counter()
         try:
@@ -259,24 +259,24 @@ class _Rollout:
 
 
 def _checked(answer: Any) -> StepResult:
-    """A StepResult of what a user's `step` returned; raises TypeError or ValueError."""
+    """The StepResult that a user's `step` returned; raises TypeError or ValueError."""
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise TypeError(
-            f"returned {shown(answer)}: StepResult(observation, reward, terminated, truncated, "
-            "info) is expected"
+            f"returned {shown(answer)}, expected StepResult(observation, reward, terminated, "
+            "truncated, info)"
         )
     observation, reward, terminated, truncated, info = answer
     value = as_number(reward)
     if value is None:
-        raise ValueError(f"returned the reward {shown(reward)}: a finite number is expected")
+        raise ValueError(f"returned the reward {shown(reward)}, expected a finite number")
     if not isinstance(info, dict):
-        raise TypeError(f"returned the info {shown(info)}: a dict is expected")
+        raise TypeError(f"returned the info {shown(info)}, expected a dict")
     ends = bool(terminated), bool(truncated)
-    if any(ends) and observation is None:  # a habit of Gym's users
+    if any(ends) and observation is None:  # as is common with Gym
         observation = ()
     if any(ends) and not isinstance(observation, list | tuple):
         raise TypeError(
-            f"returned the observation {shown(observation)}: a list of messages is expected"
+            f"returned the observation {shown(observation)}, expected a list of messages"
         )
     return StepResult(observation, value, *ends, info)
 
@@ -286,7 +286,7 @@ def _overrides(environments: Sequence[Environment], hook: str) -> bool:
 
 
 async def _each(calls: Sequence[Callable[[], Awaitable[None]]], *, at_once: bool) -> None:
-    """Await all; `at_once` in tasks of their own, else in turn (none of them suspends)."""
+    """Await all calls: `at_once` in separate tasks, else in turn, since none of them waits."""
     if not at_once or len(calls) == 1:
         for call in calls:
             await call()
