@@ -1,12 +1,12 @@
-"""The Environment: what a user writes, Gym-shaped and async, one instance per rollout slot.
+"""The Environment: what a user writes, like Gym's but async, one instance per rollout of a slot.
 
     class Guess(Environment):
         async def step(self, action: Action) -> StepResult:
             right = action.text.strip() == self.prompt.answer
             return StepResult([], float(right), terminated=True, truncated=False, info={})
 
-An instance plays one rollout at a time, so state may live on `self`. Before `reset`, the pipe sets
-`self.prompt`, so that a subclass that only overrides `step` still knows what it was asked.
+An instance plays one rollout at a time, so it may keep state on `self`. `self.prompt` is set before
+`reset`, so that a subclass that only overrides `step` can use it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from retrain.types import Message, Prompt, StopReason
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool offered to the chat template."""
+    """A tool that the chat template offers to the model."""
 
     name: str
     description: str
     parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"type": "object", "properties": {}}
     )
-    """A JSON schema of the arguments."""
+    """The JSON schema of the arguments."""
 
     def as_template(self) -> dict[str, Any]:
-        """The form that chat templates take: {"type": "function", "function": {...}}."""
+        """The structure that chat templates expect: {"type": "function", "function": {...}}."""
         return {
             "type": "function",
             "function": {
@@ -44,7 +44,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the model made; `error` says why its arguments could not be read."""
+    """One call of a tool by the model; `error` says why its arguments can't be parsed."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Action:
 
 
 class StepResult(NamedTuple):
-    """Gymnasium's five; a plain tuple of five works as well."""
+    """The five values of Gymnasium's `step`; a plain tuple works too."""
 
     observation: Sequence[Message]
     reward: float
@@ -74,21 +74,21 @@ class StepResult(NamedTuple):
 
 
 class Environment(ABC):
-    """Where a rollout takes place; the defaults make a single-turn task."""
+    """What a rollout interacts with; the defaults make a single-turn task."""
 
     tools: Sequence[ToolSpec] = ()
     prompt: Prompt
-    """The prompt of the rollout under way, set before `reset`."""
+    """The prompt of the current rollout, set before `reset`."""
 
     async def setup(self) -> None:  # noqa: B027 - a default, not a forgotten body
         """Once per instance, before its first `reset`: connect, load."""
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """The messages that a rollout of `prompt` starts with."""
+        """Start a rollout of `prompt`; return its first messages."""
         return prompt.messages
 
     async def step(self, action: Action) -> StepResult:
-        """Answer the model's turn; by default the episode ends."""
+        """Respond to a turn of the model; by default the episode ends."""
         return StepResult([], 0.0, True, False, {})
 
     async def close(self) -> None:  # noqa: B027 - a default, not a forgotten body

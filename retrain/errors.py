@@ -1,23 +1,23 @@
-"""What can go wrong, as one tree.
+"""The tree of errors.
 
     RetrainError
-    ├── ConfigError (ValueError)              the run's description is wrong; exit 2
-    │   ├── PluginError                       a plug-in can't be found, or its keys don't fit
+    ├── ConfigError (ValueError)              the config is wrong; exit 2
+    │   ├── PluginError                       a plug-in isn't found, or its keys don't fit
     │   ├── PromptError                       a prompt file or row can't be used
     │   └── NotFoundError (FileNotFoundError) a path given to a trainer does not exist
-    ├── RunError                              the run can't go on; exit 1
+    ├── RunError                              the run can't continue; exit 1
     │   ├── AdapterError                      the backend failed
     │   │   └── NonFiniteError                a loss, gradient or weight is NaN or infinite
-    │   ├── DeadlineError (TimeoutError)      an adapter's await outlived its deadline
-    │   │   └── StallError                    nothing moved for a while
-    │   ├── NoSignalError                     nothing to learn from: all fail, or all are flat
-    │   └── CheckpointError                   a checkpoint can't be written, read or continued from
-    └── UserCodeError                         an environment or reward failed: one rollout's matter
-        ├── LateError                         it outlived its deadline
-        └── RewardError                       a trainer's reward_fn failed, and fit() is to say so
+    │   ├── DeadlineError (TimeoutError)      a call of an adapter exceeded its deadline
+    │   │   └── StallError                    there was no progress for `deadlines.stall` seconds
+    │   ├── NoSignalError                     nothing to learn: all rollouts fail or have no credit
+    │   └── CheckpointError                   a checkpoint can't be written, read or resumed
+    └── UserCodeError                         an environment or reward failed in one rollout
+        ├── LateError                         it exceeded its deadline
+        └── RewardError                       a trainer's reward_fn failed; fit() raises this
 
-User code raises plain Python errors; `blame` turns one into a UserCodeError that names whose code
-it was and where, and the pipe records that as the rollout's outcome.
+User code raises any Python error. `blame` turns it into a UserCodeError that names the code and the
+line, and the pipe records that as the outcome of the rollout.
 """
 
 from __future__ import annotations
@@ -28,20 +28,17 @@ from pathlib import Path
 
 
 class RetrainError(Exception):
-    """Anything that `retrain` raises on purpose."""
+    """The base class of all errors of `retrain`."""
 
 
 class ConfigError(RetrainError, ValueError):
-    """The description of the run is wrong: what was got, what was expected, what to do.
-
-    Holds every problem that was found, so that a user mends them in one go.
-    """
+    """The config is wrong. It holds every problem, so that a user can fix all at once."""
 
     def __init__(self, *problems: str, source: str = "") -> None:
         super().__init__(*problems)
         self.problems = problems
         self.source = source
-        """The file that the problems are in."""
+        """The file with the problems."""
 
     def __str__(self) -> str:
         head = f"{self.source}: " if self.source else ""
@@ -51,7 +48,7 @@ class ConfigError(RetrainError, ValueError):
 
 
 class PluginError(ConfigError):
-    """A plug-in can't be found, or its keys don't fit its constructor."""
+    """A plug-in isn't found, or its keys don't fit its constructor."""
 
 
 class PromptError(ConfigError):
@@ -59,11 +56,11 @@ class PromptError(ConfigError):
 
 
 class NotFoundError(ConfigError, FileNotFoundError):
-    """A model, data set or checkpoint that can only be a path does not exist."""
+    """The path of a model, data set or checkpoint does not exist."""
 
 
 class RunError(RetrainError):
-    """The run can't go on; its last checkpoint stays good."""
+    """The run can't continue; its last checkpoint remains valid."""
 
 
 class AdapterError(RunError):
@@ -75,35 +72,35 @@ class NonFiniteError(AdapterError):
 
 
 class DeadlineError(RunError, TimeoutError):
-    """An await on an adapter outlived its deadline."""
+    """A call of an adapter exceeded its deadline."""
 
 
 class StallError(DeadlineError):
-    """Nothing moved for `deadlines.stall` seconds."""
+    """There was no progress for `deadlines.stall` seconds."""
 
 
 class NoSignalError(RunError):
-    """There is nothing to learn from."""
+    """There is nothing to learn: all rollouts fail or have no credit."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint can't be written, read or continued from."""
+    """A checkpoint can't be written, read or resumed."""
 
 
 class UserCodeError(RetrainError):
-    """An environment or a reward failed; the message names it, the cause is its exception."""
+    """An environment or a reward failed: the message names it, `__cause__` is its exception."""
 
 
 class LateError(UserCodeError):
-    """User code outlived its deadline."""
+    """User code exceeded its deadline."""
 
 
 class RewardError(UserCodeError):
-    """A trainer's `reward_fn` raised or returned no number; the message holds prompt and reply."""
+    """A trainer's `reward_fn` failed; the message contains the prompt and the reply."""
 
 
 def blame(owner: str, error: BaseException) -> UserCodeError:
-    """The error of a user's `owner` ("reward 'slot_match'"), with the line that raised it."""
+    """The error of user code, `owner` ("reward 'slot_match'"), with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = f": {error}" if str(error) else ""
@@ -113,15 +110,15 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value as an error tells it: its repr, cut to `limit` characters."""
+    """A value as errors show it: its repr, truncated to `limit` characters."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - a user's own; or Python's, of an integer of 4300 digits
+    except Exception:  # noqa: BLE001 - of user code, or of Python for an integer of 4300 digits
         return f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def first_of(items: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
-    """The first `limit` items as an error tells them, and how many more there are."""
+    """The first `limit` items as errors show them, and how many more there are."""
     more = [f"and {len(items) - limit} more"] if len(items) > limit else []
     return separator.join([*items[:limit], *more])

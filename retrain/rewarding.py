@@ -1,13 +1,13 @@
-"""RewardCalculators: what a user writes to score a rollout, and how several make one reward.
+"""Rewards: what a user writes to score a rollout, and how several make one reward.
 
     @reward
     def exact(completion: str, answer: str) -> float:
         return float(completion.strip() == answer)
 
-A function is called with the names it declares, of `prompt completion answer messages metadata
-trajectory`; `**kwargs` takes the rest. `Scorer` runs all calculators of a group: concurrently,
-bounded, each call with a deadline, a plain function in a thread. A calculator that fails makes an
-outcome of that rollout, never a reward of 0.
+A function is called with the arguments that it declares, of `prompt completion answer messages
+metadata trajectory`; `**kwargs` receives all others. `Scorer` runs the calculators of a group at
+the same time, within bounds and deadlines, plain functions in threads. A calculator that fails sets
+the outcome of its rollout; a failure is never a reward of 0.
 """
 
 from __future__ import annotations
@@ -29,14 +29,23 @@ from retrain.types import Group, Outcome, Trajectory
 
 T = TypeVar("T")
 
-NAMES = ("prompt", "completion", "answer", "messages", "metadata", "trajectory")
+ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {
+    "prompt": lambda trajectory: trajectory.prompt.text,
+    "completion": lambda trajectory: trajectory.completion,
+    "answer": lambda trajectory: trajectory.prompt.answer,
+    "messages": lambda trajectory: trajectory.messages,
+    "metadata": lambda trajectory: trajectory.prompt.metadata,
+    "trajectory": lambda trajectory: trajectory,
+}
+"""The arguments that a reward function may declare."""
+NAMES = tuple(ARGUMENTS)
 SLOW = 0.02
-"""Seconds: a plain function slower than this gets a thread for each rollout, not each group."""
+"""Seconds. A plain function that is slower gets one thread per rollout instead of per group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward with its parts, or the reason why there is none (`outcome` other than `ok`)."""
+    """A reward with its components, or an `outcome` other than `ok` where there is no reward."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
@@ -47,24 +56,25 @@ Verdict = float | Reward
 
 
 class RewardCalculator(ABC):
-    """Scores rollouts; a subclass's constructor arguments are its keys in the YAML."""
+    """Scores rollouts. The constructor arguments of a subclass are its keys in the YAML."""
 
     name: str = ""
-    """The component's name; by default the class's."""
+    """The name of the component; by default that of the class."""
 
     @abstractmethod
     async def calculate(self, trajectory: Trajectory) -> Verdict:
-        """The reward of one finished rollout. May raise: that rollout is then not scored."""
+        """The reward of one finished rollout. If this raises, the rollout is not scored."""
 
     async def calculate_group(self, group: Sequence[Trajectory]) -> Sequence[Verdict]:
-        """The rewards of one prompt's rollouts; override it to compare them with each other."""
+        """The rewards of all rollouts of a prompt; override this to compare them."""
         return await asyncio.gather(*map(self.calculate, group))
 
 
 class FunctionReward(RewardCalculator):
     """A plain or async function as a RewardCalculator; still callable as the function itself.
 
-    Raises PluginError when the function asks for a name that nobody provides.
+    `bound` are arguments with fixed values. Raises PluginError when the function requires an
+    argument that is neither bound nor one of ARGUMENTS.
     """
 
     def __init__(self, function: Callable[..., Any], name: str = "", **bound: Any) -> None:
@@ -79,10 +89,6 @@ class FunctionReward(RewardCalculator):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **{**self.bound, **kwargs})
 
-    def bind(self, **bound: Any) -> FunctionReward:
-        """The same function with some arguments fixed (the YAML's further keys)."""
-        return FunctionReward(self.function, self.name, **{**self.bound, **bound})
-
     async def calculate(self, trajectory: Trajectory) -> Verdict:
         result = self.call(trajectory)
         if self.is_async or inspect.isawaitable(result):
@@ -91,45 +97,31 @@ class FunctionReward(RewardCalculator):
         return verdict
 
     def call(self, trajectory: Trajectory) -> Any:
-        """The function's own result: a verdict, or an awaitable of one."""
-        return self.function(**self._arguments(trajectory), **self.bound)
+        """What the function returns: a verdict, or an awaitable of one."""
+        given = {name: ARGUMENTS[name](trajectory) for name in self._wants}
+        return self.function(**given, **self.bound)
 
     @property
     def needs_answer(self) -> bool:
-        """Whether it asks for the row's answer by name, without a default."""
+        """Whether it requires the argument `answer`."""
         answer = inspect.signature(self.function).parameters.get("answer")
         return answer is not None and answer.default is answer.empty and "answer" in self._wants
 
     def _declared(self) -> tuple[str, ...]:
+        """The arguments to call it with, less the bound ones."""
         parameters = inspect.signature(self.function).parameters.values()
+        free = tuple(name for name in NAMES if name not in self.bound)
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return tuple(name for name in NAMES if name not in self.bound)
-        unknown = [
-            p.name
-            for p in parameters
-            if p.name not in NAMES and p.name not in self.bound and p.default is p.empty
-        ]
+            return free
+        required = [p.name for p in parameters if p.default is p.empty]
+        unknown = [name for name in required if name not in (*free, *self.bound)]
         if unknown or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise PluginError(
-                f"reward '{self.name}' asks for {', '.join(unknown) or 'positional arguments'}: "
-                f"a reward is called by name with any of {', '.join(NAMES)}; "
-                "give other arguments a default or a value in the YAML"
+                f"reward '{self.name}' requires {', '.join(unknown) or 'positional arguments'}, "
+                f"but a reward is called by name with any of {', '.join(NAMES)}. Give other "
+                "arguments a default, or a value in the YAML."
             )
-        return tuple(p.name for p in parameters if p.name in NAMES and p.name not in self.bound)
-
-    def _arguments(self, trajectory: Trajectory) -> dict[str, Any]:
-        prompt = trajectory.prompt
-        values: dict[str, Any] = {}
-        for name in self._wants:
-            if name == "prompt":
-                values[name] = prompt.text
-            elif name == "trajectory":
-                values[name] = trajectory
-            elif name in ("answer", "metadata"):
-                values[name] = getattr(prompt, name)
-            else:
-                values[name] = getattr(trajectory, name)
-        return values
+        return tuple(p.name for p in parameters if p.name in free)
 
 
 @overload
@@ -141,7 +133,7 @@ def reward(
 
 
 def reward(function: Callable[..., Any] | None = None, *, name: str = "", **bound: Any) -> Any:
-    """Make a function a RewardCalculator: `@reward`, or `@reward(name="...")`."""
+    """Make a RewardCalculator of a function: `@reward`, or `@reward(name="...")`."""
     if function is not None:
         return FunctionReward(function, name, **bound)
     return lambda wrapped: FunctionReward(wrapped, name, **bound)
@@ -149,7 +141,7 @@ def reward(function: Callable[..., Any] | None = None, *, name: str = "", **boun
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """One of a run's rewards."""
+    """One of the rewards of a run."""
 
     name: str
     weight: float
@@ -157,10 +149,10 @@ class WeightedReward:
 
 
 class Scorer:
-    """A run's rewards together: the reward is the weighted sum of the components.
+    """The rewards of a run. The reward of a rollout is their weighted sum.
 
-    `deadline` is in seconds a call; at most `concurrency` groups are scored at once by each.
-    Raises PluginError when two rewards have one name.
+    `deadline` is in seconds per call; each reward scores at most `concurrency` groups at once.
+    Raises PluginError when two rewards have the same name.
     """
 
     def __init__(
@@ -169,7 +161,7 @@ class Scorer:
         names = [part.name for part in rewards]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
-            raise PluginError(f"two rewards are called {twice}: give each its own `name`")
+            raise PluginError(f"several rewards have the name {twice}: give each its own `name`")
         self.rewards = tuple(rewards)
         self.deadline = deadline
         self._bounds = {part.name: asyncio.Semaphore(concurrency) for part in rewards}
@@ -177,16 +169,16 @@ class Scorer:
         self._slow: set[str] = set()
 
     def close(self) -> None:
-        """Let the idle threads end."""
+        """End the idle threads."""
         self._pool.close()
 
     async def score(self, group: Group) -> None:
-        """Fill in `rewards` and `reward` of the group's good rollouts, or their bad outcome."""
+        """Set `rewards` and `reward` of the rollouts that are `ok`, or their new outcome."""
         trajectories = group.scored
         if not trajectories:
             return
         started = time.perf_counter()
-        if len(self.rewards) == 1:  # the common case, without a task for each reward
+        if len(self.rewards) == 1:  # the common case needs no tasks
             columns = [await self._verdicts(self.rewards[0], trajectories)]
         else:
             columns = await _together([self._verdicts(p, trajectories) for p in self.rewards])
@@ -208,7 +200,8 @@ class Scorer:
             judged = _checked(part.name, verdict)
             if judged.outcome != "ok":
                 trajectory.outcome = judged.outcome
-                trajectory.info.setdefault("error", f"reward '{part.name}' said {judged.outcome}")
+                error = f"reward '{part.name}' returned the outcome {judged.outcome}"
+                trajectory.info.setdefault("error", error)
                 return
             trajectory.rewards[part.name] = judged.value
             for component, value in judged.components.items():
@@ -216,16 +209,15 @@ class Scorer:
             total += part.weight * judged.value
         if max(map(abs, (*trajectory.rewards.values(), total))) > LARGEST:
             raise UserCodeError(
-                f"the rewards {shown(trajectory.rewards, 200)} sum to {total}: numbers of at most "
-                f"{LARGEST:g} are expected, as a loss in float32 can take them; scale the reward "
-                "down"
+                f"the rewards {shown(trajectory.rewards, 200)} sum to {total}, expected numbers "
+                f"of at most {LARGEST:g}, for a loss in float32. Scale the reward down."
             )
         trajectory.reward = total
 
     async def _verdicts(
         self, part: WeightedReward, trajectories: Sequence[Trajectory]
     ) -> Sequence[Any]:  # any: what user code returned, or an exception; `_checked` judges
-        """One verdict a trajectory. The deadline runs once the bound admits the group."""
+        """One verdict per trajectory. The deadline starts once the bound admits the group."""
         calculator = part.calculator
         async with self._bounds[part.name]:
             if isinstance(calculator, FunctionReward) and not calculator.is_async:
@@ -237,13 +229,13 @@ class Scorer:
     async def _one_by_one(
         self, part: WeightedReward, trajectories: Sequence[Trajectory]
     ) -> list[Any]:
-        """All calls at once; one that fails or is late is the matter of its rollout alone.
+        """All calls at once; one that fails or is late affects only its rollout.
 
-        A late one is cancelled and not waited for, unless the run itself ends.
+        A late call is cancelled, and only awaited if the run itself ends.
         """
         tasks = [asyncio.create_task(_judged(part, t)) for t in trajectories]
         try:
-            await asyncio.sleep(0)  # by then those that wait for nothing are done
+            await asyncio.sleep(0)  # calls that never wait are done after this
             late = {task for task in tasks if not task.done()}
             if late:
                 _, late = await asyncio.wait(late, timeout=self.deadline)
@@ -263,8 +255,8 @@ class Scorer:
             verdicts = list(await part.calculator.calculate_group(trajectories))
             if len(verdicts) != len(trajectories):
                 raise ValueError(
-                    f"calculate_group returned {len(verdicts)} rewards for "
-                    f"{len(trajectories)} trajectories: one each, in order, is expected"
+                    f"calculate_group returned {len(verdicts)} rewards, expected one for each of "
+                    f"{len(trajectories)} trajectories"
                 )
             return verdicts
 
@@ -276,7 +268,7 @@ class Scorer:
     async def _in_threads(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
     ) -> list[Any]:
-        """A plain function: one thread for the group while it is quick, else one a rollout."""
+        """A plain function: one thread per group while it is fast, else one per rollout."""
         if part.name not in self._slow:
             return await self._thread(part, calculator, trajectories)
         pieces = await _together([self._thread(part, calculator, [t]) for t in trajectories])
@@ -292,7 +284,7 @@ class Scorer:
             for trajectory in trajectories:
                 try:
                     verdicts.append(calculator.call(trajectory))
-                except BaseException as error:  # noqa: BLE001 - the rollout's own, even SystemExit
+                except BaseException as error:  # noqa: BLE001 - fails this rollout only, even SystemExit
                     verdicts.append(blame(f"reward '{part.name}'", error))
             if time.perf_counter() - began > SLOW * len(trajectories):
                 self._slow.add(part.name)
@@ -301,7 +293,7 @@ class Scorer:
             await self._pool.run(work, self.deadline)
         except TimeoutError:
             self._slow.add(part.name)
-            done = list(verdicts)  # the abandoned thread may still append to the other list
+            done = list(verdicts)  # a copy: the abandoned thread may still append
             return done + [self._late(part)] * (len(trajectories) - len(done))
         return verdicts
 
@@ -312,7 +304,7 @@ class Scorer:
 
 
 async def _judged(part: WeightedReward, trajectory: Trajectory) -> Any:
-    """The calculator's verdict, or the error that it raised."""
+    """The verdict of the calculator, or the error that it raised."""
     try:
         return await part.calculator.calculate(trajectory)
     except BaseException as error:
@@ -322,44 +314,43 @@ async def _judged(part: WeightedReward, trajectory: Trajectory) -> Any:
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; a cancellation waits until each of them has ended."""
+    """The results of all calls; a cancellation waits until each has ended."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]
 
 
 def as_number(value: Any) -> float | None:
-    """A reward as a float, of numpy or torch too; None where it is no finite number."""
+    """A reward as a float, also one of numpy or torch; None if it is no finite number."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception:  # noqa: BLE001 - whatever an object of a user's raises when asked
+    except Exception:  # noqa: BLE001 - a user's object may raise anything
         return None
     return number if math.isfinite(number) else None
 
 
 def _checked(name: str, verdict: Any) -> Reward:
-    if type(verdict) is float and math.isfinite(verdict):  # the common case, and a quick one
+    """The verdict as a Reward of floats; raises UserCodeError."""
+    if type(verdict) is float and math.isfinite(verdict):  # the common case, fast
         return Reward(verdict)
     if isinstance(verdict, UserCodeError):
         raise verdict
-    judged = verdict if isinstance(verdict, Reward) else None
-    value = verdict if judged is None else judged.value
-    if judged is not None and judged.outcome != "ok":
+    judged = verdict if isinstance(verdict, Reward) else Reward(verdict)
+    if judged.outcome != "ok":
         return judged
-    components = {} if judged is None else judged.components
-    if not isinstance(components, Mapping):
+    if not isinstance(judged.components, Mapping):
         raise UserCodeError(
-            f"reward '{name}' returned the components {shown(components)}: a mapping of names to "
-            "numbers is expected"
+            f"reward '{name}' returned the components {shown(judged.components)}, expected a "
+            "mapping of names to numbers"
         )
     numbers: dict[str, float] = {}
-    for component, given in {"": value, **components}.items():
+    for component, given in {"": judged.value, **judged.components}.items():
         number = as_number(given)
         if number is None:
             where = f"reward '{name}'" + (f", component '{component}'" if component else "")
             raise UserCodeError(
-                f"{where} returned {shown(given)}: a finite number is expected; to leave a rollout "
-                "out, return Reward(0.0, outcome='invalid')"
+                f"{where} returned {shown(given)}, expected a finite number. To exclude a rollout, "
+                "return Reward(0.0, outcome='invalid')."
             )
         numbers[component] = number
     return Reward(numbers.pop(""), numbers)

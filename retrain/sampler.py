@@ -1,4 +1,4 @@
-"""The Sampler: where tokens come from. Ids in, ids out, each with its log-prob and version."""
+"""The Sampler: token ids in, sampled ids out, each with its log-prob and version."""
 
 from __future__ import annotations
 
@@ -6,65 +6,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from retrain.errors import AdapterError
 from retrain.types import Completion
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample; what a backend can't honour is refused at start-up."""
+    """How to sample. A run that asks for more than its backend supports is rejected at start-up."""
 
     max_tokens: int = 256
     temperature: float = 1.0
-    """0 is greedy; log-probs are then those of the distribution at temperature 1."""
+    """0 is greedy, with the log-probs of the distribution at temperature 1."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all tokens."""
     stop: tuple[str, ...] = ()
-    """A completion ends with the token that completes one of these strings (kept in its ids)."""
+    """A completion ends with the token that completes one of these strings; its ids keep it."""
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    """Completion i of a request draws from (seed, i): the same whatever shares its batch."""
+    """Completion i of a request depends on (seed, i), not on what else is in its batch."""
 
 
 class Sampler(Protocol):
-    """Serves completions of the weights that were published last."""
+    """Samples from the weights that were published last."""
 
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, n: int = 1
     ) -> list[Completion]:
-        """`n` completions of one prompt, which is prefilled once.
+        """Sample `n` completions of one prompt, which is prefilled once.
 
-        A completion in flight when new weights are published ends on those it began with.
+        A completion that began before new weights were published ends with the old weights.
         """
         ...
 
 
-class CountedSampler:
-    """A sampler held to its word: as many completions as were asked for, or an AdapterError.
-
-    `name` is what the error calls it.
-    """
-
-    def __init__(self, sampler: Sampler, name: str) -> None:
-        self._sampler, self._name = sampler, name
-
-    async def sample(
-        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
-    ) -> list[Completion]:
-        completions = await self._sampler.sample(prompt_ids, params, n)
-        listed = isinstance(completions, list | tuple)
-        if listed and len(completions) == n:
-            return completions
-        got = f"{len(completions)} completions" if listed else type(completions).__name__
-        raise AdapterError(
-            f"{self._name}: sample(n={n}) returned {got}: a list of {n} is expected; mend the "
-            "sampler"
-        )
-
-
 class Tokenizer(Protocol):
-    """ids <-> text and the chat template: the part of a Hugging Face tokenizer that is used."""
+    """Ids <-> text, and the chat template: the part of a Hugging Face tokenizer that we use."""
 
     eos_token_id: int | None
     chat_template: Any  # a Jinja string; some tokenizers hold a mapping of named ones

@@ -3,8 +3,7 @@
 Row -> Prompt (with its Ticket) -> Turn... -> Trajectory -> Group -> Sample... -> Batch -> Metrics.
 
 A token is sampled once and never encoded again: `Completion` holds the ids, log-probs and weight
-version that the sampler returned, and everything downstream is made of those very numbers.
-`Sample` checks on creation that its streams have one length.
+version that the sampler returned, and everything downstream uses these numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 Metrics = dict[str, float]
 
 Outcome = Literal["ok", "invalid", "infra_error", "timeout"]
-"""`ok` alone enters group statistics; the others are masked and counted, never scored as 0."""
+"""Only `ok` enters group statistics; the others are masked and counted, never scored as 0."""
 
 StopReason = Literal["stop", "length", "context"]
 """`stop`: a stop token or string; `length`: max_tokens; `context`: the model's context is full."""
@@ -34,12 +33,12 @@ class Message(TypedDict):
 
 
 class Ticket(NamedTuple):
-    """A prompt's identity in a run: ledger, resume and promise P1 count tickets, not texts."""
+    """The identity of a prompt in a run: ledger, resume and promise P1 count tickets."""
 
     epoch: int
     row: int
     attempt: int = 0
-    """0 at first; one higher each time that the prompt is issued again."""
+    """0 at first, one higher each time the prompt is issued again."""
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.row}.{self.attempt}"
@@ -53,11 +52,11 @@ class Ticket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a rollout starts from; `id` is the text of its ticket."""
+    """What a rollout starts from; `id` is its ticket as a string."""
 
     id: str
     messages: Sequence[Message]
-    answer: Any = None  # whatever the data set holds: only the user's own reward reads it
+    answer: Any = None  # any value of the data set: only the user's reward reads it
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,7 +65,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The last user message's text (of the last message, when no user speaks)."""
+        """The text of the last user message, or of the last message if there is none."""
         for message in reversed(self.messages):
             if message["role"] == "user":
                 return str(message["content"])
@@ -84,12 +83,12 @@ class Completion:
     """Decoded without special tokens."""
     stop_reason: StopReason
     version: int
-    """The weights' version that sampled it; -1 where nobody did: the data set says it."""
+    """The version of the weights that sampled it; -1 if it is from the data set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: the ids the sampler saw, what it said, what the environment answered."""
+    """The ids that the sampler got, its completion, and the environment's observation."""
 
     prompt_ids: Sequence[int]
     completion: Completion
@@ -103,36 +102,36 @@ class Trajectory:
     prompt: Prompt
     turns: list[Turn] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
-    """Reward by component, unweighted; `environment` is the sum of the step rewards."""
+    """The reward per component, unweighted; `environment` is the sum of the step rewards."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Whatever the environment's steps reported, merged; `error` holds a failure's cause."""
+    """The merged `info` of the environment's steps; `error` is the cause of a failure."""
     outcome: Outcome = "ok"
     reward: float = 0.0
-    """The weighted sum of the components; meaningless unless the outcome is `ok`."""
+    """The weighted sum of the components; only valid if the outcome is `ok`."""
     messages: Sequence[Message] = ()
-    """The whole conversation, the model's replies and the observations included."""
+    """The whole conversation, with the model's replies and the observations."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time spent by stage (`sample`, `environment`, `reward`), in seconds."""
+    """Seconds per stage: `sample`, `environment`, `reward`."""
 
     @property
     def completion(self) -> str:
-        """The last turn's text, empty when nothing was sampled."""
+        """The text of the last turn, empty when nothing was sampled."""
         return self.turns[-1].completion.text if self.turns else ""
 
     @property
     def versions(self) -> list[int]:
-        """The weights' version of each turn."""
+        """The version of the weights, per turn."""
         return [turn.completion.version for turn in self.turns]
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens the model sampled, all turns together."""
+        """How many tokens the model sampled in all turns."""
         return sum([len(turn.completion.token_ids) for turn in self.turns])
 
 
 @dataclass(slots=True)
 class Group:
-    """The G trajectories of one prompt: what a group-relative advantage is taken over."""
+    """The G trajectories of one prompt, which a group-relative advantage compares."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
@@ -143,43 +142,47 @@ class Group:
 
     @property
     def scored(self) -> list[Trajectory]:
-        """The trajectories that may enter group statistics."""
+        """The trajectories with the outcome `ok`."""
         return [t for t in self.trajectories if t.outcome == "ok"]
+
+    def only_scored(self) -> Group:
+        """The group without the trajectories that failed."""
+        return Group(self.prompt, self.scored)
 
     @property
     def oldest_version(self) -> int | None:
-        """The lowest weights' version among the sampled tokens; None if nothing was sampled."""
+        """The lowest version among the sampled tokens; None if nothing was sampled."""
         return min(self.versions, default=None)
 
     @property
     def versions(self) -> set[int]:
-        """The weights' versions that sampled any of the tokens."""
+        """The versions of the weights that sampled the tokens."""
         turns = [turn for trajectory in self.trajectories for turn in trajectory.turns]
         return {turn.completion.version for turn in turns} - {-1}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One training sequence; every stream has its length T.
+    """One training sequence of T tokens; every stream has the length T.
 
-    Raises ValueError when the streams' lengths differ.
+    Raises ValueError when the lengths differ.
     """
 
     token_ids: Sequence[int]
     loss_mask: Sequence[int]
-    """1 where the model sampled the token itself, else 0 (prompt, tool and user tokens)."""
+    """1 for tokens that the model sampled, else 0 (prompt, tool and user tokens)."""
     logprobs: Sequence[float]
-    """The sampler's log-prob of each token; 0.0 where the mask is 0."""
+    """The log-prob of each token by the sampler; 0.0 where the mask is 0."""
     advantages: Sequence[float]
     """Credit of each token; 0.0 where the mask is 0."""
     versions: Sequence[int]
-    """Weights' version that sampled each token; -1 where the mask is 0."""
+    """The version of the weights that sampled each token; -1 where the mask is 0."""
     streams: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Further per-token values, such as `reference_logprobs`."""
+    """More values per token, such as `reference_logprobs`."""
     group_id: str = ""
-    """The text of the prompt's ticket."""
+    """The ticket of the prompt as a string."""
     run_id: str = ""
-    """The rollout: a rollout whose history was rewritten makes several samples of one run_id."""
+    """The rollout. A rollout whose history was rewritten has several samples with one run_id."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -189,13 +192,13 @@ class Sample:
             streams = zip(names, (*own, *self.streams.values()), strict=True)
             wrong = {name: len(stream) for name, stream in streams if len(stream) != length}
             raise ValueError(
-                f"a sample of group {self.group_id!r} has {length} token_ids, but {wrong}: "
-                "every stream of a sample must have the length of token_ids"
+                f"a sample of group {self.group_id!r} has {length} token_ids, but {wrong}; "
+                "expected streams of the same length"
             )
 
 
 class Denominators(NamedTuple):
-    """What a loss over the whole batch is divided by, so that micro-batches sum to the whole."""
+    """What a loss over the whole batch is divided by, so that micro-batches add up to it."""
 
     tokens: int
     """Tokens with loss_mask 1."""
@@ -205,7 +208,7 @@ class Denominators(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one optimizer step trains on."""
+    """The samples of one optimizer step."""
 
     samples: Sequence[Sample]
     loss: str

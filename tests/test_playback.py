@@ -103,8 +103,8 @@ async def test_a_row_that_is_too_long_fails_whole_and_says_so():
     short, long = await played(chat, row([user("a")], [said("b")], [said("b" * 50)]), 20)
     assert short.outcome == long.outcome == "invalid"
     assert short.info["error"] == (
-        "row 3 (from 0): it has 55 tokens, more than the 20 that the model or "
-        "algorithm.max_length admits: shorten it (rows are never cut)"
+        "row 3 (from 0): it has 55 tokens, expected at most 20, the limit of the "
+        "model or algorithm.max_length. Shorten it; rows are never truncated."
     )
 
 

@@ -138,7 +138,7 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
         ("environment", "raises:X", "raises.py:2: RuntimeError: no database"),
         ("environment", "syntax.py", "syntax.py:1: SyntaxError:"),
         ("environment", "leaves.py", "leaves.py:1: SystemExit: 3"),
-        ("reward", "asks.py:f", "reward.type: asks.py: reward 'f' asks for compleshun"),
+        ("reward", "asks.py:f", "reward.type: asks.py: reward 'f' requires compleshun"),
         ("environment", "lacks.py", "No module named 'surely_not_there'"),
         ("environment", "lacks:X", "No module named 'surely_not_there'"),
         ("algorithm", "abstract.py:Half", "Half in "),

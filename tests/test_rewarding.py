@@ -96,7 +96,7 @@ async def test_a_function_gets_the_names_that_it_declares(name, expected):
 
 def test_a_function_that_asks_for_an_unknown_name_is_refused_at_once():
     with pytest.raises(
-        PluginError, match=r"asks for response: .*called by name with any of prompt"
+        PluginError, match=r"requires response, .*called by name with any of prompt"
     ):
         reward(lambda response: 1.0)
 
@@ -138,7 +138,10 @@ async def test_a_group_can_be_scored_as_a_whole():
 async def test_a_group_of_rewards_of_the_wrong_length_is_the_calculators_fault():
     trajectories = await scored(played("a", "b"), Best([1.0]))
     assert {t.outcome for t in trajectories} == {"infra_error"}
-    assert "returned 1 rewards for 2 trajectories" in trajectories[0].info["error"]
+    assert (
+        "returned 1 rewards, expected one for each of 2 trajectories"
+        in trajectories[0].info["error"]
+    )
 
 
 async def test_rollouts_that_failed_before_are_not_scored():

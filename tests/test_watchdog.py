@@ -71,14 +71,14 @@ def test_p4_user_code_that_blocks_the_loop_is_named_and_the_process_ends(tmp_pat
 def test_p4_a_plain_reward_that_blocks_its_thread_for_ever_doesnt_keep_the_process(tmp_path):
     code, stderr, _ = play(tmp_path, judge="time.sleep(3600)", reward=0.2)
     assert code == 1
-    assert "NoSignalError: 3 groups in a row had no good rollout" in stderr
+    assert "NoSignalError: 3 groups in a row had no scored rollout" in stderr
     assert "reward 'judge' took longer than deadlines.reward = 0.2 s" in stderr
 
 
 def test_p4_a_run_in_which_nothing_moves_ends_and_says_what_it_waits_for(tmp_path):
     code, stderr, _ = play(tmp_path, step="await asyncio.Event().wait()", stall=0.5)
     assert code == 1
-    assert "StallError: nothing moved for deadlines.stall = 0.5 s" in stderr
+    assert "StallError: no progress for deadlines.stall = 0.5 s" in stderr
     assert "Env.step (main.py:11)" in stderr
 
 
@@ -91,7 +91,7 @@ def test_p4_an_environment_that_ignores_its_cancellation_cant_keep_the_process(t
                 pass"""
     code, stderr, _ = play(tmp_path, step=stubborn, stall=0.5, close=0.3, checkpoint=0.3)
     assert code == 1
-    assert "was told to end" in stderr
+    assert "shutdown timed out after" in stderr
     assert "Env.step (main.py:" in stderr
 
 

@@ -6,9 +6,9 @@ It loads no torch; `Parts.open_adapter` does. All problems are raised as one Con
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
 from retrain.assembly.compatibility import check_compatible, warnings_about
+from retrain.assembly.learner import Learner
 from retrain.config import Plugin, RewardConfig, RunConfig
 from retrain.config.binding import bind
 from retrain.config.foreign import HOMES
@@ -30,7 +31,6 @@ from retrain.observe.callbacks import Callback
 from retrain.prompts import FilePrompts, ListPrompts, PromptSource
 from retrain.prompts.examples import Pairs
 from retrain.rewarding import NAMES, FunctionReward, RewardCalculator, Scorer, WeightedReward
-from retrain.types import Group, Metrics
 
 T = TypeVar("T")
 
@@ -68,8 +68,8 @@ class Parts:
     loggers: tuple[Callback, ...] = ()
     warnings: tuple[str, ...] = ()
     """What is allowed, but worth a word at the start."""
-    review: Callable[[Sequence[Group]], Awaitable[Metrics]] | None = None
-    """Looks at a step's groups before credit is given; may change rewards, returns metrics."""
+    learner: Learner = field(default_factory=Learner)
+    """Takes part in each step; by default the adapter trains on the batch."""
 
     def in_form(self) -> Self:
         """With the rows in the form that the algorithm trains on; raises PromptError."""

@@ -1,9 +1,9 @@
-"""Awaits of other people's code: each has an owner, a deadline, and a name for what goes wrong.
+"""Await user code and adapters within a deadline, and turn what goes wrong into our errors.
 
-- User code that fails, with whatever it raises, is a UserCodeError; past its deadline a LateError.
-- An adapter's await past its deadline is a DeadlineError, one that was cancelled from inside an
-  AdapterError: a task that ends as cancelled would be taken for one that we ended.
-- Our own cancellation and Ctrl-C pass; a TimeoutError of the code itself is not taken for ours.
+- User code that raises anything is a UserCodeError; past its deadline it is a LateError.
+- An adapter past its deadline is a DeadlineError. One that cancelled itself is an AdapterError:
+  otherwise its task would look like one that we cancelled.
+- Our own cancellation and Ctrl-C propagate. A TimeoutError of the code itself stays what it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def user_call(owner: str, call: Callable[[], Awaitable[T]], seconds: float, key: str) -> T:
-    """Await a user's coroutine; raises UserCodeError or LateError, which name `owner`."""
+    """Await user code; raises UserCodeError or LateError, which name `owner`."""
     plain = False
     try:
         async with asyncio.timeout(seconds) as deadline:
@@ -31,12 +31,12 @@ async def user_call(owner: str, call: Callable[[], Awaitable[T]], seconds: float
         if deadline.expired():
             raise LateError(f"{owner} took longer than deadlines.{key} = {seconds} s") from error
         if plain:
-            raise UserCodeError(f"{owner} is a plain function: write `async def`") from error
+            raise UserCodeError(f"{owner} is a plain function. Write `async def`.") from error
         raise blame(owner, error) from error
 
 
 async def adapter_call(what: str, call: Awaitable[T], seconds: float, key: str) -> T:
-    """Await an adapter's coroutine; raises DeadlineError naming `what`, and what it raises."""
+    """Await an adapter; raises DeadlineError naming `what`, and what the adapter raises."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             return await call
@@ -47,17 +47,17 @@ async def adapter_call(what: str, call: Awaitable[T], seconds: float, key: str) 
     except asyncio.CancelledError as error:
         if cancelled():
             raise
-        raise AdapterError(f"{what} was cancelled from inside the backend") from error
+        raise AdapterError(f"{what} was cancelled by the backend itself") from error
 
 
 def is_theirs(error: BaseException) -> bool:
-    """Whether an error is the code's own: we neither cancel its task, nor does Ctrl-C end it."""
+    """Whether user code raised the error itself: no cancellation of ours, and no Ctrl-C."""
     if isinstance(error, asyncio.CancelledError):
         return not cancelled()
     return not isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 
 def cancelled() -> bool:
-    """Whether the task that runs has been told to end, even if user code swallowed that."""
+    """Whether we cancelled the current task, even if user code swallowed the CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

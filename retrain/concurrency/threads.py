@@ -1,7 +1,7 @@
-"""Daemon threads for a user's blocking code: one that hangs is abandoned, and never waited for.
+"""Daemon threads for blocking user code: a thread that hangs is abandoned and never joined.
 
-The standard executors and anyio's worker threads are joined when the program ends, so a reward
-that blocks for ever would keep the process alive; these are not.
+The standard executors and anyio's worker threads are joined when the program ends, so that a reward
+that never returns would keep the process alive.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
 class DaemonPool:
-    """At most `size` threads that run blocking calls; all methods belong to the event loop.
+    """At most `size` threads for blocking calls. Call all methods on the event loop.
 
-    A thread that was abandoned counts no more: another one may start in its place.
+    An abandoned thread doesn't count: another one may replace it.
     """
 
     def __init__(self, size: int, name: str = "retrain-user-code") -> None:
@@ -31,9 +31,9 @@ class DaemonPool:
         self._abandoned = 0
 
     async def run(self, call: Callable[[], T], seconds: float | None = None) -> T:
-        """`call()` in a thread; cancelling the await abandons the thread to its fate.
+        """Run `call()` in a thread. Cancelling the await abandons the thread.
 
-        Raises TimeoutError `seconds` after a thread took it, which is abandoned too.
+        Raises TimeoutError `seconds` after a thread started it, and abandons that thread.
         """
         async with self._free, asyncio.timeout(seconds):
             loop = asyncio.get_running_loop()
@@ -47,13 +47,13 @@ class DaemonPool:
             try:
                 return await future
             except asyncio.CancelledError:
-                if future.cancelled():  # the thread leaves when its call ends
+                if future.cancelled():  # the thread ends with its call
                     self._threads -= 1
                     self._abandoned += 1
                 raise
 
     def close(self) -> None:
-        """Let the idle threads end."""
+        """End the idle threads."""
         for _ in range(self._threads + self._abandoned):
             self._jobs.put(None)
 
@@ -63,11 +63,11 @@ class DaemonPool:
             try:
                 outcome: Any = call()
                 error = None
-            except BaseException as raised:  # noqa: BLE001 - it is handed to the waiting task
+            except BaseException as raised:  # noqa: BLE001 - raised in the waiting task
                 outcome, error = None, raised
             try:
                 loop.call_soon_threadsafe(self._deliver, future, outcome, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: nothing waits for the result
                 return
             del job, call, future, outcome, error
 

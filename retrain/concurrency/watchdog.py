@@ -1,9 +1,13 @@
-"""The watchdog: a thread that ends a run in which nothing moves, and says what it waits for.
+"""The watchdog: a thread that ends a run without progress, and reports what it waits for (P4).
 
-It works when the event loop doesn't: user code that blocks the loop is named by its file and line.
-It has three ways to notice (promise P4): the loop answers no more (`deadlines.blocked`), it answers
-but nothing moves (`deadlines.stall`), or the run was told to end and doesn't. The first and the
-last can't be mended from outside, so the process ends, after everything recorded was flushed.
+It detects three cases, also while the event loop is blocked:
+
+- The loop doesn't answer (`deadlines.blocked`). The message names the file and line that block it.
+- The loop answers, but there is no progress (`deadlines.stall`).
+- The run should end and doesn't.
+
+Nothing can fix the first and the last from outside, so the process exits, after the files were
+flushed.
 """
 
 from __future__ import annotations
@@ -32,10 +36,10 @@ OWN = (
 
 
 class Watchdog:
-    """Watches the running loop from a daemon thread, as a context manager.
+    """A context manager that watches the running loop from a daemon thread.
 
-    `fail` is called in the loop with a StallError; `last_words` in the thread, with what will be
-    the process's last message, before it exits with status 1.
+    It calls `fail` in the loop with a StallError. Before the process exits with status 1, it calls
+    `last_words` in the thread with the last message.
     """
 
     def __init__(
@@ -70,12 +74,12 @@ class Watchdog:
         self._stop.set()
 
     def progress(self) -> None:
-        """Something moved."""
+        """Report progress."""
         self._moved = time.monotonic()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The caller of train() is to act next: that nothing moves meanwhile is no stall."""
+        """Wait for the caller of train(): a lack of progress meanwhile is no stall."""
         self._waiting = True
         try:
             yield
@@ -84,7 +88,7 @@ class Watchdog:
             self._waiting = False
 
     def ending(self) -> None:
-        """The run was told to end: it has `grace` seconds."""
+        """The run should end within `grace` seconds."""
         if self._ends_by is None:
             self._ends_by = time.monotonic() + self._grace
 
@@ -101,24 +105,24 @@ class Watchdog:
             if now - self._answered > self._blocked:
                 where = _place(sys._current_frames().get(self._loop_thread))
                 self._exit(
-                    f"the event loop has been blocked for {self._blocked} s by {where}: "
-                    "await, or move blocking work to a thread"
+                    f"the event loop has been blocked for {self._blocked} s by {where}; "
+                    "use await, or move blocking work to a thread"
                 )
             elif self._ends_by is not None and now > self._ends_by:
                 self._exit(
-                    f"the run was told to end {self._grace} s ago, but these go on: "
+                    f"shutdown timed out after {self._grace} s; still running: "
                     f"{describe(self._loop)}"
                 )
             elif now - self._moved > self._stall and self._ends_by is None and not self._waiting:
                 self.ending()
                 error = StallError(
-                    f"nothing moved for deadlines.stall = {self._stall} s; "
+                    f"no progress for deadlines.stall = {self._stall} s; "
                     f"waiting: {describe(self._loop)}"
                 )
                 self._loop.call_soon_threadsafe(self._fail, error)
 
     def _excuse(self, late: float) -> None:
-        """This thread slept too long: the process stood still (Ctrl-Z), and nothing could move."""
+        """Don't count time in which the whole process was stopped, as by Ctrl-Z."""
         if late > 1.0:
             self._answered += late
             self._moved += late
@@ -131,7 +135,7 @@ class Watchdog:
     def _exit(self, message: str) -> None:
         if self._stop.is_set():
             return
-        # in a thread: the disk may be full, or its lock held by what blocks
+        # in a thread: the disk may be full, or the code that blocks may hold a lock
         words = threading.Thread(target=self._last_words, args=(message,), daemon=True)
         words.start()
         words.join(LAST_WORDS_SECONDS)
@@ -140,7 +144,7 @@ class Watchdog:
 
 
 def describe(loop: asyncio.AbstractEventLoop) -> str:
-    """The loop's waiting tasks, counted by the place where they wait."""
+    """The tasks of the loop, counted by the place where they wait."""
     places: Counter[str] = Counter()
     for task in asyncio.all_tasks(loop):
         stack = _chain(task)
@@ -152,7 +156,7 @@ def describe(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _chain(task: asyncio.Task[object]) -> str:
-    """The innermost place of a task that is user code; else of ours."""
+    """The innermost frame of a task in user code, or else in any code."""
     frames: list[FrameType] = []
     awaited: object = task.get_coro()
     while awaited is not None:
@@ -170,7 +174,7 @@ def _chain(task: asyncio.Task[object]) -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line of a thread's stack that is not ours or the standard library's."""
+    """The innermost frame of a stack outside retrain and the standard library, or else any."""
     if frame is None:
         return "unknown code"
     stack = traceback.extract_stack(frame)

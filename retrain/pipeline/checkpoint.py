@@ -1,9 +1,9 @@
 """Checkpoints: one folder each, written whole or not at all (promise P2).
 
 `write` fills a temporary folder, syncs every file, writes the manifest (size and digest of each
-file) last and renames the folder; `newest` skips a folder whose manifest is missing or doesn't fit
-and says so. `best` is a link to the checkpoint with the best evaluation, which pruning spares; on a
-disk without links it is a text file that holds the name.
+file) last and renames the folder. `newest` skips and lists folders whose manifest is missing or
+doesn't match. `best` is a link to the checkpoint with the best evaluation, which is never pruned;
+on a disk without links it is a text file that holds the name.
 """
 
 from __future__ import annotations
@@ -32,35 +32,39 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a run needs to go on, beside the adapter's files in `folder / "adapter"`."""
+    """What a run needs to continue, beside the adapter's files in `folder / "adapter"`."""
 
     step: int
     version: int
     ledger: Mapping[str, Any]
     """Ledger.state()."""
     groups: list[dict[str, Any]]
-    """Finished groups that were not yet trained (`group_to_json`)."""
+    """Finished groups that were not trained yet (`group_to_json`)."""
     adapter: Mapping[str, Any]
     """AdapterState.data."""
     counters: Mapping[str, Any]
-    """The learner's small memory: streaks, the top reward, the best evaluation."""
+    """The learner's own state: streaks, the highest reward, the best evaluation, callbacks."""
     config: Mapping[str, Any]
-    """The resolved config that the run had."""
+    """The resolved config of the run."""
 
 
 class Checkpoints:
-    """The `checkpoints/` folder of a run; `step_N` each."""
+    """The `checkpoints/` folder of a run, with one `step_N` folder per checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._disk = DaemonPool(1, "retrain-disk")
         self.torn: list[str] = []
-        """Checkpoints that `newest` had to skip, with the reason."""
+        """Incomplete checkpoints that `newest` skipped, with the reason."""
+        self.saved: int | None = None
+        """The step whose checkpoint was written last, or loaded."""
+        self.spared: set[int] = set()
+        """Steps whose checkpoints `prune` keeps."""
 
     async def write(self, step: int, fill: Callable[[Path], Awaitable[Checkpoint]]) -> Path:
-        """`fill` writes the adapter's files into a folder and returns the rest.
+        """Write a checkpoint: `fill` writes the adapter's files and returns the rest.
 
-        Raises CheckpointError when the disk refuses; older checkpoints are left as they are.
+        Raises CheckpointError when the disk fails; older checkpoints stay as they are.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         target, temporary = self.path(step), self.folder / f".step_{step}.partial"
@@ -73,16 +77,16 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
-            problem = f"the checkpoint of step {step} could not be written: {error}"
-            raise CheckpointError(problem) from error
+            raise CheckpointError(f"can't write the checkpoint of step {step}: {error}") from error
+        self.saved = step
         return target
 
     def close(self) -> None:
-        """Let the thread that writes end."""
+        """End the thread that writes."""
         self._disk.close()
 
     def newest(self) -> tuple[Path, Checkpoint] | None:
-        """The newest whole checkpoint; torn ones are skipped and listed in `torn`.
+        """The newest complete checkpoint; incomplete ones are skipped and listed in `torn`.
 
         Raises CheckpointError for one of another format: an older one is no substitute for it.
         """
@@ -95,9 +99,9 @@ class Checkpoints:
         return None
 
     def last_config(self) -> Mapping[str, Any] | None:
-        """The config of the newest checkpoint that can be read; whether it is whole isn't checked.
+        """The config of the newest readable checkpoint, for a check before any model loads.
 
-        For a look before any model loads: what `newest` does takes as long as the weights are big.
+        It skips the digests, which `newest` compares: that takes long for large weights.
         """
         for step in sorted(self.steps(), reverse=True):
             with suppress(CheckpointError):
@@ -105,7 +109,7 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """The steps that have a folder, whole or torn."""
+        """The steps that have a folder, complete or not."""
         names = [p.name for p in self.folder.glob("step_*")] if self.folder.is_dir() else []
         return [int(name[5:]) for name in names if name[5:].isdigit()]
 
@@ -113,16 +117,16 @@ class Checkpoints:
         return self.folder / f"step_{step}"
 
     def prune(self, keep: int, spare: Iterable[int] = ()) -> list[Path]:
-        """Keep the newest `keep` checkpoints, the best and those to `spare`; returns the dropped.
+        """All but the newest `keep` checkpoints, the last written, the best and those to `spare`.
 
-        The folders still exist: the caller tells the backend first, then calls `remove`.
+        The folders still exist: the caller first informs the backend, then calls `remove`.
         """
-        spared = {*sorted(self.steps())[-keep:], *spare}
+        kept = {*sorted(self.steps())[-keep:], self.saved, *self.spared, *spare}
         best = self.best()
-        return [self.path(s) for s in self.steps() if s not in spared and self.path(s) != best]
+        return [self.path(s) for s in self.steps() if s not in kept and self.path(s) != best]
 
     def remove(self, path: Path) -> None:
-        """Delete one checkpoint: first its manifest, so that a half-deleted one counts as torn."""
+        """Delete a checkpoint: its manifest first, so that a rest of it counts as incomplete."""
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -134,42 +138,42 @@ class Checkpoints:
         return self.folder / mark.read_text() if mark.is_file() else None
 
     def mark_best(self, step: int) -> None:
-        """Point `best` at this step's checkpoint, atomically; raises OSError."""
+        """Make `best` point to this step's checkpoint, atomically; raises OSError."""
         temporary, name = self.folder / ".best", self.path(step).name
         temporary.unlink(missing_ok=True)
         try:
             temporary.symlink_to(name)
-        except OSError:  # FAT, and many a network share, have no links
+        except OSError:  # FAT and some network disks have no links
             temporary.write_text(name)
         temporary.replace(self.folder / "best")
 
 
 def read(path: Path) -> Checkpoint:
-    """The run state of a checkpoint folder; raises CheckpointError for one that can't be read."""
+    """The run state in a checkpoint folder; raises CheckpointError if it can't be read."""
     try:
         return Checkpoint(**json.loads((path / RUN_STATE).read_text()))
     except (OSError, ValueError, TypeError) as error:
-        problem = f"{path} is not a checkpoint that this version can read: {error}"
+        problem = f"{path} is not a checkpoint that this version of retrain can read: {error}"
         raise CheckpointError(problem) from error
 
 
 def verified(path: Path) -> Checkpoint:
-    """The run state of a whole checkpoint; raises CheckpointError for a torn one."""
+    """The run state of a complete checkpoint; raises CheckpointError for an incomplete one."""
     problem = _problem(path)
     if problem is not None:
-        raise CheckpointError(f"{path} is not a whole checkpoint: {problem}")
+        raise CheckpointError(f"{path} is not a complete checkpoint: {problem}")
     return read(path)
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a whole checkpoint to `target`, replacing an older one there; blocks.
+    """Copy a checkpoint to `target`, replacing an older one there; blocks.
 
-    Raises FileExistsError when `target` holds something else, CheckpointError when `source` is torn
-    or the disk refuses.
+    Raises FileExistsError when `target` holds something else, CheckpointError when `source` is
+    incomplete or the disk fails.
     """
     verified(source)
     if target.exists() and not (target / MANIFEST).exists() and not _is_empty(target):
-        raise FileExistsError(f"{target} exists and is no checkpoint: choose another folder")
+        raise FileExistsError(f"{target} exists and is no checkpoint. Choose another folder.")
     temporary = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +186,7 @@ def copy(source: Path, target: Path) -> None:
         _sync(target.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"the checkpoint {target} could not be written: {error}") from error
+        raise CheckpointError(f"can't write the checkpoint {target}: {error}") from error
 
 
 MODEL = ("model", "backend.type", "backend.lora")
@@ -194,7 +198,7 @@ SCORING = ("environment", "rewards", "algorithm", "chat")
 
 
 def changes(saved: Mapping[str, Any], config: RunConfig, keys: Iterable[str]) -> list[str]:
-    """What differs below `keys` between a saved config and the present one, a line a dotted key."""
+    """The differences below `keys` between a saved config and this one, one line per key."""
     present = config.model_dump(mode="json")
     return [
         f"{path}: was {shown(old)}, is {shown(new)}"
@@ -204,19 +208,13 @@ def changes(saved: Mapping[str, Any], config: RunConfig, keys: Iterable[str]) ->
 
 
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """The dotted keys whose values differ, the run directory's place excepted."""
+    """The dotted keys whose values differ, except `run_dir`."""
     present = config.model_dump(mode="json")
     return [path for path, *_ in _differences(saved, present) if path != "run_dir"]
 
 
-def check_same_run(saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse to go on with another model, algorithm or data; raises CheckpointError."""
-    if problem := changed_run(saved, config):
-        raise CheckpointError(problem)
-
-
 def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
-    """Why a run of the config `saved` can't go on with `config`; empty when it can."""
+    """Why a run with the config `saved` can't resume with `config`; empty when it can."""
     scoring = ("environment", "algorithm", "chat")
     changed = changes(saved, config, (*MODEL, *DATA, *scoring, "train.groups_per_step"))
     if not changed:
@@ -224,28 +222,29 @@ def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
     return (
         "this run can't be resumed with another configuration; changed: "
         + first_of(changed, "; ")
-        + ". Change it back, or start a new run with --run-dir"
+        + ". Undo the changes, or start a new run with --run-dir."
     )
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """A finished group without its prompt, which the ticket brings back."""
-    trajectories = []
-    for trajectory in group.trajectories:
-        row = {
-            name: getattr(trajectory, name) for name in ("rewards", "outcome", "reward", "seconds")
+    """A finished group as JSON values. Of the prompt it holds the ticket only."""
+    names = ("rewards", "outcome", "reward", "seconds")
+    trajectories = [
+        {
+            **{name: getattr(trajectory, name) for name in names},
+            "info": plain(trajectory.info),  # an environment may put anything there
+            "messages": plain(list(trajectory.messages)),
+            "turns": [
+                {
+                    "prompt_ids": list(turn.prompt_ids),
+                    "completion": asdict(turn.completion),
+                    "observation": plain(list(turn.observation)),
+                }
+                for turn in trajectory.turns
+            ],
         }
-        row["info"] = plain(trajectory.info)  # an environment may put anything there
-        row["messages"] = plain(list(trajectory.messages))
-        row["turns"] = [
-            {
-                "prompt_ids": list(turn.prompt_ids),
-                "completion": asdict(turn.completion),
-                "observation": plain(list(turn.observation)),
-            }
-            for turn in trajectory.turns
-        ]
-        trajectories.append(row)
+        for trajectory in group.trajectories
+    ]
     return {"ticket": group.prompt.id, "trajectories": trajectories}
 
 
@@ -263,7 +262,7 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
 
 
 def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
-    """Write the run state, sync every file, then the manifest that vouches for them, and rename."""
+    """Write the run state, sync every file, write the manifest over them, then rename."""
     state = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
     (folder / RUN_STATE).write_text(json.dumps(state, default=repr))
     files = sorted(p for p in folder.rglob("*") if p.is_file())
@@ -276,32 +275,32 @@ def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
     _sync(manifest)
     for directory in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
         _sync(directory)
-    shutil.rmtree(target, ignore_errors=True)  # the torn one of a run that was killed
+    shutil.rmtree(target, ignore_errors=True)  # an incomplete one of a run that was killed
     folder.rename(target)
     _sync(target.parent)
 
 
 def _problem(folder: Path) -> str | None:
-    """Why a checkpoint can't be trusted; None when it is whole.
+    """What is wrong with a checkpoint; None when it is complete.
 
-    Raises CheckpointError for one that another version of `retrain` wrote in its own format.
+    Raises CheckpointError when another version of `retrain` wrote it in another format.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{folder} has the checkpoint format {manifest['format']}, expected {FORMAT}, the "
-                "one that this version of retrain reads: go on with the version that wrote it, or "
-                "start a new run with --run-dir"
+                f"{folder} has the checkpoint format {manifest['format']}, expected {FORMAT}. "
+                "Resume with the version of retrain that wrote it, or start a new run with "
+                "--run-dir."
             )
         for name, (size, digest) in manifest["files"].items():
             path = folder / name
             if path.stat().st_size != size or _digest(path) != digest:
-                return f"{name} is not what was written"
+                return f"{name} doesn't match the manifest"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its manifest can't be read ({error})"
+        return f"can't read its manifest ({error})"
     return None
 
 
@@ -313,7 +312,7 @@ def _at(config: Mapping[str, Any], dotted: str) -> Any:
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old, new) of what differs, as deep as both have the same form."""
+    """(dotted key, old, new) for each difference, as deep as both have the same structure."""
     inner: Iterable[Any] = ()
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         inner = [(key, old.get(key), new.get(key)) for key in {**old, **new}]

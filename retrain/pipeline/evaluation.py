@@ -1,6 +1,6 @@
-"""Held-out prompts, played beside training with the weights that are served at the time.
+"""Evaluations: held-out prompts, played beside training with the weights served at the time.
 
-An evaluation's seeds depend on its prompts alone, so that two evaluations differ by the weights.
+The seeds of an evaluation depend on its prompts only, so two evaluations differ by the weights.
 """
 
 from __future__ import annotations
@@ -8,36 +8,110 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
+from retrain.assembly import Parts
 from retrain.batching import segments
-from retrain.config import EvalConfig
+from retrain.config import EvalConfig, RunConfig
+from retrain.pipeline.recorder import Recorder
 from retrain.prompts import PromptSource
-from retrain.rollout.playback import Playback
-from retrain.rollout.slot import Slot
+from retrain.rollout import Playback, Slot
 from retrain.types import Group, Metrics, Sample, Ticket
 
 Score = Callable[..., Awaitable[list[list[float]]]]
 """`Adapter.logprobs`."""
 AT_ONCE = 64
-"""Held-out rows that are scored at a time."""
+"""Held-out rows that are scored in one call."""
 EPOCH = -1
-"""The epoch of evaluation tickets: never a training one."""
+"""The epoch of evaluation tickets; training epochs start at 0."""
 
 
-async def evaluate(
-    config: EvalConfig,
+@dataclass
+class Evaluation:
+    """The evaluations of a run: one at a time, each a task beside training."""
+
+    config: RunConfig
+    parts: Parts
+    record: Recorder
+    make_slot: Callable[[int], Slot | Playback]
+    score: Score
+    mark_best: Callable[[int], None]
+    announce: Callable[[int, Metrics], Awaitable[None]]
+    best: float = -math.inf
+    """The highest mean reward (the lowest loss, negated) so far."""
+    steps: set[int] = field(default_factory=set)
+    """Steps under evaluation: their checkpoints may become the best, so they are not pruned."""
+    _task: asyncio.Task[None] | None = None
+    _row: Metrics = field(default_factory=dict)
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether to evaluate after this step."""
+        section = self.config.eval
+        return section is not None and (last or step % section.every == 0)
+
+    async def previous(self) -> None:
+        """Wait for the previous evaluation to end."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def start(self, step: int, beside: asyncio.TaskGroup) -> None:
+        """Evaluate the weights of this step, in a task of `beside`."""
+        self.steps.add(step)
+        self._task = beside.create_task(self._evaluate(step), name="evaluate")
+
+    def cancel(self) -> None:
+        """Cancel the current evaluation, unless it is the caller."""
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+    def take_row(self) -> Metrics:
+        """The metrics that are not in a row of metrics.jsonl yet."""
+        row, self._row = self._row, {}
+        return row
+
+    def write_row(self) -> None:
+        """Write such metrics as a separate row."""
+        if row := self.take_row():
+            self.record.evaluation_row(row)
+
+    async def _evaluate(self, step: int) -> None:
+        metrics = await self._measure(step)
+        metrics["eval/step"] = step
+        reward = metrics.get("eval/reward/mean", -metrics.get("eval/loss", math.inf))
+        if reward > self.best:
+            self.best = reward
+            self.mark_best(step)
+        self.steps.discard(step)
+        self.write_row()  # of the previous evaluation, if no step followed it
+        self._row = metrics
+        self.record.evaluated(metrics)
+        await self.announce(step, metrics)
+
+    async def _measure(self, step: int) -> Metrics:
+        section, prompts = self.config.eval, self.parts.eval_prompts
+        assert section is not None
+        assert prompts is not None
+        if self.parts.algorithm.source != "rollouts":
+            beta = self.parts.loss_config.get("beta")
+            return await held_out_loss(prompts, self.make_slot(1), self.score, beta=beta)
+        groups = await play_all(
+            prompts,
+            lambda: self.make_slot(section.samples),
+            concurrency=self.config.train.groups_per_step,
+            record=lambda group: self.record.evaluated_group(group, step),
+        )
+        return rewards_of(groups, section)
+
+
+async def play_all(
     prompts: PromptSource,
     make_slot: Callable[[], Slot | Playback],
     *,
     concurrency: int,
     record: Callable[[Group], None],
-) -> Metrics:
-    """Mean reward and pass@k over all prompts, `config.samples` (k) rollouts each.
-
-    A prompt passes when one of its k rollouts reaches `pass_threshold`; failed rollouts are left
-    out of the mean and never pass. Raises what the sampler raises.
-    """
+) -> list[Group]:
+    """One group per prompt. Raises what the sampler raises."""
     rows = iter(range(len(prompts)))
     groups: list[Group] = []
 
@@ -54,56 +128,57 @@ async def evaluate(
     async with asyncio.TaskGroup() as workers:
         for index in range(min(concurrency, len(prompts))):
             workers.create_task(worker(), name=f"evaluate#{index}")
-    rewards = [t.reward for group in groups for t in group.scored]
-    passed = [any(t.reward >= config.pass_threshold for t in g.scored) for g in groups]
+    return groups
+
+
+def rewards_of(groups: Sequence[Group], config: EvalConfig) -> Metrics:
+    """Mean reward and pass@k, with k = `config.samples` rollouts per prompt.
+
+    A prompt passes when one of its rollouts reaches `pass_threshold`. Failed rollouts never pass
+    and don't enter the mean.
+    """
+    rewards = [[t.reward for t in group.scored] for group in groups]
     versions = [v for g in groups for t in g.trajectories for v in t.versions]
+    count = sum(map(len, rewards))
     metrics: Metrics = {
-        f"eval/pass@{config.samples}": fmean(passed),
-        "eval/rollouts/ok": len(rewards),
-        "eval/rollouts/failed": sum(len(g.trajectories) for g in groups) - len(rewards),
+        f"eval/pass@{config.samples}": fmean(
+            any(reward >= config.pass_threshold for reward in row) for row in rewards
+        ),
+        "eval/rollouts/ok": count,
+        "eval/rollouts/failed": sum(len(group.trajectories) for group in groups) - count,
         "eval/version/min": min(versions, default=-1),
         "eval/version/max": max(versions, default=-1),
     }
-    if rewards:
-        metrics["eval/reward/mean"] = fmean(rewards)
+    if count:
+        metrics["eval/reward/mean"] = fmean(reward for row in rewards for reward in row)
     return metrics
 
 
 async def held_out_loss(
-    prompts: PromptSource,
-    slot: Slot | Playback,
-    score: Score,
-    *,
-    beta: float | None,
+    prompts: PromptSource, slot: Slot | Playback, score: Score, *, beta: float | None
 ) -> Metrics:
     """The loss of held-out rows under the served weights: cross-entropy, or DPO's with `beta`.
 
-    Of demonstrations the mean over all assistant tokens, and e to its power as the perplexity; of
-    pairs the mean over pairs, and the share in which the chosen answer gains more on the reference
-    than the rejected one. Rows that fail are counted and left out.
+    For demonstrations this is the mean over all assistant tokens, with its exponential as the
+    perplexity. For pairs it is the mean over pairs, with the share of pairs in which the chosen
+    answer gains more on the reference than the rejected one. Failed rows are only counted.
     """
     losses: list[float] = []
     tokens, right, failed = 0, 0, 0
     for start in range(0, len(prompts), AT_ONCE):
         rows = range(start, min(start + AT_ONCE, len(prompts)))
         groups = [await slot.play(prompts.prompt(Ticket(EPOCH, row))) for row in rows]
-        samples = [s for g in groups for t in g.scored for s in segments(t, 1.0, g.prompt.id)]
         failed += sum(not group.scored for group in groups)
-        logprobs = [_said(*row) for row in await _scored(samples, score)]
+        samples = [s for g in groups for t in g.scored for s in segments(t, 1.0, g.prompt.id)]
+        logprobs = await _assistant_logprobs(samples, score)
+        tokens += sum(map(len, logprobs))
         if beta is None:
-            losses += [-lp for row in logprobs for lp in row]
+            losses += [-logprob for row in logprobs for logprob in row]
         else:
-            reference = [_said(*row) for row in await _scored(samples, score, reference=True)]
-            gains = [
-                math.fsum(now) - math.fsum(before)
-                for now, before in zip(logprobs, reference, strict=True)
-            ]
-            margins = [
-                chosen - rejected for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)
-            ]
+            reference = await _assistant_logprobs(samples, score, reference=True)
+            margins = _margins(logprobs, reference)
             losses += [_softplus(-beta * margin) for margin in margins]
             right += sum(margin > 0 for margin in margins)
-        tokens += sum(map(len, logprobs))
     if not losses:
         return {"eval/rows/failed": failed}
     loss = math.fsum(losses) / len(losses)
@@ -113,16 +188,24 @@ async def held_out_loss(
     return {"eval/loss": loss, **shown, "eval/tokens": tokens, "eval/rows/failed": failed}
 
 
-async def _scored(
+async def _assistant_logprobs(
     samples: Sequence[Sample], score: Score, *, reference: bool = False
-) -> list[tuple[Sample, list[float]]]:
-    logprobs = await score([s.token_ids for s in samples], reference=reference)
-    return list(zip(samples, logprobs, strict=True))
+) -> list[list[float]]:
+    rows = await score([s.token_ids for s in samples], reference=reference)
+    return [
+        [logprob for logprob, kept in zip(row, sample.loss_mask, strict=True) if kept]
+        for sample, row in zip(samples, rows, strict=True)
+    ]
 
 
-def _said(sample: Sample, logprobs: Sequence[float]) -> list[float]:
-    """The log-probs of the assistant's tokens."""
-    return [lp for lp, kept in zip(logprobs, sample.loss_mask, strict=True) if kept]
+def _margins(
+    logprobs: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
+) -> list[float]:
+    """By how much each chosen answer gains more on the reference than the rejected one after it."""
+    gains = [
+        math.fsum(now) - math.fsum(then) for now, then in zip(logprobs, reference, strict=True)
+    ]
+    return [chosen - rejected for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)]
 
 
 def _softplus(x: float) -> float:

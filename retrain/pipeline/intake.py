@@ -1,7 +1,7 @@
-"""Which finished groups a step trains on: order, staleness, failures, groups without signal.
+"""Choose the groups of a step: order, staleness, failures, groups without signal.
 
-The hard bound (P3) is kept here: while a step's groups are chosen the version stands still, so a
-group that is fresh enough when it is taken is fresh enough when it is trained.
+The bound on staleness (P3) is kept here. The version doesn't change while the groups of a step are
+chosen, so a group that is fresh enough when it is taken is fresh enough when it is trained.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Drop = Callable[[Group, str], None]
 
 
 class Intake:
-    """Takes finished groups from a queue; `None` in the queue only wakes it, to stop.
+    """Takes finished groups from the queue `done`, in which `None` only wakes the reader.
 
-    `drop(group, cause)` is told of every group that is not trained, by the cause `failed`, `stale`
-    or `no_signal`.
+    It calls `drop(group, cause)` for every group that is not trained; the cause is `failed`,
+    `stale` or `no_signal`.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class Intake:
         self._stopped = False
 
     def stop(self) -> None:
-        """Let `take` return None, at once if it's waiting."""
+        """Make `take` return None, at once if it is waiting."""
         self._stopped = True
-        with suppress(asyncio.QueueFull):  # a full queue wakes it by itself
+        with suppress(asyncio.QueueFull):  # the reader of a full queue is awake
             self._done.put_nowait(None)
 
     async def take(self, version: int) -> list[Group] | None:
-        """A step's groups in the order of issue; None when the run is to stop.
+        """The groups of a step in the order of issue; None after `stop`.
 
-        Raises NoSignalError when too many groups in a row have no good rollout.
+        Raises NoSignalError when too many groups in a row had no scored rollout.
         """
         chosen: dict[Ticket, Group] = {}
         refills = self._train.max_refill * self._train.groups_per_step
@@ -69,14 +69,14 @@ class Intake:
         return [chosen[ticket] for ticket in sorted(chosen, key=rank.__getitem__)]
 
     def drain(self) -> None:
-        """Hold what is in the queue, so that a checkpoint saves it."""
+        """Move everything from the queue to `held`, so that a checkpoint saves it."""
         while not self._done.empty():
             group = self._done.get_nowait()
             if group is not None:
                 self.held[group.ticket] = group
 
     async def _next(self, chosen: dict[Ticket, Group]) -> Group | None:
-        """The next finished group: any, or with `in_order` the one that was issued first."""
+        """The next finished group: any, or the one that was issued first with `in_order`."""
         while True:
             wanted = self._wanted(chosen)
             if wanted is not None:
@@ -94,7 +94,7 @@ class Intake:
         return first if first in self.held else None
 
     def _unfit(self, group: Group, version: int, refills: int) -> str | None:
-        """Why a group can't be trained; None when it can."""
+        """The cause why a group can't be trained; None when it can."""
         scored = group.scored
         if not scored:
             self._count_failure(group)
@@ -110,12 +110,12 @@ class Intake:
 
     def _count_failure(self, group: Group) -> None:
         if self.failed_in_a_row == 0:
-            self._first_error = str(group.trajectories[0].info.get("error", "no cause was given"))
+            self._first_error = str(group.trajectories[0].info.get("error", "unknown cause"))
         self.failed_in_a_row += 1
 
     def _check_failures(self) -> None:
         if self.failed_in_a_row >= self._train.max_failed_groups:
             raise NoSignalError(
-                f"{self.failed_in_a_row} groups in a row had no good rollout "
-                f"(train.max_failed_groups). The first error: {self._first_error}"
+                f"{self.failed_in_a_row} groups in a row had no scored rollout "
+                f"(train.max_failed_groups). First error: {self._first_error}"
             )

@@ -1,8 +1,8 @@
-"""Which prompt is where: to be issued, open (issued, not yet trained), or done.
+"""The state of each prompt: to be issued, open (issued and not trained yet), or done.
 
-Promise P1 rests here: a ticket leaves `open` once, by `retire` (trained, or dropped for good) or by
-`reissue` (a new attempt takes its place). What is open at a checkpoint is issued again on resume,
-in the same order; those whose finished groups were saved with it are not played again.
+This keeps promise P1: a ticket leaves `open` once, by `retire` (trained, or dropped for good) or by
+`reissue` (a new attempt replaces it). A resume issues again what was open at the checkpoint, in the
+same order; groups that were finished by then are in the checkpoint and are not played again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from retrain.types import Ticket
 
 
 class Ledger:
-    """Issues tickets, epoch after epoch; `order` gives an epoch's rows in the order of issue."""
+    """Issues tickets, epoch after epoch; `order(epoch)` lists the rows in the order of issue."""
 
     def __init__(self, order: Callable[[int], Sequence[int]]) -> None:
         self._order_of = order
@@ -24,28 +24,28 @@ class Ledger:
         self._order = order(0)
         self._again: deque[Ticket] = deque()
         self.open: dict[Ticket, None] = {}
-        """Issued and not yet trained, in the order of issue."""
+        """Issued and not trained yet, in the order of issue."""
 
     def issue(self) -> Ticket:
-        """The next ticket: one to be issued again, else the epoch's next row."""
+        """The next ticket: one that was reissued, else the next row of the epoch."""
         ticket = self._again.popleft() if self._again else self._next_row()
         self.open[ticket] = None
         return ticket
 
     def retire(self, tickets: Iterable[Ticket]) -> None:
-        """These are done: trained, or dropped for good. Raises KeyError for one that isn't open."""
+        """Mark tickets as done: trained, or dropped. Raises KeyError for one that isn't open."""
         for ticket in tickets:
             del self.open[ticket]
 
     def reissue(self, ticket: Ticket) -> Ticket:
-        """Put the prompt back in line as its next attempt, which is returned."""
+        """Replace an open ticket by the next attempt at its prompt, which is returned."""
         self.retire([ticket])
         again = ticket._replace(attempt=ticket.attempt + 1)
         self._again.append(again)
         return again
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on from here, as JSON values."""
+        """The state of the ledger as JSON values."""
         return {
             "epoch": self.epoch,
             "position": self._position,
@@ -54,7 +54,7 @@ class Ledger:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`: what was open is issued again first."""
+        """Continue from `state()`: what was open then is issued again first."""
         self.epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self.epoch)
         self.open = {}

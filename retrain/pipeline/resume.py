@@ -1,28 +1,28 @@
-"""A run's way into a checkpoint and back: what `checkpoint` writes, `restore` brings back.
+"""Checkpoint a run, and restore it.
 
-The run is taken as it is at its `snapshot` event, in one go; what happens while the adapter saves
-its weights belongs to the next checkpoint.
+A checkpoint holds the run as it is at its `snapshot` event. What happens while the adapter saves
+the weights belongs to the next checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retrain.adapters.base import AdapterState
 from retrain.errors import AdapterError, CheckpointError, DeadlineError
-from retrain.observe.run_dir import read_metrics
 from retrain.pipeline.checkpoint import (
     DATA,
     SCORING,
     Checkpoint,
     changed_keys,
+    changed_run,
     changes,
-    check_same_run,
     group_from_json,
     group_to_json,
     read,
@@ -33,94 +33,91 @@ from retrain.pipeline.signal import finite
 
 
 async def checkpoint(run: Run) -> None:
-    """Write the checkpoint of this step, if there is none yet; then drop the oldest ones."""
-    if run.saved_step == run.step:
+    """Write the checkpoint of this step, if there is none yet; then delete the oldest ones."""
+    if run.checkpoints.saved == run.step:
         return
     path = await run.within(
         "save", run.checkpoints.write(run.step, partial(_fill, run)), limit="checkpoint"
     )
-    run.saved_step = run.step
-    run.run_dir.event("checkpoint", step=run.step, path=str(path))
-    run.run_dir.flush()
-    spare = {run.step, *run.spared, *run.evaluating}
-    for old in run.checkpoints.prune(run.config.checkpoint.keep, spare):
+    run.record.checkpoint(run.step, path)
+    for old in run.checkpoints.prune(run.config.checkpoint.keep, run.evaluation.steps):
         await _forget(run, old)
     await run.callbacks.on_checkpoint(run, run.step, path)
 
 
 async def _forget(run: Run, old: Path) -> None:
-    """Delete a checkpoint, here and at the backend, which a torn one doesn't name."""
+    """Delete a checkpoint, at the backend too unless its run state can't be read."""
     try:
         state = AdapterState(old / "adapter", read(old).adapter)
         await run.within("forget", run.adapter.forget(state), limit="checkpoint")
     except (AdapterError, CheckpointError, DeadlineError) as error:
-        run.fault(f"{old.name}: {error}")
+        run.record.fault(f"{old.name}: {error}")
     run.checkpoints.remove(old)
 
 
 async def _fill(run: Run, folder: Path) -> Checkpoint:
+    """Take the state of the run, then let the adapter save into `folder`."""
     run.intake.drain()
     finished = (*run.intake.held.values(), *run.kept.values())
-    groups = [group_to_json(group) for group in finished]
-    checkpoint_of = _snapshot(run, groups)
+    run.record.snapshot(run.step)
+    taken = Checkpoint(
+        step=run.step,
+        version=run.version,
+        ledger=run.ledger.state(),
+        groups=[group_to_json(group) for group in finished],
+        adapter={},
+        counters={
+            **run.signal.state(),
+            "best_reward": finite(run.evaluation.best),
+            "failed_in_a_row": run.intake.failed_in_a_row,
+            "data_since": run.data_since,
+            "rows": len(run.parts.prompts),
+            "callbacks": run.callbacks.state(),
+            "learner": run.parts.learner.state(),
+        },
+        config=run.config.model_dump(mode="json"),
+    )
     (folder / "adapter").mkdir()
     state = await run.adapter.save(folder / "adapter")
     run.run_dir.flush()
-    return checkpoint_of(dict(state.data))
-
-
-def _snapshot(run: Run, groups: list[dict[str, Any]]) -> Callable[[dict[str, Any]], Checkpoint]:
-    """The run as it is now; what happens while the adapter saves belongs to the next one."""
-    run.run_dir.event("snapshot", step=run.step)
-    step, version, ledger = run.step, run.version, run.ledger.state()
-    counters = {
-        **run.signal.state(),
-        "best_reward": finite(run.best_reward),
-        "failed_in_a_row": run.intake.failed_in_a_row,
-        "data_since": run.data_since,
-        "rows": len(run.parts.prompts),
-        "callbacks": run.callbacks.state(),
-    }
-    config = run.config.model_dump(mode="json")
-    return lambda data: Checkpoint(step, version, ledger, groups, data, counters, config)
+    return replace(taken, adapter=dict(state.data))
 
 
 async def restore(run: Run) -> None:
-    """Go back to the newest whole checkpoint; to the beginning when there is none."""
+    """Continue from the newest complete checkpoint; from the beginning when there is none."""
     found = await asyncio.to_thread(run.checkpoints.newest)
-    for torn in run.checkpoints.torn:
-        run.run_dir.event("torn", checkpoint=torn)
-        run.fault(f"checkpoint passed over, since it isn't whole: {torn}")
+    for skipped in run.checkpoints.torn:
+        run.record.incomplete(skipped)
     if found is None:
-        run.run_dir.event("resumed", from_step=0)
+        run.record.resumed(0)
         return
     path, saved = found
-    check_same_run(saved.config, run.config)
+    if problem := changed_run(saved.config, run.config):
+        raise CheckpointError(problem)
     before, rows = saved.counters.get("rows"), len(run.parts.prompts)
     if before not in (None, rows):
         raise CheckpointError(
             f"this run can't be resumed: its prompts had {before} rows, now they have {rows}. "
-            "Bring the data back, or start a new run with --run-dir"
+            "Restore the data, or start a new run with --run-dir."
         )
     await _load(run, path, saved)
-    run.saved_step = saved.step
-    metrics = read_metrics(run.run_dir.path)
-    run.history = [row for row in metrics if row["step"] <= saved.step]
-    run.run_dir.changed = changed_keys(saved.config, run.config)
+    run.checkpoints.saved = saved.step
+    run.record.reread(saved.step, changed_keys(saved.config, run.config))
     _take_up(run, saved, saved.groups)
 
 
 async def begin_from(run: Run, path: Path) -> None:
-    """Begin where the checkpoint at `path` left another run of the same model.
+    """Begin a new run from the checkpoint at `path` of another run of the same model.
 
-    Weights, optimizer and step count go on. So do the position in the data when the prompts are
-    the same, and the finished groups when their rewards would be. Raises CheckpointError.
+    Weights, optimizer and step count continue. So does the position in the data if the prompts are
+    the same, and so do the finished groups if they would be scored the same. Raises
+    CheckpointError.
     """
     saved = await asyncio.to_thread(verified, path)
     await _load(run, path, saved)
     if changes(saved.config, run.config, DATA):
         run.data_since = run.step
-        run.run_dir.event("resumed", from_step=run.step, checkpoint=str(path))
+        run.record.resumed(run.step, checkpoint=str(path))
         return
     _take_up(run, saved, [] if changes(saved.config, run.config, SCORING) else saved.groups)
 
@@ -132,11 +129,12 @@ async def _load(run: Run, path: Path, saved: Checkpoint) -> None:
         limit="checkpoint",
     )
     run.step, run.version = saved.step, saved.version
+    run.parts.learner.restore(saved.step, saved.counters.get("learner", {}))
     run.callbacks.restore(saved.counters.get("callbacks", []))
 
 
 def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Go on in the data where `saved` was, with its finished `groups`."""
+    """Continue at the position of `saved` in the data, with its finished `groups`."""
     finished = [group_from_json(g, run.parts.prompts.prompt) for g in groups]
     run.kept = {group.ticket: group for group in finished}
     run.ledger.restore(saved.ledger)
@@ -144,5 +142,5 @@ def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -
     run.signal.restore(saved.counters)
     run.intake.failed_in_a_row = saved.counters["failed_in_a_row"]
     best = saved.counters["best_reward"]
-    run.best_reward = -math.inf if best is None else best
-    run.run_dir.event("resumed", from_step=run.step, changed=run.run_dir.changed)
+    run.evaluation.best = -math.inf if best is None else best
+    run.record.resumed(run.step, changed=run.run_dir.changed)

@@ -1,4 +1,4 @@
-"""Whether there is anything to learn from: steps in a row in which no rollout got any credit."""
+"""End a run that has nothing left to learn: too many steps in a row gave no rollout credit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from retrain.types import Group
 
 
 class Signal:
-    """Counts the steps in a row in which no rollout got any credit.
+    """Counts the steps in a row in which no rollout got credit.
 
-    A whole run of them ends training: solved when every reward is the highest that was ever seen,
-    an error otherwise. Where that is 0 or less a lower one must have been seen too: penalties end
-    at 0, but a reward that never was anything else is no success.
+    At `limit` such steps training ends: as solved when all rewards equal the highest one of the
+    run, else with an error. A highest reward of 0 or less only counts as solved if a lower one was
+    seen: penalties end at 0, but a reward that is always 0 is no success.
     """
 
     def __init__(self, limit: int) -> None:
@@ -31,7 +31,7 @@ class Signal:
         self._top, self._bottom = max([self._top, *rewards]), min([self._bottom, *rewards])
 
     def step(self, groups: list[Group], has_credit: bool) -> None:
-        """A step was trained. Raises NoSignalError at the limit, unless the task is solved."""
+        """Count a trained step. Raises NoSignalError at the limit, unless the task is solved."""
         self._flat_steps = 0 if has_credit else self._flat_steps + 1
         if self._flat_steps < self._limit:
             return
@@ -41,8 +41,8 @@ class Signal:
             raise NoSignalError(
                 f"{self._flat_steps} steps in a row had no signal: within each group all rewards "
                 f"were equal (mean {sum(rewards) / len(rewards):.3g}), so every advantage was 0. "
-                "Make the task easier, the reward finer, or algorithm.group_size larger "
-                "(train.stop_after_flat_steps sets the patience)"
+                "Make the task easier, the reward finer, or algorithm.group_size larger; "
+                "train.stop_after_flat_steps sets this limit."
             )
         self.solved = True
 
@@ -58,5 +58,5 @@ class Signal:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None where JSON has no word for it."""
+    """`value`, or None where it is infinite or NaN, which JSON can't express."""
     return value if math.isfinite(value) else None

@@ -1,12 +1,13 @@
-"""The pipe: train() and its stages, joined by bounded queues in one task group.
+"""The pipe: train() and its stages, connected by bounded queues in one task group.
 
-    feed --todo--> collect (one a slot) --done--> learn
+    feed --todo--> collect (one task per slot) --done--> learn
 
-Data flows one way; what comes back is the weights' version. `feed` starts work only while
-(issued and untrained groups) < (staleness.target + 1) x groups_per_step, so target 0 is synchronous
-training. `learn` alone decides when to stop; the producers end by cancellation. Cancelling train()
-asks the learner to stop: it checkpoints at the step boundary, then train() raises CancelledError; a
-second cancellation ends at once.
+- Data flows one way; only the version of the weights flows back.
+- `feed` starts work only while (issued and untrained groups) < (staleness.target + 1) x
+  groups_per_step, so target 0 is synchronous training.
+- Only `learn` decides when to stop; the other stages end by cancellation.
+- The first cancellation of train() stops the learner at the next step boundary: it writes a
+  checkpoint, and train() raises CancelledError. A second one ends the run at once.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
 from retrain.batching import batch_of, fitting, make_samples, penalised
 from retrain.concurrency.deadlines import cancelled
+from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
-from retrain.errors import NonFiniteError, NoSignalError, RunError
+from retrain.errors import NonFiniteError, NoSignalError, RunError, StallError
 from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
 from retrain.observe.run_dir import RunDirectory
-from retrain.pipeline.evaluation import evaluate, held_out_loss
 from retrain.pipeline.resume import begin_from, checkpoint, restore
 from retrain.pipeline.run import Run
-from retrain.rollout.playback import Playback
-from retrain.rollout.slot import Slot
+from retrain.rollout import Playback, Slot
 from retrain.types import Batch, Group, Metrics
 
 
@@ -44,22 +44,23 @@ async def train(
     start_from: Path | None = None,
     parts: Parts | None = None,
 ) -> TrainingResult:
-    """Train as `config` says; with `resume`, go on from the run directory's newest checkpoint.
+    """Train as `config` says; with `resume`, continue from the run directory's newest checkpoint.
 
     `start_from` begins a new run with the weights, optimizer and step count of a checkpoint of the
     same model. `parts` replaces what the config's plug-ins would make. Raises ConfigError before
-    any model loads, RunError when the run can't go on, CancelledError after a clean checkpoint.
+    any model loads, RunError when the run can't continue, CancelledError after a checkpoint.
     """
     parts = (parts or assemble(config)).in_form()
     hooks = Callbacks([*callbacks, *parts.loggers])
-    opening = parts.open_adapter()  # a missing library is told before there is a run directory
+    opening = parts.open_adapter()  # reports a missing library before there is a run directory
     folder = config.run_dir or Path("runs") / (config.name or "run")
     with RunDirectory.open(folder, parts.resolved(), resume=resume) as run_dir:
         run = Run(config, parts, run_dir, hooks)
         status: Status = "failed"
         failure: BaseException | None = None
         try:
-            status = await _open_and_drive(run, opening, resume, start_from)
+            with _watched(run):
+                status = await _open_and_drive(run, opening, resume, start_from)
         except asyncio.CancelledError as error:
             status, failure = "interrupted", error
             raise
@@ -69,48 +70,68 @@ async def train(
         finally:
             parts.scorer.close()
             run.checkpoints.close()
-            await _tell_the_end(run, status, failure)
+            await _end(run, status, failure)
         if status == "interrupted":
             raise asyncio.CancelledError
         return run.result(status)
 
 
-async def _open_and_drive(
-    run: Run, opening: Adapter, resume: bool, start_from: Path | None
-) -> Status:
-    """Enter the adapter, take up what there is, and drive the stages. Raises StallError."""
+@contextmanager
+def _watched(run: Run) -> Iterator[None]:
+    """Run the watchdog. A stall cancels the calling task and raises StallError."""
+    deadlines = run.config.deadlines
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stall(error: StallError) -> None:
+        run.stalled = error
+        task.cancel()
+
     try:
-        with run.watched():
-            async with opening as adapter:
-                try:
-                    run.serve(adapter)
-                    if resume:
-                        await restore(run)
-                    elif start_from is not None:
-                        await begin_from(run, start_from)
-                    with _rare_collections():
-                        return await drive(run)
-                finally:
-                    run.watchdog.ending()
+        with Watchdog(
+            stall=deadlines.stall,
+            blocked=deadlines.blocked,
+            grace=deadlines.close + deadlines.checkpoint,
+            fail=stall,
+            last_words=run.record.last_words,
+        ) as run.watchdog:
+            run.record.progress = run.watchdog.progress
+            yield
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if run.stalled is None or task is None:
+        if run.stalled is None:
             raise
         task.uncancel()
         raise run.stalled from None
 
 
-async def _tell_the_end(run: Run, status: Status, failure: BaseException | None) -> None:
-    """To the files and to the callbacks; an error of theirs doesn't hide why the run failed."""
+async def _open_and_drive(
+    run: Run, opening: Adapter, resume: bool, start_from: Path | None
+) -> Status:
+    """Open the adapter, restore a checkpoint where one is wanted, and drive the stages."""
+    async with opening as adapter:
+        try:
+            run.serve(adapter)
+            if resume:
+                await restore(run)
+            elif start_from is not None:
+                await begin_from(run, start_from)
+            with _rare_collections():
+                return await drive(run)
+        finally:
+            run.watchdog.ending()
+            run.parts.learner.close()
+
+
+async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
+    """Report the end in the files and to the callbacks; errors of these don't hide `failure`."""
     first: Exception | None = None
     try:
-        run.write_evaluation()
-        run.run_dir.event("end", status=status, step=run.step)
-        run.run_dir.flush()
+        run.evaluation.write_row()
+        run.record.end(status, run.step)
     except RunError as error:
         first = error
     try:
-        run.report()
+        run.record.report()
         await run.callbacks.on_train_end(run, run.result(status))
     except Exception as error:  # noqa: BLE001 - raised or noted below
         first = first or error
@@ -119,7 +140,7 @@ async def _tell_the_end(run: Run, status: Status, failure: BaseException | None)
     if failure is None:
         raise first
     notes = (f"{type(first).__name__}: {first}", *getattr(first, "__notes__", ()))
-    failure.add_note(f"and at the end of the run: {', '.join(notes)}")
+    failure.add_note(f"also failed, at the end of the run: {', '.join(notes)}")
 
 
 async def drive(run: Run) -> Status:
@@ -137,15 +158,15 @@ async def drive(run: Run) -> Status:
                 producer.cancel()
         finally:
             run.watchdog.ending()
-    if learner.cancelled():  # by a callback's own cancellation, say: it would pass for an end
-        raise RunError(f"the learner was cancelled from inside after step {run.step}")
+    if learner.cancelled():  # by a callback, for example; it would look like a normal end
+        raise RunError(f"user code cancelled the learner after step {run.step}")
     if interrupted and run.step < run.total_steps:
         return "interrupted"
     return "solved" if run.signal.solved else "completed"
 
 
 async def feed(run: Run) -> None:
-    """Issue prompts, as many as staleness admits; what a resume kept is finished already."""
+    """Issue prompts, as many as staleness admits; pass on groups that a resume kept."""
     while True:
         while len(run.ledger.open) >= run.admitted:
             run.admit.clear()
@@ -154,7 +175,7 @@ async def feed(run: Run) -> None:
         if ticket in run.kept:
             await run.done.put(run.kept.pop(ticket))
             continue
-        run.run_dir.event("issued", ticket=str(ticket))
+        run.record.issued(ticket)
         await run.todo.put(run.parts.prompts.prompt(ticket))
 
 
@@ -165,170 +186,125 @@ async def collect(run: Run, slot: Slot | Playback) -> None:
             prompt = await run.todo.get()
             started = time.time()
             group = await slot.play(prompt)
-            if cancelled():  # and user code took it for something else
+            if cancelled():  # and user code swallowed the CancelledError
                 break
-            run.record(group, started)
+            run.record.played(group, started)
+            if run.sampled:
+                run.signal.see(group)
             await run.done.put(group)
     finally:
         await slot.close()
 
 
 async def learn(run: Run) -> None:
-    """Step after step: choose groups, give credit, update, publish; checkpoint and evaluate."""
-    config = run.config
+    """Step after step, with checkpoints and evaluations where they are due; then export."""
+    every = run.config.checkpoint.every
     async with asyncio.TaskGroup() as beside:
-        while not run.finished:
-            groups = await step(run)
-            if groups is None:
-                break
-            every = config.eval.every if config.eval else 0
-            to_evaluate = every and not run.stopping and (run.step % every == 0 or run.finished)
-            if run.due(config.checkpoint.every) or to_evaluate:
+        while not run.finished and await step(run):
+            evaluate = not run.stopping and run.evaluation.due(run.step, last=run.finished)
+            if evaluate or (every and run.step % every == 0):
                 await checkpoint(run)
-            if to_evaluate:
-                if run.evaluation is not None:
-                    await asyncio.wait([run.evaluation])  # it shares the sampler with training
+            if evaluate:
+                await run.evaluation.previous()
                 if not run.sampled:
-                    await _publish(run)
+                    await publish(run)
                 if not run.stopping:
-                    run.evaluating.add(run.step)
-                    evaluating = _evaluate(run, run.step)
-                    run.evaluation = beside.create_task(evaluating, name="evaluate")
+                    run.evaluation.start(run.step, beside)
     await checkpoint(run)
-    run.model = await run.within(
-        "export", run.adapter.export(run.run_dir.path / "final"), limit="checkpoint"
-    )
-    run.run_dir.event("export", path=None if run.model is None else str(run.model))
+    export = run.adapter.export(run.run_dir.path / "final")
+    run.model = await run.within("export", export, limit="checkpoint")
+    run.record.export(run.model)
 
 
-async def step(run: Run) -> list[Group] | None:
-    """One optimizer step and its publication; None when the run is to stop instead."""
-    number, began = run.step + 1, time.perf_counter()
-    if run.at_epoch_start:
-        await run.callbacks.on_epoch_begin(run, run.epochs + 1)
-    await run.callbacks.on_step_begin(run, number)
-    groups = None if run.stopping else await run.intake.take(run.version)
+async def step(run: Run) -> bool:
+    """Take one optimizer step and publish the weights; False when the run stops instead."""
+    number, trained = run.step + 1, run.version
+    run.record.meter.start()
+    groups = await take(run)
     if groups is None:
-        return None
-    review = run.parts.review
-    noted = {} if review is None else await review(groups)
-    batch, has_credit, told = await credit(run, groups)
-    tickets = [group.prompt.id for group in groups]
-    run.run_dir.event(
-        "batch",
-        step=number,
-        tickets=tickets,
-        samples=len(batch.samples),
-        tokens=batch.denominators.tokens,
-    )
-    update_began, update_time = time.perf_counter(), time.time()
-    metrics = {**noted, **await run.within("update", run.adapter.update(batch))}
-    if not math.isfinite(metrics.get("loss", 0.0)):
-        raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
-    before, run.step = run.epochs, number
-    run.run_dir.event(
-        "update",
-        step=number,
-        started=update_time,
-        ended=time.time(),
-        tickets=tickets,
-        loss=metrics.get("loss"),
-    )
-    publish_began, sampled = time.perf_counter(), run.version
+        return False
+    noted = await run.parts.learner.review(groups)
+    batch, has_credit, kl = await credit(run, groups)
+    metrics = await update(run, groups, batch)
     if run.sampled:
-        await _publish(run)
-    seconds = {
-        "wait_for_batch": update_began - began,
-        "update": publish_began - update_began,
-        "publish": time.perf_counter() - publish_began,
-    }
-    row = run.meter.row(number, sampled, groups, {**metrics, **told}, seconds)
-    row["version"] = run.version
-    run.history.append(row)
-    run.run_dir.metrics(row)
+        await publish(run)
+    row = run.record.step(
+        number,
+        groups,
+        {**noted, **metrics, **kl},
+        trained=trained,
+        version=run.version,
+        evaluation=run.evaluation.take_row(),
+    )
     run.retire(groups)
     run.signal.step(groups, has_credit)
     await run.callbacks.on_step_end(run, number, row)
-    for epoch in range(before, run.epochs):
+    for epoch in range(run.epochs(number - 1), run.epochs(number)):
         await run.callbacks.on_epoch_end(run, epoch + 1, row)
-    return groups
+    return True
+
+
+async def take(run: Run) -> list[Group] | None:
+    """The groups of the next step, in the order of issue; None when the run stops."""
+    if run.at_epoch_start:
+        await run.callbacks.on_epoch_begin(run, run.epochs(run.step) + 1)
+    await run.callbacks.on_step_begin(run, run.step + 1)
+    return None if run.stopping else await run.intake.take(run.version)
 
 
 async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metrics]:
-    """The groups' batch, whether any rollout got credit, and what there is to say of it.
+    """The batch of the groups, whether any rollout got credit, and the KL if it is penalised.
 
-    Raises NoSignalError when nothing was sampled at all, RunError for a wrong number of advantages.
+    Raises NoSignalError when no token was sampled, RunError for a wrong number of advantages.
     """
-    parts, told = run.parts, Metrics()
-    scored = [Group(group.prompt, group.scored) for group in groups]
+    parts, kl = run.parts, Metrics()
+    scored = [group.only_scored() for group in groups]
     returned = parts.algorithm.advantages(scored)
     credits = fitting(scored, returned, f"the algorithm {type(parts.algorithm).__name__}")
     samples = make_samples(scored, credits, paired=row_of(parts.loss).reads == "pairs")
     if not samples:
-        raise NoSignalError("a step's rollouts hold no sampled token: nothing can be trained")
+        raise NoSignalError("the rollouts of this step have no sampled token to train on")
     has_credit = any(any(sample.advantages) for sample in samples)
     if penalty := run.config.algorithm.kl_penalty:
-        sequences = [sample.token_ids for sample in samples]
-        reference = await run.within(
-            "reference log-probs", run.adapter.logprobs(sequences, reference=True), limit="update"
-        )
-        samples, told["kl/reference"] = penalised(samples, reference, penalty)
+        reference = await run.logprobs([s.token_ids for s in samples], reference=True)
+        samples, kl["kl/reference"] = penalised(samples, reference, penalty)
     batch = batch_of(
         samples,
         loss=parts.loss,
         loss_config=parts.loss_config,
         normalisation=parts.normalisation,
     )
-    return batch, has_credit, told
+    return batch, has_credit, kl
 
 
-async def _publish(run: Run) -> None:
+async def update(run: Run, groups: Sequence[Group], batch: Batch) -> Metrics:
+    """Train on the batch; raises NonFiniteError for a loss that is not a finite number."""
+    number, tickets = run.step + 1, [group.prompt.id for group in groups]
+    run.record.batch(number, tickets, batch)
+    started = time.time()
+    call = run.parts.learner.update([group.only_scored() for group in groups], batch)
+    metrics = await run.within("update", call)
+    if not math.isfinite(metrics.get("loss", 0.0)):
+        raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
+    run.step = number
+    run.record.update(number, tickets, metrics.get("loss"), started)
+    return metrics
+
+
+async def publish(run: Run) -> None:
+    """Make the sampler serve the updated weights."""
     started = time.time()
     run.version = await run.within("publish", run.adapter.publish())
-    run.run_dir.event("publish", version=run.version, started=started, ended=time.time())
-
-
-async def _evaluate(run: Run, step: int) -> None:
-    """Evaluate the held-out prompts beside training; mark the checkpoint when it is the best."""
-    config, prompts = run.config.eval, run.parts.eval_prompts
-    assert config is not None
-    assert prompts is not None
-    if run.sampled:
-        metrics = await evaluate(
-            config,
-            prompts,
-            lambda: run.slot(config.samples),
-            concurrency=run.config.train.groups_per_step,
-            record=lambda group: run.record_evaluation(group, step),
-        )
-    else:
-        metrics = await held_out_loss(
-            prompts,
-            run.slot(1),
-            lambda *what, **how: run.within(
-                "held-out log-probs", run.adapter.logprobs(*what, **how), limit="update"
-            ),
-            beta=run.parts.loss_config.get("beta"),
-        )
-    metrics["eval/step"] = step
-    reward = metrics.get("eval/reward/mean", -metrics.get("eval/loss", math.inf))
-    if reward > run.best_reward:
-        run.best_reward = reward
-        run.mark_best(step)
-    run.evaluating.discard(step)
-    run.write_evaluation()  # the one before, where no step came between
-    run.meter.evaluation = metrics
-    run.run_dir.event("eval", **metrics)
-    await run.callbacks.on_eval_end(run, step, metrics)
+    run.record.publish(run.version, started)
 
 
 async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
-    """Wait for the learner; whether a cancellation asked it to stop. A second one is raised."""
+    """Wait for the learner; return whether a cancellation stopped it. A second one is raised."""
     try:
         await asyncio.wait([learner])
     except asyncio.CancelledError:
         if learner.done() or learner.cancelling() or run.stalled:
-            raise  # a stage failed or nothing moves: the task group is ending
+            raise  # a stage failed or the run stalled: the task group is ending
         run.request_stop()
         await asyncio.wait([learner])
         return True
@@ -337,9 +313,9 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let the garbage collector run seldom: thousands of live rollouts make each pass dear.
+    """Run the garbage collector rarely: with thousands of live rollouts each pass is slow.
 
-    At 10,000 in flight the default thresholds cost a third of all CPU time.
+    At 10,000 rollouts in flight the default thresholds cost a third of all CPU time.
     """
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 50)

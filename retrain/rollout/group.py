@@ -1,9 +1,8 @@
-"""One prompt's rollouts: a model plays G episodes, each in an Environment of its own.
+"""Play a group: G rollouts of one prompt, each in its own Environment.
 
-After reset, rollouts with equal prompts go out as one `sample(n=...)`, so that the prompt is
-prefilled once. A fault of an environment is the outcome of its rollout alone; a fault of the
-sampler is the run's and propagates. Seeds depend on the ticket, the rollout and the turn, never on
-timing.
+After reset, rollouts with equal prompts share one `sample(n=...)`, so that the prompt is prefilled
+once. An environment that fails sets the outcome of its rollout only; a sampler that fails ends the
+run. Seeds depend on the ticket, the rollout and the turn, never on timing.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from retrain.chat import Chat, Conversation
 from retrain.concurrency.deadlines import adapter_call, user_call
-from retrain.config import DeadlinesConfig
+from retrain.config import RunConfig
 from retrain.environment import Action, Environment, StepResult
-from retrain.errors import LateError, UserCodeError, shown
+from retrain.errors import AdapterError, LateError, UserCodeError, shown
 from retrain.rewarding import as_number
 from retrain.sampler import Sampler, SamplingParams
 from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory, Turn
@@ -27,22 +26,31 @@ from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajector
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
 class Rollouts:
-    """What all rollouts of a run share."""
+    """Plays groups, with the sampler, the chat format and the limits of a run.
 
-    sampler: Sampler
-    chat: Chat
-    params: SamplingParams
-    context_length: int
-    max_turns: int
-    deadlines: DeadlinesConfig
-    seed: int
-    progress: Callable[[], object] = lambda: None
-    """Told of every answer of the sampler and of an environment."""
+    `progress` is called after each call of the sampler and of an environment.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sampler: Sampler,
+        chat: Chat,
+        context_length: int,
+        progress: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.sampler, self.chat, self.progress = sampler, chat, progress
+        self.params = SamplingParams(**dict(config.sampling), stop_token_ids=chat.stop_token_ids)
+        self.context_length = min(
+            context_length, config.rollout.max_sequence_length or context_length
+        )
+        self.max_turns = config.rollout.max_turns
+        self.deadlines = config.deadlines
+        self.seed = config.train.seed
 
     async def play(self, prompt: Prompt, environments: Sequence[Environment]) -> Group:
-        """One group: a rollout of `prompt` in each environment.
+        """Play one rollout of `prompt` in each environment.
 
         Raises AdapterError or DeadlineError when the sampler fails.
         """
@@ -58,7 +66,7 @@ class Rollouts:
         return Group(prompt, [r.trajectory for r in rollouts])
 
     def _begin(self, rollouts: Sequence[_Rollout]) -> None:
-        """Tokenise each distinct opening once."""
+        """Tokenise the opening messages, equal ones once."""
         begun: list[tuple[_Rollout, Conversation]] = []
         for rollout in rollouts:
             if not rollout.alive:
@@ -76,7 +84,7 @@ class Rollouts:
                 rollout.check_room()
 
     async def _first_turns(self, rollouts: Sequence[_Rollout]) -> None:
-        """Sample all first replies, equal prompts together."""
+        """Sample all first turns, equal prompts together."""
         together: dict[tuple[int, ...], list[_Rollout]] = {}
         if rollouts and all(
             r.conversation.prompt_ids is rollouts[0].conversation.prompt_ids for r in rollouts
@@ -100,7 +108,7 @@ class Rollouts:
 
 
 class _Rollout:
-    """One episode under way."""
+    """One rollout while it is played."""
 
     __slots__ = ("conversation", "environment", "first", "index", "opening", "shared", "tools",
                  "trajectory")  # fmt: skip
@@ -141,12 +149,13 @@ class _Rollout:
         if length >= limit:
             self._fail(
                 "invalid",
-                f"prompt {self.trajectory.prompt.id} has {length} tokens, and the model's context "
-                f"or rollout.max_sequence_length admits {limit}: shorten it, or raise the limit",
+                f"prompt {self.trajectory.prompt.id} has {length} tokens, expected fewer than "
+                f"{limit}, the model's context or rollout.max_sequence_length. Shorten the prompt, "
+                "or raise the limit.",
             )
 
     async def play(self) -> None:
-        """Turn after turn until the environment ends the episode, or a limit does."""
+        """Play turn after turn, until the environment or a limit ends the episode."""
         completion: Completion | None = self.first
         trajectory, conversation = self.trajectory, self.conversation
         while completion is not None:
@@ -159,27 +168,30 @@ class _Rollout:
         trajectory.messages = conversation.messages
 
     async def sample(self, n: int = 1) -> list[Completion]:
-        """Raises DeadlineError when the sampler outlives `deadlines.sample`, and what it raises."""
+        """Sample `n` next turns. Raises DeadlineError, AdapterError and what the sampler raises."""
         shared, prompt_ids = self.shared, self.conversation.prompt_ids
         room = shared.context_length - len(prompt_ids)
-        params = replace(
-            shared.params,
-            max_tokens=min(shared.params.max_tokens, room),
-            stop_token_ids=shared.chat.stop_token_ids,
-            seed=self._seed(),
-        )
+        max_tokens = min(shared.params.max_tokens, room)
+        params = replace(shared.params, max_tokens=max_tokens, seed=self._seed())
         started = time.perf_counter()
         completions = await adapter_call(
-            f"to sample prompt {self.trajectory.prompt.id}",
+            f"sampling prompt {self.trajectory.prompt.id}",
             shared.sampler.sample(prompt_ids, params, n),
             shared.deadlines.sample,
             "sample",
         )
         self._took("sample", started)
+        if not isinstance(completions, list | tuple) or len(completions) != n:
+            listed = isinstance(completions, list | tuple)
+            got = f"{len(completions)} completions" if listed else type(completions).__name__
+            raise AdapterError(
+                f"the sampler {type(shared.sampler).__name__}: sample(n={n}) returned {got}, "
+                f"expected a list of {n}. Fix the sampler."
+            )
         return completions
 
     async def _step(self, action: Action) -> StepResult | None:
-        """The environment's answer; None when the episode ends here."""
+        """The result of the environment's `step`; None when the episode ends here."""
         trajectory = self.trajectory
         if type(self.environment).step is Environment.step:
             return None
@@ -197,7 +209,7 @@ class _Rollout:
         return result
 
     async def _answer(self, result: StepResult) -> Completion | None:
-        """Show the model the observation and sample its next turn, unless the episode is over."""
+        """Add the observation and sample the next turn; None when the episode is over."""
         trajectory, shared = self.trajectory, self.shared
         if result.terminated or result.truncated:
             return None
@@ -216,7 +228,7 @@ class _Rollout:
         return completion
 
     async def _guard(self, stage: str, call: Callable[[], Awaitable[T]]) -> T | None:
-        """A user's coroutine under its deadline; its failure is this rollout's outcome."""
+        """Await user code within its deadline; a failure sets the outcome of this rollout."""
         limit: float = getattr(self.shared.deadlines, stage)
         started = time.perf_counter()
         try:
@@ -247,24 +259,24 @@ class _Rollout:
 
 
 def _checked(answer: Any) -> StepResult:
-    """A StepResult of what a user's `step` returned; raises TypeError or ValueError."""
+    """The StepResult that a user's `step` returned; raises TypeError or ValueError."""
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise TypeError(
-            f"returned {shown(answer)}: StepResult(observation, reward, terminated, truncated, "
-            "info) is expected"
+            f"returned {shown(answer)}, expected StepResult(observation, reward, terminated, "
+            "truncated, info)"
         )
     observation, reward, terminated, truncated, info = answer
     value = as_number(reward)
     if value is None:
-        raise ValueError(f"returned the reward {shown(reward)}: a finite number is expected")
+        raise ValueError(f"returned the reward {shown(reward)}, expected a finite number")
     if not isinstance(info, dict):
-        raise TypeError(f"returned the info {shown(info)}: a dict is expected")
+        raise TypeError(f"returned the info {shown(info)}, expected a dict")
     ends = bool(terminated), bool(truncated)
-    if any(ends) and observation is None:  # a habit of Gym's users
+    if any(ends) and observation is None:  # as is common with Gym
         observation = ()
     if any(ends) and not isinstance(observation, list | tuple):
         raise TypeError(
-            f"returned the observation {shown(observation)}: a list of messages is expected"
+            f"returned the observation {shown(observation)}, expected a list of messages"
         )
     return StepResult(observation, value, *ends, info)
 
@@ -274,7 +286,7 @@ def _overrides(environments: Sequence[Environment], hook: str) -> bool:
 
 
 async def _each(calls: Sequence[Callable[[], Awaitable[None]]], *, at_once: bool) -> None:
-    """Await all; `at_once` in tasks of their own, else in turn (none of them suspends)."""
+    """Await all calls: `at_once` in separate tasks, else in turn, since none of them waits."""
     if not at_once or len(calls) == 1:
         for call in calls:
             await call()

@@ -1,9 +1,9 @@
-"""Rows of the data set as trajectories: what a rollout is made of, without a model that plays it.
+"""Turn rows of the data set into trajectories, without a model that plays them.
 
-A given reply becomes a turn like a sampled one: the prompt's ids, then the ids that the model would
-have had to sample, the end of its turn included. Its log-probs are 0.0 and its version is -1, since
-nobody sampled it. A row is trained whole or not at all: one that is too long, or that the template
-refuses, fails with its cause, and so does a pair whose one answer does.
+A given reply becomes a turn like a sampled one: the ids of the prompt, then the ids that the model
+would have to sample, with the end of the turn. Its log-probs are 0.0 and its version is -1, since
+it was not sampled. A row is trained whole or not at all: if it is too long, or the template rejects
+it, it fails; a pair fails if one of its answers does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from retrain.prompts.examples import TOOLS, Continuation
 from retrain.types import Completion, Group, Message, Prompt, Trajectory, Turn
 
 GIVEN = -1
-"""The version of a completion that no weights sampled."""
+"""The version of a completion that was not sampled."""
 
 
 class Playback:
-    """Plays the rows of an example source; stands where a `slots.Slot` does."""
+    """Takes the place of a `Slot` where rows of the data set are trained."""
 
     def __init__(self, chat: Chat, max_length: int) -> None:
         """Rows of more than `max_length` tokens fail."""
@@ -30,7 +30,7 @@ class Playback:
         self._max_length = max_length
 
     async def play(self, prompt: Prompt) -> Group:
-        """One trajectory for each continuation that the row holds."""
+        """One trajectory for each continuation of the row."""
         trajectories = [self._trajectory(prompt, said) for said in prompt.answer]
         failed = next((t for t in trajectories if t.outcome != "ok"), None)
         for trajectory in trajectories:
@@ -39,7 +39,7 @@ class Playback:
         return Group(prompt, trajectories)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def _trajectory(self, prompt: Prompt, said: Continuation) -> Trajectory:
         trajectory = Trajectory(prompt)
@@ -79,11 +79,11 @@ class Playback:
         longest = max(len(sample.token_ids) for sample in samples)
         if longest > self._max_length:
             raise ValueError(
-                f"it has {longest} tokens, more than the {self._max_length} that the model or "
-                "algorithm.max_length admits: shorten it (rows are never cut)"
+                f"it has {longest} tokens, expected at most {self._max_length}, the limit of the "
+                "model or algorithm.max_length. Shorten it; rows are never truncated."
             )
         if paired and len(samples) > 1:
             raise ValueError(
-                "the chat template rewrites its earlier turns, so that an answer is no single "
-                "sequence: a pair may have one assistant turn an answer with this template"
+                "the chat template rewrites its earlier turns, so an answer isn't a single "
+                "sequence. With this template, each answer of a pair may have one assistant turn."
             )

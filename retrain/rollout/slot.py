@@ -1,8 +1,8 @@
-"""A slot: one group at a time, in environment instances of its own.
+"""A slot plays one group at a time, in its own environment instances.
 
-Instances are made at the slot's first group and set up few at a time, so that ten thousand slots
-don't connect at once. An instance whose rollout failed is closed and replaced: a fault never
-reaches the next group.
+Instances are made with the first group of the slot. Only a few are set up at a time, so that ten
+thousand slots don't connect at once. An instance whose rollout failed is closed and replaced, so
+that a fault never affects the next group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slot:
         setups: asyncio.Semaphore,
         fault: Callable[[str], None],
     ) -> None:
-        """`fault` is told what went wrong in a `close`, which touches no rollout."""
+        """`fault` is called with the error of a `close`, which affects no rollout."""
         self._make = make
         self._rollouts = rollouts
         self._scorer = scorer
@@ -40,7 +40,7 @@ class Slot:
         self._environments: list[Environment | None] = [None] * size
 
     async def play(self, prompt: Prompt) -> Group:
-        """One scored group; raises only what the sampler raises."""
+        """Play and score one group. Raises only what the sampler raises."""
         failed = await self._fill(prompt)
         if failed is not None:
             return Group(prompt, [failed, *self._unplayed(prompt, failed)])
@@ -50,11 +50,11 @@ class Slot:
         return group
 
     async def close(self) -> None:
-        """Close every instance at once, each within its deadline."""
+        """Close all instances at the same time, each within its deadline."""
         await self._drop(range(len(self._environments)))
 
     async def _fill(self, prompt: Prompt) -> Trajectory | None:
-        """Make the missing instances; the failed rollout when one of them can't be had."""
+        """Make the missing instances; return the failed rollout if one can't be made."""
         missing = [i for i, kept in enumerate(self._environments) if kept is None]
         if not missing:
             return None
@@ -63,7 +63,7 @@ class Slot:
         return next((failed for task in made if (failed := task.result())), None)
 
     async def _set_up(self, prompt: Prompt, index: int) -> Trajectory | None:
-        """Fill a place; the failed rollout that says why it stays empty."""
+        """Make and set up one instance; return the failed rollout if that fails."""
         name = "the environment"
         try:
             environment = self._make()
@@ -76,7 +76,7 @@ class Slot:
             self._environments[index] = environment
             return None
         async with self._setups:
-            self._environments[index] = environment  # from here on it's closed, whatever happens
+            self._environments[index] = environment  # so that it is closed, whatever happens
             try:
                 await user_call(f"{name}.setup", environment.setup, self._deadlines.setup, "setup")
             except UserCodeError as error:
@@ -95,7 +95,7 @@ class Slot:
         await self._drop([i for i, o in enumerate(outcomes) if o in ("infra_error", "timeout")])
 
     async def _drop(self, places: Iterable[int]) -> None:
-        """Empty these places, closing what is there."""
+        """Remove and close the instances at these indices."""
         async with asyncio.TaskGroup() as closing:
             for index in places:
                 environment, self._environments[index] = self._environments[index], None

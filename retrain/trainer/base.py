@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from retrain.assembly import Parts, assemble
+from retrain.assembly import Learner, Parts, assemble
 from retrain.config import RunConfig
 from retrain.config.models import find_model
 from retrain.errors import CheckpointError, ConfigError, NotFoundError, RewardError, shown
@@ -53,7 +53,7 @@ class Plan:
     max_steps: int | None
     max_epochs: int | None
     close: Sequence[Callable[[], None]] = ()
-    review: Any = None
+    learner: Learner = field(default_factory=Learner)
     tweak: Callable[[Parts], Parts] = field(default=lambda parts: parts)
 
 
@@ -218,7 +218,7 @@ class BaseTrainer(ABC):
 
     def _finished_plan(self, plan: Plan) -> tuple[RunConfig, Parts]:
         """The plan's parts, and its config with the number of steps that the limits come to."""
-        parts = replace(plan.tweak(assemble(plan.config, plan.given)), review=plan.review)
+        parts = replace(plan.tweak(assemble(plan.config, plan.given)), learner=plan.learner)
         steps = self._total_steps(plan, len(parts.prompts))
         train_section = plan.config.train.model_copy(update={"total_train_steps": steps})
         update = {"train": train_section, "run_dir": _free_folder(plan.config)}

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from retrain.assembly import Learner
 from retrain.concurrency.threads import DaemonPool
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import UserCodeError, blame, shown
@@ -123,7 +124,7 @@ class MessageLogEnvironment(Environment):
         return StepResult(observation, reward, over, False, {"rewards": parts} if parts else {})
 
 
-class Review:
+class Review(Learner):
     """Calls `global_post_process_and_metrics` on the rollouts of each step.
 
     The batch has a list for each of `message_log text rewards is_end prompt_lengths
@@ -138,7 +139,7 @@ class Review:
         self._row_of = row_of
         self._pool = pool
 
-    async def __call__(self, groups: Sequence[Group]) -> Metrics:
+    async def review(self, groups: Sequence[Group]) -> Metrics:
         trajectories = [t for group in groups for t in group.scored]
         batch = {
             "message_log": [list(t.messages) for t in trajectories],

@@ -114,7 +114,8 @@ class Hooks(Callback):
         """Checkpoint this step, spare it from pruning, and copy it to where it was asked for."""
         assert self.run is not None
         targets, self.saves = self.saves, []
-        self.run.spared.add(self.run.step)  # a service's checkpoint must outlive the copy's origin
+        # a service's checkpoint must outlive the copy's origin
+        self.run.checkpoints.spared.add(self.run.step)
         await checkpoint(self.run)
         assert self.newest is not None
         for target in targets:
@@ -123,10 +124,10 @@ class Hooks(Callback):
     def _mark_best(self, run: Run, step: int) -> None:
         """Of the checkpoints, the one whose step had the best metric; ties go to the newer."""
         best = run.checkpoints.best()
-        score = self._score(run.history, step)
+        score = self._score(run.record.history, step)
         if not math.isfinite(score):
             return
-        if best is None or score >= self._score(run.history, int(best.name[5:])):
+        if best is None or score >= self._score(run.record.history, int(best.name[5:])):
             run.mark_best(step)
 
     def _score(self, history: Sequence[Mapping[str, float]], step: int) -> float:

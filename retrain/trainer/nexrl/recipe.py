@@ -1,26 +1,22 @@
 """A recipe with a `trainer:` section, run by the pipe.
 
-The pipe plays the rollouts, bounds their staleness, checkpoints and writes the run directory; where
-it would update the weights, the recipe's trainer gets the step's trajectories, and its `train` has
-the last word. Its metrics join the step's line of metrics.jsonl.
+The pipe plays the rollouts, bounds their staleness, checkpoints and writes the run directory. The
+trainer is the run's Learner: it gets the trajectories of each step, and its `train` updates the
+weights. Its metrics join the step's row of metrics.jsonl.
 
-A supervised recipe (cross_entropy) trains the rows of its `prompts` as they stand.
+A supervised recipe (cross_entropy) trains the rows of its `prompts` as they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from retrain.adapters.base import Adapter, AdapterState
-from retrain.algorithms.base import Algorithm
-from retrain.algorithms.grpo import GRPO
-from retrain.algorithms.sft import SFT
-from retrain.assembly import Parts, assemble
+from retrain.adapters.base import Adapter
+from retrain.assembly import Learner, assemble
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
 from retrain.config.yaml_text import read_config_file
@@ -32,8 +28,6 @@ from retrain.trainer.nexrl.select import build_trainer
 from retrain.trainer.nexrl.settings import Section, as_section
 from retrain.trainer.nexrl.trajectory import from_group
 from retrain.types import Batch, Group, Metrics
-
-STEP = "nexrl_step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,7 @@ class Recipe:
         self, *, callbacks: Sequence[Callback] = (), resume: bool = False
     ) -> TrainingResult:
         """Run it; see `pipeline.train`."""
-        parts = _parts(self.trainer, self.config)
+        parts = replace(assemble(self.config), learner=TrainerLearner(self.trainer))
         return await train(self.config, callbacks=callbacks, resume=resume, parts=parts)
 
 
@@ -71,98 +65,23 @@ def load_recipe(config: str | Path | Mapping[str, Any]) -> Recipe:
     return Recipe(trainer, trainer.run_config)
 
 
-def _parts(trainer: BaseTrainer, config: RunConfig) -> Parts:
-    algorithm = _HandedSFT() if config.algorithm.type == "sft" else _HandedGRPO()
-    made = assemble(config, {"algorithm": algorithm})
-    parts = {field.name: getattr(made, field.name) for field in fields(made)}
-    return _Parts(**parts, trainer=trainer)
+class TrainerLearner(Learner):
+    """Updates by the trainer's `train`, in a thread, with the trajectories of the step."""
 
-
-class _Handed(Algorithm):
-    """Keeps the groups of a step for the trainer.
-
-    The credit that it gives itself tells the pipe alone whether there is any signal.
-    """
-
-    groups: Sequence[Group] = ()
-
-    def advantages(self, groups: Sequence[Group]) -> list[list[float]]:
-        self.groups = groups
-        return super().advantages(groups)  # type: ignore[safe-super, return-value]  # the algorithm that it is mixed into
-
-
-class _HandedGRPO(_Handed, GRPO):
-    pass
-
-
-class _HandedSFT(_Handed, SFT):
-    pass
-
-
-@dataclass(frozen=True)
-class _Parts(Parts):
-    trainer: BaseTrainer | None = None
-
-    def open_adapter(self) -> Adapter:
-        assert self.trainer is not None
-        assert isinstance(self.algorithm, _Handed)
-        return _TrainerAdapter(super().open_adapter(), self.trainer, self.algorithm)
-
-
-class _TrainerAdapter(Adapter):
-    """An adapter whose update is the trainer's `train`, in a thread; else the inner one."""
-
-    def __init__(self, inner: Adapter, trainer: BaseTrainer, handed: _Handed) -> None:
-        self._inner = inner
+    def __init__(self, trainer: BaseTrainer) -> None:
         self._trainer = trainer
-        self._handed = handed
         self._threads = DaemonPool(1, name="retrain-trainer")
-        self.capabilities = inner.capabilities
 
-    async def __aenter__(self) -> Self:
-        await self._inner.__aenter__()
-        self.sampler, self.tokenizer = self._inner.sampler, self._inner.tokenizer
-        self.context_length = self._inner.context_length
-        self._trainer.service.attach(self._inner, asyncio.get_running_loop())
-        return self
+    def attach(self, adapter: Adapter) -> None:
+        self._trainer.service.attach(adapter, asyncio.get_running_loop())
 
-    def hurry(self) -> None:
-        self._inner.hurry()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._threads.close()
-        self._trainer.service.close()
-        await self._inner.__aexit__(kind, error, trace)
-
-    async def update(self, batch: Batch) -> Metrics:
-        """The trainer's step over the groups that the batch was made of."""
-        groups = self._handed.groups
+    async def update(self, groups: Sequence[Group], batch: Batch) -> Metrics:
         trajectories = [one for group in groups for one in from_group(group)]
         return await self._threads.run(lambda: self._trainer.advance(trajectories))
 
-    async def publish(self) -> int:
-        return await self._inner.publish()
+    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+        self._trainer.resume_at(step)
 
-    async def save(self, folder: Path) -> AdapterState:
-        state = await self._inner.save(folder)
-        return AdapterState(state.folder, {**state.data, STEP: self._trainer.step})
-
-    async def load(self, state: AdapterState) -> None:
-        await self._inner.load(state)
-        self._trainer.resume_at(int(state.data[STEP]))
-
-    async def logprobs(
-        self, sequences: Sequence[Sequence[int]], *, reference: bool = False
-    ) -> list[list[float]]:
-        return await self._inner.logprobs(sequences, reference=reference)
-
-    async def forget(self, state: AdapterState) -> None:
-        await self._inner.forget(state)
-
-    async def export(self, folder: Path) -> Path | str | None:
-        return await self._inner.export(folder)
+    def close(self) -> None:
+        self._threads.close()
+        self._trainer.service.close()

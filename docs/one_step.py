@@ -1,0 +1,51 @@
+"""The training loop on one page: from prompts to weights, step after step.
+
+`retrain.train` computes the same numbers with queues between the stages, so that sampling and
+training overlap. It adds what this page leaves out: failed rollouts, deadlines, environments with
+`setup` and `close`, staleness, evaluation, checkpoints and the run directory.
+"""
+
+from collections.abc import Iterator
+from itertools import count, islice
+
+from retrain.assembly import Parts
+from retrain.batching import batch_of, make_samples
+from retrain.chat import Chat
+from retrain.prompts import epoch_order
+from retrain.rollout import Rollouts
+from retrain.types import Metrics, Prompt, Ticket
+
+
+async def learn(parts: Parts) -> list[Metrics]:
+    """Train as `parts.config` says; return the metrics of each step."""
+    config, history = parts.config, []
+    async with parts.open_adapter() as adapter:  # loads the model
+        chat = Chat(adapter.tokenizer, template=parts.chat_template)
+        rollouts = Rollouts(config, adapter.sampler, chat, adapter.context_length)
+        prompts = in_order(parts)
+        for _ in range(config.train.total_train_steps):
+            groups = []
+            for prompt in islice(prompts, config.train.groups_per_step):
+                # a group: several rollouts of one prompt, each in its own environment
+                environments = [parts.environment() for _ in range(config.algorithm.group_size)]
+                group = await rollouts.play(prompt, environments)
+                await parts.scorer.score(group)
+                groups.append(group)
+            credits = parts.algorithm.advantages(groups)  # who gets credit
+            batch = batch_of(
+                make_samples(groups, credits),
+                loss=parts.loss,
+                loss_config=parts.loss_config,
+                normalisation=parts.normalisation,
+            )
+            history.append(await adapter.update(batch))  # loss, gradient, optimizer
+            await adapter.publish()  # from here on, the new weights are sampled
+    return history
+
+
+def in_order(parts: Parts) -> Iterator[Prompt]:
+    """The prompts in the order in which a run issues them, epoch after epoch."""
+    train = parts.config.train
+    for epoch in count():
+        for row in epoch_order(epoch, len(parts.prompts), train.seed, train.shuffle):
+            yield parts.prompts.prompt(Ticket(epoch, row))

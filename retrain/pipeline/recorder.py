@@ -1,0 +1,165 @@
+"""The only writer of a run's events, rows and counters.
+
+Each method writes one kind of event of events.jsonl, and what belongs to it in metrics.jsonl,
+rollouts.jsonl and the tally of the console.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from retrain.algorithms.base import Algorithm
+from retrain.errors import ConfigError, RunError
+from retrain.observe.report import write_report
+from retrain.observe.run_dir import RunDirectory, read_metrics
+from retrain.pipeline.meter import Meter
+from retrain.types import Batch, Group, Metrics, Ticket
+
+
+class Recorder:
+    """Writes into `run_dir` what a run of `algorithm` does."""
+
+    def __init__(self, run_dir: RunDirectory, algorithm: Algorithm) -> None:
+        self.run_dir = run_dir
+        self.history: list[Metrics] = []
+        """The rows of all steps, in order."""
+        self._sampled = algorithm.source == "rollouts"
+        self.meter = Meter(sampled=self._sampled, by_group=algorithm.compares == "group")
+        if not self._sampled:
+            run_dir.tally.unit = algorithm.source
+        self.progress: Callable[[], None] = lambda: None
+        """Called for every group that was played."""
+
+    # --- groups
+
+    def issued(self, ticket: Ticket) -> None:
+        self.run_dir.event("issued", ticket=str(ticket))
+
+    def played(self, group: Group, started: float) -> None:
+        """A group was played and scored. Of an example only the outcome is written."""
+        trajectories, ticket = group.trajectories, group.prompt.id
+        self.run_dir.event(
+            "rollout" if self._sampled else "example",
+            ticket=ticket,
+            started=started,
+            ended=time.time(),
+            outcomes=[t.outcome for t in trajectories],
+            versions=sorted(group.versions),
+            tokens=sum([t.sampled_tokens for t in trajectories]),
+        )
+        self.progress()
+        if not self._sampled:
+            self.run_dir.count(group)
+            return
+        self.run_dir.event("scored", ticket=ticket, rewards=[t.reward for t in trajectories])
+        self.run_dir.rollouts(group)
+
+    def dropped(self, group: Group, cause: str, again: Ticket | None) -> None:
+        """A group that was taken is not trained; `again` is its prompt's next ticket, if any."""
+        self.meter.group(group, cause)
+        reissued = {} if again is None else {"again": str(again)}
+        self.run_dir.event("dropped", ticket=group.prompt.id, cause=cause, **reissued)
+
+    # --- steps
+
+    def batch(self, step: int, tickets: Sequence[str], batch: Batch) -> None:
+        samples, tokens = len(batch.samples), batch.denominators.tokens
+        self.run_dir.event("batch", step=step, tickets=tickets, samples=samples, tokens=tokens)
+        self.meter.lap("wait_for_batch")
+
+    def update(self, step: int, tickets: Sequence[str], loss: float | None, started: float) -> None:
+        times = {"started": started, "ended": time.time()}
+        self.run_dir.event("update", step=step, **times, tickets=tickets, loss=loss)
+        self.meter.lap("update")
+
+    def publish(self, version: int, started: float) -> None:
+        self.run_dir.event("publish", version=version, started=started, ended=time.time())
+
+    def step(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        metrics: Mapping[str, float],
+        *,
+        trained: int,
+        version: int,
+        evaluation: Metrics,
+    ) -> Metrics:
+        """The row of a step that trained the weights of version `trained` and serves `version`."""
+        self.meter.lap("publish")
+        row = self.meter.row(step, groups, metrics, trained, version) | evaluation
+        self.history.append(row)
+        self.run_dir.metrics(row)
+        return row
+
+    # --- evaluations
+
+    def evaluated_group(self, group: Group, step: int) -> None:
+        """A held-out group was played; it counts for no step's reward."""
+        if self._sampled:
+            self.run_dir.rollouts(group, step=step)
+        self.progress()
+
+    def evaluated(self, metrics: Metrics) -> None:
+        self.run_dir.event("eval", **metrics)
+
+    def evaluation_row(self, metrics: Metrics) -> None:
+        """A separate row for an evaluation that no step followed."""
+        if self.history:
+            row = {"step": self.history[-1]["step"], **metrics}
+            self.history[-1] = self.history[-1] | row
+            self.run_dir.metrics(row)
+
+    # --- checkpoints
+
+    def snapshot(self, step: int) -> None:
+        """The run is as the checkpoint of `step` holds it."""
+        self.run_dir.event("snapshot", step=step)
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        self.run_dir.event("checkpoint", step=step, path=str(path))
+        self.run_dir.flush()
+
+    def incomplete(self, checkpoint: str) -> None:
+        """A resume skipped a checkpoint."""
+        self.run_dir.event("torn", checkpoint=checkpoint)
+        self.fault(f"skipped the incomplete checkpoint {checkpoint}")
+
+    def resumed(self, step: int, **fields: object) -> None:
+        self.run_dir.event("resumed", from_step=step, **fields)
+
+    def reread(self, step: int, changed: list[str]) -> None:
+        """Take the history up to `step` from the files; `changed` keys of the config differ."""
+        self.history = [row for row in read_metrics(self.run_dir.path) if row["step"] <= step]
+        self.run_dir.changed = changed
+
+    # --- the end, and what goes wrong
+
+    def fault(self, error: str) -> None:
+        """Something failed that touches no rollout, such as an environment's `close`."""
+        self.run_dir.event("fault", error=error)
+        self.run_dir.tally.errors[error] += 1
+
+    def export(self, model: Path | str | None) -> None:
+        self.run_dir.event("export", path=None if model is None else str(model))
+
+    def end(self, status: str, step: int) -> None:
+        self.run_dir.event("end", status=status, step=step)
+        self.run_dir.flush()
+
+    def report(self) -> None:
+        """Write report.html from what the files hold."""
+        try:
+            write_report(self.run_dir.path)
+        except (ConfigError, RunError, OSError) as error:
+            self.fault(f"report.html: {error}")
+
+    def last_words(self, message: str) -> None:
+        """The process is about to end. Called by the watchdog's thread."""
+        self.run_dir.event("stalled", message=message)
+        self.run_dir.flush()
+        sys.stderr.write(f"retrain: {message}. {self.run_dir.path} is intact: --resume goes on.\n")
+        sys.stderr.flush()
