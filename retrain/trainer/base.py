@@ -15,17 +15,18 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from retrain.assembly import Parts, assemble
 from retrain.config import RunConfig
 from retrain.config.models import find_model
 from retrain.errors import CheckpointError, ConfigError, NotFoundError, RewardError, shown
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
+from retrain.observe.callbacks import Run as RunFace
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
 from retrain.pipeline.run import Run
-from retrain.trainer.hooks import Gate, Hooks
+from retrain.trainer.hooks import Gate, Hooks, Progress
 from retrain.types import Metrics
 
 T = TypeVar("T")
@@ -53,6 +54,8 @@ class Plan:
     max_steps: int | None
     max_epochs: int | None
     close: Sequence[Callable[[], None]] = ()
+    check: Callable[[Run], None] = lambda run: None
+    """A last look once the backend is open; may raise."""
     review: Any = None
     tweak: Callable[[Parts], Parts] = field(default=lambda parts: parts)
 
@@ -64,9 +67,7 @@ class BaseTrainer(ABC):
     """Whether it learns from rewards."""
 
     def __init__(self) -> None:
-        self._step = 0
-        self._start: Path | None = None
-        self._metrics: Metrics = {}
+        self._progress = Progress()
         self._hooks: Hooks | None = None
         self._busy = False
         self._reward_error: RewardError | None = None
@@ -135,10 +136,10 @@ class BaseTrainer(ABC):
             raise FileExistsError(f"{target} exists and is no checkpoint: choose another folder")
         if self._hooks is not None:
             self._hooks.saves.append(target)
-        elif self._start is None:
+        elif self._progress.checkpoint is None:
             raise RuntimeError("save_checkpoint: nothing was trained or loaded yet; call fit first")
         else:
-            copy(self._start, target)
+            copy(self._progress.checkpoint, target)
 
     def load_checkpoint(self, path: str | Path, strict: bool = True) -> None:
         """Make the next training begin from a checkpoint; `current_step` is then the saved one.
@@ -159,7 +160,7 @@ class BaseTrainer(ABC):
                 f"{source} is of another training: {'; '.join(changed)}"
                 + ("" if any(c.startswith(MODEL) for c in changed) else "; strict=False takes it")
             )
-        self._start, self._step, self._metrics = source, saved.step, {}
+        self._progress = Progress(saved.step, source)
 
     # --- what it is
 
@@ -167,7 +168,7 @@ class BaseTrainer(ABC):
     def current_step(self) -> int:
         """Optimizer steps done since training began, loaded ones included."""
         run = self._hooks.run if self._hooks is not None else None
-        return run.step if run is not None else self._step
+        return run.step if run is not None else self._progress.step
 
     @property
     @abstractmethod
@@ -182,9 +183,6 @@ class BaseTrainer(ABC):
     def _plan(self, task: Task) -> Plan:
         """What a task comes to. Raises ConfigError or TypeError; loads no model."""
 
-    def _check_run(self, run: Run) -> None:  # noqa: B027 - a default, not a forgotten body
-        """A last look once the backend is open; may raise."""
-
     # --- the run
 
     def _fit(self, task: Task) -> TrainingResult:
@@ -197,24 +195,32 @@ class BaseTrainer(ABC):
 
     async def _train(self, task: Task, gate: Gate | None = None) -> TrainingResult:
         with self._alone():
-            hooks = Hooks(self, _callbacks(task.callbacks), gate)
+            callbacks = _callbacks(task.callbacks)
             for name in ("max_steps", "max_epochs"):
                 _check_limit(name, getattr(task, name))
             plan = self._plan(task)
             config, parts = self._finished_plan(plan)
-            self._hooks, self._reward_error = hooks, None
+            start = self._progress.checkpoint
+            self._hooks = hooks = Hooks(
+                cast("RunFace", self),  # callbacks of a trainer's run get the trainer
+                callbacks,
+                progress=self._progress,
+                scored=self.scored,
+                check=plan.check,
+                gate=gate,
+            )
+            self._reward_error = None
             try:
-                running = train(config, callbacks=[hooks], start_from=self._start, parts=parts)
-                result = await _unwrapped(running)
+                result = await _unwrapped(
+                    train(config, callbacks=[hooks], start_from=start, parts=parts)
+                )
             finally:
-                self._hooks = None
-                if hooks.newest is not None:
-                    self._step, self._start = hooks.newest
+                self._hooks, self._progress = None, hooks.progress
                 for close in plan.close:
                     close()
             if self._reward_error is not None:
                 raise self._reward_error
-            return self._finished(result)
+            return hooks.finished(result)
 
     def _finished_plan(self, plan: Plan) -> tuple[RunConfig, Parts]:
         """The plan's parts, and its config with the number of steps that the limits come to."""
@@ -235,9 +241,10 @@ class BaseTrainer(ABC):
 
     def _data_since(self, config: RunConfig) -> int:
         """The step after which training on these prompts began."""
-        if self._start is None:
+        start = self._progress.checkpoint
+        if start is None:
             return 0
-        saved = verified(self._start)
+        saved = verified(start)
         if changes(saved.config, config, DATA):
             return saved.step
         since: int = saved.counters.get("data_since", 0)
@@ -248,17 +255,6 @@ class BaseTrainer(ABC):
         if self._reward_error is None:
             self._reward_error = error
             self.request_stop()
-
-    def _shown(self, metrics: Mapping[str, float]) -> Metrics:
-        """A step's metrics with the seeds' name for the mean reward beside ours."""
-        if self.scored and "reward/mean" in metrics:
-            return {**metrics, "mean_reward": metrics["reward/mean"]}
-        return dict(metrics)
-
-    def _finished(self, result: TrainingResult) -> TrainingResult:
-        if result.metrics:
-            self._metrics = self._shown(result.metrics)
-        return replace(result, metrics=dict(self._metrics))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

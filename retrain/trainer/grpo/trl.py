@@ -128,7 +128,15 @@ class GRPOTrainerAdapter(BaseTrainer):
             )
             labels["rewards"] = [{"type": name}]
         config = parse_config({**self._mapping, **labels})
-        return Plan(config, given, task.max_steps, None, [data.close], tweak=self._templated)
+        return Plan(
+            config,
+            given,
+            task.max_steps,
+            None,
+            [data.close],
+            check=self._check_tokenizer,
+            tweak=self._templated,
+        )
 
     def _templated(self, parts: Parts) -> Parts:
         template = getattr(self.tokenizer, "chat_template", None)
@@ -136,7 +144,7 @@ class GRPOTrainerAdapter(BaseTrainer):
             return parts
         return replace(parts, chat_template=template)
 
-    def _check_run(self, run: Run) -> None:
+    def _check_tokenizer(self, run: Run) -> None:
         if self.tokenizer is None:
             return
         own = run.adapter.tokenizer
