@@ -95,7 +95,7 @@ def test_run_needs_a_pool_and_runs_once() -> None:
         trainer.run()
     trainer.set_module_references(TrajectoryPool())
     trainer.run()
-    with pytest.raises(RunError, match="running already"):
+    with pytest.raises(RunError, match="already running"):
         trainer.run()
     trainer.stop()
 
@@ -134,7 +134,7 @@ def test_a_pool_that_never_answers_ends_stop_with_a_deadline() -> None:
     trainer = Counting({"total_train_steps": 5})
     trainer.set_module_references(Deaf())
     trainer.run()
-    with pytest.raises(DeadlineError, match=r"not ended within 0\.01 s: it is at step 0 of 5"):
+    with pytest.raises(DeadlineError, match=r"still running after 0\.01 s, at step 0 of 5"):
         trainer.stop(timeout=0.01)
     release.set()
     trainer.wait(10)
@@ -186,10 +186,10 @@ def test_a_closed_pool_gives_what_is_left_and_then_nothing() -> None:
         ({"train_service": {"bakend": "tinker"}}, r"bakend: unknown key; did you mean .*backend"),
         ({"total_train_steps": -1}, r"total_train_steps: got -1"),
         ({"nonsense": 1}, r"nonsense: unknown key"),
-        ({"algorithm": {"epps": 1.0}}, r"epps: .* does not read it; did you mean eps"),
+        ({"algorithm": {"epps": 1.0}}, r"epps: .* doesn't read this key; did you mean eps"),
         ({"algorithm": {"type": "ppo"}}, r"expected grpo or cross_entropy"),
-        ({"algorithm": {"type": "cross_entropy"}}, r"no self-hosted cross_entropy trainer"),
-        ({"type": "nonsense"}, r"there is no trainer 'nonsense'"),
+        ({"algorithm": {"type": "cross_entropy"}}, r"no self-hosted trainer for cross_entropy"),
+        ({"type": "nonsense"}, r"no trainer 'nonsense'; expected one of self_hosted_grpo"),
         ({"custom_trainer_class_name": "X"}, r"needs trainer\.custom_trainer_module_path"),
         (
             {"custom_trainer_module_path": "x.py", "type": "self_hosted_grpo"},
@@ -212,7 +212,7 @@ def test_a_config_that_can_not_be_honoured_is_refused_when_the_trainer_is_built(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"loss_fn": "nonsense"}, r"loss_fn: the tinker backend has no loss 'nonsense'"),
+        ({"loss_fn": "nonsense"}, r"loss_fn: backend tinker has no loss 'nonsense'"),
         ({"learnin_rate": 1.0}, r"learnin_rate: unknown key; did you mean .*learning_rate"),
         ({"beta1": 2.0}, r"beta1: got 2\.0"),
     ],
@@ -224,21 +224,21 @@ def test_the_backends_own_keys_are_checked_before_it_opens(keys, message) -> Non
 
 
 def test_a_config_must_be_a_mapping() -> None:
-    with pytest.raises(ConfigError, match="must be a mapping"):
+    with pytest.raises(ConfigError, match="got a list, expected a mapping"):
         Counting([])  # type: ignore[arg-type]  # a mistake at run time
 
 
 def test_a_missing_key_of_the_config_is_named_with_the_nearest() -> None:
     trainer = Counting({"algorithm": {"gamma": 0.9}})
     assert trainer._config.algorithm.gamma == 0.9
-    with pytest.raises(AttributeError, match=r"no key 'gama'; did you mean gamma\?"):
+    with pytest.raises(AttributeError, match=r"no 'gama'; did you mean gamma\?"):
         _ = trainer._config.algorithm.gama
 
 
 def test_a_remote_trainer_wants_a_service_and_its_own_loss() -> None:
     with pytest.raises(ConfigError, match="expected tinker or weaver"):
         RemoteApiGrpoTrainer({})
-    with pytest.raises(ConfigError, match="trains cross_entropy alone"):
+    with pytest.raises(ConfigError, match="expected cross_entropy"):
         RemoteApiCrossEntropyTrainer(
             {"train_service": {**LOCAL, "config": {"loss_fn": "importance_sampling"}}}
         )
@@ -292,7 +292,7 @@ def test_a_holder_of_ones_own_needs_train_alone() -> None:
     metrics = trainer.advance(replies())
     assert metrics["seen"] == 4
     assert metrics["rate"] == 2e-6
-    with pytest.raises(ConfigError, match="has a `train` alone"):
+    with pytest.raises(ConfigError, match="has only `train`"):
         _ = trainer.service
 
 
@@ -300,7 +300,7 @@ def test_a_step_without_signal_trains_nothing_and_says_so() -> None:
     flat = [Trajectory(t, reward=1.0) for t in replies()]
     with RemoteApiGrpoTrainer({"train_service": LOCAL}) as remote:
         assert remote.advance(flat)["training/skipped"] == 1
-        with pytest.raises(ConfigError, match="the training config has lr"):
+        with pytest.raises(ConfigError, match="unknown keys: lr"):
             remote.service_holder.train([], config={"lr": 1.0})
     with SelfHostedGrpoTrainer({}) as here:
         metrics = here.advance([Trajectory(t, reward=1.0) for t in replies()])
@@ -404,7 +404,7 @@ def test_an_advantage_that_is_nan_or_of_the_wrong_shape_is_refused() -> None:
         with pytest.raises(ValueError, match="NaN or infinite"):
             trainer.train(replies())
         trainer.advantages = torch.ones(4, 2)
-        with pytest.raises(ValueError, match=r"returned advantages as \(4, 2\), but input_ids is"):
+        with pytest.raises(ValueError, match=r"advantages with shape \(4, 2\), but input_ids has"):
             trainer.train(replies())
 
 
@@ -466,7 +466,7 @@ def test_a_checkpoint_continues_where_it_was_written(backend, tmp_path: Path) ->
             again = trainer.advance([Trajectory(t) for t in replies()])
     assert trainer.step == 2
     assert again["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         build_trainer(config).load_checkpoint(tmp_path / "nowhere")
 
 
@@ -478,7 +478,7 @@ def test_the_backends_own_loop_can_not_call_its_trainer() -> None:
         async def inside() -> None:
             service.logprobs([[1, 2]])
 
-        with pytest.raises(AdapterError, match="wait for itself"):
+        with pytest.raises(AdapterError, match="would deadlock"):
             service._call("update", lambda _: inside())
 
 

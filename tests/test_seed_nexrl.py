@@ -983,7 +983,16 @@ def test_a_config_may_be_any_mapping_in_attribute_and_item_access() -> None:
     class Custom(SelfHostedGrpoTrainer):
         def __init__(self, config):
             super().__init__(config)
-            self.seen = (config.algorithm.my_param, config["algorithm"]["my_param"])
+            algorithm = self._config.algorithm
+            self.seen = (algorithm.my_param, self._config["algorithm"]["my_param"])
 
     for config in (plain, OmegaConf.create(plain), OmegaConf.create({"trainer": plain})):
         assert Custom(config).seen == (0.25, 0.25)
+
+
+def test_a_trainer_that_is_built_gets_its_config_in_attribute_and_item_access(
+    workspace: Path,
+) -> None:
+    write("recipe/my_task/my_trainer.py", MY_TRAINER)
+    trainer = build_trainer(yaml.safe_load(MY_TASK.replace("my_param: 0.5", "my_param: 0.25")))
+    assert trainer._my_param == 0.25

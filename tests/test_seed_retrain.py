@@ -113,7 +113,7 @@ async def test_another_model_s_tokenizer_is_refused():
         def encode(self, text: str, **_) -> list[int]:
             return list(text.encode())
 
-    with pytest.raises(ConfigError, match="encodes otherwise than the model's own"):
+    with pytest.raises(ConfigError, match="encodes differently from the model's own"):
         await trainer_of(tokenizer=Bytes()).train()
 
 

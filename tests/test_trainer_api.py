@@ -86,7 +86,7 @@ def rollouts(result) -> list[dict]:
         ({"learning_rate": math.inf}, ConfigError, "learning_rate: got inf"),
         ({"tensor_parallel_size": 2}, ConfigError, "got 2, but no backend can split a model's"),
         ({"seed": "1"}, ConfigError, "grpo.seed: got '1', expected a whole number"),
-        ({"train": {"seed": 1}}, ConfigError, "train.seed: set twice; that is grpo.seed here"),
+        ({"train": {"seed": 1}}, ConfigError, "train.seed: set twice; remove it and use grpo.seed"),
         ({"staleness": {"targt": 1}}, ConfigError, "staleness.targt: unknown key; did you mean"),
         (
             {"learning_rate": 1e-3, "backend": {"type": "trl", "learning_rate": 1e-4}},
@@ -177,15 +177,19 @@ def test_the_keys_reach_the_pipe():
 @pytest.mark.parametrize(
     ("dataset", "kind", "text"),
     [
-        ((row for row in ROWS), TypeError, "write a generator as list"),
+        ((row for row in ROWS), TypeError, "list.generator. instead of a generator"),
         (iter(ROWS), TypeError, "got list_iterator"),
         (None, TypeError, "got NoneType"),
         (3, TypeError, "got int"),
-        ([], PromptError, "is empty: training needs at least one row"),
-        ("", PromptError, "got an empty text"),
-        ("no/such/file.jsonl", NotFoundError, "there is no file or folder"),
-        ("./nowhere", FileNotFoundError, "there is no file or folder"),
-        ([{"text": "a", "label": 1}], PromptError, "row 0: found no prompt; its columns are text"),
+        ([], PromptError, "is empty, expected at least one row"),
+        ("", PromptError, "got an empty string"),
+        ("no/such/file.jsonl", NotFoundError, "no file or folder no/such"),
+        ("./nowhere", FileNotFoundError, "no file or folder nowhere"),
+        (
+            [{"text": "a", "label": 1}],
+            PromptError,
+            "row 0: found no prompt in the columns text, label",
+        ),
         ([*ROWS, {"answer": "a"}], PromptError, "row 4: has no `prompt` or `messages`; its col"),
         ([{"question": "a", "input": "b"}], PromptError, "question, input could each be the prom"),
         ([{"prompt": " "}], PromptError, "the prompt is empty"),
@@ -203,7 +207,10 @@ def test_a_bad_dataset_is_told_before_any_model_loads(dataset, kind, text, nothi
     ("mapping", "text"),
     [
         ({"q": "promt"}, "expected one of prompt, messages.*did you mean prompt"),
-        ({"question": "prompt"}, "names 'question', which row 0 has not; its columns are q, a"),
+        (
+            {"question": "prompt"},
+            "which is missing in row 0; its columns are q, a",
+        ),
     ],
 )
 def test_a_bad_column_mapping_is_told(mapping, text, nothing_loads):
@@ -410,15 +417,18 @@ class Nothing(Judging):
 @pytest.mark.parametrize(
     ("reward_fn", "text"),
     [
-        (lambda prompt, response: None, r"prompt='.=', response='.*'\) returned None: a finite"),
+        (
+            lambda prompt, response: None,
+            r"prompt='.=', response='.*'\) returned None, expected",
+        ),
         (lambda prompt, response: "1", "returned '1'"),
         (lambda prompt, response: math.nan, "returned nan"),
-        (lambda prompt, response: 10**400, "a finite number or a dict of them is expected"),
+        (lambda prompt, response: 10**400, "expected a finite number or a dict of them"),
         (lambda prompt, response: {}, "returned {}"),
-        (lambda prompt, response: {"a": "b"}, "finite numbers are expected"),
+        (lambda prompt, response: {"a": "b"}, "expected finite numbers"),
         (lambda prompt, response: later(prompt, response), "declare it with `async def`"),
         (failing, "raised KeyError: 'truth' .test_trainer_api.py:"),
-        (too_few, "a list of 2 rewards, one each, is expected"),
+        (too_few, "expected a list of 2 rewards, one each"),
         (unknown, r"prompt='.=', response='.*'\) raised KeyError: 'truth' .test_trainer_api.py:"),
         (Nothing(), r"returned Reward\(value=nan"),
     ],
@@ -520,7 +530,7 @@ def test_an_instance_is_copied_for_each_slot():
 def test_an_instance_that_can_t_be_copied_is_refused_before_anything_loads(nothing_loads):
     environment = Guess()
     environment.generator = (n for n in range(3))
-    with pytest.raises(TypeError, match="Guess can't be made anew for each rollout"):
+    with pytest.raises(TypeError, match="can't make a Guess for each rollout"):
         grpo().fit(ROWS, environment=environment)
 
 
@@ -642,7 +652,7 @@ def test_a_second_fit_at_the_same_time_is_refused():
 
     trainer.fit(ROWS, variety, callbacks=[Nested()])
     assert told == [
-        "this GRPOTrainer is training already: wait until it's done, or make another trainer"
+        "this GRPOTrainer is already training; wait until it is done, or make another trainer"
     ]
 
 
@@ -758,7 +768,7 @@ def test_a_callback_may_ask_for_the_end(hook, steps):
 
 
 def test_there_is_nothing_to_stop_before_training():
-    with pytest.raises(RuntimeError, match="nothing is being trained"):
+    with pytest.raises(RuntimeError, match="no training is running"):
         grpo().request_stop()
 
 
@@ -810,13 +820,13 @@ def test_save_checkpoint_refuses_what_it_can_t_do(tmp_path):
         trainer.save_checkpoint(tmp_path / "saved")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").touch()
-    with pytest.raises(FileExistsError, match="is no checkpoint"):
+    with pytest.raises(FileExistsError, match="is not a checkpoint"):
         trainer.save_checkpoint(tmp_path / "notes")
 
 
 def test_load_checkpoint_refuses_what_is_missing_torn_or_of_another_training(tmp_path):
     trainer = grpo()
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         trainer.load_checkpoint(tmp_path / "missing")
     (tmp_path / "torn").mkdir()
     with pytest.raises(
@@ -829,7 +839,7 @@ def test_load_checkpoint_refuses_what_is_missing_torn_or_of_another_training(tmp
     with pytest.raises(CheckpointError, match=r"backend.type: was 'benchmarks.mock_engine"):
         RLOOTrainer.from_pretrained("tiny").load_checkpoint(tmp_path / "saved")
     other = RLOOTrainer.from_pretrained("tiny", **keys)
-    with pytest.raises(CheckpointError, match="was 'grpo', is 'rloo'; strict=False takes it"):
+    with pytest.raises(CheckpointError, match="was 'grpo', is 'rloo'; strict=False accepts it"):
         other.load_checkpoint(tmp_path / "saved")
     other.load_checkpoint(tmp_path / "saved", strict=False)
     assert other.fit(ROWS, variety, max_steps=2).total_steps == 2

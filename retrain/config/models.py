@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from retrain.config.paths import places
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, NotFoundError
 
 TINY = "tiny"
 _EXPECTED = (
@@ -32,7 +32,9 @@ def find_model(model: str, base_dir: Path) -> str:
         if folder.exists() and (_is_path(model) or "/" not in model):
             raise ConfigError(f"model: {folder} {_instead(folder)}")
     if _is_path(model):
-        raise ConfigError(f"model: there is no folder {' nor '.join(map(str, tried))}; {_EXPECTED}")
+        raise NotFoundError(
+            f"model: there is no folder {' nor '.join(map(str, tried))}; {_EXPECTED}"
+        )
     return model
 
 

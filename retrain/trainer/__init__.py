@@ -8,7 +8,7 @@ NexRL's trainers have a face of their own: retrain.trainer.nexrl. Importing this
 
 from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.trainer.base import BaseTrainer
-from retrain.trainer.environments import EnvironmentInterface, EnvironmentReturn
+from retrain.trainer.nemo.environments import EnvironmentInterface, EnvironmentReturn
 from retrain.trainer.nemo.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 from retrain.trainer.nemo.scoring import batched
 from retrain.trainer.registry import (

@@ -1,9 +1,9 @@
-"""BaseTrainer: one object that trains, goes on training, saves and loads, by the one pipe.
+"""BaseTrainer: an object that trains, continues training, saves and loads, on top of the pipe.
 
-- Nothing loads until training begins; whatever is wrong with the arguments is told before that.
-- Each run of the pipe has a run directory of its own. The next one begins from the newest
-  checkpoint of the last, so weights, optimizer and step count go on; step limits are absolute.
-- One training at a time; `fit` is `train` for callers without an event loop.
+- Nothing loads before training begins, and every problem with the arguments is reported first.
+- Each training is a run with a run directory of its own. It starts from the newest checkpoint of
+  the one before, so weights, optimizer and step count continue; step limits are absolute.
+- A trainer does one training at a time.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
-from retrain.assembly import Learner, Parts, assemble
+from retrain.assembly import Parts, assemble
 from retrain.config import RunConfig
-from retrain.config.models import find_model
-from retrain.errors import CheckpointError, ConfigError, NotFoundError, RewardError, shown
+from retrain.errors import CheckpointError, NotFoundError, RewardError, shown
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
+from retrain.observe.callbacks import Run as RunFace
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
 from retrain.pipeline.run import Run
-from retrain.trainer.hooks import Gate, Hooks
+from retrain.trainer.hooks import Gate, Hooks, Progress
 from retrain.types import Metrics
 
+P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one training is asked to do."""
+    """The arguments of one training."""
 
     dataset: Any = None
     reward_fn: Any = None
@@ -43,30 +46,49 @@ class Task:
     callbacks: Sequence[Callback] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A training that is ready to begin: everything is checked, nothing is loaded."""
 
     config: RunConfig
     given: Mapping[str, Any]
     """Parts that exist already, by their name in Parts."""
-    max_steps: int | None
-    max_epochs: int | None
-    close: Sequence[Callable[[], None]] = ()
-    learner: Learner = field(default_factory=Learner)
-    tweak: Callable[[Parts], Parts] = field(default=lambda parts: parts)
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    close: Callable[[], None] = lambda: None
+    """Called when training has ended."""
+    check: Callable[[Run], None] = lambda run: None
+    """Called when the backend is open; may raise."""
+
+
+def blocking(
+    train: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[S, P], T]:
+    """`train` as a method for code without an event loop.
+
+    In a running event loop it raises RuntimeError.
+    """
+
+    @wraps(train)
+    def fit(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if asyncio._get_running_loop() is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.fit() can't be called inside a running event loop; "
+                "write `await trainer.train(...)` with the same arguments"
+            )
+        return asyncio.run(train(self, *args, **kwargs))
+
+    return fit
 
 
 class BaseTrainer(ABC):
-    """What all trainers can do. A subclass says how a Task becomes a Plan."""
+    """Base class of trainers. A subclass makes a Plan of a Task."""
 
     scored: ClassVar[bool] = True
     """Whether it learns from rewards."""
 
     def __init__(self) -> None:
-        self._step = 0
-        self._start: Path | None = None
-        self._metrics: Metrics = {}
+        self._progress = Progress()
         self._hooks: Hooks | None = None
         self._busy = False
         self._reward_error: RewardError | None = None
@@ -75,13 +97,13 @@ class BaseTrainer(ABC):
     # --- training
 
     async def train(self, *task: Any, **keys: Any) -> TrainingResult:
-        """Train to the end; a subclass gives its arguments. Raises what `train` of retrain does."""
+        """Train to the end. Subclasses define the arguments. Raises the errors of retrain.train."""
         return await self._train(Task(*task, **keys))
 
     async def step(self, *task: Any, **keys: Any) -> Metrics:
         """Take one optimizer step and return its metrics.
 
-        The first call opens the run, with the arguments of `train`; the model stays loaded until
+        The first call opens the run, with the arguments of `train`. The model stays loaded until
         `close`. Raises RuntimeError when the run has ended.
         """
         if self._stepping is None:
@@ -100,12 +122,12 @@ class BaseTrainer(ABC):
         self._stepping = None
         result = await running
         raise RuntimeError(
-            f"the run has ended after {result.total_steps} steps ({result.status}): "
-            "raise max_steps to go on"
+            f"the run has ended after {result.total_steps} steps ({result.status}); increase "
+            "max_steps to continue"
         )
 
     async def close(self) -> TrainingResult | None:
-        """End what `step` opened, with a checkpoint; None when nothing is open."""
+        """End the run that `step` opened, with a checkpoint. Returns None if no run is open."""
         if self._stepping is None:
             return None
         (gate, running), self._stepping = self._stepping, None
@@ -115,110 +137,107 @@ class BaseTrainer(ABC):
         return await running
 
     def request_stop(self) -> None:
-        """End after the step under way, with a checkpoint. Callable from a hook or any thread."""
+        """End after the current step, with a checkpoint. May be called in a hook or any thread."""
         if self._hooks is None:
-            raise RuntimeError("request_stop: nothing is being trained")
+            raise RuntimeError("request_stop: no training is running")
         self._hooks.request_stop()
 
     # --- checkpoints
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """Write weights, optimizer, RNGs, counters and the position in the data to the folder.
+        """Write weights, optimizer, RNGs, counters and the position in the data to a folder.
 
-        During training (in a hook) it's written at the next step's boundary. Raises RuntimeError
-        before anything was trained, FileExistsError when the folder holds something else.
+        In a hook, the checkpoint is written at the end of the step. Raises RuntimeError before any
+        training, FileExistsError when the folder has other contents.
         """
         target = Path(path).expanduser()
         if target.is_file() or (
             target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists()
         ):
-            raise FileExistsError(f"{target} exists and is no checkpoint: choose another folder")
+            raise FileExistsError(f"{target} exists and is not a checkpoint; choose another folder")
         if self._hooks is not None:
             self._hooks.saves.append(target)
-        elif self._start is None:
-            raise RuntimeError("save_checkpoint: nothing was trained or loaded yet; call fit first")
+        elif self._progress.checkpoint is None:
+            raise RuntimeError("save_checkpoint: nothing was trained or loaded; call fit first")
         else:
-            copy(self._start, target)
+            copy(self._progress.checkpoint, target)
 
     def load_checkpoint(self, path: str | Path, strict: bool = True) -> None:
-        """Make the next training begin from a checkpoint; `current_step` is then the saved one.
+        """Start the next training from a checkpoint. Sets `current_step` to the saved step.
 
-        With `strict=False` another algorithm's checkpoint of the same model is taken too. Raises
-        NotFoundError, CheckpointError for a torn one or another model, RuntimeError in training.
+        `strict=False` accepts a checkpoint of the same model by another algorithm. Raises
+        NotFoundError for a missing folder, CheckpointError for an incomplete checkpoint or another
+        model, RuntimeError during training.
         """
         if self._busy:
-            raise RuntimeError("load_checkpoint: this trainer is training; wait until it's done")
+            raise RuntimeError("load_checkpoint: this trainer is training; wait until it is done")
         source = Path(path).expanduser()
         if not source.exists():
-            raise NotFoundError(f"there is no checkpoint {source}")
+            raise NotFoundError(f"no checkpoint in {source}: the folder doesn't exist")
         saved = verified(source)
         keys = (*MODEL, "algorithm.type") if strict else MODEL
         changed = changes(saved.config, self._run_config(), keys)
         if changed:
             raise CheckpointError(
-                f"{source} is of another training: {'; '.join(changed)}"
-                + ("" if any(c.startswith(MODEL) for c in changed) else "; strict=False takes it")
+                f"{source} belongs to another training: {'; '.join(changed)}"
+                + ("" if any(c.startswith(MODEL) for c in changed) else "; strict=False accepts it")
             )
-        self._start, self._step, self._metrics = source, saved.step, {}
+        self._progress = Progress(saved.step, source)
 
-    # --- what it is
+    # --- state
 
     @property
     def current_step(self) -> int:
-        """Optimizer steps done since training began, loaded ones included."""
+        """Optimizer steps since training began, with those of a loaded checkpoint."""
         run = self._hooks.run if self._hooks is not None else None
-        return run.step if run is not None else self._step
+        return run.step if run is not None else self._progress.step
 
     @property
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The resolved configuration, JSON-serialisable; a copy."""
+        """A copy of the resolved configuration, as JSON values."""
 
     @abstractmethod
     def _run_config(self) -> RunConfig:
-        """The run's configuration, before it is known what to train on. Raises ConfigError."""
+        """The run's configuration, with a placeholder for the data. Raises ConfigError."""
 
     @abstractmethod
     def _plan(self, task: Task) -> Plan:
-        """What a task comes to. Raises ConfigError or TypeError; loads no model."""
-
-    def _check_run(self, run: Run) -> None:  # noqa: B027 - a default, not a forgotten body
-        """A last look once the backend is open; may raise."""
+        """The training of a task. Loads no model. Raises ConfigError, TypeError or ValueError."""
 
     # --- the run
 
-    def _fit(self, task: Task) -> TrainingResult:
-        if _in_a_loop():
-            raise RuntimeError(
-                f"{type(self).__name__}.fit() can't be called inside a running event loop: "
-                "write `await trainer.train(...)` with the same arguments"
-            )
-        return asyncio.run(self._train(task))
-
     async def _train(self, task: Task, gate: Gate | None = None) -> TrainingResult:
         with self._alone():
-            hooks = Hooks(self, _callbacks(task.callbacks), gate)
+            callbacks = _callbacks(task.callbacks)
             for name in ("max_steps", "max_epochs"):
                 _check_limit(name, getattr(task, name))
             plan = self._plan(task)
             config, parts = self._finished_plan(plan)
-            self._hooks, self._reward_error = hooks, None
+            start = self._progress.checkpoint
+            self._hooks = hooks = Hooks(
+                cast("RunFace", self),  # callbacks of a trainer's run get the trainer
+                callbacks,
+                progress=self._progress,
+                scored=self.scored,
+                check=plan.check,
+                gate=gate,
+            )
+            self._reward_error = None
             try:
-                running = train(config, callbacks=[hooks], start_from=self._start, parts=parts)
-                result = await _unwrapped(running)
+                result = await _unwrapped(
+                    train(config, callbacks=[hooks], start_from=start, parts=parts)
+                )
             finally:
-                self._hooks = None
-                if hooks.newest is not None:
-                    self._step, self._start = hooks.newest
-                for close in plan.close:
-                    close()
+                self._hooks, self._progress = None, hooks.progress
+                plan.close()
             if self._reward_error is not None:
                 raise self._reward_error
-            return self._finished(result)
+            return hooks.finished(result)
 
     def _finished_plan(self, plan: Plan) -> tuple[RunConfig, Parts]:
-        """The plan's parts, and its config with the number of steps that the limits come to."""
-        parts = replace(plan.tweak(assemble(plan.config, plan.given)), learner=plan.learner)
+        """The plan's parts, and its config with a run directory and the number of steps."""
+        parts = assemble(plan.config, plan.given)
         steps = self._total_steps(plan, len(parts.prompts))
         train_section = plan.config.train.model_copy(update={"total_train_steps": steps})
         update = {"train": train_section, "run_dir": _free_folder(plan.config)}
@@ -226,7 +245,7 @@ class BaseTrainer(ABC):
         return config, replace(parts, config=config)
 
     def _total_steps(self, plan: Plan, rows: int) -> int:
-        """The step to end at: of the limits, whichever comes first."""
+        """The last step: the limit that is reached first."""
         limits = [] if plan.max_steps is None else [plan.max_steps]
         if plan.max_epochs is not None:
             steps = math.ceil(plan.max_epochs * rows / plan.config.train.groups_per_step)
@@ -235,36 +254,26 @@ class BaseTrainer(ABC):
 
     def _data_since(self, config: RunConfig) -> int:
         """The step after which training on these prompts began."""
-        if self._start is None:
+        start = self._progress.checkpoint
+        if start is None:
             return 0
-        saved = verified(self._start)
+        saved = verified(start)
         if changes(saved.config, config, DATA):
             return saved.step
         since: int = saved.counters.get("data_since", 0)
         return since
 
     def _reward_failed(self, error: RewardError) -> None:
-        """The first failure ends training, and is raised when it has ended."""
+        """Stop at the first failure, which is raised when training has ended."""
         if self._reward_error is None:
             self._reward_error = error
             self.request_stop()
-
-    def _shown(self, metrics: Mapping[str, float]) -> Metrics:
-        """A step's metrics with the seeds' name for the mean reward beside ours."""
-        if self.scored and "reward/mean" in metrics:
-            return {**metrics, "mean_reward": metrics["reward/mean"]}
-        return dict(metrics)
-
-    def _finished(self, result: TrainingResult) -> TrainingResult:
-        if result.metrics:
-            self._metrics = self._shown(result.metrics)
-        return replace(result, metrics=dict(self._metrics))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         if self._busy:
             raise RuntimeError(
-                f"this {type(self).__name__} is training already: wait until it's done, or make "
+                f"this {type(self).__name__} is already training; wait until it is done, or make "
                 "another trainer"
             )
         self._busy = True
@@ -274,26 +283,8 @@ class BaseTrainer(ABC):
             self._busy = False
 
 
-def check_model(config: RunConfig) -> None:
-    """Raises ConfigError for a model that isn't one, NotFoundError for a missing folder."""
-    try:
-        find_model(config.model, config.base_dir)
-    except ConfigError as error:
-        if "there is no folder" in str(error):
-            raise NotFoundError(str(error)) from error
-        raise
-
-
-def _in_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _callbacks(callbacks: Any) -> Sequence[Callback]:
-    """The list that was given, checked; raises TypeError."""
+    """The callbacks, checked. Raises TypeError."""
     if callbacks is None:
         return ()
     if isinstance(callbacks, Callback | type) or not isinstance(callbacks, Sequence):
@@ -306,13 +297,13 @@ def _check_limit(name: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {shown(value)}, expected a whole number")
+        raise TypeError(f"{name}: got {shown(value)}, expected an integer")
     if value < 0:
-        raise ValueError(f"{name}: got {value}, expected at least 0 (0 trains nothing)")
+        raise ValueError(f"{name}: got {value}, expected an integer >= 0")
 
 
 def _free_folder(config: RunConfig) -> Path:
-    """The run directory: the given or usual one, else the first numbered one that is free."""
+    """The run directory; with a number if that folder already has a run."""
     wanted = config.run_dir or Path("runs") / (config.name or "run")
     folder, number = wanted, 1
     while (folder / "events.jsonl").exists():
@@ -322,7 +313,7 @@ def _free_folder(config: RunConfig) -> Path:
 
 
 async def _unwrapped(running: Coroutine[Any, Any, T]) -> T:
-    """Await it; a lone error inside groups is raised itself, as a caller's `except` expects."""
+    """Await it. A single error is raised without the exception groups around it."""
     try:
         return await running
     except BaseExceptionGroup as group:

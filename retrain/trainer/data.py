@@ -1,8 +1,7 @@
-"""The `dataset` of fit(): a path, a Hub id, a list, a table or a DataModule, as rows.
+"""A trainer's data set as prompts: a path, a Hub id, a list, a table or a DataModule.
 
-Everything is read and checked before a model loads. Prompts are made of the rows under our column
-names; where they are played, a prompt's metadata is the whole row as it came, for reward functions
-and environments that ask for it.
+Everything is read and checked before a model loads. For rollouts, a prompt's metadata is the whole
+row under the data set's own column names, for reward functions and environments that ask for it.
 """
 
 from __future__ import annotations
@@ -10,16 +9,32 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from retrain.config import Section
 from retrain.errors import NotFoundError, PromptError
 from retrain.prompts import ListPrompts, PromptSource, Row, load_dataset_rows
 from retrain.prompts.files import FORMATS, read_rows
-from retrain.trainer.nemo.columns import HELPSTEER, Wanted, mapping_of, renamed
-from retrain.trainer.settings import Data as DataOptions
+from retrain.trainer.columns import HELPSTEER, Wanted, mapping_of, renamed
 from retrain.types import Prompt
+
+
+class DataOptions(Section):
+    """How a data set is read."""
+
+    split: str = "train"
+    name: str | None = None
+    """The configuration of a data set on the Hub."""
+    column_mapping: dict[str, str] = Field(default_factory=dict)
+    """From the data set's columns to ours: prompt, messages, answer, response, chosen, rejected."""
+    system: str | None = None
+    """A system message that is put before every prompt."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Read only the first rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +43,18 @@ class Data:
 
     prompts: PromptSource
     row_of: Callable[[Prompt], Mapping[str, Any]]
-    """The row that a prompt was made of, as the data set holds it."""
+    """The row that a prompt was made from, as in the data set."""
     label: Mapping[str, Any]
-    """The config's `prompts:`; another data set has another digest."""
+    """The config's `prompts:`. Its digest differs for a data set with other rows."""
     eval_prompts: PromptSource | None = None
     pair_by: str | None = None
-    """The score of a data set that is known to hold scored responses, no pairs."""
+    """The score to pair by, for a known data set of scored responses without pairs."""
     close: Callable[[], None] = lambda: None
-    """To be called when training ends."""
+    """Call it when training ends."""
 
 
 class WholeRows(ListPrompts):
-    """Prompts whose metadata is the whole row; a text is the row {"prompt": text}."""
+    """Prompts whose metadata is the whole row; a string is the row {"prompt": string}."""
 
     def __init__(
         self, rows: Sequence[Any], known: list[Any], system: str | None, limit: int | None
@@ -54,10 +69,10 @@ class WholeRows(ListPrompts):
 
 
 def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
-    """The rows of whatever `fit` was given.
+    """Read the data set that a trainer was given.
 
-    Raises PromptError when there are none or a column is missing, NotFoundError for a path that
-    does not exist, TypeError for something that is no data set.
+    Raises PromptError when it has no rows or lacks a column, NotFoundError for a missing path,
+    TypeError for any other object.
     """
     if isinstance(dataset, PromptSource):
         label = {"type": "given", "source": type(dataset).__name__, "rows": len(dataset)}
@@ -70,7 +85,7 @@ def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
 
 def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions) -> Data:
     if not rows:
-        raise PromptError(f"{source} is empty: training needs at least one row")
+        raise PromptError(f"{source} is empty, expected at least one row")
     columns = list(map(str, rows[0])) if isinstance(rows[0], Mapping) else []
     mapping = mapping_of(columns, wanted, options.column_mapping, source) if columns else {}
     known = [renamed(row, mapping) for row in rows]
@@ -89,17 +104,16 @@ def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions
 
 
 def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
-    """What to call the data set in messages, and its rows."""
+    """The name of the data set in messages, and its rows."""
     if isinstance(dataset, str | Path):
         return str(dataset), _named(str(dataset), options)
     if isinstance(dataset, Mapping):  # datasets.DatasetDict is one
         if options.split not in dataset:
-            splits = ", ".join(map(str, dataset))
             raise PromptError(
                 f"the {type(dataset).__name__} given as dataset has no split {options.split!r}; it "
-                f"has {splits}. A mapping is taken for splits, {{{options.split!r}: rows}}: pass "
-                "rows as a list, [{'prompt': ...}, ...], and columns as "
-                "datasets.Dataset.from_dict(columns)"
+                f"has {', '.join(map(str, dataset))}. A mapping holds splits, "
+                f"{{{options.split!r}: rows}}: pass rows as a list, [{{'prompt': ...}}, ...], and "
+                "columns as datasets.Dataset.from_dict(columns)"
             )
         dataset = dataset[options.split]
     if hasattr(dataset, "iterrows"):  # a pandas.DataFrame
@@ -107,8 +121,8 @@ def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"dataset: got {type(dataset).__name__}, expected a path, a Hub id, a list of rows, a "
-            "DataFrame, a datasets.Dataset or a DataModule; rows are read more than once, so write "
-            "a generator as list(...)"
+            "DataFrame, a datasets.Dataset or a DataModule; rows are read more than once, so pass "
+            "list(generator) instead of a generator"
         )
     kind = "list" if isinstance(dataset, list | tuple) else type(dataset).__name__
     return f"the {kind} given as dataset", [dataset[index] for index in range(len(dataset))]
@@ -116,12 +130,12 @@ def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
 
 def _named(name: str, options: DataOptions) -> Sequence[Any]:
     if not name.strip():
-        raise PromptError("dataset: got an empty text, expected a path or a Hub id")
+        raise PromptError("dataset: got an empty string, expected a path or a Hub id")
     path = Path(name).expanduser()
     if path.is_file():
         return [row for _, row in read_rows(path)]
     if not path.is_dir() and _looks_like_a_path(name):
-        raise NotFoundError(f"dataset: there is no file or folder {path}")
+        raise NotFoundError(f"dataset: no file or folder {path}")
     return load_dataset_rows(name, options.name, options.split)
 
 
@@ -134,24 +148,23 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _of_module(module: Any, wanted: Wanted, options: DataOptions) -> Data:
-    """A DataModule: its loaders are read once; the pipe's ledger is the cursor from then on."""
+    """Read a DataModule: its loaders are read once, and the pipe orders the rows."""
     if callable(getattr(module, "setup", None)):
         module.setup("fit")
     name = type(module).__name__
     data = _data(f"{name}.train_dataloader()", list(_loaded(module, "train")), wanted, options)
-    held_out = list(_loaded(module, "val"))
-    evaluated = (
-        _data(f"{name}.val_dataloader()", held_out, wanted, options).prompts if held_out else None
-    )
-    teardown = getattr(module, "teardown", None)
-    close = (lambda: teardown("fit")) if callable(teardown) else (lambda: None)
-    return Data(data.prompts, _whole, data.label, evaluated, data.pair_by, close)
+    if held_out := list(_loaded(module, "val")):
+        evaluated = _data(f"{name}.val_dataloader()", held_out, wanted, options).prompts
+        data = replace(data, eval_prompts=evaluated)
+    if callable(teardown := getattr(module, "teardown", None)):
+        data = replace(data, close=lambda: teardown("fit"))
+    return data
 
 
 def _loaded(module: Any, stage: str) -> Iterator[Any]:
     make = getattr(module, f"{stage}_dataloader", None)
     loader = make() if callable(make) else None
-    for item in loader if loader is not None else ():
+    for item in () if loader is None else loader:
         if isinstance(item, Mapping) and _is_columnar(item):
             yield from (
                 dict(zip(item, row, strict=True)) for row in zip(*item.values(), strict=True)
@@ -163,7 +176,7 @@ def _loaded(module: Any, stage: str) -> Iterator[Any]:
 
 
 def _is_columnar(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch is {column: [value a row]}, as torch's default collation makes it."""
+    """Whether a batch is {column: [one value per row]}, as torch's default collation makes it."""
     columns = list(batch.values())
     return bool(columns) and all(
         hasattr(column, "__len__")
@@ -179,7 +192,7 @@ def _whole(prompt: Prompt) -> Mapping[str, Any]:
 
 
 def _put_together(prompt: Prompt) -> Mapping[str, Any]:
-    """The row of a PromptSource that isn't ours."""
+    """A row for the prompt of a custom PromptSource."""
     return {"prompt": prompt.text, "answer": prompt.answer, **prompt.metadata}
 
 

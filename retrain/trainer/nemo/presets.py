@@ -1,4 +1,4 @@
-"""GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer: each a signature and a table of defaults."""
+"""GRPOTrainer, RLOOTrainer, SFTTrainer and DPOTrainer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from retrain.config import RunConfig
+from retrain.trainer.columns import Wanted
 from retrain.trainer.data import Data
-from retrain.trainer.nemo.columns import Wanted
 from retrain.trainer.nemo.preset import ExampleTrainer, RewardTrainer
-from retrain.trainer.settings import (
+from retrain.trainer.nemo.settings import (
     DPOSettings,
     GRPOSettings,
     RLOOSettings,
@@ -36,23 +36,17 @@ class GRPOTrainer(RewardTrainer):
         use_leave_one_out_baseline: bool = True,
         **kwargs: Any,
     ) -> Self:
-        """A trainer of this model; nothing loads until `fit`.
-
-        Further keywords: the config's keys (`seed`, `max_steps`, `column_mapping`, ...) and
-        sections of a retrain YAML (`backend`, `sampling`, ...).
-        """
-        return cls._from_keys(
+        """A trainer of this model: see `RewardTrainer.from_pretrained`."""
+        return super().from_pretrained(
             model_name_or_path,
-            {
-                "num_prompts_per_step": num_prompts_per_step,
-                "num_generations_per_prompt": num_generations_per_prompt,
-                "learning_rate": learning_rate,
-                "max_sequence_length": max_sequence_length,
-                "tensor_parallel_size": tensor_parallel_size,
-                "normalize_rewards": normalize_rewards,
-                "use_leave_one_out_baseline": use_leave_one_out_baseline,
-                **kwargs,
-            },
+            num_prompts_per_step,
+            num_generations_per_prompt,
+            learning_rate,
+            max_sequence_length,
+            tensor_parallel_size,
+            normalize_rewards=normalize_rewards,
+            use_leave_one_out_baseline=use_leave_one_out_baseline,
+            **kwargs,
         )
 
 
@@ -60,30 +54,6 @@ class RLOOTrainer(RewardTrainer):
     """REINFORCE with the mean of the others as baseline (arXiv:2402.14740); section rloo."""
 
     settings_type: ClassVar[type[Settings]] = RLOOSettings
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        model_name_or_path: str | Path,
-        num_prompts_per_step: int = 32,
-        num_generations_per_prompt: int = 16,
-        learning_rate: float = 1e-6,
-        max_sequence_length: int = 512,
-        tensor_parallel_size: int = 1,
-        **kwargs: Any,
-    ) -> Self:
-        """A trainer of this model; nothing loads until `fit`."""
-        return cls._from_keys(
-            model_name_or_path,
-            {
-                "num_prompts_per_step": num_prompts_per_step,
-                "num_generations_per_prompt": num_generations_per_prompt,
-                "learning_rate": learning_rate,
-                "max_sequence_length": max_sequence_length,
-                "tensor_parallel_size": tensor_parallel_size,
-                **kwargs,
-            },
-        )
 
 
 class SFTTrainer(ExampleTrainer):
@@ -101,16 +71,10 @@ class SFTTrainer(ExampleTrainer):
         max_sequence_length: int = 512,
         **kwargs: Any,
     ) -> Self:
-        """A trainer of this model; nothing loads until `fit`."""
-        return cls._from_keys(
-            model_name_or_path,
-            {
-                "batch_size": batch_size,
-                "learning_rate": learning_rate,
-                "max_sequence_length": max_sequence_length,
-                **kwargs,
-            },
-        )
+        """A trainer of this model. Nothing loads until `fit`."""
+        keys = {"batch_size": batch_size, "learning_rate": learning_rate, **kwargs}
+        keys["max_sequence_length"] = max_sequence_length
+        return cls._from_keys(model_name_or_path, keys)
 
 
 class DPOTrainer(ExampleTrainer):
@@ -128,14 +92,12 @@ class DPOTrainer(ExampleTrainer):
         beta: float = 0.1,
         **kwargs: Any,
     ) -> Self:
-        """A trainer of this model; nothing loads until `fit`. `batch_size` counts pairs."""
-        return cls._from_keys(
-            model_name_or_path,
-            {"batch_size": batch_size, "learning_rate": learning_rate, "beta": beta, **kwargs},
-        )
+        """A trainer of this model. Nothing loads until `fit`. `batch_size` counts pairs."""
+        keys = {"batch_size": batch_size, "learning_rate": learning_rate, "beta": beta, **kwargs}
+        return cls._from_keys(model_name_or_path, keys)
 
-    def _further(self, config: RunConfig, data: Data) -> RunConfig:
-        """A data set that is known to hold scored responses is paired by its usual score."""
+    def _adapted(self, config: RunConfig, data: Data) -> RunConfig:
+        """Pair a known data set of scored responses by its usual score."""
         if data.pair_by is None or "pair_by" in config.algorithm.arguments:
             return config
         algorithm = {**config.algorithm.model_dump(), "pair_by": data.pair_by}

@@ -1,54 +1,48 @@
-"""NexRL's BaseTrainer: a blocking `train(trajectories)`, and a loop in a thread that calls it.
+"""NexRL's BaseTrainer: a blocking `train(trajectories)`, and a thread that calls it in a loop.
 
-A trainer is built from its config alone, without any I/O; the backend opens with the first thing
-that needs it. Who counts the steps is the loop alone: a subclass whose `train` counts too changes
-nothing.
-
-The trainer doesn't run the optimizer: `service` does, which is one of our adapters, so that losses,
-schedules, clipping and checkpoints are those of every other run.
+Building a trainer does no I/O; the backend opens when it is first needed. `service` runs the
+optimizer: it is one of retrain's adapters, with its losses, schedules, clipping and checkpoints.
 """
 
 from __future__ import annotations
 
 import difflib
 import threading
-from abc import ABC, ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, DeadlineError, RunError
 from retrain.trainer.nexrl.metrics import floats, log_rollout_metrics
 from retrain.trainer.nexrl.pool import ActivityTracker, Pool, WeightSyncController
 from retrain.trainer.nexrl.service import TrainingService
-from retrain.trainer.nexrl.settings import Section, Settings, as_section, read_settings
+from retrain.trainer.nexrl.settings import Section, Settings, read_settings
 from retrain.trainer.nexrl.trajectory import Trajectory, as_trajectories
 from retrain.types import Metrics
 
 STOP_SECONDS = 60.0
 
 
-class _FromAnyMapping(ABCMeta):
-    """Hands every constructor, a subclass's included, its config as a Section."""
-
-    def __call__(cls, config: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
-        return super().__call__(as_section(config), *args, **keywords)
-
-
-class BaseTrainer(ABC, metaclass=_FromAnyMapping):
-    """What all of NexRL's trainers share; a context manager that stops it."""
+class BaseTrainer(ABC):
+    """Base class of NexRL's trainers, and a context manager that stops the trainer."""
 
     algorithm_keys: ClassVar[tuple[str, ...] | None] = None
-    """Keys of `algorithm` that this very class reads; None: any, they are a custom trainer's."""
+    """Keys of `algorithm` that this class reads; any other is an error.
+
+    None means any key. A subclass doesn't inherit the check, since it may read more keys.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """`config` is any mapping: the `trainer:` section, or a whole recipe that holds one.
+        """`config` is any mapping: the `trainer:` section, or a whole recipe that has one.
 
-        Raises ConfigError listing everything in it that can't be honoured.
+        `self._config` is its `trainer:` section, with attribute and item access. Raises ConfigError
+        with every problem of the config.
         """
         self._settings: Settings = read_settings(config)
         self._config: Section = self._settings.section
+        self._check_algorithm_keys()
         self._total_train_steps = self._settings.run.train.total_train_steps
         self._train_step = 0
         self._stop_event = threading.Event()
@@ -58,14 +52,13 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._service: TrainingService | None = None
-        self._check_algorithm_keys()
 
     @abstractmethod
     def train(self, trajectories: list[Trajectory]) -> dict[str, Any]:
-        """Train on trajectories; the step's metrics."""
+        """Take one optimizer step on the trajectories and return its metrics."""
 
     def initialize_workers(self) -> None:
-        """Open the backend now rather than with the first step; raises ConfigError, AdapterError"""
+        """Open the backend now; otherwise the first step does. Raises ConfigError, AdapterError."""
         self.service.open()
 
     def set_module_references(
@@ -74,7 +67,7 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
         weight_sync_controller: WeightSyncController | None = None,
         activity_tracker: ActivityTracker | None = None,
     ) -> None:
-        """Where `run` gets its batches, and who is told of new weights and of metrics."""
+        """Set where `run` gets its batches, and what it notifies of new weights and metrics."""
         self._trajectory_pool = trajectory_pool
         self._weight_sync_controller = weight_sync_controller
         self._activity_tracker = activity_tracker or self._activity_tracker
@@ -82,25 +75,25 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
     # --- the loop
 
     def run(self) -> None:
-        """Start the training loop in a thread; it ends after `total_train_steps`, or by `stop`.
+        """Start the training loop in a thread. It ends after `total_train_steps`, or at `stop`.
 
-        Raises RunError when there is no pool, or a loop is running already.
+        Raises RunError when there is no pool, or when the loop is already running.
         """
         if self._trajectory_pool is None:
-            raise RunError("run() needs batches: call set_module_references(pool, ...) first")
+            raise RunError("run() has no pool: call set_module_references(pool, ...) first")
         if self._thread is not None:
-            raise RunError("the training loop is running already: call stop() first")
+            raise RunError("the training loop is already running: call stop() first")
         self._stop_event.clear()
         self._thread = threading.Thread(target=self._run, name="retrain-trainer", daemon=True)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the loop ends by itself; raises what it failed with, or DeadlineError."""
+        """Wait until the loop ends. Raises the loop's exception, or DeadlineError on timeout."""
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise DeadlineError(
-                    f"the training loop has not ended within {timeout} s: it is at step "
+                    f"the training loop is still running after {timeout} s, at step "
                     f"{self._train_step} of {self._total_train_steps}"
                 )
             self._thread = None
@@ -109,10 +102,10 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
             raise failure
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """End the loop after the step under way and free the backend.
+        """End the loop after the current step and close the backend.
 
-        Raises what the loop failed with; DeadlineError when it doesn't end, because the step takes
-        too long, or a pool without `close` gives it no batch.
+        Raises the loop's exception, or DeadlineError after `timeout` seconds: the step takes
+        longer, or the loop waits for a pool that has no `close`.
         """
         self._stop_event.set()
         close = getattr(self._trajectory_pool, "close", None)
@@ -124,7 +117,7 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
             if self._service is not None:
                 self._service.close()
 
-    def __enter__(self) -> Any:  # Self, which a metaclass's __call__ hides from subclasses
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,7 +139,10 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
             self.advance(trajectories)
 
     def advance(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """One step: train, count it, log its metrics as floats, tell of the new weights."""
+        """Take one step: train, count the step, log its metrics as floats, notify of new weights.
+
+        `_train_step` is set after `train`, so a subclass whose `train` counts too changes nothing.
+        """
         step = self._train_step + 1
         metrics = floats(self.train(as_trajectories(trajectories)))
         self._train_step = step
@@ -159,7 +155,7 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
 
     @property
     def service(self) -> TrainingService:
-        """Who executes the steps; made when it is first asked for, opened when first used."""
+        """The backend: made on first access, opened on first use."""
         if self._service is None:
             self._service = TrainingService(self._settings.run)
         return self._service
@@ -180,16 +176,16 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
         return self._settings.service.backend
 
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Write weights and optimizer so that `load_checkpoint` continues from here."""
+        """Write weights and optimizer to `folder`."""
         self.service.save(Path(folder))
 
     def load_checkpoint(self, folder: str | Path, step: int = 0) -> None:
-        """Continue from a checkpoint, before the first step; `step` is what has been done."""
+        """Continue from a checkpoint, before the first step. `step` is the number of steps done."""
         self.service.load(Path(folder))
         self.resume_at(step)
 
     def resume_at(self, step: int) -> None:
-        """Count on from `step`."""
+        """Set the number of steps done."""
         self._train_step = step
 
     # --- for subclasses
@@ -201,11 +197,11 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
     def _log_rollout_metrics(
         self, trajectories: Sequence[Mapping[str, Any]], metrics: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """`log_rollout_metrics` into `metrics`, or a dict of its own."""
+        """Add `log_rollout_metrics` to `metrics`, or to a new dict."""
         return log_rollout_metrics(trajectories, {} if metrics is None else metrics)
 
     def _tokenised(self, trajectories: Sequence[Mapping[str, Any]]) -> list[Trajectory]:
-        """With `tokens` and `loss_mask`; a text's are written into it, so it's encoded once."""
+        """Trajectories with `tokens` and `loss_mask`: strings are encoded, in place."""
         made = as_trajectories(trajectories)
         for trajectory in made:
             if trajectory.get("tokens") is None or trajectory.get("loss_mask") is None:
@@ -213,16 +209,16 @@ class BaseTrainer(ABC, metaclass=_FromAnyMapping):
         return made
 
     def _check_algorithm_keys(self) -> None:
-        """Of a class that lists its keys; not of its subclasses, which may read more."""
-        known = self.algorithm_keys if "algorithm_keys" in vars(type(self)) else None
+        """Raises ConfigError for keys of `algorithm` that the class lists none of."""
+        known = vars(type(self)).get("algorithm_keys")
+        unknown = [] if known is None else [k for k in self._config.algorithm if k not in known]
         problems = []
-        for key in self._config.algorithm:
-            if known is not None and key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                problems.append(
-                    f"trainer.algorithm.{key}: {type(self).__name__} does not read it{hint} "
-                    f"(it reads {', '.join(known)}; a custom trainer reads what it likes)"
-                )
+        for key in unknown:
+            near = difflib.get_close_matches(key, known or (), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            problems.append(
+                f"trainer.algorithm.{key}: {type(self).__name__} doesn't read this key{hint} "
+                f"(it reads {', '.join(known or ())}; a custom trainer may read any key)"
+            )
         if problems:
             raise ConfigError(*problems)

@@ -1,16 +1,17 @@
 """NexRL's Batch: tensors (B, T) in `values`, further facts in `metadata`.
 
-Rows are padded on the right. `attention_mask` tells tokens from padding (a real end-of-sequence
-token may have the padding's id), `loss_mask` what the model sampled. Two fields can be reached from
-both sides, and read as tensors however they were set:
+Rows are padded on the right. `attention_mask` marks tokens (an end-of-sequence token may have the
+id of the padding), `loss_mask` marks the tokens that the model sampled. Two fields are in both
+mappings, whichever of them was set, and always as tensors:
 
     metadata["rewards"]    = values["reward"]          (B,)
-    metadata["advantages"] = values["advantages"]      (B,), or (B, T)
+    metadata["advantages"] = values["advantages"]      (B,) or (B, T)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -18,57 +19,27 @@ from torch import Tensor
 
 from retrain.trainer.nexrl.trajectory import Trajectory
 
-SHARED = {"rewards": "reward", "advantages": "advantages"}
-"""Names in `metadata`, and what they are called in `values`."""
-REQUIRED = ("input_ids", "attention_mask", "position_ids", "loss_mask", "advantages")
-"""What a batch must hold to be trained."""
+SHARED = {"reward": "rewards", "advantages": "advantages"}
+"""Fields that are in both mappings: their names in `values`, and in `metadata`."""
 
 
-class _Values(dict[str, Any]):
-    """`reward` and `advantages` become tensors when they are set."""
+class _Twin(UserDict[str, Any]):
+    """A mapping that sets and deletes its shared names in another mapping too."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, names: Mapping[str, str]) -> None:
         super().__init__()
-        for name, value in values.items():
-            self[name] = value
+        self._names = names
+        self.other: _Twin
 
     def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, _numbers(value) if name in SHARED.values() else value)
-
-
-class _Metadata(MutableMapping[str, Any]):
-    """A mapping whose shared names live in `values`."""
-
-    def __init__(self, fields: Mapping[str, Any], values: _Values) -> None:
-        self._own: dict[str, Any] = {}
-        self._values = values
-        for name, value in fields.items():
-            self[name] = value
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[SHARED[name]] if name in SHARED else self._own[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in SHARED:
-            self._values[SHARED[name]] = value
-        else:
-            self._own[name] = value
+        if name in self._names:
+            value = self.other.data[self._names[name]] = _numbers(value)
+        self.data[name] = value
 
     def __delitem__(self, name: str) -> None:
-        if name in SHARED:
-            del self._values[SHARED[name]]
-        else:
-            del self._own[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._own
-        yield from (name for name, home in SHARED.items() if home in self._values)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
+        del self.data[name]
+        if name in self._names:
+            del self.other.data[self._names[name]]
 
 
 class Batch:
@@ -77,8 +48,11 @@ class Batch:
     def __init__(
         self, values: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> None:
-        self.values = _Values(values or {})
-        self.metadata: MutableMapping[str, Any] = _Metadata(metadata or {}, self.values)
+        self.values = _Twin(SHARED)
+        self.metadata = _Twin({theirs: ours for ours, theirs in SHARED.items()})
+        self.values.other, self.metadata.other = self.metadata, self.values
+        self.values.update(values or {})
+        self.metadata.update(metadata or {})
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -92,8 +66,8 @@ class Batch:
         return f"Batch({len(self)} rows, values={shapes}, metadata={list(self.metadata)})"
 
     def copy(self) -> Batch:
-        """A batch of its own with the same tensors."""
-        return Batch(dict(self.values), {k: v for k, v in self.metadata.items() if k not in SHARED})
+        """A batch with mappings of its own and the same tensors."""
+        return Batch(self.values, self.metadata)
 
     @classmethod
     def from_trajectories(
@@ -101,17 +75,15 @@ class Batch:
     ) -> Batch:
         """Rows of trajectories that have `tokens` and `loss_mask`, padded on the right.
 
-        `logprobs` (0.0 where nothing was sampled), `versions` and `reward` are there when every
-        trajectory has them; `group_id` and `run_id` are lists. The trajectories themselves stand
-        in `metadata["trajectories"]`. Raises ValueError when there are none.
+        `logprobs` (0.0 where nothing was sampled), `versions` and `reward` are present if every
+        trajectory has them. `group_id` and `run_id` are lists. `metadata["trajectories"]` holds the
+        trajectories. Raises ValueError when there are none.
         """
         if not trajectories:
-            raise ValueError("a batch needs at least one trajectory, got none")
-        masks = [[1] * len(one["tokens"]) for one in trajectories]
+            raise ValueError("Batch.from_trajectories: got no trajectories, expected at least one")
         values: dict[str, Any] = {
-            "input_ids": [list(one["tokens"]) for one in trajectories],
-            "attention_mask": masks,
-            "loss_mask": [list(one["loss_mask"]) for one in trajectories],
+            "input_ids": [one["tokens"] for one in trajectories],
+            "loss_mask": [one["loss_mask"] for one in trajectories],
         }
         for name in ("logprobs", "versions", "reward"):
             if all(one.get(name) is not None for one in trajectories):
@@ -129,8 +101,15 @@ class Batch:
         fields: Sequence[str] | None = None,
         max_strip_threshold: int = -1,
     ) -> Batch:
-        """Without the leading columns that are padding in every row; see `_stripped`."""
-        return _stripped(batch, "left", pad_token_id, anchor_field, fields, max_strip_threshold)
+        """A copy without the leading columns that are padding in every row.
+
+        A column is padding by `attention_mask`, or without that mask where `anchor_field` is
+        `pad_token_id`. At least one column stays, and a `max_strip_threshold` of 0 or more limits
+        how many are removed. `fields` None means all fields as wide as the anchor. Raises KeyError
+        for a missing field.
+        """
+        left, _ = _padding(batch, pad_token_id, anchor_field, fields, max_strip_threshold)
+        return _narrowed(batch, slice(left, None), anchor_field, fields)
 
     @staticmethod
     def remove_redundant_right_padding(
@@ -140,8 +119,10 @@ class Batch:
         fields: Sequence[str] | None = None,
         max_strip_threshold: int = -1,
     ) -> Batch:
-        """Without the trailing columns that are padding in every row; see `_stripped`."""
-        return _stripped(batch, "right", pad_token_id, anchor_field, fields, max_strip_threshold)
+        """The same for trailing columns."""
+        _, right = _padding(batch, pad_token_id, anchor_field, fields, max_strip_threshold)
+        width = batch.values[anchor_field].shape[1]
+        return _narrowed(batch, slice(width - right), anchor_field, fields)
 
 
 @overload
@@ -167,18 +148,14 @@ def padding_data(
     left_pad: bool = False,
     truncation: Literal["error", "left", "right"] = "error",
 ) -> Batch | Tensor:
-    """Rows of differing lengths as one tensor (B, max_length), or all such fields of a batch.
+    """Pad rows of different lengths to one tensor (B, max_length), or all such fields of a batch.
 
-    `max_length` None is the longest row's. Of a batch, `input_ids` is filled with `pad_token_id`
-    and every other field with 0; missing `attention_mask` and `position_ids` are made. A field that
-    is a tensor already is kept, or widened. Raises ValueError on a longer row unless `truncation`
-    says which of its sides is cut off.
+    `max_length` None means the longest row. In a batch, `input_ids` is padded with `pad_token_id`,
+    every other field with 0, and missing `attention_mask` and `position_ids` are added. Raises
+    ValueError for a longer row, unless `truncation` names the side to cut.
     """
     if not isinstance(data, Batch):
-        rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in data]
-        length = max(map(len, rows), default=0) if max_length is None else max_length
-        fill = float(pad_token_id) if _fractional(rows) else pad_token_id
-        return _padded(rows, length, fill, left_pad, truncation)
+        return _padded(data, max_length, pad_token_id, left_pad, truncation)
     padded = data.copy()
     ids = padded.values["input_ids"]
     length = max(map(len, ids)) if max_length is None else max_length
@@ -186,7 +163,7 @@ def padding_data(
     for name, value in list(padded.values.items()):
         if _per_token(value):
             fill = pad_token_id if name == "input_ids" else 0
-            padded.values[name] = padding_data(value, length, fill, left_pad, truncation)
+            padded.values[name] = _padded(value, length, fill, left_pad, truncation)
     if "position_ids" not in padded.values:
         mask = padded.values["attention_mask"]
         padded.values["position_ids"] = compute_position_id_with_mask(mask)
@@ -198,88 +175,80 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     return torch.clamp(torch.cumsum(mask, dim=-1) - 1, min=0)
 
 
-def _stripped(
-    batch: Batch,
-    side: Literal["left", "right"],
-    pad_token_id: int,
-    anchor_field: str,
-    fields: Sequence[str] | None,
-    limit: int,
-) -> Batch:
-    """A column goes when it is padding in every row: by `attention_mask`, which knows an
-    end-of-sequence token from padding with its id, or else where the anchor is `pad_token_id`.
+def require(batch: Batch, names: Sequence[str]) -> None:
+    """Raises KeyError unless the batch has all of these fields."""
+    if missing := [name for name in names if name not in batch.values]:
+        raise KeyError(
+            f"the batch has no field {', '.join(map(repr, missing))}: it has "
+            f"{', '.join(batch.values) or 'none'}"
+        )
 
-    `fields` None are all that are as wide as the anchor; at most `limit` columns go unless it is
-    negative, and one column always stays. Raises KeyError when a field is missing.
-    """
-    _require(batch, (anchor_field, *(fields or ())))
+
+def _padding(
+    batch: Batch, pad_token_id: int, anchor_field: str, fields: Sequence[str] | None, limit: int
+) -> tuple[int, int]:
+    """How many columns to remove on the left and on the right."""
+    require(batch, (anchor_field, *(fields or ())))
     anchor = batch.values[anchor_field]
     mask = batch.values.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == anchor.shape:
-        used = (mask > 0).any(dim=0)
-    else:
-        used = (anchor != pad_token_id).any(dim=0)
-    columns = torch.nonzero(used).flatten().tolist()
-    width = anchor.shape[1]
-    first, last = (columns[0], columns[-1]) if columns else (0, 0)
-    spare = first if side == "left" else width - 1 - last
-    spare = min(spare, limit) if limit >= 0 else spare
-    stripped = batch.copy()
+    if not isinstance(mask, Tensor) or mask.shape != anchor.shape:
+        mask = anchor != pad_token_id
+    columns = torch.nonzero((mask > 0).any(dim=0)).flatten().tolist() or [0]
+    spare = columns[0], anchor.shape[1] - 1 - columns[-1]
+    return (min(spare[0], limit), min(spare[1], limit)) if limit >= 0 else spare
+
+
+def _narrowed(
+    batch: Batch, columns: slice, anchor_field: str, fields: Sequence[str] | None
+) -> Batch:
+    narrowed = batch.copy()
+    width = batch.values[anchor_field].shape[1]
     for name, value in batch.values.items():
         wide = isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == width
         if wide and (fields is None or name in fields):
-            stripped.values[name] = (
-                value[:, spare:] if side == "left" else value[:, : width - spare]
-            )
-    return stripped
-
-
-def _require(batch: Batch, names: Sequence[str]) -> None:
-    for name in names:
-        if name not in batch.values:
-            raise KeyError(
-                f"the batch has no field {name!r}: it has {', '.join(batch.values) or 'none'}"
-            )
+            narrowed.values[name] = value[:, columns]
+    return narrowed
 
 
 def _padded(
-    rows: Sequence[Sequence[float]], length: int, fill: float, left: bool, truncation: str
+    data: Tensor | Sequence[Sequence[float]],
+    length: int | None,
+    fill: int,
+    left: bool,
+    truncation: str,
 ) -> Tensor:
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in data]
+    length = max(map(len, rows), default=0) if length is None else length
+    fractional = any(isinstance(value, float) for row in rows for value in row)
     made = []
     for index, row in enumerate(rows):
-        over = len(row) - length
-        if over > 0 and truncation == "error":
+        over = max(0, len(row) - length)
+        if over and truncation == "error":
             raise ValueError(
-                f"row {index} has {len(row)} values and max_length is {length}: shorten it, or "
-                "say which side to cut off (truncation='left' or 'right')"
+                f"row {index} has {len(row)} values, but max_length is {length}: shorten it, or "
+                "name the side to cut (truncation='left' or 'right')"
             )
-        kept = row if over <= 0 else (row[over:] if truncation == "left" else row[:length])
+        kept = row[over:] if truncation == "left" else row[:length]
         padding = [fill] * (length - len(kept))
         made.append([*padding, *kept] if left else [*kept, *padding])
-    dtype = torch.float32 if isinstance(fill, float) else torch.long
-    return torch.tensor(made, dtype=dtype)
+    return torch.tensor(made, dtype=torch.float32 if fractional else torch.long)
 
 
 def _per_token(value: Any) -> bool:
-    """Whether a field holds one number per token of each row."""
+    """Whether a field has one number per token of each row."""
     if isinstance(value, Tensor):
         return value.dim() == 2
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(row, list | tuple | Tensor) for row in value)
-
-
-def _fractional(rows: Sequence[Sequence[float]]) -> bool:
-    return any(isinstance(value, float) for row in rows for value in row)
+    rows = isinstance(value, list) and value
+    return bool(rows) and all(isinstance(row, list | tuple | Tensor) for row in value)
 
 
 def _numbers(value: Any) -> Any:
-    """A list of numbers, or of tensors of one shape, as a tensor; anything else as it is."""
+    """A list of numbers, or of tensors of one shape, as a tensor; anything else unchanged."""
     if isinstance(value, Tensor | str) or not isinstance(value, Sequence):
         return value
     if value and all(isinstance(row, Tensor) and row.dim() > 0 for row in value):
         return torch.stack(list(value))
     try:
         return torch.tensor([float(number) for number in value], dtype=torch.float32)
-    except (TypeError, ValueError):  # rows of differing lengths: padding_data makes them one tensor
+    except (TypeError, ValueError):  # rows of different lengths, which padding_data pads
         return value

@@ -1,8 +1,7 @@
 """Service holders: a Tinker or Weaver service with a blocking `train(datums, config)`.
 
-A holder is one of our adapters with NexRL's face. It connects when it is first used; `url="local"`
-starts a service inside this process. What the trainer's config says of the model and the optimizer
-reaches it through `set_service_holder`.
+A holder connects when it is first used; `url="local"` starts a service in this process. It gets the
+model and the optimizer's settings from the trainer, through `set_service_holder`.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
-from retrain.batching import batch_of
 from retrain.errors import ConfigError
-from retrain.trainer.nexrl.datums import samples_of_datums
+from retrain.trainer.nexrl.datums import masked, samples_of_datums
 from retrain.trainer.nexrl.service import TrainingService
 from retrain.trainer.nexrl.settings import Backend, Settings, read_settings
 from retrain.types import Sample
@@ -27,12 +25,12 @@ OPTIONS = {
     "weight_decay": "weight_decay",
     "grad_clip_norm": "max_grad_norm",
 }
-"""Keys of `config` that go with each optimizer step, and the adapters' names for them."""
-READ = (*OPTIONS, "loss_fn", "loss_config", "normalisation")
+"""Keys of `config` that are sent with each optimizer step, and their names in the adapters."""
+KEYS = (*OPTIONS, "loss_fn", "loss_config", "normalisation")
 
 
 class Holder(Protocol):
-    """What a remote trainer asks of its holder; one of your own will do."""
+    """What a remote trainer calls on its holder. Any object with this method will do."""
 
     def train(
         self, datums: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
@@ -40,7 +38,7 @@ class Holder(Protocol):
 
 
 class ServiceHolder:
-    """A service that trains `model`; use TinkerServiceHolder or WeaverServiceHolder."""
+    """A service that trains a model. Use TinkerServiceHolder or WeaverServiceHolder."""
 
     backend: ClassVar[Backend]
 
@@ -50,9 +48,9 @@ class ServiceHolder:
         model: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Nothing is opened yet. `config` are the keys of `train_service.config`.
+        """Opens nothing. `config` has the keys of `train_service.config`.
 
-        Raises ConfigError when one of them can't be honoured.
+        With `model` or `config` the holder keeps them instead of the trainer's. Raises ConfigError.
         """
         self.url = url
         self._own = model is not None or config is not None
@@ -63,58 +61,53 @@ class ServiceHolder:
 
     @property
     def service(self) -> TrainingService:
-        """The adapter behind it."""
+        """The connection to the service: checkpoints, rollouts and the tokenizer."""
         if self._service is None:
             self._service = TrainingService(self._settings.run)
         return self._service
 
-    def adopt(self, settings: Settings, service: TrainingService | None = None) -> None:
-        """Take a trainer's settings, all but the url, unless it was given its own or is in use.
+    def adopt(self, settings: Settings) -> None:
+        """Use a trainer's settings, except for the URL.
 
-        Raises ConfigError when they are another backend's.
+        Does nothing if the holder has settings of its own or is in use. Raises ConfigError for
+        settings of another backend.
         """
         if settings.service.backend != self.backend:
             raise ConfigError(
                 f"trainer.train_service.backend is {settings.service.backend!r}, but the holder is "
                 f"a {type(self).__name__}: make them agree"
             )
-        if self._service is not None or self._own:
-            return
-        self._settings = settings.with_url(self.url)
-        self._service = service
+        if self._service is None and not self._own:
+            self._settings = settings.with_url(self.url)
 
     def train(
         self, datums: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """forward_backward and optim_step over all datums, then the new weights are served.
+        """Take one optimizer step over all datums and serve the new weights.
 
-        `config` holds loss_fn, learning_rate and the other keys of `train_service.config` that go
-        with a step; what it leaves out is as before. Returns `{"metrics": {...}}`. When every
-        advantage is 0 nothing is trained and `training/skipped` is 1.
+        `config` has the keys of `train_service.config` that belong to a step (loss_fn,
+        learning_rate, ...). Keys that it lacks keep their values. Returns `{"metrics": {...}}`.
+        When every advantage is 0, trains nothing and returns `training/skipped`: 1.
 
-        Raises ConfigError on an unknown key, ValueError on a datum that can't be trained.
+        Raises ConfigError for an unknown key, ValueError for a datum that can't be trained.
         """
-        if unknown := sorted(config.keys() - {*READ}):
+        if unknown := sorted(config.keys() - {*KEYS}):
             raise ConfigError(
-                f"the training config has {', '.join(unknown)}: it may hold {', '.join(READ)}"
+                f"the training config has unknown keys: {', '.join(unknown)}; expected "
+                f"{', '.join(KEYS)}"
             )
         settings = self._settings
         loss = config.get("loss_fn", settings.loss)
-        weighted = loss == "cross_entropy"
-        samples = samples_of_datums(datums, weighted=weighted, encode=self.service.encode)
-        told = {"training/num_datums": float(len(samples))}
-        if not any(any(sample.advantages) for sample in samples):
-            return {"metrics": {**told, "training/skipped": 1.0}}
+        supervised = loss == "cross_entropy"
+        samples = samples_of_datums(datums, weighted=supervised, encode=self.service.encode)
         self.service.adjust({OPTIONS[k]: v for k, v in config.items() if k in OPTIONS})
-        batch = batch_of(
-            self._with_logprobs(samples, needed=not weighted),
+        metrics = self.service.train(
+            self._with_logprobs(samples, needed=not supervised),
             loss=loss,
             loss_config=config.get("loss_config", settings.run.algorithm.loss_config),
             normalisation=config.get("normalisation", settings.normalisation),
         )
-        metrics = self.service.update(batch)
-        self.service.publish()
-        return {"metrics": {**told, **metrics}}
+        return {"metrics": {"training/num_datums": float(len(samples)), **metrics}}
 
     def close(self) -> None:
         """End the session with the service."""
@@ -122,25 +115,17 @@ class ServiceHolder:
             self._service.close()
 
     def _with_logprobs(self, samples: list[Sample], *, needed: bool) -> list[Sample]:
-        """With the served weights' log-probs where nobody sampled: they count as on-policy."""
-        blank = [any(map(math.isnan, sample.logprobs)) for sample in samples]
-        if not any(blank):
-            return samples
-        if not needed:
-            return [replace(sample, logprobs=[0.0] * len(sample.token_ids)) for sample in samples]
-        bare = [sample for sample, one in zip(samples, blank, strict=True) if one]
-        found = iter(self.service.logprobs([sample.token_ids for sample in bare]))
-        return [
-            replace(
-                sample,
-                logprobs=[
-                    lp if on else 0.0 for lp, on in zip(next(found), sample.loss_mask, strict=True)
-                ],
-            )
-            if one
-            else sample
-            for sample, one in zip(samples, blank, strict=True)
-        ]
+        """Fill in missing log-probs with those of the served weights: such data is on-policy."""
+        bare = [i for i, sample in enumerate(samples) if any(map(math.isnan, sample.logprobs))]
+        sequences = [samples[i].token_ids for i in bare]
+        if bare and needed:
+            found = self.service.logprobs(sequences)
+        else:
+            found = [[0.0] * len(ids) for ids in sequences]
+        for i, logprobs in zip(bare, found, strict=True):
+            known = masked(logprobs, samples[i].loss_mask)
+            samples[i] = replace(samples[i], logprobs=known)
+        return samples
 
 
 class TinkerServiceHolder(ServiceHolder):

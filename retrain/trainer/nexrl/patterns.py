@@ -1,8 +1,7 @@
-"""The page's common patterns over a batch's tensors; the formulas are `algorithms.functional`'s.
+"""NexRL's common patterns over a batch's tensors, computed by `algorithms.functional`.
 
-Rows are (B, T); only the entries whose mask is 1 count, as if the others were not there, so that
-padding and prompt tokens between two turns change nothing. `ppo_clipped_loss` alone is
-differentiable.
+Rows are (B, T). Entries whose mask is 0 are skipped, so padding and prompt tokens between two turns
+change nothing. Only `ppo_clipped_loss` is differentiable.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from retrain.algorithms import functional
 from retrain.algorithms.functional import KLEstimator
 from retrain.engine.losses import shared_loss
 from retrain.trainer.nexrl.advantages import compute_grpo_advantage_for_trajectories
-from retrain.trainer.nexrl.batch import Batch
+from retrain.trainer.nexrl.batch import Batch, require
 from retrain.trainer.nexrl.trajectory import Trajectory
 
 
 def token_level_rewards(rewards: Tensor | Sequence[float], loss_mask: Tensor) -> Tensor:
-    """(B,) rewards on each row's last trained token, 0 elsewhere: (B, T)."""
+    """(B,) rewards placed on each row's last trained token, 0 elsewhere: (B, T)."""
     rows = zip(rewards, loss_mask.tolist(), strict=True)
     return torch.tensor([functional.token_rewards(float(reward), mask) for reward, mask in rows])
 
@@ -30,26 +29,22 @@ def token_level_rewards(rewards: Tensor | Sequence[float], loss_mask: Tensor) ->
 def kl_penalty(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: KLEstimator = "k1"
 ) -> Tensor:
-    """Each token's estimate of KL(policy || reference), 0 where the mask is 0: (B, T)."""
+    """Estimates of KL(policy || reference) per token, 0 where the mask is 0: (B, T)."""
     return _rowwise(
         lambda lp, ref: functional.kl_estimates(lp, ref, estimator), mask, logprobs, ref_logprobs
     )
 
 
 def apply_kl_penalty(batch: Batch, beta: float, *, estimator: KLEstimator = "k1") -> Batch:
-    """Charges beta x KL to `token_level_scores`, in a batch of its own.
+    """A copy of the batch with beta x KL subtracted from `token_level_scores`.
 
-    Reads `ref_log_probs`, and `log_probs` or else `old_log_probs`.
-    Raises KeyError naming the field that is missing.
+    Reads `ref_log_probs`, and `log_probs` or else `old_log_probs`. Raises KeyError for a missing
+    field.
     """
     values = batch.values
-    names = ("token_level_scores", "loss_mask", "ref_log_probs")
-    missing = [name for name in names if name not in values]
-    own = values.get("log_probs", values.get("old_log_probs"))
-    if own is None or missing:
-        missing += ["log_probs"] if own is None else []
-        raise KeyError(f"a KL penalty needs {', '.join(missing)}, which the batch has not")
-    kl = kl_penalty(own, values["ref_log_probs"], values["loss_mask"], estimator=estimator)
+    own = "log_probs" if "log_probs" in values else "old_log_probs"
+    require(batch, ("token_level_scores", "loss_mask", "ref_log_probs", own))
+    kl = kl_penalty(values[own], values["ref_log_probs"], values["loss_mask"], estimator=estimator)
     penalised = batch.copy()
     penalised.values["token_level_scores"] = values["token_level_scores"] - beta * kl
     return penalised
@@ -58,9 +53,9 @@ def apply_kl_penalty(batch: Batch, beta: float, *, estimator: KLEstimator = "k1"
 def compute_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 0.99, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T) of token-level rewards and values; episodes end with the row.
+    """Advantages and returns, each (B, T), of token-level rewards and values.
 
-    Schulman et al. 2016, eq. 16, from trained token to trained token.
+    Schulman et al. 2016, eq. 16, over the trained tokens; the episode ends with the row.
     """
     advantages = _rowwise(
         lambda r, v: functional.gae(r, v, gamma=gamma, lam=lam), mask, rewards, values
@@ -69,7 +64,7 @@ def compute_gae(
 
 
 def compute_nstep_returns(rewards: Tensor, mask: Tensor, *, n: int, gamma: float) -> Tensor:
-    """The discounted sum of the next n trained tokens' rewards: (B, T)."""
+    """The discounted sum of the rewards of the next n trained tokens: (B, T)."""
     return _rowwise(lambda r: functional.n_step_returns(r, n, gamma), mask, rewards)
 
 
@@ -92,17 +87,18 @@ def grpo_advantages(
     run_ids: Sequence[Any] | None = None,
     **keywords: Any,  # of compute_grpo_advantage_for_trajectories
 ) -> Tensor:
-    """GRPO's advantages of a batch's rows, spread over their trained tokens: (B, T)."""
-    rows = [Trajectory(reward=float(reward)) for reward in rewards]
-    for name, ids in (("group_id", group_ids), ("run_id", run_ids)):
-        for row, one in zip(rows, ids or [None] * len(rows), strict=True):
-            row[name] = one
+    """GRPO's advantage of each row on the row's trained tokens, 0 elsewhere: (B, T)."""
+    nobody = [None] * len(rewards)
+    rows = [
+        Trajectory(reward=float(reward), group_id=group, run_id=run)
+        for reward, group, run in zip(rewards, group_ids or nobody, run_ids or nobody, strict=True)
+    ]
     credit = [one.advantage for one in compute_grpo_advantage_for_trajectories(rows, **keywords)]
     return torch.tensor(credit, dtype=torch.float32).reshape(-1, 1) * (loss_mask > 0)
 
 
 def _rowwise(formula: Callable[..., Sequence[float]], mask: Tensor, *streams: Tensor) -> Tensor:
-    """`formula` on the masked entries of each row; zeros elsewhere."""
+    """Apply `formula` to the masked entries of each row; 0 elsewhere."""
     found = torch.zeros(mask.shape, dtype=torch.float32)
     for row, keep in enumerate(mask > 0):
         kept = [stream[row][keep].tolist() for stream in streams]

@@ -1,4 +1,4 @@
-"""Trainers that hand trajectories to a Tinker or Weaver service, which trains the weights.
+"""Trainers whose weights are trained by a Tinker or Weaver service.
 
 trajectories -> _prepare_trajectories (the algorithm) -> datums -> holder.train -> metrics
 """
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 
 
 class RemoteApiTrainer(BaseTrainer):
-    """Override `_prepare_trajectories`."""
+    """Sends prepared trajectories to a service. Subclasses override `_prepare_trajectories`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         settings = self._settings
         if settings.service.backend not in HOLDERS:
             raise ConfigError(
-                f"trainer.train_service.backend: got {settings.service.backend!r}, but "
-                f"{type(self).__name__} trains by a service: expected tinker or weaver (with url: "
-                "local there is one in this process)"
+                f"trainer.train_service.backend: got {settings.service.backend!r}, expected tinker "
+                f"or weaver: {type(self).__name__} trains on a service (url: local runs one in "
+                "this process)"
             )
         options = settings.run.backend.arguments
         self._loss_fn = settings.loss
@@ -47,12 +47,12 @@ class RemoteApiTrainer(BaseTrainer):
     def _prepare_trajectories(
         self, trajectories: list[Trajectory], metrics: dict[str, Any]
     ) -> list[Trajectory]:
-        """The algorithm: trajectories with `advantage` (or `token_advantages`), and metrics."""
+        """Set `advantage` (or `token_advantages`) on the trajectories, and add to `metrics`."""
 
     def set_service_holder(self, service_holder: Holder) -> None:
-        """Who trains: a TinkerServiceHolder, a WeaverServiceHolder, or anything with their `train`.
+        """Train with a TinkerServiceHolder, a WeaverServiceHolder, or an object with their `train`.
 
-        Raises ConfigError when the config names the other backend.
+        Raises ConfigError when the holder and the config name different backends.
         """
         if isinstance(service_holder, ServiceHolder):
             service_holder.adopt(self._settings)
@@ -60,7 +60,7 @@ class RemoteApiTrainer(BaseTrainer):
         self._service_holder = service_holder
 
     def train(self, trajectories: list[Trajectory]) -> dict[str, Any]:
-        """One optimizer step over all of them; the new weights are served afterwards."""
+        """Take one optimizer step over all trajectories and serve the new weights."""
         metrics: dict[str, Any] = {}
         trajectories = self._prepare_trajectories(trajectories, metrics)
         log_rollout_metrics(trajectories, metrics, prefix="rollout/")
@@ -71,29 +71,27 @@ class RemoteApiTrainer(BaseTrainer):
 
     @property
     def service_holder(self) -> Holder:
-        """The holder that was set, else one of the config's backend and url."""
+        """The holder that was set, else one made from the config's backend and url."""
         if self._service_holder is None:
             service = self._settings.service
-            holder = HOLDERS[service.backend](service.url)
-            holder.adopt(self._settings, TrainingService(self._settings.run))
-            self.set_service_holder(holder)
+            self.set_service_holder(HOLDERS[service.backend](service.url))
             assert self._service_holder is not None
         return self._service_holder
 
     @property
     def service(self) -> TrainingService:
-        """The holder's; raises ConfigError where a holder of your own has none."""
+        """The holder's service. Raises ConfigError for a custom holder, which has none."""
         holder = self.service_holder
         if not isinstance(holder, ServiceHolder):
             raise ConfigError(
-                f"{type(holder).__name__} has a `train` alone: checkpoints, samples and the "
+                f"{type(holder).__name__} has only `train`: checkpoints, rollouts and the "
                 "tokenizer need a TinkerServiceHolder or a WeaverServiceHolder"
             )
         return holder.service
 
     @property
     def train_config(self) -> dict[str, Any]:
-        """What goes with each step: the loss and the optimizer's numbers."""
+        """The config of each step: the loss and the optimizer's numbers."""
         return {
             "loss_fn": self._loss_fn,
             "learning_rate": self._learning_rate,
@@ -103,14 +101,15 @@ class RemoteApiTrainer(BaseTrainer):
         }
 
     def initialize_workers(self) -> None:
-        """Connect now, where the holder is one of ours."""
+        """Connect to the service, unless the holder is a custom one."""
         if isinstance(self.service_holder, ServiceHolder):
             self.service.open()
 
 
 class RemoteApiGrpoTrainer(RemoteApiTrainer):
-    """GRPO. Of `algorithm` it reads `eps` and `rule`, which
-    `compute_grpo_advantage_for_trajectories` explains.
+    """GRPO on a service.
+
+    Reads `algorithm.eps` and `algorithm.rule`: see `compute_grpo_advantage_for_trajectories`.
     """
 
     algorithm_keys: ClassVar[tuple[str, ...]] = (
@@ -133,7 +132,7 @@ class RemoteApiGrpoTrainer(RemoteApiTrainer):
 
 
 class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
-    """Supervised learning: `loss_mask` tells which tokens are trained, each with weight 1."""
+    """Supervised learning on a service: tokens with `loss_mask` 1 are trained, with weight 1."""
 
     algorithm_keys: ClassVar[tuple[str, ...]] = ("type", "name", "loss", "loss_config")
 
@@ -143,8 +142,8 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
         super().__init__(section)
         if self._loss_fn != "cross_entropy":
             raise ConfigError(
-                f"trainer.train_service.config.loss_fn: got {self._loss_fn!r}, but "
-                "RemoteApiCrossEntropyTrainer trains cross_entropy alone"
+                f"trainer.train_service.config.loss_fn: got {self._loss_fn!r}, expected "
+                f"cross_entropy: {type(self).__name__} has no other loss"
             )
 
     def _prepare_trajectories(

@@ -1,17 +1,16 @@
-"""Which trainer a config means: by backend and algorithm, or the one that it names.
+"""Choose the trainer of a config: by backend and algorithm, or the class that the config names.
 
     custom_trainer_module_path: recipe/my_task/my_trainer.py     # or type: path.py:Class
     custom_trainer_class_name: MyTrainer                         # or type: package.module:Class
 
-A path is looked up in the config's folder, then in the working folder; relative imports inside the
-file work. Without either, `self-hosted` means SelfHostedGrpoTrainer, and a service
-RemoteApiGrpoTrainer, or RemoteApiCrossEntropyTrainer where the loss is cross_entropy.
+A path is resolved in the folder of the config, then in the working directory. The file may use
+relative imports. Without either key, `self-hosted` selects SelfHostedGrpoTrainer, and a service
+selects RemoteApiGrpoTrainer, or RemoteApiCrossEntropyTrainer if the loss is cross_entropy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,76 +25,69 @@ BUILT_IN = {
     "remote_api_grpo": "retrain.trainer.nexrl.remote:RemoteApiGrpoTrainer",
     "remote_api_cross_entropy": "retrain.trainer.nexrl.remote:RemoteApiCrossEntropyTrainer",
 }
-DEFAULT_CLASS = "CustomTrainer"
 
 
 def build_trainer(config: Mapping[str, Any], base_dir: str | Path | None = None) -> BaseTrainer:
-    """The trainer that `config` means, built of it; `base_dir` is the config file's folder.
+    """Build the trainer of `config`; `base_dir` is the folder of the config's file.
 
-    Raises ConfigError when there is none, or the config can't be honoured.
+    Raises ConfigError when no trainer fits, and for every problem of the config.
     """
     section = _located(config, base_dir)
-    trainer: BaseTrainer = select_trainer(section)(section)
-    return trainer
+    return select_trainer(section)(section)
 
 
 def select_trainer(
     config: Mapping[str, Any], base_dir: str | Path | None = None
 ) -> type[BaseTrainer]:
-    """The class that `config` means. Raises ConfigError when there is none."""
+    """The trainer class of `config`. Raises ConfigError when no class fits."""
     section = _located(config, base_dir)
-    folder = section.base_dir or Path.cwd()
+    where, name = _named(section)
+    found: type[BaseTrainer] = find_plugin(KIND, name, where, section.base_dir or Path.cwd())
+    return found
+
+
+def _named(section: Section) -> tuple[str, str]:
+    """The key that chooses the class, and the class as `module:Class` or a path."""
     path, kind = section.get("custom_trainer_module_path"), section.get("type")
     if path is not None and kind is not None:
         raise ConfigError(
-            f"trainer.type is {kind!r} and trainer.custom_trainer_module_path {path!r}: keep one"
+            f"trainer.type is {kind!r} and trainer.custom_trainer_module_path is {path!r}: keep "
+            "one of them"
         )
     if path is not None:
-        where = "trainer.custom_trainer_module_path"
-        name = section.get("custom_trainer_class_name", DEFAULT_CLASS)
-        found: type[BaseTrainer] = find_plugin(KIND, f"{path}:{name}", where, folder)
-        return found
+        name = section.get("custom_trainer_class_name", "CustomTrainer")
+        return "trainer.custom_trainer_module_path", f"{path}:{name}"
     if "custom_trainer_class_name" in section:
         raise ConfigError(
             "trainer.custom_trainer_class_name needs trainer.custom_trainer_module_path: the file "
-            "that defines it"
+            "that defines the class"
         )
     if kind is None:
-        return _built_in(_automatic(section))
-    if ":" in kind or kind.endswith(".py"):
-        named: type[BaseTrainer] = find_plugin(KIND, kind, "trainer.type", folder)
-        return named
-    return _built_in(kind)
+        return "trainer.type", BUILT_IN[_automatic(section)]
+    if kind not in BUILT_IN and ":" not in kind and not kind.endswith(".py"):
+        raise ConfigError(
+            f"trainer.type: no trainer {kind!r}; expected one of {', '.join(BUILT_IN)}, or a class "
+            "of your own as path/file.py:Class or module:Class"
+        )
+    return "trainer.type", BUILT_IN.get(kind, kind)
 
 
 def _automatic(section: Section) -> str:
-    """The built-in trainer of the backend and the algorithm."""
+    """The built-in trainer for the backend and the algorithm."""
     backend = (section.get("train_service") or {}).get("backend", "self-hosted")
     algorithm = algorithm_of(section)
     if algorithm not in ("grpo", "cross_entropy"):
         raise ConfigError(
             f"trainer.algorithm.type: got {algorithm!r}, expected grpo or cross_entropy; for an "
-            "algorithm of your own name its trainer: custom_trainer_module_path and "
-            "custom_trainer_class_name"
+            "algorithm of your own, set custom_trainer_module_path and custom_trainer_class_name"
         )
     if backend == "self-hosted" and algorithm == "cross_entropy":
         raise ConfigError(
-            "trainer.algorithm: there is no self-hosted cross_entropy trainer: set "
-            "train_service.backend to tinker or weaver with url: local, which trains in this "
-            "process too, or use retrain's own SFT (algorithm: {type: sft})"
+            "trainer.algorithm: no self-hosted trainer for cross_entropy; set "
+            "train_service.backend to tinker or weaver with url: local, which also trains in this "
+            "process, or use retrain's SFT (algorithm: {type: sft})"
         )
     return "self_hosted_grpo" if backend == "self-hosted" else f"remote_api_{algorithm}"
-
-
-def _built_in(name: str) -> type[BaseTrainer]:
-    if name not in BUILT_IN:
-        raise ConfigError(
-            f"trainer.type: there is no trainer {name!r}: expected one of {', '.join(BUILT_IN)}, "
-            "or your own as path/file.py:Class or module:Class"
-        )
-    module, _, attribute = BUILT_IN[name].partition(":")
-    found: type[BaseTrainer] = getattr(import_module(module), attribute)
-    return found
 
 
 def _located(config: Mapping[str, Any], base_dir: str | Path | None) -> Section:

@@ -1,10 +1,10 @@
-"""Trainers that work on a tensor Batch, and whose weights are trained in this process.
+"""Trainers that prepare a tensor Batch, and whose weights are trained in this process.
 
     trajectories -> Batch (padded, (B, T)) -> _prepare_batch (the algorithm) -> samples -> adapter
 
-A batch that leaves `_prepare_batch` must hold `input_ids`, `attention_mask`, `position_ids`,
-`loss_mask` and `advantages`; `old_log_probs` are the sampler's (`logprobs`) unless it sets its own,
-and a forward pass gives them where nobody sampled.
+`_prepare_batch` must return a batch with `input_ids`, `attention_mask`, `position_ids`,
+`loss_mask` and `advantages`. `old_log_probs` default to the sampler's `logprobs`, or without those
+to a forward pass of the current weights.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from retrain.batching import batch_of
 from retrain.trainer.nexrl.base import BaseTrainer
-from retrain.trainer.nexrl.batch import REQUIRED, Batch
+from retrain.trainer.nexrl.batch import Batch
+from retrain.trainer.nexrl.datums import samples_of_datums
 from retrain.trainer.nexrl.metrics import log_grpo_metrics, log_rollout_metrics
 from retrain.trainer.nexrl.patterns import apply_kl_penalty, grpo_advantages, token_level_rewards
 from retrain.trainer.nexrl.trajectory import Trajectory
 from retrain.types import Sample
 
 log = logging.getLogger(__name__)
+REQUIRED = ("input_ids", "attention_mask", "position_ids", "loss_mask", "advantages")
+"""What a batch must have to be trained."""
 
 
 class SelfHostedTrainer(BaseTrainer):
-    """Override `_prepare_batch`."""
+    """Trains batches of tensors. Subclasses override `_prepare_batch`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self._logged: dict[str, Any] = {}
         service = self._settings.service
         if service.backend == "self-hosted" and service.url != "local":
-            log.warning("train_service.url %s is not used: training runs here", service.url)
+            log.warning("train_service.url %s has no effect: training runs here", service.url)
 
     @abstractmethod
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        """The algorithm: a batch with `advantages`, (B,) or (B, T), and metrics."""
+        """Return the batch with `advantages`, (B,) or (B, T), and metrics."""
 
     def train(self, trajectories: list[Trajectory]) -> dict[str, Any]:
-        """One optimizer step over all of them; the new weights are served afterwards.
+        """Take one optimizer step over all trajectories and serve the new weights.
 
         Raises KeyError or ValueError when the prepared batch can't be trained.
         """
@@ -53,20 +55,14 @@ class SelfHostedTrainer(BaseTrainer):
         self._log_rollout_metrics(batch)
         prepared, metrics = self._prepare_batch(batch)
         _check(prepared)
-        samples = samples_of(prepared, self._compute_old_log_probs(prepared))
-        told = {**self._logged, **metrics, "training/batch_size": float(len(prepared))}
-        if not any(any(sample.advantages) for sample in samples):
-            return {**told, "training/skipped": 1.0}
         settings = self._settings
-        step = batch_of(
-            samples,
+        told = {**self._logged, **metrics, "training/batch_size": float(len(prepared))}
+        return told | self.service.train(
+            samples_of(prepared, self._compute_old_log_probs(prepared)),
             loss=settings.loss,
             loss_config=settings.run.algorithm.loss_config,
             normalisation=settings.normalisation,
         )
-        told |= self.service.update(step)
-        self.service.publish()
-        return told
 
     # --- for subclasses
 
@@ -75,7 +71,7 @@ class SelfHostedTrainer(BaseTrainer):
         trajectories: Batch | Sequence[Mapping[str, Any]],
         metrics: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Of a batch too; they join the step's metrics."""
+        """Log the metrics of a batch or of trajectories; they also join the step's metrics."""
         rows = rows_of(trajectories) if isinstance(trajectories, Batch) else trajectories
         found = log_rollout_metrics(rows, {})
         self._logged |= found
@@ -88,7 +84,7 @@ class SelfHostedTrainer(BaseTrainer):
         return token_level_rewards(batch.metadata["rewards"], batch.values["loss_mask"])
 
     def _compute_old_log_probs(self, batch: Batch) -> Tensor:
-        """(B, T): `old_log_probs`, or else the sampler's, or else those of the present weights."""
+        """(B, T): `old_log_probs`, else the sampler's, else those of the current weights."""
         for name in ("old_log_probs", "logprobs"):
             if name in batch.values:
                 found: Tensor = batch.values[name]
@@ -96,11 +92,11 @@ class SelfHostedTrainer(BaseTrainer):
         return self._scored(batch, reference=False)
 
     def _compute_ref_log_probs(self, batch: Batch) -> Tensor:
-        """(B, T): under the weights that the run started from."""
+        """(B, T): log-probs of the weights that the run started from."""
         return self._scored(batch, reference=True)
 
     def _compute_advantage(self, batch: Batch) -> Batch:
-        """A batch with GRPO's `advantages`, (B, T), of the rows' summed `token_level_scores`."""
+        """A copy with GRPO's `advantages`, (B, T), of each row's summed `token_level_scores`."""
         values = batch.values
         scores = values.get("token_level_scores")
         rewards = batch.metadata["rewards"] if scores is None else scores.sum(-1)
@@ -128,8 +124,8 @@ class SelfHostedTrainer(BaseTrainer):
 class SelfHostedGrpoTrainer(SelfHostedTrainer):
     """GRPO on tensors.
 
-    Of `algorithm` it reads `eps` and `rule` (see `compute_grpo_advantage_for_trajectories`) and
-    `kl_penalty`, the weight of a KL to the starting weights that is charged to the rewards.
+    Reads `algorithm.eps` and `algorithm.rule` (see `compute_grpo_advantage_for_trajectories`), and
+    `algorithm.kl_penalty`: the weight of a KL to the starting weights, subtracted from the rewards.
     """
 
     algorithm_keys: ClassVar[tuple[str, ...]] = (
@@ -154,80 +150,75 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
 
 
 def rows_of(batch: Batch) -> list[dict[str, Any]]:
-    """What of a batch's rows the metrics read; an advantage is the mean over the trained tokens."""
+    """A batch's rows as the metrics read them, with the mean advantage of the trained tokens."""
+    values = batch.values
     trajectories = batch.metadata.get("trajectories") or [{}] * len(batch)
     rows: list[dict[str, Any]] = [dict(trajectory) for trajectory in trajectories]
-    masks: Tensor | None = batch.values.get("loss_mask")
-    for name in ("reward", "group_id", "run_id"):
-        for row, value in zip(rows, batch.values.get(name, ()), strict=False):
-            row[name] = float(value) if name == "reward" else value
-    if masks is not None:
-        for row, mask, attended in zip(
-            rows, masks, batch.values.get("attention_mask", masks), strict=True
-        ):
-            row["loss_mask"] = mask[attended > 0].tolist()
-        if "advantages" in batch.values:
-            credit = _spread(batch) * (masks > 0)
-            means = credit.sum(-1) / (masks > 0).sum(-1).clamp(min=1)
-            for row, mean in zip(rows, means.tolist(), strict=True):
-                row["advantage"] = mean
+    columns: dict[str, Any] = {k: values[k] for k in ("group_id", "run_id") if k in values}
+    if "reward" in values:
+        columns["reward"] = values["reward"].tolist()
+    if "loss_mask" in values:
+        mask = values["loss_mask"]
+        attended = values.get("attention_mask", torch.ones_like(mask)) > 0
+        columns["loss_mask"] = [row[on].tolist() for row, on in zip(mask, attended, strict=True)]
+        if "advantages" in values:
+            trained = mask > 0
+            sums = (_spread(batch) * trained).sum(-1)
+            columns["advantage"] = (sums / trained.sum(-1).clamp(min=1)).tolist()
+    for name, column in columns.items():
+        for row, value in zip(rows, column, strict=True):
+            row[name] = value
     return rows
 
 
 def samples_of(batch: Batch, old_log_probs: Tensor) -> list[Sample]:
-    """The pipe's samples of a prepared batch: its rows without their padding.
-
-    A row without any trained token, and a first token that is masked in, are refused by the
-    adapter or left out as everywhere.
-    """
+    """The pipe's samples of a prepared batch: its rows without their padding."""
     values = batch.values
-    trained = (values["loss_mask"] > 0) & (values["attention_mask"] > 0)
-    credit, logprobs = _spread(batch) * trained, old_log_probs * trained
-    versions = values.get("versions")
-    versions = torch.zeros_like(trained, dtype=torch.long) if versions is None else versions
-    versions = torch.where(trained, versions, -1)
+    columns = {
+        "tokens": values["input_ids"],
+        "loss_mask": (values["loss_mask"] > 0).long(),
+        "logprobs": old_log_probs,
+        "versions": values.get("versions", torch.zeros_like(values["input_ids"])),
+    }
+    credit = _spread(batch).expand(old_log_probs.shape)
     groups = values.get("group_id") or [None] * len(batch)
-    samples = []
+    datums = []
     for row, keep in enumerate(values["attention_mask"] > 0):
-        group = "" if groups[row] is None else str(groups[row])
-        samples.append(
-            Sample(
-                values["input_ids"][row][keep].tolist(),
-                trained[row][keep].long().tolist(),
-                logprobs[row][keep].tolist(),
-                credit[row][keep].tolist(),
-                versions[row][keep].tolist(),
-                group_id=group or f"row {row}",
-                run_id=f"{group}#{row}",
-            )
-        )
-    return samples
+        datum: dict[str, Any] = {name: v[row][keep].tolist() for name, v in columns.items()}
+        trained = keep & (values["loss_mask"][row] > 0)
+        datum["token_advantages"] = credit[row][trained].tolist()
+        group = f"row {row}" if groups[row] is None else groups[row]
+        datum["metadata"] = {"group_id": group, "run_id": row}
+        datums.append(datum)
+    return samples_of_datums(datums, weighted=False, encode=_encoded)
+
+
+def _encoded(datum: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    raise AssertionError("the rows of a batch have tokens")
 
 
 def _spread(batch: Batch) -> Tensor:
-    """The advantages as (B, T)."""
+    """The advantages as (B, T) or (B, 1)."""
     advantages: Tensor = batch.values["advantages"].float()
     return advantages.reshape(-1, 1) if advantages.dim() == 1 else advantages
 
 
 def _check(batch: Batch) -> None:
-    """Raises KeyError on a missing field, ValueError on one whose shape doesn't fit."""
-    missing = [name for name in REQUIRED if name not in batch.values]
-    if missing:
+    """Raises KeyError for a missing field, ValueError for one of another shape."""
+    values = batch.values
+    if missing := [name for name in REQUIRED if name not in values]:
         raise KeyError(
             f"_prepare_batch returned a batch without {', '.join(missing)}: it must keep "
-            f"{', '.join(REQUIRED)} (this one has {', '.join(batch.values)})"
+            f"{', '.join(REQUIRED)} (this batch has {', '.join(values)})"
         )
-    shape = tuple(batch.values["input_ids"].shape)
-    for name in (*REQUIRED, "old_log_probs", "logprobs", "versions"):
-        value = batch.values.get(name)
-        allowed = {shape, shape[:1]} if name == "advantages" else {shape}
-        if value is None or (isinstance(value, Tensor) and tuple(value.shape) in allowed):
+    shape = tuple(values["input_ids"].shape)
+    for name in {*REQUIRED, "old_log_probs", "logprobs", "versions"} & values.keys():
+        got = tuple(getattr(values[name], "shape", ()))
+        if got == shape or (name == "advantages" and got == shape[:1]):
             continue
-        got = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(
-            f"_prepare_batch returned {name} as {got}, but input_ids is {shape}: they must agree; "
-            "give the field to remove_redundant_*_padding too (fields=None takes all of them)"
+            f"_prepare_batch returned {name} with shape {got}, but input_ids has shape {shape}; "
+            "remove padding from all fields (fields=None of remove_redundant_*_padding)"
         )
-    if not bool(batch.values["advantages"].isfinite().all()):
+    if not bool(values["advantages"].isfinite().all()):
         raise ValueError("_prepare_batch returned an advantage that is NaN or infinite")

@@ -1,11 +1,11 @@
-"""An adapter with a synchronous face: what NexRL's blocking trainers call.
+"""An adapter that blocking code can call: what NexRL's trainers train through.
 
 `TrainingService` opens the adapter of a RunConfig on an event loop in a thread of its own, when it
-is first needed, and runs one coroutine at a time there for each caller. Inside a pipe's run it is
-`attached` to the adapter and loop of that run instead, which then publishes by itself.
+is first needed. Inside a run of the pipe it is attached to the adapter and event loop of that run,
+and the pipe publishes the weights.
 
-Every call has the run's deadline (DeadlineError), and none may come from the loop's own thread,
-where it would wait for itself.
+Every call has the deadline of the run (DeadlineError). A call from the event loop's own thread
+raises AdapterError, since it would block the loop that has to answer it.
 """
 
 from __future__ import annotations
@@ -19,52 +19,51 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
 from retrain.adapters.base import Adapter, AdapterOptions, AdapterState
 from retrain.assembly import adapter_of, chat_template, target_of
+from retrain.batching import batch_of
 from retrain.chat import Chat
+from retrain.concurrency.deadlines import adapter_call
 from retrain.config import RunConfig
 from retrain.config.models import find_model
 from retrain.config.problems import problems_of
 from retrain.engine.models import load_tokenizer
-from retrain.errors import AdapterError, CheckpointError, ConfigError, DeadlineError
+from retrain.errors import AdapterError, CheckpointError, ConfigError
+from retrain.losses import Normalisation
 from retrain.sampler import SamplingParams, Tokenizer
+from retrain.trainer.nexrl.datums import nothing_to_train
 from retrain.trainer.nexrl.trajectory import Trajectory
-from retrain.types import Batch, Completion, Message, Metrics
+from retrain.types import Batch, Message, Metrics, Sample
 
 T = TypeVar("T")
 STATE = "state.json"
 
 
 class TrainingService:
-    """The adapter of `run`, for code without an event loop; a context manager that closes it."""
+    """The adapter of `run`, for code without an event loop."""
 
     def __init__(self, run: RunConfig) -> None:
-        """Opens nothing yet. Raises ConfigError when the backend can't do what `run` asks for."""
+        """Opens nothing. Raises ConfigError when the backend doesn't support what `run` needs."""
         self.run = run
         self._options = _options(run)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread: int | None = None
         self._adapter: Adapter | None = None
         self._chat: Chat | None = None
         self._tokenizer: Tokenizer | None = None
-        self._closing: asyncio.Event | None = None
+        self._closing = asyncio.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._lock = threading.Lock()
         self._groups = count()
 
-    @property
-    def opened(self) -> bool:
-        return self._adapter is not None
-
     def open(self) -> None:
-        """Load or connect; a second call does nothing.
+        """Load or connect. Does nothing when it is open.
 
-        Raises ConfigError or AdapterError; after `close`, which let the weights go, AdapterError.
+        Raises ConfigError or AdapterError. It can't be opened again after `close`: AdapterError.
         """
         with self._lock:
             if self._adapter is not None:
@@ -83,35 +82,47 @@ class TrainingService:
             atexit.register(self.close)
 
     def attach(self, adapter: Adapter, loop: asyncio.AbstractEventLoop) -> None:
-        """Use the adapter of a run that is under way on `loop`; called there."""
-        self._adapter, self._loop, self._loop_thread = adapter, loop, threading.get_ident()
+        """Use the adapter of a run that is under way on `loop`."""
+        self._adapter, self._loop = adapter, loop
 
     def close(self) -> None:
-        """Free the backend; a run's own adapter is only let go of."""
+        """Close the adapter; the adapter of a run is left to the run."""
         with self._lock:
             thread, self._thread = self._thread, None
-            if thread is not None and self._loop is not None and self._closing is not None:
+            if thread is not None and self._loop is not None:
                 self._loop.call_soon_threadsafe(self._closing.set)
                 thread.join()
                 atexit.unregister(self.close)
             self._closed = self._closed or self._adapter is not None
-            self._adapter = self._loop = self._loop_thread = self._chat = None
-
-    def __enter__(self) -> Self:
-        self.open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self._adapter = self._loop = self._chat = None
 
     # --- training
 
+    def train(
+        self,
+        samples: Sequence[Sample],
+        *,
+        loss: str,
+        loss_config: Mapping[str, Any],  # the loss's own keys
+        normalisation: Normalisation | None,
+    ) -> Metrics:
+        """Take one optimizer step over the samples and serve the new weights.
+
+        When every advantage is 0, trains nothing and returns `training/skipped`: 1.
+        """
+        if not any(any(sample.advantages) for sample in samples):
+            return {"training/skipped": 1.0}
+        batch = batch_of(samples, loss=loss, loss_config=loss_config, normalisation=normalisation)
+        metrics = self.update(batch)
+        self.publish()
+        return metrics
+
     def update(self, batch: Batch) -> Metrics:
-        """One optimizer step; the samples come from the new weights after `publish`."""
+        """Take one optimizer step. The sampler serves the new weights after `publish`."""
         return self._call("update", lambda adapter: adapter.update(batch))
 
     def publish(self) -> None:
-        """Let the sampler serve the present weights; in a pipe's run, the pipe does."""
+        """Serve the new weights. In a run of the pipe, the pipe does it."""
         if self._thread is not None:
             self._call("publish", lambda adapter: adapter.publish())
 
@@ -124,9 +135,9 @@ class TrainingService:
         )
 
     def adjust(self, options: Mapping[str, Any]) -> None:
-        """Use other optimizer settings from the next update on, where the backend reads them then.
+        """Change options of the optimizer from the next update on, on backends that support it.
 
-        Raises ConfigError when a value is none of its options.
+        Raises ConfigError for a value that the options don't allow.
         """
         changed = _checked(type(self._options), {**self._options.model_dump(), **options})
         if changed != self._options:
@@ -135,25 +146,25 @@ class TrainingService:
             self._adapter.options = changed  # type: ignore[union-attr]  # open; both remote adapters read it at each step
 
     def save(self, folder: Path) -> None:
-        """A checkpoint of weights and optimizer in `folder`; raises AdapterError."""
+        """Write a checkpoint of weights and optimizer to `folder`. Raises AdapterError."""
         folder.mkdir(parents=True, exist_ok=True)
         state = self._call("checkpoint", lambda adapter: adapter.save(folder))
         (folder / STATE).write_text(json.dumps(dict(state.data)), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint, before the first update; raises CheckpointError."""
+        """Continue from a checkpoint, before the first update. Raises CheckpointError."""
         try:
             data = json.loads((folder / STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"there is no whole checkpoint in {folder}: {error}") from error
+            raise CheckpointError(f"no complete checkpoint in {folder}: {error}") from error
         state = AdapterState(folder, data)
         self._call("checkpoint", lambda adapter: adapter.load(state))
 
-    # --- texts and samples
+    # --- strings and rollouts
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's; loads no model."""
+        """The tokenizer of the model, which is not loaded for it."""
         if self._adapter is not None:
             return self._adapter.tokenizer
         if self._tokenizer is None:
@@ -164,24 +175,20 @@ class TrainingService:
 
     @property
     def pad_token_id(self) -> int:
-        """The tokenizer's padding, else its end of sequence, else 0."""
-        tokenizer: Any = self.tokenizer  # the padding is outside our Tokenizer's face
+        """The tokenizer's padding token, else its end-of-sequence token, else 0."""
+        tokenizer = self.tokenizer  # pad_token_id is not part of our Tokenizer protocol
         found = getattr(tokenizer, "pad_token_id", None)
-        found = tokenizer.eos_token_id if found is None else found
-        return 0 if found is None else int(found)
+        return int((tokenizer.eos_token_id if found is None else found) or 0)
 
     def encode(self, trajectory: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """The ids and the loss mask of a text trajectory: its prompt, then its response.
+        """Token ids and loss mask of a trajectory of strings: its prompt, then its response.
 
-        Both in the model's chat template, the end of the turn included unless `finish_reason` is
-        `length`. Raises ValueError when one of the texts is missing.
+        Both are rendered in the model's chat template. The end of the turn is included, unless
+        `finish_reason` is `length`. Raises ValueError when one of the strings is missing.
         """
         prompt, response = trajectory.get("prompt"), trajectory.get("response")
         if prompt is None or not isinstance(response, str):
-            raise ValueError(
-                "a trajectory has neither `tokens` and `loss_mask` nor the texts `prompt` and "
-                f"`response`; it has {', '.join(trajectory) or 'nothing'}"
-            )
+            raise nothing_to_train(trajectory)
         conversation = self.chat.begin(_messages(prompt))
         reply: Message = {"role": "assistant", "content": response}
         ids = conversation.spell(reply)
@@ -198,34 +205,46 @@ class TrainingService:
         seed: int | None = None,
         **parameters: Any,  # SamplingParams' own
     ) -> list[Trajectory]:
-        """A group of `n` rollouts of one prompt by the published weights, not yet rewarded.
+        """Sample a group of `n` rollouts of one prompt with the served weights, without rewards.
 
         `parameters` (max_tokens, temperature, top_p, top_k, stop) override the run's `sampling`.
         """
         self.open()
-        ids = self.chat.begin(_messages(prompt)).prompt_ids
+        ids = list(self.chat.begin(_messages(prompt)).prompt_ids)
         wanted = self.run.sampling
-        room = self._opened().context_length - len(ids)
-        params = SamplingParams(
-            wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.top_k, wanted.stop
+        params = replace(
+            SamplingParams(
+                wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.top_k, wanted.stop
+            ),
+            **parameters,
         )
-        params = replace(params, **parameters)
         params = replace(
             params,
-            max_tokens=min(params.max_tokens, room),
+            max_tokens=min(params.max_tokens, self._opened().context_length - len(ids)),
             stop_token_ids=self.chat.stop_token_ids,
             seed=seed,
         )
         found = self._call("sample", lambda adapter: adapter.sampler.sample(ids, params, n))
-        group = f"group_{next(self._groups)}"
+        group, given = f"group_{next(self._groups)}", len(ids)
         return [
-            _sampled(prompt, ids, completion, group, index)
+            Trajectory(
+                prompt=prompt,
+                response=completion.text,
+                tokens=[*ids, *completion.token_ids],
+                loss_mask=[0] * given + [1] * len(completion.token_ids),
+                logprobs=[0.0] * given + list(completion.logprobs),
+                versions=[-1] * given + [completion.version] * len(completion.token_ids),
+                group_id=group,
+                run_id=index,
+                finish_reason=completion.stop_reason,
+                is_truncated=completion.stop_reason != "stop",
+            )
             for index, completion in enumerate(found)
         ]
 
     @property
     def chat(self) -> Chat:
-        """The model's way from messages to ids."""
+        """Converts messages to token ids."""
         if self._chat is None:
             self._chat = Chat(
                 self.tokenizer,
@@ -234,29 +253,20 @@ class TrainingService:
             )
         return self._chat
 
-    # --- the loop
+    # --- the event loop
 
     def _call(self, stage: str, call: Callable[[Adapter], Coroutine[Any, Any, T]]) -> T:
         self.open()
         adapter, loop = self._opened(), self._loop
         assert loop is not None
-        if threading.get_ident() == self._loop_thread:
+        if asyncio._get_running_loop() is loop:
             raise AdapterError(
-                "a trainer was called on the event loop that its backend runs on, where it would "
-                "wait for itself: call it in a thread (asyncio.to_thread)"
+                "a trainer was called on the event loop of its backend, which would deadlock: "
+                "call it in a thread (asyncio.to_thread)"
             )
-        future = asyncio.run_coroutine_threadsafe(self._within(stage, call(adapter)), loop)
-        return future.result()
-
-    async def _within(self, stage: str, call: Coroutine[Any, Any, T]) -> T:
-        seconds: float = getattr(self.run.deadlines, stage)
-        try:
-            async with asyncio.timeout(seconds):
-                return await call
-        except TimeoutError as error:
-            if isinstance(error, DeadlineError):
-                raise
-            raise DeadlineError(f"the {stage} took longer than {seconds} s") from error
+        seconds = getattr(self.run.deadlines, stage)
+        bounded = adapter_call(f"the adapter's {stage}", call(adapter), seconds, stage)
+        return asyncio.run_coroutine_threadsafe(bounded, loop).result()
 
     def _opened(self) -> Adapter:
         if self._adapter is None:
@@ -264,11 +274,10 @@ class TrainingService:
         return self._adapter
 
     async def _serve(self, started: Future[None]) -> None:
-        """Open the adapter, tell so, and keep it until `close`."""
+        """Open the adapter, and keep it open until `close`."""
         try:
             async with adapter_of(self._options, self.run) as opened:
-                self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-                self._adapter, self._loop_thread = opened, threading.get_ident()
+                self.attach(opened, asyncio.get_running_loop())
                 started.set_result(None)
                 await self._closing.wait()
         except BaseException as error:
@@ -284,8 +293,8 @@ def _options(run: RunConfig) -> AdapterOptions:
     loss, able = run.algorithm.loss or "", made.capabilities()
     if loss not in able.losses and ":" not in loss:
         problems.append(
-            f"trainer.train_service.config.loss_fn: the {run.backend.type} backend has no loss "
-            f"{loss!r}: it has {', '.join(sorted(able.losses))}"
+            f"trainer.train_service.config.loss_fn: backend {run.backend.type} has no loss "
+            f"{loss!r}; expected one of {', '.join(sorted(able.losses))}"
         )
     if problems:
         raise ConfigError(*problems)
@@ -302,25 +311,3 @@ def _checked(kind: type[AdapterOptions], keys: Mapping[str, Any]) -> AdapterOpti
 
 def _messages(prompt: str | Sequence[Message]) -> Sequence[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
-def _sampled(
-    prompt: str | Sequence[Message],
-    prompt_ids: Sequence[int],
-    completion: Completion,
-    group: str,
-    index: int,
-) -> Trajectory:
-    given, made = len(prompt_ids), len(completion.token_ids)
-    return Trajectory(
-        prompt=prompt,
-        response=completion.text,
-        tokens=[*prompt_ids, *completion.token_ids],
-        loss_mask=[0] * given + [1] * made,
-        logprobs=[0.0] * given + list(completion.logprobs),
-        versions=[-1] * given + [completion.version] * made,
-        group_id=group,
-        run_id=index,
-        finish_reason=completion.stop_reason,
-        is_truncated=completion.stop_reason != "stop",
-    )

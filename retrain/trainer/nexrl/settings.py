@@ -1,23 +1,20 @@
-"""What NexRL's `trainer:` section means here; pure, so that a trainer is built without any I/O.
+"""NexRL's `trainer:` section as a RunConfig. Reads no files, so building a trainer does no I/O.
 
     trainer:
       total_train_steps: 100
       train_service:
         {backend: self-hosted | tinker | weaver, url: ..., world_size: 1, config: {...}}
-      algorithm: {...}        # custom trainers read it; `algorithm:` beside `trainer:` is the same
+      algorithm: {...}        # read by custom trainers; may also be beside `trainer:`
 
 The sections of a retrain YAML (`model`, `prompts`, `environment`, `rewards`, `sampling`, ...) may
-stand beside `trainer:`; a config may be any Mapping. `read_settings` turns it into a RunConfig, and
-raises one ConfigError that lists every problem.
+be beside `trainer:`.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,17 +23,16 @@ from retrain.config import RunConfig, parse_config
 from retrain.config.problems import problems_of
 from retrain.errors import ConfigError
 from retrain.losses import Normalisation, row_of
+from retrain.trainer.nexrl.trajectory import Fields
 
 Backend = Literal["self-hosted", "tinker", "weaver"]
-ADAPTERS: Mapping[Backend, str] = MappingProxyType(
-    {"self-hosted": "trl", "tinker": "tinker", "weaver": "weaver"}
-)
-GRPO_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {"learning_rate": 2e-6, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-)
-CROSS_ENTROPY_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {"learning_rate": 1e-5, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
-)
+ADAPTERS: Mapping[Backend, str] = {"self-hosted": "trl", "tinker": "tinker", "weaver": "weaver"}
+DEFAULTS: Mapping[bool, Mapping[str, float]] = {
+    False: {"learning_rate": 2e-6, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
+    True: {"learning_rate": 1e-5, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+}
+"""The optimizer's numbers on NexRL's pages: of GRPO, and (True) of cross-entropy."""
+TRL_ARGUMENTS = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
 TRAINER_KEYS = (
     "total_train_steps",
     "train_service",
@@ -45,27 +41,15 @@ TRAINER_KEYS = (
     "custom_trainer_class_name",
 )
 ALGORITHM_KEYS = ("group_size", "loss", "loss_config")
-"""Keys of `algorithm` that the run reads; all others are a custom trainer's own."""
+"""Keys of `algorithm` that the run reads; a custom trainer reads all others."""
 
 
-class Section(dict[str, Any]):
+class Section(Fields):
     """A section of a config: `section.key`, `section["key"]` and `section.get("key", default)`."""
 
+    _title = "config"
     base_dir: Path | None = None
-    """Where relative paths are looked up first; the working folder where it is None."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        near = difflib.get_close_matches(name, self, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise AttributeError(
-            f"the config has no key {name!r}{hint} (it has {', '.join(self) or 'none'}); "
-            f"config.get({name!r}, default) allows it to be missing"
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
+    """Where relative paths are resolved first; None means the working directory."""
 
     def found_in(self, base_dir: Path | None) -> Self:
         """The same section, with its `base_dir`."""
@@ -73,25 +57,12 @@ class Section(dict[str, Any]):
         return self
 
 
-class TrainService(BaseModel):
-    """`trainer.train_service`: who trains."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    backend: Backend = "self-hosted"
-    """`self-hosted`: this process, by TRL; the others speak to a service."""
-    url: str = "local"
-    """Of a service; `local` is one inside this process."""
-    world_size: Annotated[int, Field(ge=1)] = 1
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    config: ServiceConfig = Field(default_factory=lambda: ServiceConfig())
-
-
 class ServiceConfig(BaseModel):
-    """`trainer.train_service.config`; further keys are the backend's own options."""
+    """`trainer.train_service.config`; further keys are options of the backend."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     loss_fn: str | None = None
-    """None: importance_sampling on a service, ppo in this process."""
+    """None means importance_sampling on a service, and ppo in this process."""
     loss_config: dict[str, Any] = {}
     normalisation: Normalisation | None = None
     """What a shared loss is averaged over; `token` by default."""
@@ -101,39 +72,52 @@ class ServiceConfig(BaseModel):
     eps: float | None = None
     weight_decay: float | None = None
     grad_clip_norm: float | None = None
-    """Gradients are scaled down to this norm; the backend's default without it."""
+    """Gradients are scaled down to this norm; None means the default of the backend."""
     lora_rank: Annotated[int, Field(ge=1)] | None = None
-    """Low-rank adapters of this rank; None is the backend's default."""
+    """The rank of LoRA weights; None means the default of the backend."""
+
+
+class TrainService(BaseModel):
+    """`trainer.train_service`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    backend: Backend = "self-hosted"
+    """`self-hosted` trains with TRL in this process, the others on a service."""
+    url: str = "local"
+    """The URL of the service; `local` runs one in this process."""
+    world_size: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    config: ServiceConfig = ServiceConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A trainer's config, read."""
+    """A trainer's config, validated."""
 
     section: Section
-    """What a trainer sees as its config: the keys of `trainer:` and, in `algorithm`, its own."""
+    """A trainer's `_config`: the keys of `trainer:`, with `algorithm`."""
     service: TrainService
     run: RunConfig
-    """The run that it describes; `prompts` is a stand-in where the config has none."""
+    """The run that the config describes; `prompts` is a placeholder if the config has none."""
     loss: str
     normalisation: Normalisation | None
 
     def with_url(self, url: str) -> Settings:
-        """The same on a service that is elsewhere."""
+        """The same settings for a service at another URL."""
         backend = self.run.backend.model_copy(update={"url": url})
         run = self.run.model_copy(update={"backend": backend})
         return replace(self, run=run, service=self.service.model_copy(update={"url": url}))
 
 
 def as_section(config: Mapping[str, Any]) -> Section:
-    """A trainer's config of any mapping: a `trainer:` section, or a whole file with one.
+    """A trainer's config as a Section: of a `trainer:` section, or of a whole file with one.
 
-    `algorithm` is always there. Raises ConfigError when it is no mapping.
+    `algorithm` is always there. Raises ConfigError for anything that is not a mapping.
     """
     if not isinstance(config, Mapping):
         raise ConfigError(
-            f"a trainer's config must be a mapping (a dict, an omegaconf DictConfig, ...), got "
-            f"{type(config).__name__}"
+            f"a trainer's config: got a {type(config).__name__}, expected a mapping (a dict, an "
+            "omegaconf DictConfig, ...)"
         )
     base_dir = config.base_dir if isinstance(config, Section) else None
     plain: Section = _plain(config)
@@ -147,21 +131,29 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     """The settings of a trainer. Raises ConfigError with every problem."""
     section = as_section(config)
     problems: list[str] = []
-    service = _service(section.get("train_service") or {}, problems)
-    problems += _refused(service)
-    loss = section.algorithm.get("loss") or service.config.loss_fn or _default_loss(section)
-    given = section.algorithm.get("loss"), service.config.loss_fn
-    if None not in given and given[0] != given[1]:
+    try:
+        service = TrainService.model_validate(section.get("train_service") or {})
+    except ValidationError as error:
+        problems += problems_of(error, TrainService, prefix="trainer.train_service")
+        service = TrainService()
+    for key in ("world_size", "tensor_parallel_size"):
+        if (size := getattr(service, key)) > 1:
+            problems.append(
+                f"trainer.train_service.{key}: got {size}, but self-hosted training runs in one "
+                "process on one device, and a service distributes its model itself: set it to 1"
+            )
+    asked, loss_fn = section.algorithm.get("loss"), service.config.loss_fn
+    if asked and loss_fn and asked != loss_fn:
         problems.append(
-            f"trainer.algorithm.loss is {given[0]!r} and trainer.train_service.config.loss_fn "
-            f"{given[1]!r}: keep one of them"
+            f"trainer.algorithm.loss is {asked!r} and trainer.train_service.config.loss_fn is "
+            f"{loss_fn!r}: keep one of them"
         )
-    run = None
+    loss = asked or loss_fn or _default_loss(section, service.backend)
     try:
         run = parse_config(_run_mapping(section, service, loss), section.base_dir)
     except ConfigError as error:
         problems += error.problems
-    if problems or run is None:
+    if problems:
         raise ConfigError(*problems)
     wanted = service.config.normalisation
     default: Normalisation | None = None if row_of(loss).normalises_itself else "token"
@@ -169,7 +161,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def algorithm_of(section: Section) -> str:
-    """What `algorithm.type` (or `name`) says, or else `grpo` or `cross_entropy` by the loss."""
+    """`algorithm.type` (or `name`); without it `cross_entropy` or `grpo`, by the loss."""
     named = section.algorithm.get("type") or section.algorithm.get("name")
     if named is not None:
         return str(named)
@@ -178,37 +170,14 @@ def algorithm_of(section: Section) -> str:
     return "cross_entropy" if loss == "cross_entropy" else "grpo"
 
 
-def _default_loss(section: Section) -> str:
+def _default_loss(section: Section, backend: Backend) -> str:
     if algorithm_of(section) == "cross_entropy":
         return "cross_entropy"
-    hosted = (section.get("train_service") or {}).get("backend", "self-hosted") == "self-hosted"
-    return "ppo" if hosted else "importance_sampling"
-
-
-def _service(keys: Mapping[str, Any], problems: list[str]) -> TrainService:
-    try:
-        return TrainService.model_validate(keys)
-    except ValidationError as error:
-        problems += problems_of(error, TrainService, prefix="trainer.train_service")
-        return TrainService()
-
-
-def _refused(service: TrainService) -> list[str]:
-    """What one process on one machine can't honour."""
-    place = "in one process on one device"
-    return [
-        f"trainer.train_service.{key}: got {value}, but self-hosted training runs {place}, and a "
-        "service places its model itself: set it to 1"
-        for key, value in (
-            ("world_size", service.world_size),
-            ("tensor_parallel_size", service.tensor_parallel_size),
-        )
-        if value > 1
-    ]
+    return "ppo" if backend == "self-hosted" else "importance_sampling"
 
 
 def _run_mapping(section: Section, service: TrainService, loss: str) -> dict[str, Any]:
-    """The mapping of a RunConfig; keys that are nobody's go along, to be named by its checks."""
+    """The mapping of a RunConfig. Unknown keys are kept: RunConfig's checks report them."""
     algorithm = {key: section.algorithm[key] for key in ALGORITHM_KEYS if key in section.algorithm}
     supervised = loss == "cross_entropy"
     steps = section.get("total_train_steps")
@@ -216,10 +185,10 @@ def _run_mapping(section: Section, service: TrainService, loss: str) -> dict[str
         "prompts": ["-"],
         **{k: v for k, v in section.items() if k not in (*TRAINER_KEYS, "algorithm")},
         "algorithm": {
+            "loss_config": service.config.loss_config,
             **algorithm,
             "type": "sft" if supervised else "grpo",
             "loss": loss,
-            "loss_config": algorithm.get("loss_config", service.config.loss_config),
             "group_size": 1 if supervised else algorithm.get("group_size", 8),
             "normalisation": service.config.normalisation,
         },
@@ -233,32 +202,23 @@ def _run_mapping(section: Section, service: TrainService, loss: str) -> dict[str
 
 def _backend(service: TrainService, loss: str) -> dict[str, Any]:
     """The `backend:` section of a retrain YAML."""
-    wanted = service.config
-    defaults = CROSS_ENTROPY_DEFAULTS if loss == "cross_entropy" else GRPO_DEFAULTS
-    own = {name: getattr(wanted, name) for name in defaults}
-    adam = {name: defaults[name] if value is None else value for name, value in own.items()}
-    keys: dict[str, Any] = {
-        "type": ADAPTERS[service.backend],
-        "learning_rate": adam.pop("learning_rate"),
-    }
-    if wanted.weight_decay is not None:
-        keys["weight_decay"] = wanted.weight_decay
-    if wanted.grad_clip_norm is not None:
-        keys["max_grad_norm"] = wanted.grad_clip_norm
-    if service.backend == "self-hosted":
-        named = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
-        keys["args"] = {named[name]: value for name, value in adam.items()}
-    else:
-        keys |= {"url": service.url, **adam}
-    if wanted.lora_rank is not None:
-        keys["lora"] = {"r" if service.backend == "self-hosted" else "rank": wanted.lora_rank}
-    extra = dict(wanted.model_extra or {})
-    args = {**keys.get("args", {}), **extra.pop("args", {})}
-    return {**keys, **extra, **({"args": args} if args else {})}
+    hosted = service.backend == "self-hosted"
+    given = service.config.model_dump(exclude={"loss_fn", "loss_config", "normalisation"})
+    own = ServiceConfig.model_fields
+    keys = {k: value for k, value in given.items() if value is not None or k not in own}
+    keys = {"type": ADAPTERS[service.backend], **DEFAULTS[loss == "cross_entropy"], **keys}
+    if "grad_clip_norm" in keys:
+        keys["max_grad_norm"] = keys.pop("grad_clip_norm")
+    if "lora_rank" in keys:
+        keys["lora"] = {"r" if hosted else "rank": keys.pop("lora_rank")}
+    if not hosted:
+        return {"url": service.url, **keys}
+    adam = {theirs: keys.pop(ours) for ours, theirs in TRL_ARGUMENTS.items()}
+    return {**keys, "args": {**adam, **keys.get("args", {})}}
 
 
 def _plain(value: Any) -> Any:
-    """Mappings as Sections with text keys, sequences as lists."""
+    """Mappings as Sections with string keys, sequences as lists."""
     if isinstance(value, Mapping):
         return Section({str(key): _plain(inner) for key, inner in value.items()})
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

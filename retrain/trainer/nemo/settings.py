@@ -3,9 +3,9 @@
     {"policy": {"model_name": ..., "learning_rate": ..., "dtensor_cfg": {...}},
      "grpo": {"num_prompts_per_step": ..., ...}, "data": {...}}
 
-Sections of a retrain YAML (`backend`, `sampling`, `staleness`, ...) may stand beside them and win
-over what a preset would write there. `run_mapping` makes the mapping of a RunConfig; a key that two
-places set differently is an error.
+Sections of a retrain YAML (`backend`, `sampling`, `staleness`, ...) may be beside them, and
+override the preset's values. `run_mapping` returns the mapping of a RunConfig. A key with two
+different values is an error.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import Field
 
 from retrain.config import Section
 from retrain.errors import ConfigError
+from retrain.trainer.data import DataOptions
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -24,7 +25,7 @@ Limit = Annotated[int, Field(ge=0)] | None
 
 
 class TensorParallel(Section):
-    """Here for the keys' sake: a run is one process, so only the size 1 can be honoured."""
+    """NeMo RL's keys. A run is one process, so 1 is the only size."""
 
     enabled: bool = False
     tensor_parallel_size: Count = 1
@@ -44,7 +45,7 @@ class Policy(Section):
     """`tiny`, a local folder, or a Hugging Face id."""
     learning_rate: Rate = 1e-6
     max_total_sequence_length: Annotated[int, Field(ge=2)] = 512
-    """Tokens of prompt and response together; a longer prompt is left out and counted."""
+    """Tokens of prompt and response together; a longer prompt is dropped and counted."""
     dtensor_cfg: TensorParallel = TensorParallel()
     optimizer: Optimizer = Optimizer()
 
@@ -53,45 +54,48 @@ class SFTPolicy(Policy):
     learning_rate: Rate = 2e-5
 
 
-class Data(Section):
-    """How a data set is read."""
-
-    split: str = "train"
-    name: str | None = None
-    """The configuration of a data set on the Hub."""
-    column_mapping: dict[str, str] = Field(default_factory=dict)
-    """From the data set's columns to ours: prompt, messages, answer, response, chosen, rejected."""
-    system: str | None = None
-    """Put before every prompt as a system message."""
-    limit: Count | None = None
-    """Take the first rows alone."""
-
-
 class Limits(Section):
-    """`max_num_steps` counts optimizer steps, `max_num_epochs` passes over the rows, both from the
-    beginning of training; whichever is reached first ends it. Without either: one epoch."""
+    """`max_num_steps` limits the optimizer steps, `max_num_epochs` the passes over the rows.
+
+    Both count from the beginning of training, and the first limit that is reached ends it. Without
+    either: one epoch.
+    """
 
     max_num_steps: Limit = None
     max_num_epochs: Limit = None
     seed: int = 0
 
+    def algorithm(self) -> dict[str, Any]:
+        """Keys of the run's `algorithm:`."""
+        return {}
+
 
 class Rollouts(Limits):
     num_prompts_per_step: Count = 32
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = 16
-    """Rollouts a prompt; one alone has nothing to be compared with."""
+    """Rollouts per prompt. At least 2, since their rewards are compared."""
     max_rollout_turns: Count | None = None
     reward_weights: dict[str, float] | None = None
-    """Weights of a dict that `reward_fn` returns; None: the plain sum."""
+    """Weights for a dict that `reward_fn` returns; None means the plain sum."""
     on_reward_error: Literal["raise", "drop"] = "raise"
-    """A reward that fails ends training with its error, or leaves its rollout out, counted."""
+    """What a failing reward does: end training with its error, or drop and count its rollout."""
+
+    def algorithm(self) -> dict[str, Any]:
+        return {"group_size": self.num_generations_per_prompt}
 
 
 class GRPO(Rollouts):
     normalize_rewards: bool = True
-    """Divide by the group's standard deviation."""
+    """Divide by the standard deviation of the group."""
     use_leave_one_out_baseline: bool = True
-    """Compare with the mean of the others rather than of all."""
+    """Compare with the mean of the other rollouts instead of the mean of all."""
+
+    def algorithm(self) -> dict[str, Any]:
+        return {
+            **super().algorithm(),
+            "baseline": "leave_one_out" if self.use_leave_one_out_baseline else "mean",
+            "scale": "group" if self.normalize_rewards else "none",
+        }
 
 
 class SFT(Limits):
@@ -100,39 +104,24 @@ class SFT(Limits):
 
 class DPO(Limits):
     batch_size: Count = 32
-    """Pairs a step."""
+    """Pairs per step."""
     beta: Rate = 0.1
     """Weight of the distance to the reference model."""
     pair_by: str | None = None
-    """The score by which single responses are paired: of each prompt the best with the worst."""
+    """The score by which single responses are paired: per prompt, the best with the worst."""
 
-
-PASSED_ON = (
-    "algorithm",
-    "backend",
-    "chat",
-    "checkpoint",
-    "deadlines",
-    "eval",
-    "loggers",
-    "name",
-    "rollout",
-    "run_dir",
-    "sampling",
-    "staleness",
-    "train",
-)
-"""Sections and keys of a retrain YAML."""
+    def algorithm(self) -> dict[str, Any]:
+        return {"beta": self.beta, **_given({"pair_by": self.pair_by})}
 
 
 class Settings(Section):
-    """What all presets have; a subclass adds the section that is called like its algorithm."""
+    """What all presets have. A subclass adds a section with the name of its algorithm."""
 
     own: ClassVar[str] = ""
-    """The algorithm's section."""
+    """The algorithm, and the name of its section."""
     policy: Policy
-    data: Data = Data()
-    # Passed on as they are: RunConfig and the plug-ins check them.
+    data: DataOptions = DataOptions()
+    # Passed on unchanged: RunConfig and the plug-ins check them.
     algorithm: dict[str, Any] | None = None
     backend: Any = None
     chat: Any = None
@@ -153,42 +142,43 @@ class Settings(Section):
         return section
 
     def run_mapping(self) -> dict[str, Any]:
-        """The mapping of a RunConfig, but for prompts, environment and rewards.
+        """The mapping of a RunConfig, without prompts, environment and rewards.
 
-        Raises ConfigError when two keys say different things, or something can't be honoured.
+        Raises ConfigError when two keys contradict each other, or a value is not supported.
         """
-        problems = [*self._parallel(), *self._taken()]
+        problems = [*self._parallel(), *self._twice()]
         rate = self._learning_rate(problems)
         if problems:
             raise ConfigError(*problems)
-        backend = {"type": self.backend} if isinstance(self.backend, str) else self.backend
+        limits, length = self.limits, self.policy.max_total_sequence_length
         optimizer = self.policy.optimizer.kwargs.model_dump(include={"weight_decay"})
         preset: dict[str, Any] = {
             "model": self.policy.model_name,
             "name": self.own,
-            "algorithm": {"type": self.own, **self._algorithm()},
+            "algorithm": {"type": self.own, **limits.algorithm()},
             "backend": {"type": "trl", **_given(optimizer)},
-            "train": {"seed": self.limits.seed, "groups_per_step": self._batch()},
-            **self._playing(),
+            "train": {"seed": limits.seed, "groups_per_step": getattr(limits, self._batch_key())},
         }
+        if isinstance(limits, Rollouts):
+            turns = _given({"max_turns": limits.max_rollout_turns})
+            preset["sampling"] = {"max_tokens": length}
+            preset["rollout"] = {"max_sequence_length": length, **turns}
+        else:
+            preset["algorithm"]["max_length"] = length
         for key in PASSED_ON:
-            value = backend if key == "backend" else getattr(self, key)
-            if value is None:
-                continue
-            both = isinstance(value, Mapping) and isinstance(preset.get(key), Mapping)
-            preset[key] = {**preset[key], **value} if both else value
+            value = getattr(self, key)
+            if key == "backend" and isinstance(value, str):
+                value = {"type": value}
+            if isinstance(value, Mapping) and isinstance(preset.get(key), Mapping):
+                preset[key] = {**preset[key], **value}
+            elif value is not None:
+                preset[key] = value
         preset["backend"]["learning_rate"] = rate
         return preset
 
-    def _algorithm(self) -> dict[str, Any]:
-        return {}
-
-    def _playing(self) -> dict[str, Any]:
-        """Sections that only rollouts need."""
-        return {}
-
-    def _batch(self) -> int:
-        raise NotImplementedError
+    def _batch_key(self) -> str:
+        """The key of the batch size in the algorithm's section."""
+        return "num_prompts_per_step" if isinstance(self.limits, Rollouts) else "batch_size"
 
     def _parallel(self) -> list[str]:
         size = self.policy.dtensor_cfg.tensor_parallel_size
@@ -196,32 +186,29 @@ class Settings(Section):
             return []
         problem = (
             f"policy.dtensor_cfg.tensor_parallel_size: got {size}, but no backend can split a "
-            "model's layers: trl trains in one process on one device, and a service places the "
-            "model by itself; leave it at 1"
+            "model's layers: trl trains in one process on one device, and a service distributes "
+            "the model itself; leave it at 1"
         )
         return [problem]
 
-    def _taken(self) -> list[str]:
-        """Keys of passed-on sections that have a place in the preset's own."""
-        places = {
-            "train.groups_per_step": next(
-                f"{self.own}.{key}"
-                for key in ("num_prompts_per_step", "batch_size")
-                if key in type(self.limits).model_fields
-            ),
+    def _twice(self) -> list[str]:
+        """Problems with keys of passed-on sections that are set by a key of the preset."""
+        homes = {
+            "train.groups_per_step": f"{self.own}.{self._batch_key()}",
             "train.seed": f"{self.own}.seed",
             "train.total_train_steps": f"{self.own}.max_num_steps",
             "algorithm.type": f"the trainer class (this one is {self.own})",
             "algorithm.group_size": f"{self.own}.num_generations_per_prompt",
         }
-        return [
-            f"{path}: set twice; that is {home} here"
-            for path, home in places.items()
-            if path.partition(".")[2] in _mapping(getattr(self, path.partition(".")[0]))
-        ]
+        problems = []
+        for path, home in homes.items():
+            section, _, key = path.partition(".")
+            if key in _mapping(getattr(self, section)):
+                problems.append(f"{path}: set twice; remove it and use {home}")
+        return problems
 
     def _learning_rate(self, problems: list[str]) -> float:
-        """The one that was set, wherever; the preset's default when none was."""
+        """The learning rate that was set under any key; otherwise the preset's default."""
         rates = {
             "policy.optimizer.kwargs.lr": self.policy.optimizer.kwargs.lr,
             "backend.learning_rate": _mapping(self.backend).get("learning_rate"),
@@ -235,41 +222,18 @@ class Settings(Section):
         return next(iter(rates.values()), self.policy.learning_rate)
 
 
-class RolloutSettings(Settings):
-    """Of an algorithm that plays rollouts."""
-
-    def _playing(self) -> dict[str, Any]:
-        assert isinstance(self.limits, Rollouts)
-        length = self.policy.max_total_sequence_length
-        turns = _given({"max_turns": self.limits.max_rollout_turns})
-        return {
-            "sampling": {"max_tokens": length},
-            "rollout": {"max_sequence_length": length, **turns},
-        }
-
-    def _batch(self) -> int:
-        assert isinstance(self.limits, Rollouts)
-        return self.limits.num_prompts_per_step
+PASSED_ON = tuple(name for name in Settings.model_fields if name not in ("policy", "data"))
+"""Sections and keys of a retrain YAML."""
 
 
-class GRPOSettings(RolloutSettings):
+class GRPOSettings(Settings):
     own: ClassVar[str] = "grpo"
     grpo: GRPO = GRPO()
 
-    def _algorithm(self) -> dict[str, Any]:
-        return {
-            "group_size": self.grpo.num_generations_per_prompt,
-            "baseline": "leave_one_out" if self.grpo.use_leave_one_out_baseline else "mean",
-            "scale": "group" if self.grpo.normalize_rewards else "none",
-        }
 
-
-class RLOOSettings(RolloutSettings):
+class RLOOSettings(Settings):
     own: ClassVar[str] = "rloo"
     rloo: Rollouts = Rollouts()
-
-    def _algorithm(self) -> dict[str, Any]:
-        return {"group_size": self.rloo.num_generations_per_prompt}
 
 
 class SFTSettings(Settings):
@@ -277,23 +241,10 @@ class SFTSettings(Settings):
     policy: SFTPolicy
     sft: SFT = SFT()
 
-    def _algorithm(self) -> dict[str, Any]:
-        return {"max_length": self.policy.max_total_sequence_length}
-
-    def _batch(self) -> int:
-        return self.sft.batch_size
-
 
 class DPOSettings(Settings):
     own: ClassVar[str] = "dpo"
     dpo: DPO = DPO()
-
-    def _algorithm(self) -> dict[str, Any]:
-        keys = {"beta": self.dpo.beta, "max_length": self.policy.max_total_sequence_length}
-        return {**keys, **_given({"pair_by": self.dpo.pair_by})}
-
-    def _batch(self) -> int:
-        return self.dpo.batch_size
 
 
 def flat_keys(settings: type[Settings]) -> dict[str, str]:

@@ -1,0 +1,92 @@
+"""Which column of a data set is the prompt, which the answer.
+
+The mapping that the user gives decides. Without one, a column with our own name is used, else the
+one column with a usual name. Two columns with usual names are an error, since training on the wrong
+one would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from retrain.errors import PromptError
+
+Wanted = Literal["rollouts", "demonstrations", "pairs"]
+
+PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
+ANSWERS = ("answer", "expected_answer", "ground_truth", "solution", "target")
+RESPONSES = ("response", "completion", "answer", "generated_solution", "output", "solution")
+OURS = ("prompt", "messages", "answer", "response", "chosen", "rejected")
+HELPSTEER = frozenset({"prompt", "response", "helpfulness", "correctness", "coherence"})
+"""Columns of nvidia/HelpSteer and HelpSteer2: single responses with scores, no pairs."""
+
+
+def mapping_of(
+    columns: Sequence[str], wanted: Wanted, given: Mapping[str, str], source: str
+) -> dict[str, str]:
+    """A mapping from the data set's columns to our names.
+
+    Raises PromptError when the columns don't show which one is the prompt or the response.
+    """
+    _check_given(columns, given, source)
+    mapping = dict(given)
+    rest = [name for name in columns if name not in mapping]
+    if not {"prompt", "messages"} & {*mapping.values(), *rest}:
+        usual = [name for name in PROMPTS if name in rest]
+        if not usual:
+            raise PromptError(
+                f"{source}, row 0: found no prompt in the columns {_listed(columns)}; expected one "
+                f"of {', '.join(PROMPTS)}, or column_mapping={{'THEIR_COLUMN': 'prompt'}}"
+            )
+        mapping[_only(usual, "prompt", source)] = "prompt"
+    played = wanted == "rollouts"
+    target, names = ("answer", ANSWERS) if played else ("response", RESPONSES)
+    if wanted == "pairs" or {target, "answer"} & {*mapping.values()}:
+        return mapping
+    found = [name for name in names if name in rest and name not in mapping]
+    if names[0] in found:
+        mapping[names[0]] = target
+    elif len(found) == 1 or (found and not played):  # rollouts may do without an answer
+        mapping[_only(found, target, source)] = target
+    return mapping
+
+
+def renamed(row: Any, mapping: Mapping[str, str]) -> Any:  # a row is whatever the data set holds
+    """The row under our names; a demonstration's response is its `answer`, as in the pipe."""
+    if not isinstance(row, Mapping):
+        return row
+    names = {theirs: "answer" if o == "response" else o for theirs, o in mapping.items()}
+    taken = {*names, *names.values()}
+    rest = {key: value for key, value in row.items() if key not in taken}
+    return {**rest, **{ours: row[theirs] for theirs, ours in names.items() if theirs in row}}
+
+
+def _check_given(columns: Sequence[str], given: Mapping[str, str], source: str) -> None:
+    for theirs, ours in given.items():
+        if ours not in OURS:
+            near = difflib.get_close_matches(ours, OURS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise PromptError(
+                f"column_mapping: {theirs!r} is mapped to {ours!r}, expected one of "
+                f"{', '.join(OURS)}{hint}"
+            )
+        if theirs not in columns:
+            raise PromptError(
+                f"{source}: column_mapping names {theirs!r}, which is missing in row 0; its "
+                f"columns are {_listed(columns)}"
+            )
+
+
+def _only(found: Sequence[str], ours: str, source: str) -> str:
+    if len(found) > 1:
+        raise PromptError(
+            f"{source}: the columns {_listed(found)} could each be the {ours}; choose one with "
+            f"column_mapping={{'{found[0]}': '{ours}'}}"
+        )
+    return found[0]
+
+
+def _listed(columns: Iterable[str]) -> str:
+    return ", ".join(map(str, columns)) or "none"
