@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 
+from retrain.errors import install_command
 from retrain.service.serve import main
 from tests.service_kit import Tinker, as_process, passed
 
@@ -85,4 +86,4 @@ def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):
 def test_a_missing_library_is_named_with_what_to_install(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "retrain.service.server", None)
     assert main(["--port", "0", "--folder", str(tmp_path)]) == 2
-    assert "pip install 'retrain[service]'" in capsys.readouterr().err
+    assert install_command("service") in capsys.readouterr().err

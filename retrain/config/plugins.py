@@ -52,9 +52,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "weaver": "retrain.adapters.weaver.options",
     },
     "logger": {
-        "tensorboard": "retrain.observe.loggers:TensorBoardLogger",
-        "trackio": "retrain.observe.loggers:TrackioLogger",
-        "wandb": "retrain.observe.loggers:WandbLogger",
+        "tensorboard": "retrain.observe.loggers.tensorboard:TensorBoardLogger",
+        "trackio": "retrain.observe.loggers.trackio:TrackioLogger",
+        "wandb": "retrain.observe.loggers.wandb:WandbLogger",
     },
 }
 """Short names by kind; a module without a class stands for the only fitting one in it."""

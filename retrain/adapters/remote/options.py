@@ -14,7 +14,7 @@ from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.adapters.remote.losses import REMOTE_LOSSES, check_loss
 from retrain.adapters.remote.schedule import Schedule
 from retrain.config import RunConfig
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, install_command
 from retrain.transport.vendors import Vendor, checked_url
 
 LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
@@ -92,7 +92,7 @@ class RemoteOptions(AdapterOptions):
         if self.url == "local" and missing:
             found.append(
                 f"backend.url: local needs what is not installed ({', '.join(missing)}): "
-                "pip install 'retrain[service]', or name a service's url"
+                f"{install_command('service')}, or name a service's url"
             )
         try:
             if self.url not in ("local", "hosted"):
