@@ -132,6 +132,8 @@ class AdapterOptions(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    extra: ClassVar[str] = ""
+    """The optional dependency set that the adapter needs."""
     adapter: ClassVar[str]
     """`module:Class` of the Adapter, imported when the run starts and called with
     (options, config)."""

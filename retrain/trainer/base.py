@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from retrain.assembly import Parts, assemble
+from retrain.assembly import Given, Parts, assemble
 from retrain.config import RunConfig
-from retrain.config.models import find_model
-from retrain.errors import CheckpointError, ConfigError, NotFoundError, RewardError, shown
+from retrain.config.paths import find_model
+from retrain.errors import CheckpointError, NotFoundError, RewardError, shown
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
@@ -48,8 +48,7 @@ class Plan:
     """A training that is ready to begin: everything is checked, nothing is loaded."""
 
     config: RunConfig
-    given: Mapping[str, Any]
-    """Parts that exist already, by their name in Parts."""
+    given: Given
     max_steps: int | None
     max_epochs: int | None
     close: Sequence[Callable[[], None]] = ()
@@ -276,12 +275,7 @@ class BaseTrainer(ABC):
 
 def check_model(config: RunConfig) -> None:
     """Raises ConfigError for a model that isn't one, NotFoundError for a missing folder."""
-    try:
-        find_model(config.model, config.base_dir)
-    except ConfigError as error:
-        if "there is no folder" in str(error):
-            raise NotFoundError(str(error)) from error
-        raise
+    find_model(config.model, config.base_dir)
 
 
 def _in_a_loop() -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import NotFoundError, PromptError
-from retrain.prompts import ListPrompts, PromptSource, Row, load_dataset_rows
+from retrain.prompts import ListPrompts, PromptSource, Row, load_dataset
 from retrain.prompts.files import FORMATS, read_rows
 from retrain.trainer.nemo.columns import HELPSTEER, Wanted, mapping_of, renamed
 from retrain.trainer.settings import Data as DataOptions
@@ -122,7 +122,7 @@ def _named(name: str, options: DataOptions) -> Sequence[Any]:
         return [row for _, row in read_rows(path)]
     if not path.is_dir() and _looks_like_a_path(name):
         raise NotFoundError(f"dataset: there is no file or folder {path}")
-    return load_dataset_rows(name, options.name, options.split)
+    return [dict(row) for row in load_dataset(name, options.name, options.split)]
 
 
 def _looks_like_a_path(name: str) -> bool:

@@ -38,6 +38,7 @@ class RemoteOptions(AdapterOptions):
 
     model_config = ConfigDict(allow_inf_nan=False)  # JSON has no such numbers
 
+    extra: ClassVar[str] = "remote"
     vendor: ClassVar[Vendor]
     """Whose protocol it is."""
 

@@ -39,6 +39,7 @@ class TrlOptions(AdapterOptions):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
+    extra: ClassVar[str] = "trl"
     adapter: ClassVar[str] = "retrain.adapters.trl.adapter:TrlAdapter"
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5

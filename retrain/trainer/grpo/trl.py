@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from retrain.assembly import Parts
+from retrain.assembly import Given, Parts
 from retrain.config import Plugin, RunConfig, parse_config, plain
 from retrain.environment import Environment
 from retrain.errors import ConfigError, shown
@@ -128,7 +128,9 @@ class GRPOTrainerAdapter(BaseTrainer):
             )
             labels["rewards"] = [{"type": name}]
         config = parse_config({**self._mapping, **labels})
-        return Plan(config, given, task.max_steps, None, [data.close], tweak=self._templated)
+        return Plan(
+            config, Given(**given), task.max_steps, None, [data.close], tweak=self._templated
+        )
 
     def _templated(self, parts: Parts) -> Parts:
         template = getattr(self.tokenizer, "chat_template", None)

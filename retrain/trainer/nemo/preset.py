@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import ValidationError
 
+from retrain.assembly import Given
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import Plugin, RewardConfig, RunConfig, parse_config, plain
 from retrain.config.problems import problems_of
@@ -137,7 +138,7 @@ class PresetTrainer(BaseTrainer):
         if steps is None and epochs is None:
             epochs = 1
         config = self._further(self._with(data.label, further), data)
-        return Plan(config, given, steps, epochs, close=closing, review=review)
+        return Plan(config, Given(**given), steps, epochs, close=closing, review=review)
 
     def _scoring(
         self,

@@ -20,7 +20,7 @@ from retrain.adapters.base import Adapter, AdapterState
 from retrain.algorithms.base import Algorithm
 from retrain.algorithms.grpo import GRPO
 from retrain.algorithms.sft import SFT
-from retrain.assembly import Parts, assemble
+from retrain.assembly import Given, Parts, assemble
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
 from retrain.config.yaml_text import read_config_file
@@ -73,7 +73,7 @@ def load_recipe(config: str | Path | Mapping[str, Any]) -> Recipe:
 
 def _parts(trainer: BaseTrainer, config: RunConfig) -> Parts:
     algorithm = _HandedSFT() if config.algorithm.type == "sft" else _HandedGRPO()
-    made = assemble(config, {"algorithm": algorithm})
+    made = assemble(config, Given(algorithm=algorithm))
     parts = {field.name: getattr(made, field.name) for field in fields(made)}
     return _Parts(**parts, trainer=trainer)
 

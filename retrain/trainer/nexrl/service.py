@@ -27,7 +27,7 @@ from retrain.adapters.base import Adapter, AdapterOptions, AdapterState
 from retrain.assembly import adapter_of, chat_template, target_of
 from retrain.chat import Chat
 from retrain.config import RunConfig
-from retrain.config.models import find_model
+from retrain.config.paths import find_model
 from retrain.config.problems import problems_of
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError, DeadlineError
