@@ -116,12 +116,12 @@ def test_a_dry_run_loads_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.yaml"], "error: there is no file nowhere.yaml; the folder has task.yaml"),
+        (["nowhere.yaml"], "error: file not found: nowhere.yaml; the folder contains task.yaml"),
         (["task.yaml", "train.sed=1"], "train.sed: unknown key; did you mean train.seed?"),
         (["task.yaml", "rewards=exact_mach"], "did you mean exact_match?"),
         (["task.yaml", "--resume"], "there is no run to resume at runs/task"),
-        (["task.yaml", "prompts=none.jsonl"], "there is no prompt file"),
-        (["task.yaml", "--dry-run", "model=./gone"], "model: there is no folder"),
+        (["task.yaml", "prompts=none.jsonl"], "prompts: file not found: "),
+        (["task.yaml", "--dry-run", "model=./gone"], "model: folder not found:"),
     ],
 )
 def test_a_wrong_config_ends_with_2_and_a_sentence(

@@ -124,15 +124,15 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("environment", "ech", "no built-in environment 'ech'; did you mean echo? (built-in: "),
-        ("algorithm", "gpro", "did you mean grpo? (built-in: dpo, grpo, "),
-        ("environment", "a.b.Mine", "for your own class write a.b:Mine"),
+        ("environment", "ech", "there is no environment 'ech'; did you mean echo? (available: "),
+        ("algorithm", "gpro", "did you mean grpo? (available: dpo, grpo, "),
+        ("environment", "a.b.Mine", "for a class of your own write a.b:Mine"),
         ("environment", "mime.py:Mine", "; did you mean mine.py?"),
         ("environment", "mine.py:Mime", "there is no Mime in "),
         ("environment", "constants.py:WORD", "is not an Environment; it defines no Environment"),
         ("reward", "mine.py:Mine", "is not a RewardCalculator"),
         ("environment", "constants.py", "must define one Environment, found none"),
-        ("environment", "nowhere:X", "there is no module nowhere: it must be installed, or stand"),
+        ("environment", "nowhere:X", "there is no module nowhere: install it, or put it into "),
         ("environment", "two.py", "found several: write two.py:A or two.py:B"),
         ("environment", "raises.py", "raises.py:2: RuntimeError: no database"),
         ("environment", "raises:X", "raises.py:2: RuntimeError: no database"),
@@ -170,7 +170,7 @@ def test_a_missing_file_lists_where_it_was_looked_for(
     working = tmp_path_factory.mktemp("working")
     monkeypatch.chdir(working)
     message = refusal("environment", "gone.py:X", folder)
-    assert f"there is no file {folder / 'gone.py'} nor {working / 'gone.py'}" in message
+    assert f"file not found: {folder / 'gone.py'} or {working / 'gone.py'}" in message
 
 
 def test_an_abstract_class_names_what_it_lacks(folder: Path) -> None:
@@ -188,12 +188,12 @@ def wanted(
     ("keys", "message"),
     [
         ({"size": 1, "raet": 2}, "x.raet: unknown key; did you mean x.rate?"),
-        ({}, "x.size: missing; wanted needs a whole number"),
-        ({"size": True}, "x.size: got true, expected a whole number"),
-        ({"size": "1"}, "x.size: got '1', expected a whole number"),
+        ({}, "x.size: missing; wanted needs an integer"),
+        ({"size": True}, "x.size: got true, expected an integer"),
+        ({"size": "1"}, "x.size: got '1', expected an integer"),
         ({"size": 1, "rate": "fast"}, "x.rate: got 'fast', expected a number"),
         ({"size": 1, "mode": "c"}, "x.mode: got 'c', expected 'a' or 'b'"),
-        ({"size": 1, "names": [1]}, "x.names.0: got 1, expected a text"),
+        ({"size": 1, "names": [1]}, "x.names.0: got 1, expected a string"),
     ],
 )
 def test_the_signature_is_the_schema(keys: Mapping[str, Any], message: str) -> None:
@@ -293,16 +293,19 @@ class Calculator(RewardCalculator):
         ({"type": "r.py:fine", "weigth": 1}, "did you mean rewards.0.weight?"),
         (
             {"type": "r.py:fine", "target": "x"},
-            "rewards.0.target: got 'x', expected a whole number",
+            "rewards.0.target: got 'x', expected an integer",
         ),
         (
             {"type": "r.py:needs"},
-            "rewards.0.word: missing; needs needs a text, beside what it is called with: prompt, ",
+            "rewards.0.word: missing; needs needs a string, in addition to what it is called with",
         ),
         ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion: unknown key"),
         ({"type": "r.py:Fails"}, "rewards.0: Fails(...) raised OSError: no model (r.py:"),
         ({"type": "r.py:object_", "x": 1}, "rewards.0.x: unknown key"),
-        ({"type": "r.py:fine", "name": "environment"}, "is the name of the steps' own reward"),
+        (
+            {"type": "r.py:fine", "name": "environment"},
+            "the name 'environment' is reserved for the reward of the environment's steps",
+        ),
     ],
 )
 def test_a_rewards_keys_are_checked(folder: Path, reward: dict[str, Any], message: str) -> None:
@@ -325,7 +328,7 @@ object_ = Fine()
 
 def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
     message = problems(folder, rewards=["exact_match", "exact_match"])
-    assert "rewards: two are called 'exact_match': give each its own `name`" in message
+    assert "rewards: 'exact_match' is the name of two: set `name` for one" in message
 
 
 def test_an_environments_constructor_that_raises_is_a_config_error(folder: Path) -> None:
@@ -354,8 +357,8 @@ def test_the_problems_of_all_parts_come_together(folder: Path) -> None:
         "did you mean exact_match?",
         "algorithm.baselin: unknown key; did you mean algorithm.baseline?",
         "backend.learning_rat: unknown key; did you mean backend.learning_rate?",
-        "there is no prompt file",
-        "model: there is no folder",
+        "prompts: file not found",
+        "model: folder not found:",
     ):
         assert part in message
 
@@ -368,10 +371,10 @@ def test_foreign_keys_inside_plug_in_sections_are_explained(folder: Path) -> Non
         backend={"type": "trl", "loss_fn": "ppo"},
     )
     for part in (
-        "algorithm.hyperparameters.learning_rate: unknown key; that is backend.learning_rate here",
-        "algorithm.hyperparameters.num_generations: unknown key; that is algorithm.group_size here",
-        "environment.env_specific_config.mode: unknown key; that is environment.mode here",
-        "backend.loss_fn: unknown key; that is algorithm.loss here",
+        "algorithm.hyperparameters.learning_rate: unknown key; use backend.learning_rate",
+        "algorithm.hyperparameters.num_generations: unknown key; use algorithm.group_size",
+        "environment.env_specific_config.mode: unknown key; use environment.mode",
+        "backend.loss_fn: unknown key; use algorithm.loss",
     ):
         assert part in message
 
@@ -447,7 +450,7 @@ def test_seldom_meant_sampling_is_warned_of(folder: Path) -> None:
 
 def test_a_short_name_of_a_key_beside_it_is_no_misspelling(folder: Path) -> None:
     message = problems(folder, backend={"lr": 4})
-    assert message == "backend.lr: unknown key; that is backend.learning_rate here"
+    assert message == "backend.lr: unknown key; use backend.learning_rate"
     message = problems(folder, backend={"args": {"optimm": 1}})
     assert message.startswith("backend.args: optimm")
 
@@ -456,7 +459,7 @@ def test_rows_without_the_answer_that_a_reward_asks_for_are_warned_of(folder: Pa
     (folder / "bare.txt").write_text("a\nb\n")
     (folder / "mild.py").write_text("def mild(completion, answer=None): return 0.0")
     (warning,) = make(folder, prompts="bare.txt").warnings
-    assert warning.startswith(f"prompts: no row of {folder / 'bare.txt'} has an answer, and the re")
+    assert warning.startswith(f"prompts: no row of {folder / 'bare.txt'} has an answer, but the re")
     assert "the reward exact_match asks for one" in warning
     (warning,) = make(folder, eval={"prompts": ["b"]}).warnings
     assert warning.startswith("eval.prompts: no row has an answer")
@@ -475,11 +478,11 @@ def test_a_stall_shorter_than_another_deadline_is_warned_of(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("./gone", "model: there is no folder "),
-        ("/gone/model", "model: there is no folder /gone/model"),
-        ("a/b/c", "model: there is no folder "),
+        ("./gone", "model: folder not found: "),
+        ("/gone/model", "model: folder not found: /gone/model"),
+        ("a/b/c", "model: folder not found: "),
         ("  ", "model: got '  ', expected tiny, a Hugging Face model folder"),
-        ("hollow", "holds no model: it has no config.json"),
+        ("hollow", "contains no model: config.json is missing"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused(folder: Path, model: str, message: str) -> None:

@@ -65,11 +65,8 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, Marks]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        marks = dict(_lines(node, ""))
-        twice = list(_repeated(node, ""))
-        if twice:
-            raise ConfigError(*twice, source=source)
-        return loader.construct_document(node), marks
+        marks, twice = dict(_lines(node, "")), list(_repeated(node, ""))
+        value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -80,6 +77,9 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, Marks]:
         raise ConfigError(f"invalid YAML: {line}", source=source) from None
     finally:
         loader.dispose()
+    if twice:
+        raise ConfigError(*twice, source=source)
+    return value, marks
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:

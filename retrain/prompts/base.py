@@ -66,7 +66,7 @@ def parse_rows(
 ) -> list[Row]:
     """The first `limit` rows of `source`. Raises PromptError with the source and the row."""
     if limit is not None and limit < 1:
-        raise PromptError(f"{source}: limit is {limit}, expected at least 1")
+        raise PromptError(f"{source}: limit is {limit}, expected an integer >= 1")
     taken = rows if limit is None else rows[:limit]
     if not taken:
         raise PromptError(f"{source} is empty, expected at least one prompt")
