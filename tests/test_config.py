@@ -271,7 +271,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not a UTF-8 text"):
+    with pytest.raises(ConfigError, match="is not UTF-8"):
         load_config(tmp_path / "binary.yaml")
 
 
