@@ -79,7 +79,11 @@ def rollouts(result) -> list[dict]:
     ("keys", "kind", "text"),
     [
         ({"learnin_rate": 3.0}, TypeError, "unknown keyword 'learnin_rate'; did you mean learning"),
-        ({"num_prompts_per_step": 0}, ConfigError, "num_prompts_per_step: got 0, expected an integer >= 1"),
+        (
+            {"num_prompts_per_step": 0},
+            ConfigError,
+            "num_prompts_per_step: got 0, expected an integer >= 1",
+        ),
         ({"num_prompts_per_step": True}, ConfigError, "got true, expected an integer"),
         ({"num_generations_per_prompt": 1}, ConfigError, "got 1, expected an integer >= 2"),
         ({"learning_rate": 0.0}, ConfigError, "got 0.0, expected a number > 0"),
@@ -186,7 +190,11 @@ def test_the_keys_reach_the_pipe():
         ("no/such/file.jsonl", NotFoundError, "there is no file or folder"),
         ("./nowhere", FileNotFoundError, "there is no file or folder"),
         ([{"text": "a", "label": 1}], PromptError, "row 0: found no prompt; its columns are text"),
-        ([*ROWS, {"answer": "a"}], PromptError, "row 4: column `prompt` or `messages` is missing; its col"),
+        (
+            [*ROWS, {"answer": "a"}],
+            PromptError,
+            "row 4: column `prompt` or `messages` is missing; its col",
+        ),
         ([{"question": "a", "input": "b"}], PromptError, "question, input could each be the prom"),
         ([{"prompt": " "}], PromptError, "the prompt is empty"),
         ([{"prompt": None}], PromptError, "row 0: `prompt` is null"),

@@ -1,10 +1,10 @@
 """What `type` names: "name" | "module:Class" | "path/file.py:Class".
 
 - A short name is a file: retrain/algorithms/NAME.py, retrain/adapters/NAME/options.py,
-  environments/NAME.py, ... Another file there is another name; there is no list to keep.
-- The built-in `environments/` and `rewards/` are beside the package in a checkout and inside it in
-  an installation. A user's own folders of these names in the config's or the working folder add
-  names; a built-in of the same name takes precedence.
+  environments/NAME.py, ... A new file is a new name; there is no list to update.
+- The built-in `environments/`, `rewards/` and `configs/` are beside the package in a checkout, and
+  inside it in an installation. A user's own `environments/` and `rewards/`, in the config's or the
+  working folder, add names; a built-in of the same name takes precedence.
 - A file path is resolved in the config's folder, then in the working folder. Its folder is its
   package: relative imports work, and a file is executed once.
 
@@ -34,6 +34,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 FILES = {
     "algorithm": "algorithms/*.py",
     "backend": "adapters/*/options.py",
+    "config": "configs/*.yaml",
     "environment": "environments/*.py",
     "logger": "observe/loggers/*.py",
     "prompts": "prompts/sources/*.py",
@@ -78,17 +79,17 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
 
 def built_in_names(kind: str) -> list[str]:
     """The built-in short names of a kind, sorted; imports nothing."""
-    return sorted(_files(kind, _home(kind)))
+    return sorted(built_ins(kind))
 
 
-def _home(kind: str) -> Path:
-    """The folder that contains the built-ins: the package, or a checkout around it."""
-    return PACKAGE if any(PACKAGE.glob(FILES[kind])) else PACKAGE.parent
+def built_ins(kind: str) -> dict[str, Path]:
+    """The built-in files of a kind by their short names: in the package, or in its checkout."""
+    return _files(kind, PACKAGE if any(PACKAGE.glob(FILES[kind])) else PACKAGE.parent)
 
 
 def _files(kind: str, root: Path) -> dict[str, Path]:
     """The files of a kind below `root`, by their short names."""
-    by_folder = not FILES[kind].endswith("*.py")
+    by_folder = "/*/" in FILES[kind]
     files = {f.parent.name if by_folder else f.stem: f for f in root.glob(FILES[kind])}
     shared = () if kind in OWN else SHARED
     return {name: files[name] for name in files if name[0] != "_" and name not in shared}
@@ -96,9 +97,8 @@ def _files(kind: str, root: Path) -> dict[str, Path]:
 
 def _named(kind: str, name: str, where: str, base_dir: Path) -> Path:
     """The file of a short name; a built-in comes before one of the user's."""
-    roots = [_home(kind)] if kind in FILES else []
-    roots += [base_dir, Path.cwd()] if kind in OWN else []
-    found = [_files(kind, root) for root in roots]
+    found = [built_ins(kind)] if kind in FILES else []
+    found += [_files(kind, root) for root in (base_dir, Path.cwd()) if kind in OWN]
     for files in found:
         if name in files:
             return files[name]
