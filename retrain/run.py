@@ -197,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the config, print it with all defaults, load no model",
+        help="check and print the whole config, load no model",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--run-dir", metavar="DIR", help="the run directory (default: runs/NAME)")

@@ -67,7 +67,7 @@ def test_an_assistant_turn_in_the_prompt_is_context_where_an_answer_is_given():
         ({"messages": [ASK, SAY, SAY]}, "two assistant messages in a row"),
         (
             {"prompt": "2+3?", "answer": [{"role": "assistant"}]},
-            "content is NoneType, expected a string",
+            "content is NoneType",
         ),
     ],
 )

@@ -82,7 +82,7 @@ def rollouts(result) -> list[dict]:
         (
             {"num_prompts_per_step": 0},
             ConfigError,
-            "num_prompts_per_step: got 0, expected an integer >= 1",
+            "_step: got 0, expected an integer >= 1",
         ),
         ({"num_prompts_per_step": True}, ConfigError, "got true, expected an integer"),
         ({"num_generations_per_prompt": 1}, ConfigError, "got 1, expected an integer >= 2"),
@@ -193,7 +193,7 @@ def test_the_keys_reach_the_pipe():
         (
             [*ROWS, {"answer": "a"}],
             PromptError,
-            "row 4: column `prompt` or `messages` is missing; its col",
+            "row 4: column `prompt` or `messages` is missing;",
         ),
         ([{"question": "a", "input": "b"}], PromptError, "question, input could each be the prom"),
         ([{"prompt": " "}], PromptError, "the prompt is empty"),
