@@ -327,7 +327,7 @@ def test_p10_a_second_interrupt_ends_at_once(config: Path) -> None:
     wait_for_step(config.parent / "runs" / "task", process)
     assert process.stderr is not None
     process.send_signal(signal.SIGINT)
-    while "stopping" not in process.stderr.readline():
+    while "Stopping" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert finished(process, timeout=10)[0] == 130
