@@ -78,7 +78,10 @@ rewards: [{weight: 1}]
         ({"train": {"seed": None}}, "train.seed: got null, expected an integer"),
         ({"train": 5}, "train: got 5, expected a mapping"),
         ({"train": {"order": "up"}}, "train.order: got 'up', expected 'ready' or 'in_order'"),
-        ({"staleness": {"target": 3, "max": 1}}, "staleness: max (1) must be at least target (3)"),
+        (
+            {"staleness": {"target": 3, "max": 1}},
+            "max is 1, expected at least target (3)",
+        ),
         ({"rewards": 5}, "rewards: got 5, expected a list"),
         ({"base_dir": "x"}, "base_dir: unknown key; it is always the config file's folder"),
         ({"sampling": {"stop": [1]}}, "sampling.stop.0: got 1, expected a string"),

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import jsonschema
 import pytest
 
+import retrain
 from retrain.algorithms.grpo import GRPO
 from retrain.assembly import KINDS, Parts, assemble
 from retrain.assembly.schema import run_schema
 from retrain.config import parse_config
-from retrain.config.binding import bind
+from retrain.config.binding import bind, key_schema
 from retrain.config.plugins import built_in_names, find_plugin
+from retrain.config.yaml_text import parse_yaml
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError
 from retrain.prompts import ListPrompts
 from retrain.rewarding import FunctionReward
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
+ROOT = Path(retrain.__file__).resolve().parent.parent
 ENVIRONMENT = """
 from retrain import Environment
 from .constants import WORD
@@ -502,7 +509,11 @@ def test_a_backend_whose_library_is_missing_says_what_to_install(folder: Path) -
         parts.open_adapter()
 
 
-def test_built_in_names_are_the_files_and_the_table() -> None:
+def test_built_in_names_are_files() -> None:
+    assert built_in_names("algorithm") == ["dpo", "grpo", "reinforce", "rloo", "sft"]
+    assert built_in_names("backend") == ["tinker", "trl", "weaver"]
+    assert built_in_names("logger") == ["tensorboard", "trackio", "wandb"]
+    assert built_in_names("prompts") == ["file", "hf", "list"]
     assert {"echo", "single_turn"} <= set(built_in_names("environment"))
     assert {"exact_match", "slot_match"} <= set(built_in_names("reward"))
     for kind, kind_of in KINDS.items():
@@ -510,6 +521,85 @@ def test_built_in_names_are_the_files_and_the_table() -> None:
             continue  # those whose parts are installed are tried by their own tests
         for name in built_in_names(kind):
             assert kind_of.fits(find_plugin(kind_of, name, kind, Path.cwd())), name
+
+
+def test_listing_names_imports_no_plug_in() -> None:
+    script = (
+        "import sys; from retrain.config.plugins import FILES, built_in_names as names; "
+        "found = [names(kind) for kind in FILES]; rooms = ('algorithms', 'adapters', 'prompts', "
+        "'observe'); print([m for m in sys.modules if m.startswith('retrain.') "
+        "and m.split('.')[1] in rooms])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+NEW = {
+    "retrain/algorithms/signs.py": """
+from retrain import Algorithm
+class Signs(Algorithm):
+    def advantages(self, groups):
+        return [[1.0 if t.reward > 0.5 else -1.0 for t in g.trajectories] for g in groups]
+""",
+    "retrain/adapters/mine/options.py": """
+from retrain.adapters.trl.options import TrlOptions
+class MineOptions(TrlOptions):
+    speed: int = 1
+""",
+    "retrain/prompts/sources/counted.py": """
+from retrain.prompts import PromptSource, Row
+class Counted(PromptSource):
+    def __init__(self, count: int = 3):
+        self.count = count
+    def __len__(self):
+        return self.count
+    def row(self, index):
+        return Row([{"role": "user", "content": str(index)}], str(index))
+""",
+    "retrain/observe/loggers/quiet.py": """
+from retrain import Logger
+class Quiet(Logger):
+    def open(self, trainer): ...
+    def log(self, step, metrics): ...
+""",
+    "environments/twice.py": """
+from retrain import Environment
+class Twice(Environment):
+    pass
+""",
+    "rewards/short.py": "def short(completion):\n    return 1.0 / (1 + len(completion))\n",
+}
+USES = """
+prompts: {type: counted, count: 4}
+environment: twice
+rewards: short
+algorithm: {type: signs, group_size: 2}
+backend: {type: mine, learning_rate: 1.0e-3, speed: 2}
+loggers: quiet
+sampling: {max_tokens: 2}
+train: {total_train_steps: 2, groups_per_step: 2}
+"""
+
+
+@pytest.mark.slow
+def test_a_new_plug_in_of_each_kind_is_one_new_file(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for folder in ("retrain", "environments", "rewards"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
+    for name, source in NEW.items():
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text(source)
+    (tmp_path / "task.yaml").write_text(USES)
+    done = subprocess.run(
+        [sys.executable, "-m", "retrain.run", "task.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "completed" in done.stdout
 
 
 def test_the_schema_has_the_built_ins_keys() -> None:
@@ -524,6 +614,69 @@ def test_the_schema_has_the_built_ins_keys() -> None:
     assert "base_dir" not in files["then"]["properties"]
     rewards = schema["$defs"]["RewardConfig"]
     assert {"type", "weight", "name"} == set(rewards["properties"])
+
+
+def test_the_schema_is_valid_and_takes_the_repository_s_configs() -> None:
+    schema = run_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert schema["$schema"] == validator.META_SCHEMA["$id"]
+    for file in (ROOT / "configs").glob("*.yaml"):
+        assert not list(validator.iter_errors(parse_yaml(file.read_text())[0])), file
+    assert list(validator.iter_errors({"prompts": ["a"], "train": {"seed": "x"}}))
+
+
+def test_every_key_has_a_description() -> None:
+    def lacking(value: Any, path: str) -> Iterator[str]:
+        for key, entry in value.get("properties", {}).items() if isinstance(value, dict) else ():
+            if not entry.get("description") and "const" not in entry:
+                yield f"{path}.{key}"
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(inner, dict | list):
+                yield from lacking(inner, f"{path}.{key}")
+
+    assert not list(lacking(run_schema(), ""))
+
+
+def test_arguments_are_described_by_the_docstrings_of_the_class_and_its_bases() -> None:
+    class Base:
+        """A base.
+
+        Args:
+            size: How
+                big.
+            other: Not a parameter here.
+        """
+
+    class Derived(Base):
+        """Derived.
+
+        Args:
+            mode: Which one: a or b.
+
+        Raises nothing.
+        """
+
+        def __init__(self, size: int, mode: str = "a", plain: int = 1) -> None: ...
+
+    keys = key_schema(Derived)["properties"]
+    assert keys["size"]["description"] == "How big."
+    assert keys["mode"]["description"] == "Which one: a or b."
+    assert "description" not in keys["plain"]
+
+
+def test_a_user_s_folder_offers_every_public_name(folder: Path) -> None:
+    (folder / "environments").mkdir()
+    for name in ("remote", "base", "_hidden"):
+        (folder / "environments" / f"{name}.py").write_text(
+            "from retrain import Environment\nclass Mine(Environment): ..."
+        )
+    assert found("environment", "remote", folder).__name__ == "Mine"
+    assert found("environment", "base", folder).__name__ == "Mine"
+    assert "there is no environment '_hidden'" in refusal("environment", "_hidden", folder)
+    assert "did you mean remote?" in refusal("environment", "remot", folder)
+    for kind, name in (("algorithm", "functional"), ("backend", "remote"), ("logger", "base")):
+        assert f"there is no {kind} {name!r}" in refusal(kind, name, folder)
 
 
 def test_a_subclass_of_environment_defined_elsewhere_is_no_candidate(folder: Path) -> None:
@@ -546,5 +699,5 @@ def test_function_rewards_stay_callable(folder: Path) -> None:
 def test_the_built_in_rewards_take_any_answer_but_none(folder: Path, name: str) -> None:
     match = found("reward", name, folder)
     assert match("12", 12) == 1.0
-    with pytest.raises(ValueError, match="give its row an `answer`"):
+    with pytest.raises(ValueError, match="add an `answer` to its row"):
         match("None", None)

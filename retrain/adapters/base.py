@@ -131,7 +131,7 @@ class AdapterOptions(BaseModel):
     `backend.type` names such a class: `trl`, `tinker`, `weaver`, or a user's `path.py:MyOptions`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
     extra: ClassVar[str] = ""
     """The optional dependency set that the adapter needs."""
     adapter: ClassVar[str]

@@ -24,13 +24,19 @@ LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
 class RemoteLora(BaseModel):
     """Low-rank adapters (arXiv:2106.09685) on all layers of a kind, or none of them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
     rank: Annotated[int, Field(ge=1)] = 32
+    """The rank of the adapters."""
     seed: int | None = None
     """Of the initial adapters; by default train.seed."""
     train_unembed: bool = True
+    """Train the output layer."""
     train_mlp: bool = True
+    """Train the feed-forward layers."""
     train_attn: bool = True
+    """Train the attention layers."""
 
 
 class RemoteOptions(AdapterOptions):
@@ -47,14 +53,21 @@ class RemoteOptions(AdapterOptions):
     base_model: str | None = None
     """The service's name of the model, where it isn't `model`."""
     lora: RemoteLora = RemoteLora()
+    """Which layers get low-rank adapters, and of what rank."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """The learning rate of Adam, after the warm-up."""
     lr_scheduler: Schedule = "constant"
     """Over train.total_train_steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Adam's decay of the mean of the gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Adam's decay of the mean of the squared gradients."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's term that prevents a division by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
     native_losses: frozenset[Any] = frozenset()  # narrowed to its own names by each backend

@@ -14,7 +14,11 @@ from retrain.types import Metrics
 class WandbLogger(Logger):
     """Weights & Biases; the key comes from WANDB_API_KEY or `wandb login`.
 
-    `settings` goes to `wandb.init` as it is: entity, group, tags, mode, ...
+    Further keys (entity, group, tags, mode, ...) are passed to `wandb.init`.
+
+    Args:
+        project: The project to log to.
+        name: The name of the run; by default the run directory's.
     """
 
     library = "wandb"
