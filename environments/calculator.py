@@ -1,9 +1,9 @@
-"""A tool environment: the model may call a calculator, sees what it says, and then answers.
+"""A tool environment: the model may call a calculator, sees the result, and then answers.
 
-Every turn with tool calls is answered with one `tool` message a call; a turn without any is the
-answer and ends the episode. Nothing that the model writes is an error of the environment: a
-malformed call, an unknown tool, a division by zero each become a message that says so, and the
-model may try again, `attempts` times in all. Scoring is left to the rewards.
+Each tool call is answered by one `tool` message; a turn without calls is the answer and ends the
+episode. Mistakes of the model are not errors of the environment: a malformed call, an unknown tool
+or a division by zero is answered by an error message, and the model may try again, `attempts` times
+in total. Rewards do the scoring.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 class Calculator(Environment):
-    """Offers `calc(x)`; ends with a turn without a call, or the `attempts`-th with a failed one."""
+    """Offers the tool `calc(x)`; ends with a turn without a call.
+
+    Args:
+        attempts: End the episode after this many turns with a failed call, too.
+    """
 
     tools = (
         ToolSpec(
@@ -37,7 +41,7 @@ class Calculator(Environment):
 
     def __init__(self, attempts: int = 3) -> None:
         if attempts < 1:
-            raise ValueError(f"got attempts {attempts}: there must be at least one")
+            raise ValueError(f"got attempts {attempts}, expected at least 1")
         self.attempts = attempts
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
@@ -56,8 +60,8 @@ class Calculator(Environment):
 
 
 def answer(call: ToolCall) -> str:
-    """What the tool says to a call, its complaints included."""
-    if call.error:  # of an unknown tool or misfitting arguments, too
+    """The tool's reply to a call: the result or an error."""
+    if call.error:  # also of an unknown tool or wrong arguments
         return f"error: {call.error}"
     try:
         result = calculate(call.arguments["x"])
@@ -71,9 +75,9 @@ def answer(call: ToolCall) -> str:
 
 
 def calculate(expression: str) -> Fraction:
-    """The exact value of an expression, worked out on its syntax tree: nothing is executed.
+    """The exact value of an expression, computed from its syntax tree; no code is executed.
 
-    Raises SyntaxError, ValueError or ZeroDivisionError for an expression that has none.
+    Raises SyntaxError, ValueError or ZeroDivisionError for an expression without a value.
     """
     if not re.fullmatch(r"[-+*/().0-9 ]{1,200}", expression):
         raise ValueError("an expression is up to 200 characters of 0-9 . + - * / ( ) and space")
@@ -83,7 +87,7 @@ def calculate(expression: str) -> Fraction:
 def value(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=int() | float() as number):
-            return Fraction(str(number))  # of the text: 0.1 is a tenth
+            return Fraction(str(number))  # exact: 0.1 is a tenth
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:

@@ -1,4 +1,4 @@
-"""Single turn: the prompt is "k=", the model answers, the episode ends. Rewards do the scoring."""
+"""The task of the quickstart, a single turn: the prompt is "k=", the answer "kkkk"."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from retrain import Environment
 
 
 class Echo(Environment):
-    """The defaults are the whole task: reset shows the prompt, the first reply ends it."""
+    """Shows the prompt and ends with the first reply; rewards do the scoring."""

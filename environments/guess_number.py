@@ -1,12 +1,11 @@
-"""Multi-turn: the model guesses a secret number, the environment says on which side of it to look.
+"""Multi-turn: the model guesses a secret number, and the environment says where it is.
 
-The secret is the prompt's answer, so the same prompt text may hide any of the numbers. Each guess
-is answered with `<` (the secret is smaller), `>` (it is larger) or `?` (that was no number of the
-range): one character, since to a model of characters each one is a token. The episode ends when
-the number is found or the guesses are used up.
+The secret is the prompt's answer. The environment replies to each guess with `<` (the secret is
+smaller), `>` (it is larger) or `?` (not a number in the range): one character, which is one token
+of the model `tiny`. The episode ends when the number is found or no guess is left.
 
-The reward is 1 for finding the number. Else the last guess earns up to half of that, the more the
-closer it came: without such a slope a random model would hardly ever learn that numbers are wanted.
+The reward is 1 for finding the number. Otherwise the last guess earns up to 0.5, more the closer it
+is: without that slope a random model hardly ever learns to answer with numbers.
 """
 
 from __future__ import annotations
@@ -15,13 +14,19 @@ from retrain import Action, Environment, Message, Prompt, StepResult
 
 
 class GuessNumber(Environment):
-    """From `low` to `high` in `guesses` turns; by halving, the defaults can be won every time."""
+    """Guess a number from `low` to `high`; with the defaults, bisection always finds it.
+
+    Args:
+        low: The smallest number.
+        high: The largest number.
+        guesses: The number of turns.
+    """
 
     def __init__(self, low: int = 1, high: int = 7, guesses: int = 3) -> None:
         if high <= low or guesses < 1:
             raise ValueError(
-                f"got low {low}, high {high}, guesses {guesses}: high must be above low, and there "
-                "must be a guess"
+                f"got low {low}, high {high}, guesses {guesses}: expected high > low and at least "
+                "one guess"
             )
         self.low, self.high, self.guesses = low, high, guesses
 
@@ -29,8 +34,8 @@ class GuessNumber(Environment):
         secret = self.number(str(prompt.answer))
         if secret is None:
             raise ValueError(
-                f"the prompt's answer must be a number from {self.low} to {self.high}, "
-                f"got {prompt.answer!r}"
+                f"the prompt's answer is {prompt.answer!r}, expected a number from {self.low} to "
+                f"{self.high}"
             )
         self.secret, self.left = secret, self.guesses
         return list(prompt.messages)
@@ -46,10 +51,10 @@ class GuessNumber(Environment):
         return StepResult([{"role": "user", "content": hint}], 0.0, False, False, {})
 
     def number(self, text: str) -> int | None:
-        """The guess, if the text is a number of the range."""
+        """The guess, or None if the text is not a number in the range."""
         guess = int(text) if text.isdecimal() and len(text) <= len(str(self.high)) else None
         return guess if guess is not None and self.low <= guess <= self.high else None
 
     def closeness(self, guess: int | None) -> float:
-        """From 1 (the secret) to 0 (at the range's far end, or no number)."""
+        """From 1 (the secret) to 0 (the other end of the range, or not a number)."""
         return 0.0 if guess is None else 1 - abs(guess - self.secret) / (self.high - self.low)

@@ -22,7 +22,7 @@ from retrain.assembly import KINDS, assemble
 from retrain.chat.tools import CLOSE, OPEN, parse_reply
 from retrain.config import load_config
 from retrain.config.binding import bind
-from retrain.config.plugins import find_plugin
+from retrain.config.plugins import built_in_names, find_plugin
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment, ToolSpec
 from retrain.errors import blame, shown
@@ -69,7 +69,8 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
     `keys` are a config's overrides, or the environment's own `key=value`. Raises ConfigError when
     it can't be loaded.
     """
-    file = config_file(subject)
+    own = subject in built_in_names("environment")  # some included configs have such a name
+    file = Path(subject) if own else config_file(subject)
     if file.suffix in (".yaml", ".yml"):
         parts = assemble(load_config(file, keys))
         parts.scorer.close()

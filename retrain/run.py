@@ -1,10 +1,10 @@
 """`python -m retrain.run config.yaml`: parse, assemble, run.
 
-The only place that maps errors to exit codes (0 done, 1 the run failed, 2 bad config or usage,
-130 interrupted) and that unwraps a lone ExceptionGroup. A user's mistake is told in a sentence; a
-traceback of anything unforeseen goes to the run directory's error.txt.
+Only this module maps errors to exit codes: 0 done, 1 the run failed, 2 bad config or usage, 130
+interrupted. A user's mistake is one line on stderr; the traceback of an unexpected error goes to
+error.txt in the run directory.
 
-The module is callable, so that `await retrain.run(config)` works beside `python -m retrain.run`.
+The module is callable: `await retrain.run(config)` works as well as `python -m retrain.run`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from retrain.errors import ConfigError, RetrainError
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
+    from retrain.assembly import Parts
     from retrain.config import RunConfig
     from retrain.observe.callbacks import Callback, TrainingResult
     from retrain.observe.console import Console
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
-STOPPING = "stopping after a checkpoint; once more ends at once"
+STOPPING = "Stopping after the next checkpoint. Press Ctrl-C again to quit now."
 STUCK_SECONDS = 3.0
-"""What threads have to end by themselves when the run is over."""
+"""How long threads may take to end after the run."""
 _TICKET = re.compile(r"-?\d+\.\d+\.\d+")
 T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command; returns its exit code."""
     arguments = _parser().parse_intermixed_args(argv)
     places: list[Path] = []
 
@@ -72,9 +73,9 @@ async def run(
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
 ) -> TrainingResult:
-    """Train as a config, a mapping or a YAML file says.
+    """Train from a config, a mapping or a YAML file.
 
-    Raises ConfigError before any model loads, RunError when the run can't go on.
+    Raises ConfigError before any model loads, RunError if the run can't continue.
     """
     from retrain.config import RunConfig, load_config, parse_config
     from retrain.pipeline import train
@@ -87,10 +88,10 @@ async def run(
 
 
 def with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
-    """`config` with its run directory: the given one, else runs/NAME, runs/NAME-2, ...
+    """`config` with its run directory: the given one, or else runs/NAME, runs/NAME-2, ...
 
-    A fresh run takes the first name that is free, `resume` the last one in use. Raises ConfigError
-    when there is none to resume, or it had another model, algorithm or data.
+    A new run takes the first unused name, `resume` the last used one. Raises ConfigError if there
+    is no run to resume, or it had another model, algorithm or data.
     """
     if config.run_dir is None:
         config = _named(config, resume=resume)
@@ -110,32 +111,25 @@ def _named(config: RunConfig, *, resume: bool) -> RunConfig:
         number += 1
         last, folder = folder, Path("runs") / f"{name}-{number}"
     if resume and last is None:
-        raise ConfigError(
-            f"there is no run to resume at {folder}: leave --resume, or use --run-dir"
-        )
+        raise ConfigError(f"no run to resume in {folder}: drop --resume, or pass --run-dir")
     return config.model_copy(update={"run_dir": last if resume else folder})
 
 
 def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
-    """Call a command; tell what it raises on stderr, and return the exit code.
+    """Call a command; print what it raises on stderr, and return the exit code.
 
-    `places` are the folders that may take an unforeseen error's traceback.
+    `places` are folders for the traceback of an unexpected error.
     """
     try:
         return command()
-    except (Exception, BaseExceptionGroup, *_INTERRUPTIONS) as error:  # noqa: BLE001 - every error is told
+    except (Exception, BaseExceptionGroup, *_INTERRUPTIONS) as error:  # noqa: BLE001 - all are reported
         if isinstance(error, BrokenPipeError) and _unread():
             return DONE
-        alike = _alike(_causes(error))
-        causes = [first for first, *_ in alike]
+        causes = _causes(error)
         if isinstance(causes[0], _INTERRUPTIONS):
-            _tell("interrupted")
+            _print("interrupted")
             return INTERRUPTED
-        for cause, *others in alike:
-            more = f" (and {len(others)} more like it)" if others else ""
-            _tell(f"error: {_sentence(cause, more)}")
-        for note in () if error in causes else getattr(error, "__notes__", ()):
-            _tell(note)
+        _print_causes(error, causes)
         if all(isinstance(cause, RetrainError) for cause in causes):
             return USAGE if any(isinstance(cause, ConfigError) for cause in causes) else FAILED
         _keep_traceback(error, places)
@@ -145,11 +139,11 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
 def drive(
     coroutine: Coroutine[Any, Any, T], announce: Callable[[str], bool] = lambda _: False
 ) -> T:
-    """Run a coroutine to its end on a loop of its own; its threads are not waited for.
+    """Run a coroutine on a new event loop, without waiting for its threads afterwards.
 
-    The first SIGINT, SIGTERM or SIGHUP cancels it, the second one ends the process at once.
-    `announce` may say so in place of a line on stderr, which a live display would draw over; it is
-    called in the signal's handler, where it must not lock, and returns whether it says it.
+    The first SIGINT, SIGTERM or SIGHUP cancels it, the second one ends the process. `announce` may
+    show the message that a live display would overwrite on stderr, and returns whether it does. It
+    is called in the signal handler, so it must not lock.
     """
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -169,7 +163,7 @@ def drive(
 
 
 def leave(code: int) -> NoReturn:
-    """End the process, even when a thread of a user's code hangs."""
+    """End the process, even if a thread of the user's code hangs."""
     logging.shutdown()
     with suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -179,7 +173,7 @@ def leave(code: int) -> NoReturn:
         thread.join(max(0.0, until - time.monotonic()))
     stuck = [thread.name for thread in others if thread.is_alive()]
     if stuck:
-        _tell(f"left behind, since they did not end: {', '.join(stuck)}")
+        _print(f"Exiting with threads still running: {', '.join(stuck)}")
         os._exit(code)
     sys.exit(code)
 
@@ -187,68 +181,72 @@ def leave(code: int) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="retrain run",
-        description="Train as a YAML file says. Exit code: 0 done, 1 the run failed, "
+        description="Train from a YAML file. Exit codes: 0 done, 1 the run failed, "
         "2 bad config or usage, 130 interrupted (after a checkpoint).",
     )
     parser.add_argument(
-        "config", metavar="CONFIG.yaml", help="a YAML file, or quickstart: the built-in example"
+        "config", metavar="CONFIG", help="a YAML file, or an included config such as quickstart"
     )
     parser.add_argument(
         "overrides",
         metavar="dotted.key=value",
         nargs="*",
         default=[],
-        help="change a key, e.g. train.seed=1 rewards.0.weight=2",
+        help="override a key, e.g. train.seed=1 rewards.0.weight=2",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the resolved config, stop"
+        "--dry-run",
+        action="store_true",
+        help="check and print the whole config, load no model",
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint of this run"
-    )
-    parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept (runs/NAME)")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    parser.add_argument("--run-dir", metavar="DIR", help="the run directory (default: runs/NAME)")
     return parser
 
 
 def config_file(text: str) -> Path:
-    """The file that a command's CONFIG.yaml names; `quickstart` is the built-in example."""
-    if text == "quickstart" and not Path(text).exists():
-        return Path(__file__).parent / "quickstart" / "quickstart.yaml"
-    return Path(text)
+    """The file of a command's CONFIG: a path, or the name of an included config."""
+    from retrain.config.plugins import built_ins
+
+    return Path(text) if Path(text).exists() else built_ins("config").get(text, Path(text))
 
 
 async def _train(config: RunConfig, console: Console, *, resume: bool) -> TrainingResult:
-    from retrain.assembly import assemble
     from retrain.pipeline import train
 
-    parts = assemble(config)
-    for warning in parts.warnings:
-        _tell(f"warning: {warning}")
+    parts = _assembled(config)
+    _print(f"loading model {config.model} on the {config.backend.type} backend")
     return await train(config, callbacks=[console], resume=resume, parts=parts)
 
 
 def _dry_run(config: RunConfig, source: str) -> int:
     import yaml
 
-    from retrain.assembly import assemble
     from retrain.observe.run_dir import resolved
 
-    parts = assemble(config)
-    for warning in parts.warnings:
-        _tell(f"warning: {warning}")
-    print(f"# {source}: nothing is wrong with it; no model was loaded, nothing was written")
+    parts = _assembled(config)
+    print(f"# {source} is valid; no model was loaded, nothing was written")
     text = yaml.safe_dump(resolved(parts.resolved()), sort_keys=False, allow_unicode=True)
     print(text, end="", flush=True)
     return DONE
+
+
+def _assembled(config: RunConfig) -> Parts:
+    from retrain.assembly import assemble
+
+    parts = assemble(config)
+    for warning in parts.warnings:
+        _print(f"warning: {warning}")
+    return parts
 
 
 @contextmanager
 def _signals(
     loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], announce: Callable[[str], bool]
 ) -> Iterator[None]:
-    """Plain handlers, not the loop's: they work while user code blocks the loop."""
+    """Handlers of the process, not of the loop: they work while user code blocks the loop."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
+        yield  # only the main thread can set handlers
         return
     asked = False
 
@@ -260,11 +258,11 @@ def _signals(
         loop.call_soon_threadsafe(task.cancel)
         if announce(STOPPING):
             return
-        with suppress(OSError):  # the terminal may be gone; and print may lock
+        with suppress(OSError):  # the terminal may be closed; print may lock
             os.write(2, f"\n{STOPPING}\n".encode())
 
     signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it: so do we then
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under nohup it is ignored, and stays so
         signals.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in signals}
     try:
@@ -275,9 +273,9 @@ def _signals(
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The errors inside groups; a RetrainError speaks for whatever it caused.
+    """The errors inside groups; an interruption only if there is no other.
 
-    An interruption is one of them only where nothing else is: 130 promises a clean checkpoint.
+    Exit code 130 promises a complete checkpoint.
     """
     if not isinstance(error, BaseExceptionGroup):
         return [error]
@@ -285,12 +283,16 @@ def _causes(error: BaseException) -> list[BaseException]:
     return [e for e in leaves if not isinstance(e, _INTERRUPTIONS)] or leaves
 
 
-def _alike(errors: Sequence[BaseException]) -> list[list[BaseException]]:
-    """Errors whose texts differ by no more than a ticket, together."""
-    found: dict[str, list[BaseException]] = {}
-    for error in errors:
-        found.setdefault(_TICKET.sub("", str(error)), []).append(error)
-    return list(found.values())
+def _print_causes(error: BaseException, causes: Sequence[BaseException]) -> None:
+    """One message per cause; causes that differ only by a ticket are counted."""
+    alike: dict[str, list[BaseException]] = {}
+    for cause in causes:
+        alike.setdefault(_TICKET.sub("", str(cause)), []).append(cause)
+    for first, *others in alike.values():
+        more = f" (and {len(others)} more like it)" if others else ""
+        _print(f"error: {_sentence(first, more)}")
+    for note in () if error in causes else getattr(error, "__notes__", ()):
+        _print(note)
 
 
 def _sentence(error: BaseException, more: str) -> str:
@@ -308,20 +310,20 @@ def _keep_traceback(error: BaseException, places: Sequence[Path]) -> None:
         with suppress(OSError):
             file = place / "error.txt"
             file.write_text(text, encoding="utf-8")
-            _tell(f"the whole story is in {file}")
+            _print(f"the full traceback is in {file}")
             return
-    _tell(text)
+    _print(text)
 
 
 def _unread() -> bool:
-    """Whether nobody reads the standard output any more: `retrain schema | head`.
+    """Whether the reader of standard output is gone, as in `retrain schema | head`.
 
-    The pipe itself is asked: whether a write fails again depends on what Python still buffers.
+    Polls the pipe: whether another write fails depends on what Python still buffers.
     """
     poll = select.poll()
     try:
-        poll.register(sys.stdout.fileno(), 0)  # its errors alone
-    except (OSError, ValueError):  # no file
+        poll.register(sys.stdout.fileno(), 0)  # errors only
+    except (OSError, ValueError):  # not a file
         return False
     if not poll.poll(0):
         return False
@@ -329,10 +331,10 @@ def _unread() -> bool:
     return True
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
-    except OSError:  # the terminal was closed
+    except OSError:  # the terminal is closed
         let_go(sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""1 for the answer, 0 for anything else."""
+"""1 if the completion is the answer, else 0."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from retrain import reward
 
 @reward
 def exact_match(completion: str, answer: object, ignore_case: bool = False) -> float:
-    """Surrounding white space never counts; case does, unless told otherwise."""
+    """1 if the completion is the answer, else 0; surrounding white space is ignored.
+
+    Args:
+        ignore_case: Ignore the case of letters.
+    """
     if answer is None:
-        raise ValueError("the prompt has no answer: give its row an `answer`")
+        raise ValueError("the prompt has no answer: add an `answer` to its row")
     said, right = completion.strip(), str(answer).strip()
     return float(said.lower() == right.lower() if ignore_case else said == right)

@@ -1,4 +1,4 @@
-"""The share of the answer's characters that the completion has in their places."""
+"""The fraction of the answer's characters that the completion has at the same positions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from retrain import reward
 
 @reward
 def slot_match(completion: str, answer: object) -> float:
-    """Always divided by the answer's length: a short completion can't win by stopping early."""
+    """The fraction of the answer's characters that are right, so that stopping early never pays."""
     if answer is None or not str(answer):
-        raise ValueError("the prompt has no answer: give its row an `answer`")
+        raise ValueError("the prompt has no answer: add an `answer` to its row")
     right = str(answer)
     return sum(a == b for a, b in zip(right, completion, strict=False)) / len(right)

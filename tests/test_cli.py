@@ -116,12 +116,12 @@ def test_a_dry_run_loads_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.yaml"], "error: there is no file nowhere.yaml; the folder has task.yaml"),
+        (["nowhere.yaml"], "error: file not found: nowhere.yaml; the folder contains task.yaml"),
         (["task.yaml", "train.sed=1"], "train.sed: unknown key; did you mean train.seed?"),
         (["task.yaml", "rewards=exact_mach"], "did you mean exact_match?"),
-        (["task.yaml", "--resume"], "there is no run to resume at runs/task"),
-        (["task.yaml", "prompts=none.jsonl"], "there is no prompt file"),
-        (["task.yaml", "--dry-run", "model=./gone"], "model: there is no folder"),
+        (["task.yaml", "--resume"], "no run to resume in runs/task: drop --resume, or pass"),
+        (["task.yaml", "prompts=none.jsonl"], "prompts: file not found: "),
+        (["task.yaml", "--dry-run", "model=./gone"], "model: folder not found:"),
     ],
 )
 def test_a_wrong_config_ends_with_2_and_a_sentence(
@@ -314,7 +314,7 @@ def test_p10_an_interrupt_checkpoints_and_ends_with_130(
     process.send_signal(number)
     code, _, err = finished(process)
     assert code == 130, err
-    assert "stopping after a checkpoint" in err
+    assert "Stopping after the next checkpoint" in err
     assert "Traceback" not in err
     steps = [event["step"] for event in events(run_dir) if event["event"] == "update"]
     assert (run_dir / "checkpoints" / f"step_{steps[-1]}").is_dir()
@@ -327,7 +327,7 @@ def test_p10_a_second_interrupt_ends_at_once(config: Path) -> None:
     wait_for_step(config.parent / "runs" / "task", process)
     assert process.stderr is not None
     process.send_signal(signal.SIGINT)
-    while "stopping" not in process.stderr.readline():
+    while "Stopping" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert finished(process, timeout=10)[0] == 130
@@ -347,7 +347,7 @@ class Hangs(Environment):
     process = run_apart(["task.yaml", "environment=hangs.py"], config.parent)
     code, _, err = finished(process)
     assert code == 0, err
-    assert "left behind, since they did not end: user-thread" in err
+    assert "Exiting with threads still running: user-thread" in err
 
 
 def test_the_commands_are_listed_and_near_ones_suggested(

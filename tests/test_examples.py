@@ -65,7 +65,10 @@ def test_an_assistant_turn_in_the_prompt_is_context_where_an_answer_is_given():
         ({"prompt": "2+3?", "answer": 5}, "the answer is 5: a text or a list of messages"),
         ({"messages": [SAY]}, "its first message is the assistant's"),
         ({"messages": [ASK, SAY, SAY]}, "two assistant messages in a row"),
-        ({"prompt": "2+3?", "answer": [{"role": "assistant"}]}, "NoneType for its content"),
+        (
+            {"prompt": "2+3?", "answer": [{"role": "assistant"}]},
+            "content is NoneType",
+        ),
     ],
 )
 def test_a_row_without_anything_to_imitate_is_an_error_that_names_it(row, message):

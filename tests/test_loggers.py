@@ -15,7 +15,10 @@ import pytest
 
 from retrain.errors import ConfigError
 from retrain.observe.callbacks import Callbacks
-from retrain.observe.loggers import Logger, TensorBoardLogger, TrackioLogger, WandbLogger
+from retrain.observe.loggers import Logger
+from retrain.observe.loggers.tensorboard import TensorBoardLogger
+from retrain.observe.loggers.trackio import TrackioLogger
+from retrain.observe.loggers.wandb import WandbLogger
 from retrain.observe.run_dir import RunDirectory
 from tests.observed import ObservedRun, config
 
@@ -123,7 +126,7 @@ async def test_a_logger_that_hangs_is_left_behind(
 async def test_rows_that_a_slow_service_cannot_take_are_counted(
     run: ObservedRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retrain.observe.loggers.QUEUE_ROWS", 2)
+    monkeypatch.setattr("retrain.observe.loggers.base.QUEUE_ROWS", 2)
     logger = Hanging()
     with caplog.at_level(logging.WARNING):
         await run.play(Callbacks([logger]), [{"step": step} for step in range(1, 11)])

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import jsonschema
 import pytest
 
+import retrain
 from retrain.algorithms.grpo import GRPO
 from retrain.assembly import KINDS, Parts, assemble
 from retrain.assembly.schema import run_schema
 from retrain.config import parse_config
-from retrain.config.binding import bind
+from retrain.config.binding import bind, key_schema
 from retrain.config.plugins import built_in_names, find_plugin
+from retrain.config.yaml_text import parse_yaml
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError
 from retrain.prompts import ListPrompts
 from retrain.rewarding import FunctionReward
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
+ROOT = Path(retrain.__file__).resolve().parent.parent
 ENVIRONMENT = """
 from retrain import Environment
 from .constants import WORD
@@ -124,15 +131,15 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("environment", "ech", "no built-in environment 'ech'; did you mean echo? (built-in: "),
-        ("algorithm", "gpro", "did you mean grpo? (built-in: dpo, grpo, "),
-        ("environment", "a.b.Mine", "for your own class write a.b:Mine"),
+        ("environment", "ech", "there is no environment 'ech'; did you mean echo? (available: "),
+        ("algorithm", "gpro", "did you mean grpo? (available: dpo, grpo, "),
+        ("environment", "a.b.Mine", "for a class of your own write a.b:Mine"),
         ("environment", "mime.py:Mine", "; did you mean mine.py?"),
         ("environment", "mine.py:Mime", "there is no Mime in "),
         ("environment", "constants.py:WORD", "is not an Environment; it defines no Environment"),
         ("reward", "mine.py:Mine", "is not a RewardCalculator"),
         ("environment", "constants.py", "must define one Environment, found none"),
-        ("environment", "nowhere:X", "there is no module nowhere: it must be installed, or stand"),
+        ("environment", "nowhere:X", "there is no module nowhere: install it, or put it into "),
         ("environment", "two.py", "found several: write two.py:A or two.py:B"),
         ("environment", "raises.py", "raises.py:2: RuntimeError: no database"),
         ("environment", "raises:X", "raises.py:2: RuntimeError: no database"),
@@ -170,7 +177,7 @@ def test_a_missing_file_lists_where_it_was_looked_for(
     working = tmp_path_factory.mktemp("working")
     monkeypatch.chdir(working)
     message = refusal("environment", "gone.py:X", folder)
-    assert f"there is no file {folder / 'gone.py'} nor {working / 'gone.py'}" in message
+    assert f"file not found: {folder / 'gone.py'} or {working / 'gone.py'}" in message
 
 
 def test_an_abstract_class_names_what_it_lacks(folder: Path) -> None:
@@ -188,12 +195,12 @@ def wanted(
     ("keys", "message"),
     [
         ({"size": 1, "raet": 2}, "x.raet: unknown key; did you mean x.rate?"),
-        ({}, "x.size: missing; wanted needs a whole number"),
-        ({"size": True}, "x.size: got true, expected a whole number"),
-        ({"size": "1"}, "x.size: got '1', expected a whole number"),
+        ({}, "x.size: missing; wanted needs an integer"),
+        ({"size": True}, "x.size: got true, expected an integer"),
+        ({"size": "1"}, "x.size: got '1', expected an integer"),
         ({"size": 1, "rate": "fast"}, "x.rate: got 'fast', expected a number"),
         ({"size": 1, "mode": "c"}, "x.mode: got 'c', expected 'a' or 'b'"),
-        ({"size": 1, "names": [1]}, "x.names.0: got 1, expected a text"),
+        ({"size": 1, "names": [1]}, "x.names.0: got 1, expected a string"),
     ],
 )
 def test_the_signature_is_the_schema(keys: Mapping[str, Any], message: str) -> None:
@@ -293,16 +300,19 @@ class Calculator(RewardCalculator):
         ({"type": "r.py:fine", "weigth": 1}, "did you mean rewards.0.weight?"),
         (
             {"type": "r.py:fine", "target": "x"},
-            "rewards.0.target: got 'x', expected a whole number",
+            "rewards.0.target: got 'x', expected an integer",
         ),
         (
             {"type": "r.py:needs"},
-            "rewards.0.word: missing; needs needs a text, beside what it is called with: prompt, ",
+            "rewards.0.word: missing; needs needs a string, in addition to what it is called with",
         ),
         ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion: unknown key"),
         ({"type": "r.py:Fails"}, "rewards.0: Fails(...) raised OSError: no model (r.py:"),
         ({"type": "r.py:object_", "x": 1}, "rewards.0.x: unknown key"),
-        ({"type": "r.py:fine", "name": "environment"}, "is the name of the steps' own reward"),
+        (
+            {"type": "r.py:fine", "name": "environment"},
+            "the name 'environment' is reserved for the reward of the environment's steps",
+        ),
     ],
 )
 def test_a_rewards_keys_are_checked(folder: Path, reward: dict[str, Any], message: str) -> None:
@@ -325,7 +335,7 @@ object_ = Fine()
 
 def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
     message = problems(folder, rewards=["exact_match", "exact_match"])
-    assert "rewards: two are called 'exact_match': give each its own `name`" in message
+    assert "rewards: 'exact_match' is the name of two: set `name` for one" in message
 
 
 def test_an_environments_constructor_that_raises_is_a_config_error(folder: Path) -> None:
@@ -354,8 +364,8 @@ def test_the_problems_of_all_parts_come_together(folder: Path) -> None:
         "did you mean exact_match?",
         "algorithm.baselin: unknown key; did you mean algorithm.baseline?",
         "backend.learning_rat: unknown key; did you mean backend.learning_rate?",
-        "there is no prompt file",
-        "model: there is no folder",
+        "prompts: file not found",
+        "model: folder not found:",
     ):
         assert part in message
 
@@ -368,10 +378,10 @@ def test_foreign_keys_inside_plug_in_sections_are_explained(folder: Path) -> Non
         backend={"type": "trl", "loss_fn": "ppo"},
     )
     for part in (
-        "algorithm.hyperparameters.learning_rate: unknown key; that is backend.learning_rate here",
-        "algorithm.hyperparameters.num_generations: unknown key; that is algorithm.group_size here",
-        "environment.env_specific_config.mode: unknown key; that is environment.mode here",
-        "backend.loss_fn: unknown key; that is algorithm.loss here",
+        "algorithm.hyperparameters.learning_rate: unknown key; use backend.learning_rate",
+        "algorithm.hyperparameters.num_generations: unknown key; use algorithm.group_size",
+        "environment.env_specific_config.mode: unknown key; use environment.mode",
+        "backend.loss_fn: unknown key; use algorithm.loss",
     ):
         assert part in message
 
@@ -447,7 +457,7 @@ def test_seldom_meant_sampling_is_warned_of(folder: Path) -> None:
 
 def test_a_short_name_of_a_key_beside_it_is_no_misspelling(folder: Path) -> None:
     message = problems(folder, backend={"lr": 4})
-    assert message == "backend.lr: unknown key; that is backend.learning_rate here"
+    assert message == "backend.lr: unknown key; use backend.learning_rate"
     message = problems(folder, backend={"args": {"optimm": 1}})
     assert message.endswith("has no key 'optimm' (did you mean 'optim'?)")
 
@@ -456,7 +466,7 @@ def test_rows_without_the_answer_that_a_reward_asks_for_are_warned_of(folder: Pa
     (folder / "bare.txt").write_text("a\nb\n")
     (folder / "mild.py").write_text("def mild(completion, answer=None): return 0.0")
     (warning,) = make(folder, prompts="bare.txt").warnings
-    assert warning.startswith(f"prompts: no row of {folder / 'bare.txt'} has an answer, and the re")
+    assert warning.startswith(f"prompts: no row of {folder / 'bare.txt'} has an answer, but the re")
     assert "the reward exact_match asks for one" in warning
     (warning,) = make(folder, eval={"prompts": ["b"]}).warnings
     assert warning.startswith("eval.prompts: no row has an answer")
@@ -475,11 +485,11 @@ def test_a_stall_shorter_than_another_deadline_is_warned_of(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("./gone", "model: there is no folder "),
-        ("/gone/model", "model: there is no folder /gone/model"),
-        ("a/b/c", "model: there is no folder "),
+        ("./gone", "model: folder not found: "),
+        ("/gone/model", "model: folder not found: /gone/model"),
+        ("a/b/c", "model: folder not found: "),
         ("  ", "model: got '  ', expected tiny, a Hugging Face model folder"),
-        ("hollow", "holds no model: it has no config.json"),
+        ("hollow", "contains no model: config.json is missing"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused(folder: Path, model: str, message: str) -> None:
@@ -499,7 +509,11 @@ def test_a_backend_whose_library_is_missing_says_what_to_install(folder: Path) -
         parts.open_adapter()
 
 
-def test_built_in_names_are_the_files_and_the_table() -> None:
+def test_built_in_names_are_files() -> None:
+    assert built_in_names("algorithm") == ["dpo", "grpo", "reinforce", "rloo", "sft"]
+    assert built_in_names("backend") == ["tinker", "trl", "weaver"]
+    assert built_in_names("logger") == ["tensorboard", "trackio", "wandb"]
+    assert built_in_names("prompts") == ["file", "hf", "list"]
     assert {"echo", "single_turn"} <= set(built_in_names("environment"))
     assert {"exact_match", "slot_match"} <= set(built_in_names("reward"))
     for kind, kind_of in KINDS.items():
@@ -507,6 +521,85 @@ def test_built_in_names_are_the_files_and_the_table() -> None:
             continue  # those whose parts are installed are tried by their own tests
         for name in built_in_names(kind):
             assert kind_of.fits(find_plugin(kind_of, name, kind, Path.cwd())), name
+
+
+def test_listing_names_imports_no_plug_in() -> None:
+    script = (
+        "import sys; from retrain.config.plugins import FILES, built_in_names as names; "
+        "found = [names(kind) for kind in FILES]; rooms = ('algorithms', 'adapters', 'prompts', "
+        "'observe'); print([m for m in sys.modules if m.startswith('retrain.') "
+        "and m.split('.')[1] in rooms])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+NEW = {
+    "retrain/algorithms/signs.py": """
+from retrain import Algorithm
+class Signs(Algorithm):
+    def advantages(self, groups):
+        return [[1.0 if t.reward > 0.5 else -1.0 for t in g.trajectories] for g in groups]
+""",
+    "retrain/adapters/mine/options.py": """
+from retrain.adapters.trl.options import TrlOptions
+class MineOptions(TrlOptions):
+    speed: int = 1
+""",
+    "retrain/prompts/sources/counted.py": """
+from retrain.prompts import PromptSource, Row
+class Counted(PromptSource):
+    def __init__(self, count: int = 3):
+        self.count = count
+    def __len__(self):
+        return self.count
+    def row(self, index):
+        return Row([{"role": "user", "content": str(index)}], str(index))
+""",
+    "retrain/observe/loggers/quiet.py": """
+from retrain import Logger
+class Quiet(Logger):
+    def open(self, trainer): ...
+    def log(self, step, metrics): ...
+""",
+    "environments/twice.py": """
+from retrain import Environment
+class Twice(Environment):
+    pass
+""",
+    "rewards/short.py": "def short(completion):\n    return 1.0 / (1 + len(completion))\n",
+}
+USES = """
+prompts: {type: counted, count: 4}
+environment: twice
+rewards: short
+algorithm: {type: signs, group_size: 2}
+backend: {type: mine, learning_rate: 1.0e-3, speed: 2}
+loggers: quiet
+sampling: {max_tokens: 2}
+train: {total_train_steps: 2, groups_per_step: 2}
+"""
+
+
+@pytest.mark.slow
+def test_a_new_plug_in_of_each_kind_is_one_new_file(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for folder in ("retrain", "environments", "rewards"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
+    for name, source in NEW.items():
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text(source)
+    (tmp_path / "task.yaml").write_text(USES)
+    done = subprocess.run(
+        [sys.executable, "-m", "retrain.run", "task.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "completed" in done.stdout
 
 
 def test_the_schema_has_the_built_ins_keys() -> None:
@@ -521,6 +614,69 @@ def test_the_schema_has_the_built_ins_keys() -> None:
     assert "base_dir" not in files["then"]["properties"]
     rewards = schema["$defs"]["RewardConfig"]
     assert {"type", "weight", "name"} == set(rewards["properties"])
+
+
+def test_the_schema_is_valid_and_takes_the_repository_s_configs() -> None:
+    schema = run_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert schema["$schema"] == validator.META_SCHEMA["$id"]
+    for file in (ROOT / "configs").glob("*.yaml"):
+        assert not list(validator.iter_errors(parse_yaml(file.read_text())[0])), file
+    assert list(validator.iter_errors({"prompts": ["a"], "train": {"seed": "x"}}))
+
+
+def test_every_key_has_a_description() -> None:
+    def lacking(value: Any, path: str) -> Iterator[str]:
+        for key, entry in value.get("properties", {}).items() if isinstance(value, dict) else ():
+            if not entry.get("description") and "const" not in entry:
+                yield f"{path}.{key}"
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(inner, dict | list):
+                yield from lacking(inner, f"{path}.{key}")
+
+    assert not list(lacking(run_schema(), ""))
+
+
+def test_arguments_are_described_by_the_docstrings_of_the_class_and_its_bases() -> None:
+    class Base:
+        """A base.
+
+        Args:
+            size: How
+                big.
+            other: Not a parameter here.
+        """
+
+    class Derived(Base):
+        """Derived.
+
+        Args:
+            mode: Which one: a or b.
+
+        Raises nothing.
+        """
+
+        def __init__(self, size: int, mode: str = "a", plain: int = 1) -> None: ...
+
+    keys = key_schema(Derived)["properties"]
+    assert keys["size"]["description"] == "How big."
+    assert keys["mode"]["description"] == "Which one: a or b."
+    assert "description" not in keys["plain"]
+
+
+def test_a_user_s_folder_offers_every_public_name(folder: Path) -> None:
+    (folder / "environments").mkdir()
+    for name in ("remote", "base", "_hidden"):
+        (folder / "environments" / f"{name}.py").write_text(
+            "from retrain import Environment\nclass Mine(Environment): ..."
+        )
+    assert found("environment", "remote", folder).__name__ == "Mine"
+    assert found("environment", "base", folder).__name__ == "Mine"
+    assert "there is no environment '_hidden'" in refusal("environment", "_hidden", folder)
+    assert "did you mean remote?" in refusal("environment", "remot", folder)
+    for kind, name in (("algorithm", "functional"), ("backend", "remote"), ("logger", "base")):
+        assert f"there is no {kind} {name!r}" in refusal(kind, name, folder)
 
 
 def test_a_subclass_of_environment_defined_elsewhere_is_no_candidate(folder: Path) -> None:
@@ -543,5 +699,5 @@ def test_function_rewards_stay_callable(folder: Path) -> None:
 def test_the_built_in_rewards_take_any_answer_but_none(folder: Path, name: str) -> None:
     match = found("reward", name, folder)
     assert match("12", 12) == 1.0
-    with pytest.raises(ValueError, match="give its row an `answer`"):
+    with pytest.raises(ValueError, match="add an `answer` to its row"):
         match("None", None)

@@ -28,7 +28,7 @@ def refused(path: Path, **keys: Any) -> str:
 
 
 def test_a_tilde_that_names_no_user_is_a_letter(tmp_path: Path) -> None:
-    assert "there is no prompt file" in refused(Path("~no-user-of-this-name/rows.jsonl"))
+    assert "file not found: ~no-user" in refused(Path("~no-user-of-this-name/rows.jsonl"))
     (tmp_path / "~mine").mkdir()
     file(tmp_path / "~mine", "rows.txt", "a=")
     assert len(FilePrompts("~mine/rows.txt", base_dir=tmp_path)) == 1
@@ -64,18 +64,24 @@ def test_a_message_with_tool_calls_needs_no_content() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (5, "a row is a text or a mapping with `prompt` or `messages`, got int"),
+        (5, "got int, expected a string, or a mapping with `prompt` or `messages`"),
         ("  ", "the prompt is empty"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"messages": []}, "the list of messages is empty"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "has both `prompt` and"),
-        ({"question": "a"}, "has no `prompt` or `messages`; its columns are question; name"),
-        ({"prompt": None}, "its `prompt` is null, expected a text or a list of messages"),
+        (
+            {"question": "a"},
+            "column `prompt` or `messages` is missing; its columns are question; name",
+        ),
+        ({"prompt": None}, "`prompt` is null, expected a string or a list of messages"),
         ({}, "its columns are none"),
-        ({"prompt": 5}, "a prompt is a text or a list of messages, got int"),
-        ({"messages": ["a"]}, "message 0 must be a mapping with `role` and `content`"),
-        ({"messages": [{"role": "user"}]}, "message 0 has NoneType for its content"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "message 0 has list for its content"),
+        ({"prompt": 5}, "got int, expected a string or a list of messages"),
+        ({"messages": ["a"]}, "message 0: expected a mapping with `role` and `content`"),
+        ({"messages": [{"role": "user"}]}, "message 0: content is NoneType, expected a string"),
+        (
+            {"messages": [{"role": "user", "content": [1]}]},
+            "message 0: content is list, expected a string",
+        ),
     ],
 )
 def test_a_bad_row_is_named(row: Any, message: str) -> None:
@@ -120,28 +126,42 @@ def test_parquet_and_saved_data_sets_are_read(tmp_path: Path) -> None:
         DatasetPrompts("saved", base_dir=tmp_path, limit=2, **keys),
     ):
         assert [source.row(i).answer for i in range(len(source))] == ["1", "2"]
-    with pytest.raises(PromptError, match=r"data set saved \(train\), row 0: has no `x`; its col"):
+    with pytest.raises(
+        PromptError, match=r"data set saved \(train\), row 0: column `x` is missing; its col"
+    ):
         DatasetPrompts("saved", base_dir=tmp_path, prompt_column="x")
     file(tmp_path, "bad.parquet", "not parquet")
-    assert "not a parquet file" in refused(tmp_path / "bad.parquet")
+    assert "invalid parquet" in refused(tmp_path / "bad.parquet")
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("p.jsonl", "", "is empty: a run needs at least one prompt"),
+        ("p.jsonl", "", "is empty, expected at least one prompt"),
         ("p.jsonl", "\n\n", "is empty"),
         ("p.json", "", "is empty"),
         ("p.json", "[]", "is empty"),
         ("p.csv", "prompt,answer\n", "is empty"),
-        ("p.jsonl", '"a"\n{"prompt": \n', "p.jsonl, line 2, column 11: not JSON: Expecting value"),
-        ("p.json", '[\n"a",\n}', "p.json, line 3, column 1: not JSON"),
-        ("p.json", '{"prompt": "a"}', "holds a dict: expected a list of rows; one object a line"),
-        ("p.jsonl", '"a"\n\n5', "p.jsonl, line 3: a row is a text or a mapping"),
-        ("p.csv", "prompt,answer\na,1,2\n", "line 2: has another number of fields than the header"),
-        ("p.csv", "prompt,answer\na\n", "line 2: has another number of fields"),
+        (
+            "p.jsonl",
+            '"a"\n{"prompt": \n',
+            "p.jsonl, line 2, column 11: invalid JSON: Expecting value",
+        ),
+        ("p.json", '[\n"a",\n}', "p.json, line 3, column 1: invalid JSON"),
+        (
+            "p.json",
+            '{"prompt": "a"}',
+            "contains a dict, expected a list of rows; for one object per line",
+        ),
+        ("p.jsonl", '"a"\n\n5', "p.jsonl, line 3: got int, expected a string, or a mapping"),
+        ("p.csv", "prompt,answer\na,1,2\n", "line 2: expected as many fields as in the header"),
+        ("p.csv", "prompt,answer\na\n", "line 2: expected as many fields"),
         ("p.csv", "question,answer\na,1\n", "its columns are question, answer"),
-        ("p.xyz", "a", "its ending tells no format: set `format` to one of csv, json, jsonl"),
+        (
+            "p.xyz",
+            "a",
+            "can't infer the format from the extension: set `format` to one of csv, json, jsonl",
+        ),
     ],
 )
 def test_a_bad_file_names_itself_and_the_line(
@@ -158,7 +178,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     source = FilePrompts(str(path), prompt_column="question", answer_column="solution")
     assert source.row(0).answer == "s"
     found = refused(path, prompt_column="question", answer_column="result")
-    assert "line 1: has no `result`; its columns are question, solution" in found
+    assert "line 1: column `result` is missing; its columns are question, solution" in found
 
 
 def test_a_file_is_looked_up_beside_the_config_then_here(
@@ -173,12 +193,14 @@ def test_a_file_is_looked_up_beside_the_config_then_here(
     file(here, "one.txt", "here")
     assert FilePrompts("both.txt", base_dir=beside).prompt(Ticket(0, 0)).text == "beside"
     assert FilePrompts("one.txt", base_dir=beside).prompt(Ticket(0, 0)).text == "here"
-    with pytest.raises(PromptError, match=r"no prompt file .*beside/no\.txt nor .*here/no\.txt"):
+    with pytest.raises(PromptError, match=r"file not found: .*beside/no\.txt or .*here/no\.txt"):
         FilePrompts("no.txt", base_dir=beside)
-    with pytest.raises(PromptError, match="is a folder: expected a file of prompts"):
+    with pytest.raises(PromptError, match="is a folder, expected a file"):
         FilePrompts(str(beside))
     (beside / "link.txt").symlink_to("gone.txt")
-    with pytest.raises(PromptError, match=r"link\.txt is a link to gone\.txt, which isn't there$"):
+    with pytest.raises(
+        PromptError, match=r"link\.txt is a link to gone\.txt, which does not exist$"
+    ):
         FilePrompts("link.txt", base_dir=beside)
 
 
@@ -186,12 +208,12 @@ def test_a_format_may_be_given(tmp_path: Path) -> None:
     path = file(tmp_path, "prompts", "one\ntwo")
     assert len(FilePrompts(str(path), format="txt")) == 2
     (tmp_path / "latin").write_bytes(b"one\ntw\xe9\n")
-    assert "latin, line 2, byte 3: not a UTF-8 text" in refused(tmp_path / "latin", format="txt")
+    assert "latin, line 2, byte 3: not UTF-8" in refused(tmp_path / "latin", format="txt")
 
 
 def test_a_limit_takes_the_first_rows() -> None:
     assert len(ListPrompts(["a", "b", "c"], limit=2)) == 2
-    with pytest.raises(PromptError, match="limit is 0, expected at least 1"):
+    with pytest.raises(PromptError, match="limit is 0, expected an integer >= 1"):
         ListPrompts(["a"], limit=0)
 
 

@@ -943,9 +943,9 @@ def test_the_pages_integration_config_runs_two_steps(workspace: Path) -> None:
 def test_a_wrong_class_name_or_path_is_told(workspace: Path) -> None:
     write("recipe/my_task/my_trainer.py", MY_TRAINER)
     config = yaml.safe_load(MY_TASK)["trainer"]
-    with pytest.raises(ConfigError, match=r"no MyTrainer in .*it has MyCustomTrainer"):
+    with pytest.raises(ConfigError, match=r"no MyTrainer in .*it defines MyCustomTrainer"):
         build_trainer({**config, "custom_trainer_class_name": "MyTrainer"})
-    with pytest.raises(ConfigError, match=r"there is no file .*my_trainr\.py.*did you mean"):
+    with pytest.raises(ConfigError, match=r"file not found: .*my_trainr\.py.*did you mean"):
         build_trainer({**config, "custom_trainer_module_path": "recipe/my_task/my_trainr.py"})
     write("recipe/my_task/broken.py", "import nonsense_module")
     with pytest.raises(ConfigError, match=r"importing broken\.py failed at .*broken\.py:1"):

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 
+from retrain.errors import install_command
 from retrain.service.serve import main
 from tests.service_kit import Tinker, as_process, passed
 
@@ -60,7 +61,7 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
     [
         (("--port", "99999"), "--port 99999: expected 0 to 65535"),
         (("--port", "-1"), "--port -1: expected 0 to 65535"),
-        (("--threads", "0"), "--threads 0: expected at least 1"),
+        (("--threads", "0"), "--threads 0: expected an integer >= 1"),
         (("--folder", f"{__file__}/x"), "test_service_serve.py/x can't be made: Not a directory"),
         (("--device", "tpu9"), "--device tpu9 can't be had: "),
         pytest.param(
@@ -79,10 +80,10 @@ def test_a_setting_that_cannot_be_is_told_in_a_sentence(setting, told, capsys, t
 def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):
     argv = ["--port", "0", "--model", str(tmp_path / "nothing"), "--folder", str(tmp_path)]
     assert main(argv) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "folder not found" in capsys.readouterr().err
 
 
 def test_a_missing_library_is_named_with_what_to_install(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "retrain.service.server", None)
     assert main(["--port", "0", "--folder", str(tmp_path)]) == 2
-    assert "pip install 'retrain[service]'" in capsys.readouterr().err
+    assert install_command("service") in capsys.readouterr().err

@@ -190,16 +190,16 @@ def test_a_relative_folder_is_looked_up_beside_the_config_then_here(
     "path", ["./mine", "mine/", "models/mine/deep", "/nowhere/at/all", "~nobody/x"]
 )
 def test_a_path_that_leads_nowhere_says_where_was_looked(path: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no folder /"):
+    with pytest.raises(ConfigError, match="folder not found: /"):
         resolve_model(path, tmp_path)
 
 
 def test_what_exists_but_holds_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty holds no model: it has no config\.json"):
+    with pytest.raises(ConfigError, match=r"empty contains no model: config\.json is missing"):
         resolve_model("empty", tmp_path)
     (tmp_path / "empty" / "adapter_config.json").touch()
-    with pytest.raises(ConfigError, match=r"LoRA weights alone.*checkpoint\.merge_lora=true"):
+    with pytest.raises(ConfigError, match=r"only LoRA weights.*checkpoint\.merge_lora=true"):
         resolve_model("empty", tmp_path)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match=r"notes\.txt is a file"):

@@ -16,13 +16,9 @@ import pytest
 import retrain
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
-SOURCES = ("retrain", "environments", "rewards")
-DATA = (
-    "retrain/py.typed",
-    "retrain/observe/report.html",
-    "retrain/quickstart/quickstart.yaml",
-    "retrain/quickstart/data/echo.jsonl",
-)
+INSIDE = {"configs": "*.yaml", "data": "*.jsonl", "environments": "*.py", "rewards": "*.py"}
+"""Folders of the checkout that the wheel has inside the package, and their files."""
+DATA = {"retrain/py.typed", "retrain/observe/report.html"}
 
 pytestmark = pytest.mark.slow
 
@@ -39,11 +35,15 @@ def called(command: Sequence[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def python_files() -> set[str]:
+def modules() -> set[str]:
+    return {path.relative_to(ROOT).as_posix() for path in (ROOT / "retrain").rglob("*.py")}
+
+
+def inside() -> set[str]:
     return {
-        path.relative_to(ROOT).as_posix()
-        for name in SOURCES
-        for path in (ROOT / name).rglob("*.py")
+        file.relative_to(ROOT).as_posix()
+        for folder, pattern in INSIDE.items()
+        for file in (ROOT / folder).glob(pattern)
     }
 
 
@@ -67,36 +67,53 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(archives: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's content alone, as pip would put it into site-packages."""
-    target = tmp_path_factory.mktemp("site-packages")
+    """The site-packages of a new environment, with the wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("environment")
     [wheel] = archives.glob("*.whl")
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(target)
-    return target
+    called(["-m", "venv", "--without-pip", str(folder)], folder)
+    [site] = folder.glob("lib/python*/site-packages")
+    pip = ["-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index"]
+    called([*pip, str(wheel)], folder)
+    return site
+
+
+def run_installed(site: Path, folder: Path, *command: str) -> str:
+    """A command in `folder`, with the installed package before this checkout's."""
+    shown = called(["-c", "import retrain; print(retrain.__file__)"], folder, PYTHONPATH=str(site))
+    assert Path(shown.strip()).is_relative_to(site)
+    return called(command, folder, PYTHONPATH=str(site))
 
 
 def test_the_wheel_holds_every_module_and_all_package_data(archives: Path) -> None:
     [wheel] = archives.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
-    assert names == python_files() | set(DATA)
+    assert names == modules() | DATA | {f"retrain/{name}" for name in inside()}
 
 
-def test_the_source_archive_can_build_the_same(archives: Path) -> None:
+def test_an_install_adds_one_package_and_its_metadata(installed: Path) -> None:
+    found = sorted(path.name for path in installed.iterdir())
+    assert found == ["retrain", f"retrain_rl-{retrain.__version__}.dist-info"]
+
+
+def test_the_source_archive_can_build_the_same(archives: Path, tmp_path: Path) -> None:
     [archive] = archives.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         names = {member.name.partition("/")[2] for member in file.getmembers()}
-    assert python_files() | {*DATA, "README.md", "LICENSE", "pyproject.toml"} <= names
+    assert modules() | inside() | {*DATA, "README.md", "LICENSE", "pyproject.toml"} <= names
+    pip = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    called([*pip, "--wheel-dir", str(tmp_path), str(archive)], tmp_path)
+    [again], [wheel] = tmp_path.glob("*.whl"), archives.glob("*.whl")
+    with zipfile.ZipFile(again) as first, zipfile.ZipFile(wheel) as second:
+        assert set(first.namelist()) == set(second.namelist())
 
 
-def test_an_installed_wheel_runs_the_quickstart_from_an_empty_folder(
+def test_an_installed_wheel_runs_the_included_configs_from_an_empty_folder(
     installed: Path, tmp_path: Path
 ) -> None:
-    where = "import retrain, pathlib; print(pathlib.Path(retrain.__file__).parent.parent)"
-    assert called(["-c", where], tmp_path, PYTHONPATH=str(installed)).strip() == str(installed)
-    command = ["-m", "retrain.run", "quickstart", "--dry-run"]
-    shown = called(command, tmp_path, PYTHONPATH=str(installed))
-    assert "slot_match" in shown
+    for name in sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")):
+        command = ["-m", "retrain.run", name, "model=tiny", "--dry-run"]
+        assert "is valid" in run_installed(installed, tmp_path, *command)
     assert not list(tmp_path.iterdir())
 
 
@@ -104,9 +121,33 @@ def test_an_installed_wheel_has_its_command_and_built_ins(installed: Path, tmp_p
     [entry] = installed.glob("*.dist-info/entry_points.txt")
     assert "retrain = retrain.__main__:main" in entry.read_text()
     names = (
-        "from retrain.config.plugins import built_in_names as names; "
-        "print(*names('environment'), *names('reward'))"
+        "from retrain.config.plugins import FILES, built_in_names; "
+        "print({kind: built_in_names(kind) for kind in FILES})"
     )
-    listed = called(["-c", names], tmp_path, PYTHONPATH=str(installed)).split()
-    files = {Path(name).stem for name in python_files() if not name.startswith("retrain/")}
-    assert files <= set(listed)
+    listed = run_installed(installed, tmp_path, "-c", names)
+    assert listed == called(["-c", names], ROOT)
+
+
+@pytest.mark.parametrize("layout", ["installed", "checkout"])
+def test_a_user_s_own_folders_are_found_by_name_and_by_path(
+    layout: str, installed: Path, tmp_path: Path
+) -> None:
+    sources = {
+        "environments": "from retrain import Environment\nclass Mine(Environment): ...\n",
+        "rewards": "def mine(completion):\n    return 1.0\n",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(source)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "task.yaml").write_text("prompts: [a]\nenvironment: mine\nrewards: mine\n")
+    path = installed if layout == "installed" else ROOT
+    for environment, reward in (
+        ("mine", "mine"),
+        ("environments/mine.py", "rewards/mine.py:mine"),
+        ("environments.mine:Mine", "rewards.mine:mine"),
+    ):
+        keys = [f"environment={{type: {environment}}}", f"rewards=[{{type: {reward}}}]"]
+        for folder, config in ((tmp_path, "task.yaml"), (tmp_path / "sub", "../task.yaml")):
+            command = ["-m", "retrain.run", config, *keys, "--dry-run"]
+            assert "is valid" in called(command, folder, PYTHONPATH=str(path))

@@ -120,7 +120,9 @@ class AdapterOptions(BaseModel):
     `backend.type` names such a class: `trl`, `tinker`, `weaver`, or a user's `path.py:MyOptions`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    extra: ClassVar[str] = ""
+    """The optional dependency set that the adapter needs."""
     adapter: ClassVar[str]
     """`module:Class` of the Adapter, imported when the run starts and called with
     (options, config)."""

@@ -24,7 +24,13 @@ from retrain.types import Group
 
 
 class DPO(Algorithm):
-    """Learns from preferences; a group is the chosen answer and the rejected one."""
+    """Learns from preferences; a group is the chosen answer and the rejected one.
+
+    Args:
+        beta: The strength of the pull towards the reference model.
+        pair_by: A column of scores: pair the best and the worst response to each prompt.
+        max_length: Drop pairs with an answer of more tokens than this, its prompt included.
+    """
 
     loss: ClassVar[str] = "dpo"
     source: ClassVar[Source] = "pairs"
@@ -32,8 +38,6 @@ class DPO(Algorithm):
     def __init__(
         self, beta: float = 0.1, pair_by: str | None = None, max_length: int | None = None
     ) -> None:
-        """`beta` weighs the distance to the reference; longer pairs than `max_length` tokens an
-        answer, its prompt included, are left out."""
         if not (math.isfinite(beta) and beta > 0):
             raise ValueError(f"beta is {beta}: expected a number above 0")
         self.beta = beta

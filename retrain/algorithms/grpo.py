@@ -18,7 +18,13 @@ from retrain.types import Group
 
 
 class GRPO(Algorithm):
-    """Group Relative Policy Optimization."""
+    """Group Relative Policy Optimization.
+
+    Args:
+        baseline: What a reward is compared with: the group's mean, or the mean of the others.
+        scale: Divide by the standard deviation of the group, of the batch, or by 1 (`none`).
+        eps: Added to the standard deviation.
+    """
 
     def __init__(
         self,

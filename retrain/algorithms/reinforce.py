@@ -20,7 +20,11 @@ EPS = 1e-8
 
 
 class Reinforce(Algorithm):
-    """The policy gradient with one baseline for the whole batch."""
+    """The policy gradient with one baseline for the whole batch.
+
+    Args:
+        scale: `batch` divides by the standard deviation of the batch's rewards.
+    """
 
     min_group_size: ClassVar[int] = 1
     compares: ClassVar[Literal["group", "batch"]] = "batch"

@@ -19,14 +19,17 @@ from retrain.types import Group
 
 
 class SFT(Algorithm):
-    """Imitates the data set; a group is one demonstration."""
+    """Imitates the data set; a group is one demonstration.
+
+    Args:
+        max_length: Drop rows of more tokens than this; rows are never cut.
+    """
 
     loss: ClassVar[str] = "cross_entropy"
     min_group_size: ClassVar[int] = 1
     source: ClassVar[Source] = "demonstrations"
 
     def __init__(self, max_length: int | None = None) -> None:
-        """Rows of more than `max_length` tokens are left out, never cut."""
         self.max_length = max_length
 
     def rows(self, prompts: PromptSource) -> PromptSource:

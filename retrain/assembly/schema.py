@@ -1,7 +1,7 @@
-"""The config's JSON schema, with the keys of every built-in plug-in: what editors complete with.
+"""The JSON schema of a config file, with the keys of every built-in plug-in, for editors.
 
-Sections with a plug-in stay open, since a plug-in of one's own brings its own keys. Short forms
-(`environment: echo`) are allowed where `config.load_config` allows them.
+Sections with a plug-in allow further keys, which belong to plug-ins of the user's own. Short forms
+(`environment: echo`) are allowed where `load_config` allows them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from retrain.assembly.parts import KINDS
+from retrain.assembly.kinds import KINDS
 from retrain.config import RunConfig
 from retrain.config.binding import key_schema
 from retrain.config.plugins import built_in_names, find_plugin
 from retrain.errors import PluginError
 from retrain.rewarding import NAMES, FunctionReward
 
-SECTIONS = {
-    "AlgorithmConfig": "algorithm",
-    "RewardConfig": "reward",
-}
-"""Models of their own; the other plug-in sections share the model Plugin."""
+SECTIONS = {"AlgorithmConfig": "algorithm", "RewardConfig": "reward"}
+"""Models with declared keys, and their kinds; the other plug-in sections share the model Plugin."""
 SHARED = {"prompts": "prompts", "environment": "environment", "backend": "backend"}
 Json = dict[str, Any]  # any: JSON values
 
@@ -28,26 +25,46 @@ Json = dict[str, Any]  # any: JSON values
 def run_schema() -> Json:
     """The JSON schema of a config file."""
     schema: Json = RunConfig.model_json_schema()
-    schema["title"] = "retrain run"
     sections, models = schema["properties"], schema["$defs"]
     sections.pop("base_dir", None)
+    for entry in sections.values():
+        if "$ref" in entry:  # a section is described by its model
+            model = models[entry["$ref"].rpartition("/")[2]]
+            entry.setdefault("description", model["description"])
     for model, kind in SECTIONS.items():
         models[model] = _with_keys(models[model], kind, models)
     for section, kind in SHARED.items():
-        sections[section] = _with_keys(models["Plugin"], kind, models)
+        about = {"description": sections[section]["description"]}
+        sections[section] = _with_keys(models["Plugin"], kind, models) | about
     sections["loggers"]["items"] = _with_keys(models["Plugin"], "logger", models)
-    models["EvalConfig"]["properties"]["prompts"] = sections["prompts"]
-    models["ChatConfig"]["type"] = ["object", "string"]
     sections["prompts"]["type"] = ["object", "string", "array"]
+    held_out = models["EvalConfig"]["properties"]
+    held_out["prompts"] = {**sections["prompts"], **held_out["prompts"]}
+    del held_out["prompts"]["$ref"]
+    models["ChatConfig"]["type"] = ["object", "string"]
     for section in ("rewards", "loggers"):
         sections[section]["type"] = ["array", "object", "string"]
-    return schema
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "retrain run"}
+    tidy: Json = _on_one_line({**schema, **head})
+    return head | tidy
+
+
+def _on_one_line(value: Any) -> Any:
+    """The schema with each description on one line."""
+    if isinstance(value, list):
+        return [_on_one_line(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    tidy = {key: _on_one_line(inner) for key, inner in value.items()}
+    if isinstance(tidy.get("description"), str):
+        tidy["description"] = " ".join(tidy["description"].split())
+    return tidy
 
 
 def _with_keys(model: Json, kind: str, models: Json) -> Json:
-    """A plug-in's model: for each built-in name, the keys that come with it.
+    """A plug-in's model: for each built-in name, its keys.
 
-    The keys apply to a mapping alone; a text is the short form of {type: text}.
+    The keys apply only to a mapping; a string is the short form of {type: string}.
     """
     cases = []
     names = built_in_names(kind)
@@ -62,7 +79,7 @@ def _with_keys(model: Json, kind: str, models: Json) -> Json:
 
 
 def _keys(kind: str, name: str) -> Json | None:
-    """The keys of a built-in; None where it can't be loaded here."""
+    """The keys of a built-in; None if one of its libraries is not installed."""
     try:
         found = find_plugin(KINDS[kind], name, kind, Path())
     except PluginError:

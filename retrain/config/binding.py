@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,7 +16,10 @@ from retrain.config.hints import unknown_key
 from retrain.config.problems import problems_of_value
 from retrain.errors import PluginError
 
+_EMPTY = inspect.Parameter.empty
 _SCALARS = (bool, int, float, str, type(None))
+_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", Path: "a path"}
+_ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def bind(
@@ -30,43 +34,38 @@ def bind(
 ) -> dict[str, Any]:
     """The keyword arguments to call `target` with: the config's keys, checked and converted.
 
-    `given` are values that the run offers to a parameter of that name (`base_dir`); `provided` are
-    parameters that somebody fills in later; `beside` are other keys that are valid at this place,
-    and `known` maps the keys of the whole config to their paths, both for the hints. Raises
-    PluginError with every unknown, missing or wrongly typed key.
+    Args:
+        given: Values for parameters of these names, such as `base_dir`; keys override them.
+        provided: Parameters that are filled in later, and can't be set by keys.
+        beside: Other valid keys at this place, for the hints.
+        known: The keys of the whole config and their paths, for the hints.
+
+    Raises PluginError with every unknown, missing or wrongly typed key.
     """
-    parameters = parameters_of(target)
-    hints = _hints(target)
+    parameters, hints, problems = parameters_of(target), _hints(target), list[str]()
     settable = [name for name in parameters if name not in provided]
-    bound: dict[str, Any] = {
-        name: value for name, value in (given or {}).items() if name in parameters
-    }
-    problems: list[str] = []
+    bound = {name: value for name, value in (given or {}).items() if name in parameters}
     for key, value in arguments.items():
         if key in settable:
-            try:
-                bound[key] = _converted(hints.get(key, Any), value)
-            except ValidationError as error:
-                problems += problems_of_value(error, f"{where}.{key}")
+            bound[key] = _converted(hints.get(key, Any), value, f"{where}.{key}", problems)
         elif takes_any_key(target) and key not in provided:
             bound[key] = value
         else:
             problems += unknown_key(f"{where}.{key}", value, [*settable, *beside], known or {})
-    for name in settable:
-        if name not in bound and name not in arguments and parameters[name].default is _EMPTY:
-            expected = _described(target, hints.get(name))
-            others = f", beside what it is called with: {', '.join(provided)}" if provided else ""
-            problems.append(f"{where}.{name}: missing; {expected}{others}")
+    others = f", in addition to what it is called with: {', '.join(provided)}" if provided else ""
+    callee = getattr(target, "__name__", type(target).__name__)
+    problems += [
+        f"{where}.{name}: missing; {callee} needs {_NAMES.get(hints.get(name, Any), 'it')}{others}"
+        for name in settable
+        if name not in bound and parameters[name].default is _EMPTY
+    ]
     if problems:
         raise PluginError(*problems)
     return bound
 
 
-_EMPTY = inspect.Parameter.empty
-
-
 def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters that can be given by name."""
+    """The parameters that can be passed by name."""
     return {
         parameter.name: parameter
         for parameter in _signature(target)
@@ -80,8 +79,9 @@ def takes_any_key(target: Callable[..., Any]) -> bool:
 
 
 def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> dict[str, Any]:
-    """The JSON schema of the keys, for editors."""
+    """The JSON schema of the keys; their descriptions are the docstring's `Args:`."""
     hints = _hints(target)
+    described = _descriptions(target)
     properties: dict[str, Any] = {}
     required: list[str] = []
     for name, parameter in parameters_of(target).items():
@@ -91,11 +91,22 @@ def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> di
             properties[name] = TypeAdapter(hints.get(name, Any)).json_schema()
         except PydanticUserError:
             properties[name] = {}
+        if name in described:
+            properties[name]["description"] = described[name]
         if parameter.default is _EMPTY:
             required.append(name)
         elif isinstance(parameter.default, str | int | float | bool):
             properties[name]["default"] = parameter.default
     return {"properties": properties, "required": required}
+
+
+def _descriptions(target: Callable[..., Any]) -> dict[str, str]:
+    """Each parameter's text below `Args:` in the docstring, or in that of a base class."""
+    found: dict[str, str] = {}
+    for owner in reversed(getattr(target, "__mro__", (target,))):
+        _, _, listed = inspect.cleandoc(owner.__doc__ or "").partition("\nArgs:\n")
+        found |= {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(listed)}
+    return found
 
 
 def _signature(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
@@ -104,35 +115,32 @@ def _signature(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     try:
         return iter(inspect.signature(target).parameters.values())
     except (ValueError, TypeError):
-        raise PluginError(f"{target!r} has no signature: wrap it in a function of yours") from None
+        raise PluginError(f"{target!r} has no signature: wrap it in a function") from None
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations, as far as they can be resolved."""
+    """The annotations; empty if one can't be resolved, such as an import under TYPE_CHECKING."""
     function = target.__init__ if inspect.isclass(target) else target
     try:
         return typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):  # an import under TYPE_CHECKING, say
+    except (NameError, TypeError, AttributeError):
         return {}
 
 
-def _converted(annotation: Any, value: Any) -> Any:
-    """`value` as `annotation` has it; scalars strictly, so that `true` or "3" is no int."""
+def _converted(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
+    """`value` as `annotation` says, scalars strictly: `true` or "3" is no int. Adds problems."""
     try:
         adapter = TypeAdapter(annotation)
     except (PydanticSchemaGenerationError, PydanticUserError):
-        return value  # a type of the user's own: the constructor will say
-    return adapter.validate_python(value, strict=_is_scalar(annotation))
+        return value  # a class of the user's: its constructor checks it
+    try:
+        return adapter.validate_python(value, strict=_is_scalar(annotation))
+    except ValidationError as error:
+        problems += problems_of_value(error, where)
+        return value
 
 
 def _is_scalar(annotation: Any) -> bool:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return all(_is_scalar(part) for part in typing.get_args(annotation))
     return annotation in _SCALARS
-
-
-def _described(target: Callable[..., Any], annotation: Any) -> str:
-    name = getattr(target, "__name__", type(target).__name__)
-    words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-    expected = words.get(annotation, "a path" if annotation is Path else "a value")
-    return f"{name} needs {expected}"

@@ -1,4 +1,4 @@
-"""The keys of NeMo RL, NexRL, TRL and earlier releases, and what those are called here."""
+"""The keys of NeMo RL, NexRL, TRL and earlier releases, and their equivalents here."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from collections.abc import Mapping
 FOREIGN = frozenset(
     {"trainer", "training", "policy", "grpo", "loss_fn", "prompt_source", "service"}
 )
-"""Sections of others: their keys are explained one by one."""
+"""Sections of these systems; each of their keys is explained separately."""
 
-NOWHERE: Mapping[str, str] = {
-    "num_nodes": "a run is one process",
-    "tensor_parallel_size": "a run is one process",
-    "tokenizer_path": "the model's own tokenizer is used",
-    "world_size": "a run is one process",
-}
-"""Last parts that have no key here, and why."""
-
+_ONE_PROCESS = "remove it: a run is one process"
 _OWN_TRAINER = (
-    "a recipe with its own trainer is taken by `python -m retrain.trainer.nexrl -c FILE`, which "
-    "checks it, and with --run-nexrl runs it"
+    "run a recipe with its own trainer by `python -m retrain.trainer.nexrl -c FILE`, which checks "
+    "it; add --run-nexrl to train"
 )
-OTHERWISE: Mapping[str, str] = {
+ADVICE: Mapping[str, str] = {
     "custom_trainer_class_name": _OWN_TRAINER,
     "custom_trainer_module_path": _OWN_TRAINER,
+    "num_nodes": _ONE_PROCESS,
+    "tensor_parallel_size": _ONE_PROCESS,
+    "tokenizer_path": "remove it: the model's own tokenizer is used",
+    "world_size": _ONE_PROCESS,
 }
-"""Last parts that have no key here, and the other way to what they are for."""
+"""The last part of keys without an equivalent here, and what to do instead."""
 
+_REWARDS = "rewards: a list of {type, weight, ...}"
 PATHS: Mapping[str, str] = {
     "algorithm.backend": "backend.type",
     "algorithm.batch_size": "train.groups_per_step",
@@ -43,14 +41,14 @@ PATHS: Mapping[str, str] = {
     "model.path": "model",
     "policy.model_name": "model",
     "prompt_source.type": "prompts.type",
-    "reward_setup": "rewards: a list of {type, weight, ...}",
+    "reward_setup": _REWARDS,
     "staleness.no_signal": "train.no_signal",
     "staleness.order": "train.order",
     "trainer.type": "algorithm.type",
     "trainer.train_service.backend": "backend.type",
     "trainer.train_service.url": "backend.url",
 }
-"""Whole dotted paths, and sections as a whole."""
+"""Complete dotted paths of keys and sections, and their equivalents here."""
 
 WRAPPERS = (
     ("environment.env_specific_config", "environment"),
@@ -61,7 +59,7 @@ WRAPPERS = (
     ("trainer.train_service.config", "backend"),
     ("trainer.train_service", "backend"),
 )
-"""Sections that hold further keys: what isn't known by name stands under the second one here."""
+"""Sections, and the section here that takes those of their keys that HOMES does not list."""
 
 HOMES: Mapping[str, str] = {
     "adam_beta1": "backend.beta1",
@@ -133,13 +131,13 @@ HOMES: Mapping[str, str] = {
     "reward_funcs": "rewards",
     "reward_functions": "rewards",
     "rollout_repeat_n": "algorithm.group_size",
-    "rollout_reward_configs": "rewards: a list of {type, weight, ...}",
+    "rollout_reward_configs": _REWARDS,
     "save_period": "checkpoint.every",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": "algorithm.scale (group | batch | none)",
     "staleness_threshold": "staleness.max",
-    "step_reward_configs": "rewards: a list of {type, weight, ...}",
+    "step_reward_configs": _REWARDS,
     "sync_mode": "staleness.target (0 is synchronous)",
     "system_prompt": "prompts.system",
     "total_steps": "train.total_train_steps",
@@ -148,4 +146,4 @@ HOMES: Mapping[str, str] = {
     "val_period": "eval.every",
     "validate_freq": "eval.every",
 }
-"""Last parts of a path, wherever they stand."""
+"""The last part of a path, in any section, and the equivalent here."""

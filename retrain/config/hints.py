@@ -1,4 +1,4 @@
-"""What to say about a key that isn't one: the nearest key, or where that setting lives here."""
+"""What to advise about an unknown key: the nearest key, or where that setting is in `retrain`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from retrain.config.foreign import FOREIGN, HOMES, NOWHERE, OTHERWISE, PATHS, WRAPPERS
+from retrain.config.foreign import ADVICE, FOREIGN, HOMES, PATHS, WRAPPERS
 
 _SECRET = re.compile(
     r"(^|[_-])(api[_-]?key|secret([_-]?key)?|password|passwd|private[_-]?key|credentials?"
@@ -18,50 +18,48 @@ _LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str, str]) -> list[str]:
-    """The problems with a key that isn't one: a line, or one for each key inside a foreign section.
+    """The problem with an unknown key: one line, or one per key inside an unknown section.
 
-    `valid` are the keys at its place; `known` maps the last part of each key of the whole config
+    `valid` are the keys at this place; `known` maps the last part of each key of the whole config
     to its dotted path.
     """
-    choices = list(valid)
+    choices, name = list(valid), path.rpartition(".")[2]
+    home = PATHS.get(path)
+    if home is None and HOMES.get(name) in [_beside(path, choice) for choice in choices]:
+        home = HOMES[name]  # `backend.lr` is not a misspelt lr_scheduler
+    if home is None:
+        foreign = name in FOREIGN and isinstance(value, Mapping)
+        if near := None if foreign else _nearest(name, choices):
+            return [f"{path}: unknown key; did you mean {_beside(path, near)}?"]
+        if isinstance(value, Mapping) and value:
+            inner = (unknown_key(f"{path}.{key}", value[key], (), known) for key in value)
+            return [line for lines in inner for line in lines]
+    return [f"{path}: unknown key; {_advice(path, home, choices, known)}".removesuffix("; ")]
+
+
+def _advice(path: str, home: str | None, choices: Sequence[str], known: Mapping[str, str]) -> str:
     name = path.rpartition(".")[2]
-    foreign = name in FOREIGN and isinstance(value, Mapping)
-    near = [] if foreign else _nearest(name, choices)
-    home, alias = PATHS.get(path), HOMES.get(name)
-    if home is None and alias in [_beside(path, choice) for choice in choices]:
-        home = alias  # `backend.lr` is no misspelt lr_scheduler
-    if near and home is None:
-        return [f"{path}: unknown key; did you mean {_beside(path, near[0])}?"]
-    if isinstance(value, Mapping) and value and home is None:
-        return [
-            line
-            for key, inner in value.items()
-            for line in unknown_key(f"{path}.{key}", inner, (), known)
-        ]
-    if name in NOWHERE:
-        return [f"{path}: unknown key; leave it out: {NOWHERE[name]}"]
-    if name in OTHERWISE:
-        return [f"{path}: unknown key; {OTHERWISE[name]}"]
-    home = home or _home(path, known)
-    if home:
-        return [f"{path}: unknown key; that is {home} here"]
-    near = difflib.get_close_matches(name, [*choices, *known], n=1, cutoff=0.6)
-    if near:
-        meant = _beside(path, near[0]) if near[0] in choices else known[near[0]]
-        return [f"{path}: unknown key; did you mean {meant}?"]
-    keys = f"; expected one of {', '.join(sorted(choices))}" if choices else ""
-    return [f"{path}: unknown key{keys}"]
+    if name in ADVICE:
+        return ADVICE[name]
+    if home := home or _home(path, known):
+        return f"use {home}"
+    for near in difflib.get_close_matches(name, [*choices, *known], n=1, cutoff=0.6):
+        return f"did you mean {_beside(path, near) if near in choices else known[near]}?"
+    return f"expected one of {', '.join(sorted(choices))}" if choices else ""
 
 
-def _nearest(name: str, choices: Sequence[str]) -> list[str]:
-    """The key that is nearly `name`, or of which a word is: `steps` for total_train_steps."""
+def _nearest(name: str, choices: Sequence[str]) -> str | None:
+    """The key that resembles `name`, or contains a word that does: `steps` is total_train_steps."""
     words = {word: key for key in reversed(choices) for word in key.split("_")}
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.8)
-    return near or [words[w] for w in difflib.get_close_matches(name, words, n=1, cutoff=0.8)]
+    for near in difflib.get_close_matches(name, choices, n=1, cutoff=0.8):
+        return near
+    for near in difflib.get_close_matches(name, words, n=1, cutoff=0.8):
+        return words[near]
+    return None
 
 
 def secrets(value: Any, path: str = "") -> Iterator[str]:
-    """The paths that hold a secret: a key named like one, or a login within an address."""
+    """The paths of secrets: keys with such a name, and URLs that contain a password."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             here = f"{path}.{key}".lstrip(".")

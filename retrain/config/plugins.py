@@ -1,12 +1,14 @@
-"""From `type` and its keys to an object: "name" | "module:Class" | "path/file.py:Class".
+"""What `type` names: "name" | "module:Class" | "path/file.py:Class".
 
-- A short name is a built-in. The batteries in `environments/` and `rewards/` load by file path
-  from beside this package, so that a user's own package of that name can't hide one.
-- A file path is looked up in the config's folder, then in the working folder, and its folder is
-  its package: relative imports inside it work, and a file is executed once.
-- The constructor's signature is the schema of the keys: `bind` checks names and simple types.
+- A short name is a file: retrain/algorithms/NAME.py, retrain/adapters/NAME/options.py,
+  environments/NAME.py, ... A new file is a new name; there is no list to update.
+- The built-in `environments/`, `rewards/` and `configs/` are beside the package in a checkout, and
+  inside it in an installation. A user's own `environments/` and `rewards/`, in the config's or the
+  working folder, add names; a built-in of the same name takes precedence.
+- A file path is resolved in the config's folder, then in the working folder. Its folder is its
+  package: relative imports work, and a file is executed once.
 
-A user's mistake is a PluginError that names the file and the line.
+A user's mistake is a PluginError with the file and the line.
 """
 
 from __future__ import annotations
@@ -25,47 +27,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from retrain.config.paths import places
+from retrain.config.paths import find_file
 from retrain.errors import PluginError
 
-HOME = Path(__file__).resolve().parent.parent.parent
-"""The folder that holds the package, `environments/` and `rewards/`."""
-
-BUILT_IN: dict[str, dict[str, str]] = {
-    "environment": {"single_turn": "retrain.environment:Environment"},
-    "reward": {},
-    "algorithm": {
-        "dpo": "retrain.algorithms.dpo:DPO",
-        "grpo": "retrain.algorithms.grpo:GRPO",
-        "reinforce": "retrain.algorithms.reinforce:Reinforce",
-        "rloo": "retrain.algorithms.rloo:RLOO",
-        "sft": "retrain.algorithms.sft:SFT",
-    },
-    "prompts": {
-        "file": "retrain.prompts.sources:FilePrompts",
-        "hf": "retrain.prompts.sources:DatasetPrompts",
-        "list": "retrain.prompts.sources:ListPrompts",
-    },
-    "backend": {
-        "tinker": "retrain.adapters.tinker.options",
-        "trl": "retrain.adapters.trl.options",
-        "weaver": "retrain.adapters.weaver.options",
-    },
-    "logger": {
-        "tensorboard": "retrain.observe.loggers:TensorBoardLogger",
-        "trackio": "retrain.observe.loggers:TrackioLogger",
-        "wandb": "retrain.observe.loggers:WandbLogger",
-    },
+PACKAGE = Path(__file__).resolve().parent.parent
+FILES = {
+    "algorithm": "algorithms/*.py",
+    "backend": "adapters/*/options.py",
+    "config": "configs/*.yaml",
+    "environment": "environments/*.py",
+    "logger": "observe/loggers/*.py",
+    "prompts": "prompts/sources/*.py",
+    "reward": "rewards/*.py",
 }
-"""Short names by kind; a module without a class stands for the only fitting one in it."""
-
-FOLDERS = {"environment": "environments", "reward": "rewards"}
-"""Kinds whose short names are also the files of a folder beside the package."""
+"""The files of each kind; what `*` stands for is the short name."""
+OWN = ("environment", "reward")
+"""Kinds that a user's own folder adds names to."""
+SHARED = frozenset({"base", "functional", "remote"})
+"""Code that the built-ins of the other kinds share: not a plug-in, like `_name`."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a plug-in must be: a class below `base`, or whatever else `accepts` says is fit."""
+    """What a plug-in must be: a subclass or instance of `base`, or a value that `accepts` takes."""
 
     name: str
     base: type
@@ -79,99 +63,103 @@ class Kind:
 
 
 def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
-    """The class, function or object that the `type` at the dotted path `where` names.
+    """The class, function or object that `type: text` at the dotted path `where` names.
 
-    Raises PluginError when there is none, or it is of another kind.
+    Raises PluginError if there is none, or it is of another kind.
     """
     target, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
     if target.endswith(".py"):
-        module = _load_file(find_file(target, where, base_dir), where)
+        module = _load_file(find_file(target, base_dir, f"{where}: ", PluginError), where)
     elif colon:
         module = _import(target, where, base_dir)
     else:
-        return _built_in(kind, text, where, base_dir)
-    return _pick(kind, module, name, where)
+        module = _load_file(_named(kind.name, text, where, base_dir), where)
+    return _member(kind, module, name, where) if name else _only(kind, module, where)
 
 
 def built_in_names(kind: str) -> list[str]:
-    """The short names of a kind, sorted."""
-    folder = HOME / FOLDERS.get(kind, "")
-    files = folder.glob("*.py") if kind in FOLDERS else ()
-    return sorted({*BUILT_IN[kind], *(f.stem for f in files if not f.name.startswith("_"))})
+    """The built-in short names of a kind, sorted; imports nothing."""
+    return sorted(built_ins(kind))
 
 
-def find_file(text: str, where: str, base_dir: Path) -> Path:
-    """A path of the config: absolute, or in the config's folder, or in the working folder.
-
-    Raises PluginError listing the places that were tried.
-    """
-    tried = places(text, base_dir)
-    for path in tried:
-        if path.exists():
-            return path.resolve()
-    raise PluginError(f"{where}: there is no file {' nor '.join(map(str, tried))}{_similar(tried)}")
+def built_ins(kind: str) -> dict[str, Path]:
+    """The built-in files of a kind by their short names: in the package, or in its checkout."""
+    return _files(kind, PACKAGE if any(PACKAGE.glob(FILES[kind])) else PACKAGE.parent)
 
 
-def _built_in(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
-    target = BUILT_IN[kind.name].get(text)
-    if target:
-        module, _, name = target.partition(":")
-        return _pick(kind, _import(module, where, base_dir), name, where)
-    names = built_in_names(kind.name)
-    if text in names:
-        return _pick(kind, _load_file(HOME / FOLDERS[kind.name] / f"{text}.py", where), "", where)
-    near = difflib.get_close_matches(text, names, n=1)
+def _files(kind: str, root: Path) -> dict[str, Path]:
+    """The files of a kind below `root`, by their short names."""
+    by_folder = "/*/" in FILES[kind]
+    files = {f.parent.name if by_folder else f.stem: f for f in root.glob(FILES[kind])}
+    shared = () if kind in OWN else SHARED
+    return {name: files[name] for name in files if name[0] != "_" and name not in shared}
+
+
+def _named(kind: str, name: str, where: str, base_dir: Path) -> Path:
+    """The file of a short name; a built-in comes before one of the user's."""
+    found = [built_ins(kind)] if kind in FILES else []
+    found += [_files(kind, root) for root in (base_dir, Path.cwd()) if kind in OWN]
+    for files in found:
+        if name in files:
+            return files[name]
+    names = sorted(set().union(*found))
+    module, _, last = name.rpartition(".")
+    near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    module, _, last = text.rpartition(".")
-    if module:
-        hint = f"; for your own class write {module}:{last}"
+    hint = f"; for a class of your own write {module}:{last}" if module else hint
     raise PluginError(
-        f"{where}: there is no built-in {kind.name} {text!r}{hint} (built-in: "
-        f"{', '.join(names) or 'none'}; your own: module:Class or path/file.py:Class)"
+        f"{where}: there is no {kind} {name!r}{hint} (available: {', '.join(names) or 'none'}; "
+        "your own: module:Class or path/file.py:Class)"
     )
 
 
-def _pick(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
-    """The plug-in called `name`, or the only one that the module defines."""
-    source = getattr(module, "__file__", None) or module.__name__
-    if name:
-        value = getattr(module, name, None)
-        if value is None:
-            raise PluginError(f"{where}: there is no {name} in {source}{_defined(kind, module)}")
-        if inspect.isclass(value) and issubclass(value, kind.base) and inspect.isabstract(value):
-            missing = ", ".join(sorted(vars(value)["__abstractmethods__"]))
-            raise PluginError(f"{where}: {name} in {source} does not define {missing}")
-        if not kind.fits(value):
-            base = kind.base.__name__
-            article = "an" if base[0] in "AEIOU" else "a"
-            raise PluginError(
-                f"{where}: {name} in {source} is not {article} {base}{_defined(kind, module)}"
-            )
+def _member(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
+    """The plug-in called `name` in the module."""
+    source, base = _source(module), kind.base
+    value = getattr(module, name, None)
+    if kind.fits(value):
         return value
-    found = dict(_candidates(kind, module))
+    if inspect.isclass(value) and issubclass(value, base):
+        missing = ", ".join(sorted(vars(value)["__abstractmethods__"]))
+        raise PluginError(f"{where}: {name} in {source} does not define {missing}")
+    names = ", ".join(_candidates(kind, module))
+    others = f"it defines {names}" if names else f"it defines no {base.__name__}"
+    if value is None:
+        raise PluginError(f"{where}: there is no {name} in {source}; {others}")
+    article = "an" if base.__name__[0] in "AEIOU" else "a"
+    raise PluginError(f"{where}: {name} in {source} is not {article} {base.__name__}; {others}")
+
+
+def _only(kind: Kind, module: ModuleType, where: str) -> Any:
+    """The single plug-in of the module, or the one that has the file's name."""
+    found = _candidates(kind, module)
     sure = {n: v for n, v in found.items() if inspect.isclass(v) or isinstance(v, kind.base)}
-    found = sure or found  # a helper function beside a reward is no reward
-    stem = Path(source).stem
-    if stem in found:
-        return found[stem]
+    found = sure or found  # a helper function beside a reward is not a reward
+    source = Path(_source(module))
+    if source.stem in found:
+        return found[source.stem]
     if len(found) != 1:
-        choices = " or ".join(f"{Path(source).name}:{name}" for name in found)
+        choices = " or ".join(f"{source.name}:{name}" for name in found)
         many = f"several: write {choices}" if found else "none"
         raise PluginError(f"{where}: {source} must define one {kind.base.__name__}, found {many}")
     return next(iter(found.values()))
 
 
-def _candidates(kind: Kind, module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """The fitting public things that the module itself defines."""
-    for name, value in vars(module).items():
-        home = getattr(getattr(value, "function", value), "__module__", None)  # @reward keeps it
-        if not name.startswith("_") and home == module.__name__ and kind.fits(value):
-            yield name, value
+def _source(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or module.__name__
 
 
-def _defined(kind: Kind, module: ModuleType) -> str:
-    names = [name for name, _ in _candidates(kind, module)]
-    return f"; it has {', '.join(names)}" if names else f"; it defines no {kind.base.__name__}"
+def _candidates(kind: Kind, module: ModuleType) -> dict[str, Any]:
+    """The public plug-ins that the module itself defines, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and _defined_in(value) == module.__name__ and kind.fits(value)
+    }
+
+
+def _defined_in(value: Any) -> str | None:
+    return getattr(getattr(value, "function", value), "__module__", None)  # @reward keeps it
 
 
 def _import(name: str, where: str, base_dir: Path) -> ModuleType:
@@ -180,16 +168,21 @@ def _import(name: str, where: str, base_dir: Path) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module is there: something that it imports is missing
-            places = " or ".join(dict.fromkeys((str(base_dir), str(Path.cwd()))))
+                raise  # the module exists, but one that it imports does not
+            folders = " or ".join(dict.fromkeys((str(base_dir), str(Path.cwd()))))
             raise PluginError(
-                f"{where}: there is no module {error.name}: it must be installed, or stand in "
-                f"{places}"
+                f"{where}: there is no module {error.name}: install it, or put it into {folders}"
             ) from None
 
 
 def _load_file(path: Path, where: str) -> ModuleType:
-    """Execute a file once, as a member of a package that is its folder."""
+    """Import a file once: by its own name inside the package, else as a member of its folder."""
+    path = path.resolve()
+    if path.is_relative_to(PACKAGE):
+        with _blamed(where, path.name):
+            return importlib.import_module(
+                ".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts))
+            )
     folder = path.parent
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     package = f"_retrain_{digest}_{folder.name}"
@@ -210,7 +203,7 @@ def _load_package(name: str, folder: Path) -> None:
         name, init, submodule_search_locations=[str(folder)]
     )
     if spec is None or spec.loader is None:
-        raise ImportError(f"{init} can't be loaded")
+        raise ImportError(f"can't load {init}")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -237,7 +230,7 @@ def _blamed(where: str, what: str) -> Iterator[None]:
     except PluginError as error:
         if str(error).startswith(f"{where}: "):
             raise
-        raise PluginError(f"{where}: {what}: {error}") from error  # a decorator's, in the module
+        raise PluginError(f"{where}: {what}: {error}") from error  # raised by a decorator
     except SyntaxError as error:
         raise PluginError(
             f"{where}: {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
@@ -254,14 +247,4 @@ def line_of(error: BaseException) -> str:
     for frame in reversed(frames):
         if not frame.filename.startswith("<frozen") and frame.filename != __file__:
             return f" at {frame.filename}:{frame.lineno}"
-    return ""
-
-
-def _similar(tried: list[Path]) -> str:
-    for path in tried:
-        if path.parent.is_dir():
-            names = [entry.name for entry in path.parent.iterdir()]
-            near = difflib.get_close_matches(path.name, names, n=1)
-            if near:
-                return f"; did you mean {near[0]}?"
     return ""

@@ -1,4 +1,4 @@
-"""From pydantic's errors to sentences: dotted path, what was got, what was expected, what to do."""
+"""Pydantic's errors as one-line messages: dotted path, what was given, what was expected."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ from retrain.config.hints import unknown_key
 from retrain.errors import shown
 
 _EXPECTED = {
-    "bool_type": "true or false",
+    "bool_type": "a boolean",
     "dict_type": "a mapping",
     "finite_number": "a finite number",
     "float_type": "a number",
     "frozen_set_type": "a list",
-    "int_from_float": "a whole number",
-    "int_type": "a whole number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
     "list_type": "a list",
-    "model_type": "a mapping of its keys",
+    "model_type": "a mapping",
     "path_type": "a path",
-    "string_type": "a text",
+    "string_type": "a string",
     "tuple_type": "a list",
+}
+_LIMITS = {
+    "greater_than": (">", "gt"),
+    "greater_than_equal": (">=", "ge"),
+    "less_than": ("<", "lt"),
+    "less_than_equal": ("<=", "le"),
+}
+_MISSING = {
+    "type": "expected a built-in name, module:Class or path/file.py:Class",
+    "prompts": "expected the source of the prompts, such as {type: file, path: data/my.jsonl}",
 }
 
 
@@ -33,37 +43,37 @@ def problems_of(
     prefix: str = "",
     known: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """One line a problem, each with its dotted path behind `prefix`; none for `ignored` paths.
+    """One line per problem, each with its dotted path below `prefix`; none for `ignored` paths.
 
-    `known` maps further keys' names to their paths, beside those of `model`.
+    `known` maps the names of further keys to their paths, in addition to those of `model`.
     """
     names = {**keys_of(model, prefix), **(known or {})}
-    lines = []
+    lines: list[str] = []
     for detail in error.errors(include_url=False):
         location: Sequence[int | str] = detail["loc"]
-        path = ".".join(str(part) for part in ((prefix, *location) if prefix else location))
-        value, kind = detail["input"], detail["type"]
-        if any(path == secret or path.startswith(secret + ".") for secret in ignored):
-            continue
-        if kind == "extra_forbidden":
-            lines += unknown_key(
-                path, _visible(value, path, ignored), _beside(model, location), names
-            )
-        elif isinstance(value, Mapping) and kind == "string_type":
-            inner = _visible(value, path, ignored)
-            lines.append(f"{path}: got a mapping, expected a text")
-            lines += [
-                line
-                for key in inner
-                for line in unknown_key(f"{path}.{key}", inner[key], (), names)
-            ]
-        elif kind == "missing":
-            lines.append(f"{path}: missing; {_hint(model, location)}")
-        elif kind == "value_error" and isinstance(value, Mapping):  # told in its own words
-            lines.append(f"{path}: {detail['ctx']['error']}")
-        else:
-            lines.append(f"{path}: got {_in_yaml(value)}, {_expected(detail)}")
+        path = ".".join(map(str, (prefix, *location) if prefix else location))
+        if not any(path == other or path.startswith(f"{other}.") for other in ignored):
+            value = _visible(detail["input"], path, ignored)
+            lines += _problem({**detail, "input": value}, path, _beside(model, location), names)
     return lines
+
+
+def _problem(
+    detail: Mapping[str, Any], path: str, valid: Sequence[str], names: Mapping[str, str]
+) -> Iterator[str]:
+    value, kind, last = detail["input"], detail["type"], detail["loc"][-1:]
+    if kind == "extra_forbidden":
+        yield from unknown_key(path, value, valid, names)
+    elif kind == "missing":
+        yield f"{path}: missing; {_MISSING.get(str(last[0]), 'it has no default')}"
+    elif kind == "value_error" and isinstance(value, Mapping):  # a validator of the whole section
+        yield f"{path}: {detail['ctx']['error']}"
+    elif kind == "string_type" and isinstance(value, Mapping):
+        yield f"{path}: got a mapping, expected a string"
+        for key in value:
+            yield from unknown_key(f"{path}.{key}", value[key], (), names)
+    else:
+        yield f"{path}: got {_in_yaml(value)}, {_expected(detail)}"
 
 
 def problems_of_value(error: ValidationError, path: str) -> list[str]:
@@ -81,16 +91,40 @@ def problems_of_value(error: ValidationError, path: str) -> list[str]:
 
 
 def _in_yaml(value: Any) -> str:
-    """A value in the config's words: short, and never the inside of a mapping."""
+    """A value as YAML has it, shortened; never the content of a mapping."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, list | tuple) and len(value) > 4:
         return f"a list of {len(value)}"
-    if value is None:
-        return "nothing (null)"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     return shown(value)
+
+
+def _expected(detail: Mapping[str, Any]) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind in _LIMITS:
+        sign, key = _LIMITS[kind]
+        limit = context[key]
+        return f"expected {'an integer' if isinstance(limit, int) else 'a number'} {sign} {limit:g}"
+    if kind in _EXPECTED:
+        return f"expected {_EXPECTED[kind]}"
+    if kind == "literal_error":
+        return f"expected {context['expected']}"
+    if kind == "value_error":
+        return f"but {context['error']}"
+    return f"but {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}"
+
+
+def _visible(value: Any, path: str, hidden: Collection[str]) -> Any:
+    """`value` without the keys that are rejected anyway."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: _visible(inner, f"{path}.{key}", hidden)
+        for key, inner in value.items()
+        if f"{path}.{key}" not in hidden
+    }
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
@@ -102,13 +136,12 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
 
 
 def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        if field.exclude:
-            continue
+    for name in _keys(model):
+        annotation = model.model_fields[name].annotation
         path = f"{prefix}.{name}".lstrip(".")
         yield path
-        inner = _model_in(field.annotation)
-        if inner is not None and not _is_list(field.annotation):
+        inner = _model_in(annotation)
+        if inner is not None and getattr(annotation, "__origin__", None) is not tuple:
             yield from _paths(inner, path)
 
 
@@ -118,61 +151,15 @@ def _beside(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     for part in location[:-1]:
         if isinstance(part, str) and here is not None and part in here.model_fields:
             here = _model_in(here.model_fields[part].annotation)
-    if here is None:
-        return []
-    return [name for name, field in here.model_fields.items() if not field.exclude]
+    return [] if here is None else _keys(here)
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [name for name, field in model.model_fields.items() if not field.exclude]
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     """The model in `Model`, `Model | None` or `tuple[Model, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for part in get_args(annotation):
-        found = _model_in(part)
-        if found is not None:
-            return found
-    return None
-
-
-def _is_list(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) is tuple
-
-
-def _hint(model: type[BaseModel], location: Sequence[int | str]) -> str:
-    last = location[-1]
-    if last == "type":
-        return "expected the name of a built-in, module:Class or path/file.py:Class"
-    if last == "prompts":
-        return "expected where the prompts come from, such as {type: file, path: data/my.jsonl}"
-    return "it has no default"
-
-
-def _expected(detail: Mapping[str, Any]) -> str:
-    kind, context = detail["type"], detail.get("ctx", {})
-    limits = {
-        "greater_than_equal": ("ge", "at least"),
-        "greater_than": ("gt", "more than"),
-        "less_than_equal": ("le", "at most"),
-        "less_than": ("lt", "less than"),
-    }
-    if kind in limits:
-        key, words = limits[kind]
-        return f"expected {words} {context[key]}"
-    if kind == "literal_error":
-        return f"expected {context['expected']}"
-    if kind == "value_error":
-        return f"but {context['error']}"
-    if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind]}"
-    return f"but {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}"
-
-
-def _visible(value: Any, path: str, hidden: Collection[str]) -> Any:
-    """`value` without the keys that are refused anyway."""
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        key: _visible(inner, f"{path}.{key}", hidden)
-        for key, inner in value.items()
-        if f"{path}.{key}" not in hidden
-    }
+    return next((m for m in map(_model_in, get_args(annotation)) if m is not None), None)

@@ -5,7 +5,7 @@ Both raise one ConfigError that lists every problem.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,42 +69,66 @@ def _checked(
 
 
 _NO_SECRETS = (
-    "a secret doesn't belong in a config: remove it, and set the environment variable that the "
-    "service documents, such as TINKER_API_KEY or WEAVER_API_KEY"
+    "a config can't contain secrets: remove it, and set the environment variable of the service, "
+    "such as TINKER_API_KEY or WEAVER_API_KEY"
 )
-_SHORT = {"environment": "type", "algorithm": "type", "backend": "type", "chat": "template"}
 
 
 def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Short forms in full: `environment: echo`, `rewards: exact`, `prompts: file.jsonl`."""
     full = dict(mapping)
-    for key, inner in _SHORT.items():
-        if isinstance(full.get(key), str):
-            full[key] = {inner: full[key]}
-    if isinstance(full.get("backend"), Mapping):  # its keys alone: the default backend's
-        full["backend"] = {"type": "trl", **full["backend"]}
-    for key in ("rewards", "loggers"):
-        listed = full.get(key)
-        if isinstance(listed, str | Mapping):
-            listed = [listed]
-        if isinstance(listed, list):
-            full[key] = [{"type": item} if isinstance(item, str) else item for item in listed]
-    if "prompts" in full:
-        full["prompts"] = _prompts(full["prompts"])
-    if isinstance(full.get("eval"), dict) and "prompts" in full["eval"]:
-        full["eval"] = {**full["eval"], "prompts": _prompts(full["eval"]["prompts"])}
-    sampling = full.get("sampling")
-    if isinstance(sampling, dict) and isinstance(sampling.get("stop"), str):
-        full["sampling"] = {**sampling, "stop": [sampling["stop"]]}
+    for key, spell in _SHORT_FORMS.items():
+        if key in full:
+            full[key] = spell(full[key])
     return full
+
+
+def _typed(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+def _backend(value: Any) -> Any:
+    return {"type": "trl", **value} if isinstance(value, Mapping) else _typed(value)
+
+
+def _template(value: Any) -> Any:
+    return {"template": value} if isinstance(value, str) else value
+
+
+def _listed(value: Any) -> Any:
+    items = [value] if isinstance(value, str | Mapping) else value
+    return [_typed(item) for item in items] if isinstance(items, list) else items
 
 
 def _prompts(value: Any) -> Any:
     if isinstance(value, str) and _is_file(value):
         return {"type": "file", "path": value}
-    if isinstance(value, list):
-        return {"type": "list", "rows": value}
-    return {"type": value} if isinstance(value, str) else value
+    return {"type": "list", "rows": value} if isinstance(value, list) else _typed(value)
+
+
+def _held_out(value: Any) -> Any:
+    if not isinstance(value, dict) or "prompts" not in value:
+        return value
+    return {**value, "prompts": _prompts(value["prompts"])}
+
+
+def _sampling(value: Any) -> Any:
+    if not isinstance(value, dict) or not isinstance(value.get("stop"), str):
+        return value
+    return {**value, "stop": [value["stop"]]}
+
+
+_SHORT_FORMS: Mapping[str, Callable[[Any], Any]] = {
+    "algorithm": _typed,
+    "backend": _backend,
+    "chat": _template,
+    "environment": _typed,
+    "eval": _held_out,
+    "loggers": _listed,
+    "prompts": _prompts,
+    "rewards": _listed,
+    "sampling": _sampling,
+}
 
 
 def _is_file(text: str) -> bool:

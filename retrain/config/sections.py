@@ -1,6 +1,7 @@
-"""What a run is: the YAML's models. Every default is a vetted run; an unknown key is an error.
+"""The keys of a run's YAML. Every default is a tested one; an unknown key is an error.
 
 A plug-in's own keys are checked when it is bound (`binding.bind`): its constructor is their schema.
+The strings below the fields are the keys' documentation, in docs/configuration.md and the schema.
 """
 
 from __future__ import annotations
@@ -11,81 +12,107 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Listed = Field(strict=False)
-"""A YAML list is read into a tuple, its items as strictly as the rest."""
+"""A YAML list is read into a tuple; its items are checked as strictly as other values."""
 
 
 class Section(BaseModel):
-    """Frozen, and closed: extra keys are forbidden, and a text or `true` is no number."""
+    """Frozen, without further keys, and strict: a string or `true` is not a number."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
 
 class Plugin(BaseModel):
-    """`type` names a class or function; the other keys are its constructor's arguments."""
+    """`type` names a class or function; the other keys are its arguments."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="allow", frozen=True, strict=True, use_attribute_docstrings=True
+    )
     type: str
+    """A built-in name, `module:Class` or `path/file.py:Class`."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keys beside the declared ones."""
+        """The keys in addition to the declared ones."""
         return dict(self.model_extra or {})
 
 
 class RewardConfig(Plugin):
+    """What scores a rollout; the reward is the sum of all entries by weight."""
+
     weight: float = 1.0
+    """The factor of this reward in the sum."""
     name: str | None = None
-    """The component's name in metrics and rollouts; by default the type's last part."""
+    """The name in metrics and rollouts; by default the last part of the type."""
 
 
 class AlgorithmConfig(Plugin):
+    """How rewards become advantages, and which loss trains them."""
+
     type: str = "grpo"
+    """A built-in name, `module:Class` or `path/file.py:Class`."""
     group_size: Annotated[int, Field(ge=1)] = 8
-    """Rollouts a prompt."""
+    """Rollouts per prompt."""
     loss: str | None = None
-    """What the adapter executes; by default the algorithm's own."""
+    """The loss that the backend computes; by default the algorithm's own."""
     loss_config: dict[str, Any] = {}
-    """The loss's keys: epsilon, epsilon_high, delta, beta, ..."""
+    """The keys of the loss: epsilon, epsilon_high, delta, beta, ..."""
     normalisation: Literal["token", "sequence", "batch"] | None = None
-    """What a shared loss is averaged over; TRL's own loss names carry theirs."""
+    """What a shared loss is averaged over, by default tokens. TRL's own losses fix it."""
     kl_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Charged to each sampled token: kl_penalty x log(p / reference), the reference being the
-    weights that the run started from. It means the same on every backend."""
+    """Subtract kl_penalty x log(p / reference) from the advantage of each sampled token. The
+    reference is the model that the run started from. It means the same on every backend."""
 
 
 class SamplingConfig(Section):
+    """How the model generates a turn."""
+
     max_tokens: Annotated[int, Field(ge=1)] = 256
-    """Tokens a turn."""
+    """The maximum number of tokens per turn."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    """The sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens with this total probability."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from this many most likely tokens; 0 is all."""
     stop: Annotated[tuple[str, ...], Listed] = ()
+    """Strings that end a turn."""
 
 
 class ChatConfig(Section):
+    """How messages become tokens."""
+
     template: str = "auto"
-    """`auto`: the tokenizer's own; `none`: texts are joined as they are; else a Jinja file."""
+    """`auto`: the tokenizer's own template; `none`: concatenated contents; else a Jinja file."""
     arguments: dict[str, Any] = {}
-    """Variables for the template, such as enable_thinking."""
+    """Variables of the template, such as enable_thinking."""
 
 
 class RolloutConfig(Section):
+    """Limits of a rollout, and how many run at once."""
+
     max_turns: Annotated[int, Field(ge=1)] = 16
+    """The maximum number of turns; a longer rollout is truncated."""
     max_sequence_length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of prompt and replies together; by default as many as the model's context."""
+    """The maximum number of tokens of a rollout, prompt included; by default the model's context
+    length."""
     slots: Annotated[int, Field(ge=1)] | None = None
-    """Groups in flight at once; by default as many as staleness admits."""
+    """Groups in flight at once; by default as many as `staleness` allows."""
     setup_concurrency: Annotated[int, Field(ge=1)] = 64
-    """Environments that may be in `setup` at once."""
+    """Environments that may run `setup` at once."""
     reward_concurrency: Annotated[int, Field(ge=1)] = 64
-    """Groups that one reward may be scoring at once."""
+    """Groups that one reward may score at once."""
 
 
 class StalenessConfig(Section):
+    """How far sampling may run ahead of training."""
+
     target: Annotated[int, Field(ge=0)] = 1
     """Work starts while untrained groups < (target + 1) x groups_per_step; 0 is synchronous."""
     max: Annotated[int, Field(ge=0)] | None = None
-    """A group with a token more versions behind than this is never trained; default 2 x target."""
+    """A group with a token more than this many versions old is dropped and its prompt issued
+    again; by default 2 x target."""
 
     @property
     def bound(self) -> int:
@@ -94,85 +121,114 @@ class StalenessConfig(Section):
     @model_validator(mode="after")
     def _ordered(self) -> StalenessConfig:
         if self.max is not None and self.max < self.target:
-            raise ValueError(f"max ({self.max}) must be at least target ({self.target})")
+            raise ValueError(f"max is {self.max}, expected at least target ({self.target})")
         return self
 
 
 class TrainConfig(Section):
+    """The length of the run, and which groups make a step."""
+
     total_train_steps: Annotated[int, Field(ge=0)] = 100
-    """Optimizer steps, counted from the run's start, resumes included."""
+    """Optimizer steps, counted from the start of the run, resumes included."""
     groups_per_step: Annotated[int, Field(ge=1)] = 8
+    """Groups, or rows of examples, per optimizer step."""
     seed: int = 0
+    """The seed of the order of prompts, of sampling and of training."""
     shuffle: bool = True
+    """Shuffle the prompts in every epoch."""
     order: Literal["ready", "in_order"] = "ready"
-    """`ready` trains groups as they finish; `in_order` as they were issued: reproducible, at the
-    price that `trl` decodes each request apart."""
+    """`ready` trains groups as they finish; `in_order` in the order of their prompts, which is
+    reproducible, but `trl` then decodes each request separately."""
     no_signal: Literal["keep", "refill"] = "keep"
-    """Groups whose rewards are all equal: train them with advantage 0, or replace them."""
+    """Groups with equal rewards: `keep` trains them with advantage 0, `refill` replaces them."""
     max_refill: Annotated[int, Field(ge=0)] = 3
-    """Batches' worth of groups that one step may replace."""
+    """How much `refill` may replace per step, in batches."""
     stop_after_flat_steps: Annotated[int, Field(ge=1)] = 25
-    """Steps in a row without any signal end the run: solved at the top reward, else an error."""
+    """End the run after this many consecutive steps without any signal: as solved if every reward
+    is the top one, else with an error."""
     max_failed_groups: Annotated[int, Field(ge=1)] = 16
-    """Groups in a row without one good rollout end the run with the first cause."""
+    """End the run with the first error after this many consecutive groups that failed entirely."""
 
 
 class CheckpointConfig(Section):
+    """What a run saves."""
+
     every: Annotated[int, Field(ge=0)] = 50
-    """Steps between checkpoints; 0 writes none but the last."""
+    """Steps between checkpoints; 0 writes only the last one."""
     keep: Annotated[int, Field(ge=1)] = 3
+    """How many of the newest checkpoints to keep."""
     merge_lora: bool = False
-    """`final/` holds the merged model rather than the LoRA weights."""
+    """Write the merged model to `final/`, not the LoRA weights."""
 
 
 class EvalConfig(Section):
+    """Rollouts on held-out prompts, reported and not trained."""
+
     prompts: Plugin
+    """The held-out prompts, as in `prompts`."""
     every: Annotated[int, Field(ge=1)] = 50
+    """Steps between evaluations."""
     samples: Annotated[int, Field(ge=1)] = 4
-    """Rollouts a prompt: k of pass@k."""
+    """Rollouts per prompt: the k of pass@k."""
     pass_threshold: float = 1.0
-    """A rollout passes at this reward or more."""
+    """The reward from which a rollout counts as passed."""
 
 
 class DeadlinesConfig(Section):
-    """Seconds that an await may take. User code past its deadline is the outcome `timeout`."""
+    """Time limits in seconds. A rollout whose own code exceeds one has the outcome `timeout`."""
 
     setup: Annotated[float, Field(gt=0)] = 300.0
+    """One call of the environment's `setup`."""
     reset: Annotated[float, Field(gt=0)] = 120.0
+    """One call of the environment's `reset`."""
     step: Annotated[float, Field(gt=0)] = 300.0
+    """One call of the environment's `step`."""
     reward: Annotated[float, Field(gt=0)] = 120.0
+    """One call of a reward."""
     close: Annotated[float, Field(gt=0)] = 30.0
+    """One call of the environment's `close`."""
     sample: Annotated[float, Field(gt=0)] = 1800.0
+    """One request to the sampler."""
     update: Annotated[float, Field(gt=0)] = 3600.0
+    """One optimizer step."""
     publish: Annotated[float, Field(gt=0)] = 1800.0
+    """One transfer of new weights to the sampler."""
     checkpoint: Annotated[float, Field(gt=0)] = 1800.0
+    """One save or load of a checkpoint."""
     blocked: Annotated[float, Field(gt=0)] = 120.0
-    """User code that blocks the event loop for this long ends the process."""
+    """End the process if user code blocks the event loop for this long."""
     stall: Annotated[float, Field(gt=0)] = 3600.0
-    """No progress for this long ends the run and names what it waits for."""
+    """End the run if nothing progresses for this long, and name what it waits for."""
 
 
 class RunConfig(Section):
+    """A run. A section's description is its class's."""
+
     name: str | None = None
-    """The run directory's name under `runs/`; by default the config file's."""
+    """The name of the run directory in `runs/`; by default the config file's name."""
     model: str = "tiny"
-    """`tiny`, a local folder, or a Hugging Face id."""
+    """`tiny`, a local model folder, or a Hugging Face id."""
     prompts: Plugin
+    """The prompts or examples to train on: a source, a file's path, or a list of rows."""
     environment: Plugin = Plugin(type="single_turn")
+    """What answers the model until the episode ends."""
     rewards: Annotated[tuple[RewardConfig, ...], Listed] = ()
+    """What scores a rollout, in addition to the environment's own reward."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     backend: Plugin = Plugin(type="trl")
+    """What trains and serves the model: this machine (`trl`) or a service."""
     sampling: SamplingConfig = SamplingConfig()
     chat: ChatConfig = ChatConfig()
     rollout: RolloutConfig = RolloutConfig()
     staleness: StalenessConfig = StalenessConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig | None = None
+    """Evaluation on held-out prompts; by default none."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     loggers: Annotated[tuple[Plugin, ...], Listed] = ()
-    """Further sinks of the metrics: tensorboard, wandb, or your own."""
+    """Further destinations of the metrics, such as tensorboard or wandb."""
     run_dir: Annotated[Path, Field(strict=False)] | None = None
-    """Overrides runs/NAME."""
+    """The run directory; by default runs/NAME."""
     base_dir: Path = Field(default=Path(), exclude=True)
-    """The config file's folder: relative paths are looked up there, then in the working folder."""
+    """The config file's folder: relative paths start there, or else in the working folder."""

@@ -1,7 +1,7 @@
-"""From a YAML text, or `key=value`, to plain values.
+"""YAML files and `key=value` arguments as plain values.
 
-YAML as its users read it: safe, `1e-5` is a number, and a key that stands twice is an error
-instead of a silent last word. No message quotes the text, which might hold a secret.
+The loader is safe, reads `1e-5` as a number, and rejects a key that appears twice in one mapping.
+No message quotes the YAML, which may contain a secret.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 import yaml
 
-from retrain.config.paths import broken_link
-from retrain.errors import ConfigError, first_of, shown
+from retrain.config.paths import broken_link, neighbours
+from retrain.errors import ConfigError, shown
 
 Marks = dict[str, int]
-"""The line of each dotted path."""
+"""The line number of each dotted path."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader, with the floats of YAML 1.2 (PyYAML takes `1e-5` for a text)."""
+    """SafeLoader with the floats of YAML 1.2: PyYAML reads `1e-5` as a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -32,58 +32,58 @@ _Loader.add_implicit_resolver(
 
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], Marks]:
-    """The mapping in the file, and its keys' lines.
+    """The mapping in the file, and the line of each key.
 
-    Raises ConfigError when there is no such file, or it holds no YAML mapping.
+    Raises ConfigError if there is no such file, or it contains no YAML mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        told = broken_link(path) or f"there is no file {path}{_neighbours(path)}"
-        raise ConfigError(told) from None
+        missing = broken_link(path) or f"file not found: {path}{neighbours(path)}"
+        raise ConfigError(missing) from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder: expected a YAML file{_neighbours(path)}") from None
+        raise ConfigError(f"{path} is a folder, expected a YAML file{neighbours(path)}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a UTF-8 text: byte {error.start} can't be read") from None
+        raise ConfigError(f"{path} is not UTF-8: byte {error.start} can't be decoded") from None
     except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+        raise ConfigError(f"can't read {path}: {error.strerror}") from None
     value, marks = parse_yaml(text, source=str(path))
     if value is None:
-        raise ConfigError("the file is empty: a run needs at least `prompts`", source=str(path))
+        raise ConfigError("the file is empty, expected at least `prompts`", source=str(path))
     if not isinstance(value, dict):
         raise ConfigError(
-            f"holds a {_kind(value)}: expected a mapping (`model: ...`, `prompts: ...`)",
+            f"contains a {_kind(value)}, expected a mapping (`model: ...`, `prompts: ...`)",
             source=str(path),
         )
     return value, marks
 
 
 def parse_yaml(text: str, source: str = "") -> tuple[Any, Marks]:
-    """The one YAML document in `text`. Raises ConfigError with the line and column."""
+    """The single YAML document in `text`, and its keys' lines. Raises ConfigError."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        marks = dict(_lines(node, ""))
-        twice = list(_repeated(node, ""))
-        if twice:
-            raise ConfigError(*twice, source=source)
-        return loader.construct_document(node), marks
+        marks, twice = dict(_lines(node, "")), list(_repeated(node, ""))
+        value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         context = f" {error.context}" if error.context else ""
-        raise ConfigError(f"{where}not YAML: {error.problem}{context}", source=source) from None
+        raise ConfigError(f"{where}invalid YAML: {error.problem}{context}", source=source) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # odd characters, dates, aliases
         line = str(error).splitlines()[0]
-        raise ConfigError(f"not YAML: {line}", source=source) from None
+        raise ConfigError(f"invalid YAML: {line}", source=source) from None
     finally:
         loader.dispose()
+    if twice:
+        raise ConfigError(*twice, source=source)
+    return value, marks
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """The path and the value of `key=value`; the value is read as YAML."""
+    """The path and the value of `key=value`; the value is parsed as YAML."""
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
@@ -97,10 +97,10 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def apply_override(config: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set the value at `path`, making the sections that are missing.
+    """Set the value at `path`, and create missing sections.
 
-    A number in the path is an index into a list, at most one past its end.
-    Raises ConfigError when the path runs through something that isn't a section.
+    A number in the path is an index into a list; the index after the last one appends.
+    Raises ConfigError if the path leads through a value that is not a section.
     """
     holder: Any = config
     for depth, key in enumerate(path):
@@ -112,7 +112,7 @@ def apply_override(config: dict[str, Any], path: Sequence[str], value: Any) -> N
                 holder.append(None)
         elif not isinstance(holder, dict):
             raise ConfigError(
-                f"argument {'.'.join(path)}=...: {here} is a {_kind(holder)}, not a section"
+                f"argument {'.'.join(path)}=...: {here} is a {_kind(holder)}, expected a section"
             )
         if depth == len(path) - 1:
             holder[slot] = value
@@ -147,7 +147,7 @@ def _lines(node: Any, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _repeated(node: Any, path: str) -> Iterator[str]:
-    """The keys that stand twice in one mapping."""
+    """The keys that appear twice in one mapping."""
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _repeated(value, f"{path}.{index}")
@@ -159,20 +159,12 @@ def _repeated(node: Any, path: str) -> Iterator[str]:
         line = key.start_mark.line + 1
         if isinstance(key, yaml.ScalarNode) and key.value != "<<":
             if key.value in seen:
-                yield f"line {line}: {inner} stands here and in line {seen[key.value]}: keep one"
+                yield f"line {line}: duplicate key {inner}, first in line {seen[key.value]}"
             seen[key.value] = line
         yield from _repeated(value, inner)
-
-
-def _neighbours(path: Path) -> str:
-    folder = path if path.is_dir() else path.parent
-    if not folder.is_dir():
-        return f" (nor a folder {folder})"
-    near = sorted(file.name for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
-    return f"; the folder has {first_of(near)}" if near else ""
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, dict):
         return "mapping"
-    return "list" if isinstance(value, list) else "text" if isinstance(value, str) else "value"
+    return "list" if isinstance(value, list) else "string" if isinstance(value, str) else "value"

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.config.models import TINY, find_model
+from retrain.config.paths import TINY, find_model
 from retrain.engine.tiny import quiet, tiny_folder, tiny_tokenizer
 from retrain.errors import ConfigError
 

@@ -1,15 +1,9 @@
-"""The rows that a run asks or trains on: sources, files, examples."""
+"""The rows that a run prompts with or trains on: sources, files, examples."""
 
-from retrain.prompts.sources import (
-    DatasetPrompts,
-    FilePrompts,
-    ListPrompts,
-    PromptSource,
-    Row,
-    epoch_order,
-    load_dataset_rows,
-    parse_messages,
-)
+from retrain.prompts.base import PromptSource, Row, epoch_order, parse_messages
+from retrain.prompts.sources.file import FilePrompts
+from retrain.prompts.sources.hf import DatasetPrompts, load_dataset
+from retrain.prompts.sources.list import ListPrompts
 
 __all__ = [
     "DatasetPrompts",
@@ -18,6 +12,6 @@ __all__ = [
     "PromptSource",
     "Row",
     "epoch_order",
-    "load_dataset_rows",
+    "load_dataset",
     "parse_messages",
 ]

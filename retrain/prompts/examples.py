@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from retrain.chat.tools import tools_of
 from retrain.errors import PromptError, shown
-from retrain.prompts.sources import PromptSource, Row, parse_messages
+from retrain.prompts.base import PromptSource, Row, parse_messages
 from retrain.types import Message
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
-"""Files of rows: jsonl, json (a list), csv, txt (a prompt a line) and parquet.
+"""Files of rows: jsonl, json (a list), csv, txt (one prompt per line) and parquet.
 
-Every reader yields a row with the place where it stands, so that an error can name the line.
+Every reader yields a row with its place, so that an error can name the line.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retrain.errors import PromptError
+from retrain.prompts.base import Numbered
 
 Format = Literal["jsonl", "json", "csv", "txt", "parquet"]
 FORMATS: Mapping[str, Format] = {
@@ -23,26 +24,24 @@ FORMATS: Mapping[str, Format] = {
     ".parquet": "parquet",
     ".txt": "txt",
 }
-Numbered = tuple[str, Any]
-"""Where a row stands ("line 3"), and the row."""
 
 
 def read_rows(path: Path, format: Format | None = None) -> list[Numbered]:
-    """All rows of a file; its ending tells the format, unless `format` does.
+    """All rows of a file; without `format` the file extension determines it.
 
-    Raises PromptError naming the file and the line.
+    Raises PromptError with the file and the line.
     """
     read = _READERS[format or _format_of(path)]
     try:
         return list(read(path))
     except UnicodeDecodeError:
-        raise PromptError(f"{path}{_undecodable(path)}: not a UTF-8 text") from None
+        raise PromptError(f"{path}{_undecodable(path)}: not UTF-8") from None
     except OSError as error:
-        raise PromptError(f"{path} can't be read: {error.strerror}") from None
+        raise PromptError(f"can't read {path}: {error.strerror}") from None
 
 
 def _undecodable(path: Path) -> str:
-    """Where the first line stands that is no UTF-8: a reader decodes many at a time."""
+    """The place of the first line that is not UTF-8; a reader decodes many lines at once."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -55,7 +54,9 @@ def _undecodable(path: Path) -> str:
 def _format_of(path: Path) -> Format:
     if path.suffix.lower() not in FORMATS:
         known = ", ".join(sorted(set(FORMATS.values())))
-        raise PromptError(f"{path}: its ending tells no format: set `format` to one of {known}")
+        raise PromptError(
+            f"{path}: can't infer the format from the extension: set `format` to one of {known}"
+        )
     return FORMATS[path.suffix.lower()]
 
 
@@ -70,8 +71,8 @@ def _read_json(path: Path) -> Iterator[Numbered]:
     rows = _json(path.read_text(encoding="utf-8-sig"), path, 1)
     if not isinstance(rows, list):
         raise PromptError(
-            f"{path} holds a {type(rows).__name__}: expected a list of rows; "
-            "one object a line is format jsonl"
+            f"{path} contains a {type(rows).__name__}, expected a list of rows; for one object per "
+            "line set `format` to jsonl"
         )
     yield from ((f"row {index}", row) for index, row in enumerate(rows))
 
@@ -82,9 +83,8 @@ def _json(text: str, path: Path, line: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise PromptError(
-            f"{path}, line {line + error.lineno - 1}, column {error.colno}: not JSON: {error.msg}"
-        ) from None
+        where = f"{path}, line {line + error.lineno - 1}, column {error.colno}"
+        raise PromptError(f"{where}: invalid JSON: {error.msg}") from None
 
 
 def _read_csv(path: Path) -> Iterator[Numbered]:
@@ -94,12 +94,12 @@ def _read_csv(path: Path) -> Iterator[Numbered]:
             for row in reader:
                 if None in row or None in row.values():
                     raise PromptError(
-                        f"{path}, line {reader.line_num}: has another number of fields than the "
+                        f"{path}, line {reader.line_num}: expected as many fields as in the "
                         f"header ({', '.join(reader.fieldnames or ())})"
                     )
                 yield f"line {reader.line_num}", row
         except csv.Error as error:
-            raise PromptError(f"{path}, line {reader.line_num}: not CSV: {error}") from None
+            raise PromptError(f"{path}, line {reader.line_num}: invalid CSV: {error}") from None
 
 
 def _read_txt(path: Path) -> Iterator[Numbered]:
@@ -114,11 +114,13 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
         arrow = import_module("pyarrow")
         parquet = import_module("pyarrow.parquet")
     except ImportError:
-        raise PromptError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
+        raise PromptError(
+            f"{path}: parquet needs pyarrow, which is not installed: pip install pyarrow"
+        ) from None
     try:
         rows = parquet.read_table(path).to_pylist()
     except arrow.ArrowException as error:
-        raise PromptError(f"{path}: not a parquet file: {error}") from None
+        raise PromptError(f"{path}: invalid parquet: {error}") from None
     yield from ((f"row {index}", row) for index, row in enumerate(rows))
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, install_command
 from retrain.service.state import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -117,7 +117,7 @@ def _server() -> Callable[[Settings, socket.socket, str], Coroutine[None, None, 
         from retrain.service.server import serve
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"needs {error.name}, which is not installed: pip install 'retrain[service]'"
+            f"needs {error.name}, which is not installed: {install_command('service')}"
         ) from error
     return serve
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
-from retrain.assembly import Parts, assemble
+from retrain.assembly import Given, Parts, assemble
 from retrain.config import RunConfig
 from retrain.errors import CheckpointError, NotFoundError, RewardError, shown
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
@@ -51,8 +51,7 @@ class Plan:
     """A training that is ready to begin: everything is checked, nothing is loaded."""
 
     config: RunConfig
-    given: Mapping[str, Any]
-    """Parts that exist already, by their name in Parts."""
+    given: Given
     max_steps: int | None = None
     max_epochs: int | None = None
     close: Callable[[], None] = lambda: None

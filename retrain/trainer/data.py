@@ -17,7 +17,7 @@ from pydantic import Field
 
 from retrain.config import Section
 from retrain.errors import NotFoundError, PromptError
-from retrain.prompts import ListPrompts, PromptSource, Row, load_dataset_rows
+from retrain.prompts import ListPrompts, PromptSource, Row, load_dataset
 from retrain.prompts.files import FORMATS, read_rows
 from retrain.trainer.columns import HELPSTEER, Wanted, mapping_of, renamed
 from retrain.types import Prompt
@@ -136,7 +136,7 @@ def _named(name: str, options: DataOptions) -> Sequence[Any]:
         return [row for _, row in read_rows(path)]
     if not path.is_dir() and _looks_like_a_path(name):
         raise NotFoundError(f"dataset: no file or folder {path}")
-    return load_dataset_rows(name, options.name, options.split)
+    return [dict(row) for row in load_dataset(name, options.name, options.split)]
 
 
 def _looks_like_a_path(name: str) -> bool:

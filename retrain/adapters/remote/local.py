@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.config import RunConfig
-from retrain.config.models import TINY
+from retrain.config.paths import TINY
 
 if TYPE_CHECKING:
     import httpx

@@ -14,7 +14,7 @@ from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.adapters.losses import custom_loss, loss_keys, run_loss
 from retrain.adapters.remote.schedule import Schedule
 from retrain.config import RunConfig
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, install_command
 from retrain.losses import LOSSES, check_keys, shared_name
 from retrain.transport.vendors import Vendor, checked_url
 
@@ -25,13 +25,19 @@ LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
 class RemoteLora(BaseModel):
     """Low-rank adapters (arXiv:2106.09685) on all layers of a kind, or none of them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
     rank: Annotated[int, Field(ge=1)] = 32
+    """The rank of the adapters."""
     seed: int | None = None
     """Of the initial adapters; by default train.seed."""
     train_unembed: bool = True
+    """Train the output layer."""
     train_mlp: bool = True
+    """Train the feed-forward layers."""
     train_attn: bool = True
+    """Train the attention layers."""
 
 
 class RemoteOptions(AdapterOptions):
@@ -39,6 +45,7 @@ class RemoteOptions(AdapterOptions):
 
     model_config = ConfigDict(allow_inf_nan=False)  # JSON has no such numbers
 
+    extra: ClassVar[str] = "remote"
     vendor: ClassVar[Vendor]
     """Whose protocol it is."""
 
@@ -47,14 +54,21 @@ class RemoteOptions(AdapterOptions):
     base_model: str | None = None
     """The service's name of the model, where it isn't `model`."""
     lora: RemoteLora = RemoteLora()
+    """Which layers get low-rank adapters, and of what rank."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """The learning rate of Adam, after the warm-up."""
     lr_scheduler: Schedule = "constant"
     """Over train.total_train_steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Adam's decay of the mean of the gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Adam's decay of the mean of the squared gradients."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's term that prevents a division by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
     native_losses: frozenset[str] = frozenset()
@@ -93,7 +107,7 @@ class RemoteOptions(AdapterOptions):
         if self.url == "local" and missing:
             found.append(
                 f"backend.url: local needs what is not installed ({', '.join(missing)}): "
-                "pip install 'retrain[service]', or name a service's url"
+                f"{install_command('service')}, or name a service's url"
             )
         try:
             if self.url not in ("local", "hosted"):

@@ -21,6 +21,8 @@ class TinkerOptions(RemoteOptions):
     vendor = TINKER
 
     native_losses: frozenset[str] = native_to("tinker")
+    """Losses that the service computes. The others are computed here, from one forward pass more;
+    take out what a server lacks."""
     wire: Literal["proto", "json"] = "proto"
     """`json` is for servers that don't speak protobuf."""
     checkpoint_ttl: Annotated[int, Field(ge=3600)] | None = None

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from retrain.adapters.tinker import chunks
 from retrain.adapters.tinker.checks import check_data
 from retrain.adapters.tinker.connection import PROTOBUF, Connection, Future, Kind
-from retrain.errors import AdapterError, ConfigError
+from retrain.errors import AdapterError, ConfigError, install_command
 from retrain.protocols.tinker import messages, payloads
 from retrain.protocols.tinker.values import (
     Datum,
@@ -256,7 +256,7 @@ def _zstd(body: bytes) -> bytes:
         import zstandard
     except ImportError as error:
         raise ConfigError(
-            "the service wants zstd, and zstandard is not installed: pip install 'retrain[remote]'"
+            f"the service wants zstd, and zstandard is not installed: {install_command('remote')}"
         ) from error
     return zstandard.ZstdCompressor().compress(body)
 

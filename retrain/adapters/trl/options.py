@@ -31,10 +31,15 @@ Schedule = Literal[
 class LoraOptions(BaseModel):
     """Low-rank adapters (arXiv:2106.09685), by peft; without them all weights are trained."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
     r: Annotated[int, Field(ge=1)] = 16
+    """The rank of the adapters."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapters' output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The probability of dropout before the adapters."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the modules that get one; `all-linear`: every linear layer but the output head."""
 
@@ -54,16 +59,21 @@ class TrlOptions(AdapterOptions):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
+    extra: ClassVar[str] = "trl"
     adapter: ClassVar[str] = "retrain.adapters.trl.adapter:TrlAdapter"
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """The learning rate, after the warm-up."""
     lr_scheduler: Schedule = "constant"
     """Over train.total_train_steps; `backend.args.lr_scheduler_kwargs` holds its parameters."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
     lora: LoraOptions | None = None
+    """Train low-rank adapters; by default all weights are trained."""
     micro_batch_rows: Annotated[int, Field(ge=1)] | None = None
     """Sequences a forward pass; None: as many as `micro_batch_tokens` admits."""
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"

@@ -25,6 +25,7 @@ class WeaverOptions(RemoteOptions):
     """The service's name of the model, where it isn't `model`; `NAME:262144` asks for a context of
     that length."""
     training_mode: Literal["lora", "full_ft"] = "lora"
+    """Train low-rank adapters, or all weights."""
     native_losses: frozenset[str] = native_to("weaver")
     """Losses that the service computes. The others are computed here, from one forward pass more,
     and don't depend on what the service averages its own losses over."""

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from retrain.assembly import Given
 from retrain.config import Plugin, RunConfig, parse_config, plain
-from retrain.config.models import find_model
+from retrain.config.paths import find_model
 from retrain.environment import Environment
 from retrain.errors import ConfigError, shown
 from retrain.observe.callbacks import Callback, TrainingResult
@@ -128,7 +129,13 @@ class GRPOTrainerAdapter(BaseTrainer):
         if isinstance(template, str) and config.chat.template == "auto":
             given["chat_template"] = template
         config = parse_config({**self._mapping, **labels})
-        return Plan(config, given, task.max_steps, close=data.close, check=self._check_tokenizer)
+        return Plan(
+            config,
+            Given(**given),
+            task.max_steps,
+            close=data.close,
+            check=self._check_tokenizer,
+        )
 
     def _check_tokenizer(self, run: Run) -> None:
         own = run.adapter.tokenizer

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError
 
+from retrain.assembly import Given
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import Plugin, RewardConfig, RunConfig, parse_config, plain
-from retrain.config.models import find_model
+from retrain.config.paths import find_model
 from retrain.config.problems import problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError, RewardError, shown
@@ -118,7 +119,7 @@ class PresetTrainer(BaseTrainer):
             if steps is None and epochs is None:
                 epochs = 1
             config = self._adapted(self._with(data.label, labels), data)
-            return Plan(config, given, steps, epochs, close=closing.pop_all().close)
+            return Plan(config, Given(**given), steps, epochs, close=closing.pop_all().close)
 
     def _scoring(
         self, task: Task, data: Data, pool: DaemonPool

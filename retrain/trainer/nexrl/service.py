@@ -29,7 +29,7 @@ from retrain.batching import batch_of
 from retrain.chat import Chat
 from retrain.concurrency.deadlines import adapter_call
 from retrain.config import RunConfig
-from retrain.config.models import find_model
+from retrain.config.paths import find_model
 from retrain.config.problems import problems_of
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError

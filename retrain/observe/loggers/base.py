@@ -12,7 +12,6 @@ metrics.jsonl stays the truth; these are views of it.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import importlib.util
 import logging
 import math
@@ -20,11 +19,9 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
 
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, install_command
 from retrain.observe.callbacks import Callback, Run, TrainingResult
-from retrain.observe.run_dir import resolved
 from retrain.types import Metrics
 
 QUEUE_ROWS = 1000
@@ -43,7 +40,9 @@ class Logger(Callback, ABC):
     library: str | None = None
     """The module that it needs."""
     install: str = ""
-    """What `pip install` calls it, where that is another name."""
+    """The name of the library's package, if it differs from the module's."""
+    extra: str = ""
+    """The extra of `retrain` that installs the library."""
     close_seconds: float = 60.0
     """What it has at the end to hand over what still waits."""
     failure: Exception | None = None
@@ -55,9 +54,10 @@ class Logger(Callback, ABC):
 
     def __init__(self) -> None:
         if self.library and importlib.util.find_spec(self.library) is None:
+            command = f"pip install {self.install or self.library}"
             raise ConfigError(
                 f"the logger {type(self).__name__} needs {self.library}, which is not installed: "
-                f"pip install {self.install or self.library}"
+                f"{install_command(self.extra) if self.extra and not self.install else command}"
             )
 
     @abstractmethod
@@ -135,60 +135,3 @@ class Logger(Callback, ABC):
             )
             while row is not None:  # the run goes on putting rows, up to the None of its end
                 row = self._rows.get()
-
-
-class TensorBoardLogger(Logger):
-    """Event files for TensorBoard, in the run directory's `tensorboard/`."""
-
-    library = "tensorboardX"
-
-    def open(self, trainer: Run) -> None:
-        module: Any = importlib.import_module("tensorboardX")  # any: it ships no types
-        self._writer = module.SummaryWriter(str(trainer.run_dir.path / "tensorboard"))
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbLogger(Logger):
-    """Weights & Biases; the key comes from WANDB_API_KEY or `wandb login`.
-
-    `settings` goes to `wandb.init` as it is: entity, group, tags, mode, ...
-    """
-
-    library = "wandb"
-
-    def __init__(self, project: str = "retrain", name: str | None = None, **settings: Any) -> None:
-        super().__init__()
-        self._project, self._name_given, self._settings = project, name, settings
-
-    def open(self, trainer: Run) -> None:
-        wandb: Any = importlib.import_module(self.library)  # any: not a dependency of ours
-        self._run = wandb.init(
-            project=self._project,
-            name=self._name_given or trainer.run_dir.path.name,
-            config=resolved(trainer.config),
-            **self._own_settings(trainer),
-        )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-    def _own_settings(self, trainer: Run) -> dict[str, Any]:
-        return {"dir": str(trainer.run_dir.path), **self._settings}
-
-
-class TrackioLogger(WandbLogger):
-    """Trackio, which keeps its runs on this machine and has wandb's face."""
-
-    library = "trackio"
-
-    def _own_settings(self, trainer: Run) -> dict[str, Any]:
-        return self._settings

@@ -1,0 +1,256 @@
+"""From a RunConfig to the parts of a run; all problems of all parts are one ConfigError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+
+from retrain.adapters.base import AdapterOptions
+from retrain.algorithms.base import Algorithm
+from retrain.assembly.compatibility import check_compatible, warnings_about
+from retrain.assembly.kinds import construct, make, maker, target_of
+from retrain.assembly.learner import Learner
+from retrain.assembly.parts import Given, Parts
+from retrain.config import Plugin, RewardConfig, RunConfig
+from retrain.config.binding import bind
+from retrain.config.foreign import HOMES
+from retrain.config.paths import find_file, find_model
+from retrain.config.plugins import built_in_names
+from retrain.config.problems import keys_of, problems_of
+from retrain.environment import Environment
+from retrain.errors import ConfigError, PluginError, PromptError
+from retrain.observe.callbacks import Callback
+from retrain.prompts import FilePrompts, ListPrompts, PromptSource
+from retrain.prompts.examples import Pairs
+from retrain.rewarding import NAMES, FunctionReward, RewardCalculator, Scorer, WeightedReward
+
+T = TypeVar("T")
+
+
+def assemble(config: RunConfig, given: Given | None = None) -> Parts:
+    """The parts of the run that `config` describes; loads no model.
+
+    Raises ConfigError with every problem of every part, and of what does not fit together.
+    """
+    given = given or Given()
+    problems: list[str] = []
+
+    def attempt(make: Callable[[], T], made: T | None = None) -> Callable[[], T]:
+        """Make a part, unless it is `made`. The result returns it, or raises if that failed."""
+        try:
+            part = make() if made is None else made
+        except ConfigError as error:
+            problems.extend(_lines(error))
+            return _failed
+        return lambda: part
+
+    prompts = attempt(partial(_prompts, config.prompts, "prompts", config), given.prompts)
+    held_out: Callable[[], PromptSource | None] = attempt(
+        partial(_eval_prompts, config), given.eval_prompts
+    )
+    environment = attempt(partial(_environment, config), given.environment)
+    scorer = attempt(partial(_scorer, config), given.scorer)
+    algorithm = attempt(partial(_algorithm, config), given.algorithm)
+    options = attempt(partial(_options, config))
+    loggers = attempt(partial(_loggers, config))
+    template = attempt(partial(chat_template, config), given.chat_template)
+    attempt(partial(find_model, config.model, config.base_dir))
+    rows = attempt(lambda: _in_form(algorithm(), prompts(), "prompts"))
+    held_out_rows = attempt(
+        lambda: (
+            None if (made := held_out()) is None else _in_form(algorithm(), made, "eval.prompts")
+        )
+    )
+    fit = attempt(
+        lambda: check_compatible(algorithm(), options(), config, _class_made_by(environment()))
+    )
+    if problems:
+        raise ConfigError(*problems)
+    loss, normalisation, capabilities = fit()
+    own = {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
+    return Parts(
+        config,
+        prompts=rows(),
+        eval_prompts=held_out_rows(),
+        environment=environment(),
+        scorer=scorer(),
+        algorithm=algorithm(),
+        loss=loss,
+        loss_config={**algorithm().loss_config, **own},
+        normalisation=normalisation,
+        options=options(),
+        capabilities=capabilities,
+        chat_template=template(),
+        loggers=loggers(),
+        learner=given.learner or Learner(),
+        warnings=(
+            *warnings_about(config, loss, capabilities),
+            *_dropped(rows()),
+            *_unanswered(scorer(), rows(), "prompts"),
+            *_unanswered(scorer(), held_out_rows(), "eval.prompts"),
+        ),
+    )
+
+
+def _failed() -> NoReturn:
+    raise ConfigError  # its problems are collected already
+
+
+def _lines(error: ConfigError) -> list[str]:
+    return [f"{error.source}: {p}" if error.source else p for p in error.problems]
+
+
+def _dropped(prompts: PromptSource) -> Iterator[str]:
+    """Rows of the data set that are not trained on."""
+    if isinstance(prompts, Pairs):
+        for reason, count in prompts.dropped.items():
+            yield f"prompts: {count} dropped ({reason}); {len(prompts)} pairs remain"
+
+
+def _unanswered(scorer: Scorer, prompts: PromptSource | None, where: str) -> Iterator[str]:
+    """A warning only, since a reward may work without an answer."""
+    needy = [r.name for r in scorer.rewards if getattr(r.calculator, "needs_answer", False)]
+    if not needy or not isinstance(prompts, ListPrompts):  # whose rows are in memory
+        return
+    if all(prompts.row(index).answer is None for index in range(len(prompts))):
+        path = f" of {prompts.path}" if isinstance(prompts, FilePrompts) else ""
+        yield (
+            f"{where}: no row{path} has an answer, but the reward {', '.join(needy)} asks for one: "
+            f"add an `answer` to the rows, or set {where}.answer_column"
+        )
+
+
+def _class_made_by(make: Callable[[], Environment]) -> type[Environment]:
+    return getattr(make, "func", None) or type(make())
+
+
+def _in_form(algorithm: Algorithm, prompts: PromptSource, where: str) -> PromptSource:
+    """The rows in the form that the algorithm trains on; raises PromptError."""
+    return construct(where, lambda: algorithm.rows(prompts))
+
+
+def _eval_prompts(config: RunConfig) -> PromptSource | None:
+    return None if config.eval is None else _prompts(config.eval.prompts, "eval.prompts", config)
+
+
+def _prompts(plugin: Plugin, where: str, config: RunConfig) -> PromptSource:
+    source: PromptSource = make("prompts", plugin, where, config)
+    if not len(source):
+        raise PromptError(
+            f"{where}: {type(source).__name__} is empty, expected at least one prompt"
+        )
+    return source
+
+
+def _environment(config: RunConfig) -> partial[Environment]:
+    made: partial[Environment] = maker("environment", config.environment, "environment", config)
+    construct("environment", made)  # reports before the run what the constructor rejects
+    return made
+
+
+def _algorithm(config: RunConfig) -> Algorithm:
+    algorithm: Algorithm = make("algorithm", config.algorithm, "algorithm", config)
+    return algorithm
+
+
+def chat_template(config: RunConfig) -> str:
+    """`auto`, `none`, or the content of the file `chat.template`; raises ConfigError."""
+    template, where = config.chat.template, "chat.template: "
+    if template in ("auto", "none"):
+        return template
+    path = find_file(template, config.base_dir, where)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}can't read {path}: {error}") from error
+
+
+def _loggers(config: RunConfig) -> tuple[Callback, ...]:
+    return tuple(
+        make("logger", plugin, f"loggers.{index}", config)
+        for index, plugin in enumerate(config.loggers)
+    )
+
+
+def _scorer(config: RunConfig) -> Scorer:
+    parts: list[WeightedReward] = []
+    problems: list[str] = []
+    for index, reward in enumerate(config.rewards):
+        try:
+            parts.append(_reward(reward, f"rewards.{index}", config))
+        except ConfigError as error:
+            problems += _lines(error)
+    names = [part.name for part in parts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems += [f"rewards: {name!r} is the name of two: set `name` for one" for name in twice]
+    if "environment" in names:
+        problems.append(
+            "rewards: the name 'environment' is reserved for the reward of the environment's "
+            "steps: set another `name`"
+        )
+    if problems:
+        raise PluginError(*problems)
+    return Scorer(
+        parts,
+        deadline=config.deadlines.reward,
+        concurrency=config.rollout.reward_concurrency,
+    )
+
+
+def _reward(reward: RewardConfig, where: str, config: RunConfig) -> WeightedReward:
+    found = target_of("reward", reward, where, config)
+    if isinstance(found, type):
+        calculator: RewardCalculator = make("reward", reward, where, config)
+    elif isinstance(found, RewardCalculator) and not isinstance(found, FunctionReward):
+        bind(lambda: None, reward.arguments, where)  # an instance takes no keys
+        calculator = found
+    else:
+        calculator = _function_reward(found, reward, where)
+    own_name = reward.type.replace("/", ":").rpartition(":")[2].removesuffix(".py")
+    return WeightedReward(reward.name or calculator.name or own_name, reward.weight, calculator)
+
+
+def _function_reward(found: Any, reward: RewardConfig, where: str) -> FunctionReward:
+    """A reward function with the other keys bound to its arguments."""
+    made = found if isinstance(found, FunctionReward) else None
+    function = made.function if made else found
+    keys = bind(
+        function,
+        reward.arguments,
+        where,
+        given=made.bound if made else {},
+        provided=NAMES,
+        beside=RewardConfig.model_fields,
+    )
+    return FunctionReward(function, made.name if made else "", **keys)
+
+
+def _options(config: RunConfig) -> AdapterOptions:
+    found: type[AdapterOptions] = target_of("backend", config.backend, "backend", config)
+    try:
+        return found.model_validate(config.backend.arguments)
+    except ValidationError as error:
+        of_others = dict(_keys_of_other_backends(config, found))
+        problems = problems_of(error, found, of_others, "backend", keys_of(RunConfig))
+        raise PluginError(*of_others.values(), *problems) from None
+
+
+def _keys_of_other_backends(
+    config: RunConfig, chosen: type[AdapterOptions]
+) -> Iterator[tuple[str, str]]:
+    """The paths of keys that the chosen backend lacks but others have, and a message for each."""
+    others: dict[str, type[AdapterOptions]] = {
+        name: target_of("backend", Plugin(type=name), "backend", config)
+        for name in built_in_names("backend")
+    }
+    for key in sorted(set(config.backend.arguments) - set(chosen.model_fields)):
+        if not HOMES.get(key, "backend.").startswith("backend."):
+            continue  # a key of another section
+        owners = [name for name, options in others.items() if key in options.model_fields]
+        if owners:
+            path = f"backend.{key}"
+            there = f"not a key of {config.backend.type}, only of {' and '.join(owners)}"
+            yield path, f"{path}: {there}: remove it, or choose another backend.type"

@@ -1,0 +1,69 @@
+"""The kinds of plug-ins, and how a section of the config becomes an object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from retrain.adapters.base import AdapterOptions
+from retrain.algorithms.base import Algorithm
+from retrain.config import Plugin, RunConfig
+from retrain.config.binding import bind
+from retrain.config.plugins import Kind, find_plugin, line_of
+from retrain.config.problems import keys_of
+from retrain.environment import Environment
+from retrain.errors import ConfigError, PluginError, PromptError
+from retrain.observe.callbacks import Callback
+from retrain.prompts import PromptSource
+from retrain.rewarding import RewardCalculator
+
+T = TypeVar("T")
+
+KINDS = {
+    "environment": Kind("environment", Environment),
+    "reward": Kind("reward", RewardCalculator, accepts=callable),
+    "algorithm": Kind("algorithm", Algorithm),
+    "prompts": Kind("prompts", PromptSource),
+    "backend": Kind("backend", AdapterOptions),
+    "logger": Kind("logger", Callback),
+}
+
+
+def target_of(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
+    """The class or function that a section names."""
+    return find_plugin(KINDS[kind], plugin.type, f"{where}.type", config.base_dir)
+
+
+def maker(kind: str, plugin: Plugin, where: str, config: RunConfig) -> partial[Any]:
+    """A section's class with its keys, checked and bound."""
+    target = target_of(kind, plugin, where, config)
+    keys = bind(
+        target,
+        plugin.arguments,
+        where,
+        given={"base_dir": config.base_dir},
+        beside=type(plugin).model_fields,
+        known=keys_of(RunConfig),
+    )
+    return partial(target, **keys)
+
+
+def make(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
+    """One instance of a section's class. Raises ConfigError."""
+    return construct(where, maker(kind, plugin, where, config))
+
+
+def construct(where: str, made: Callable[[], T]) -> T:
+    """Call a constructor, which may be a user's; what it raises is a problem of the config."""
+    try:
+        return made()
+    except PromptError as error:
+        raise PromptError(*(f"{where}: {problem}" for problem in error.problems)) from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        name = getattr(getattr(made, "func", made), "__name__", "the constructor")
+        raise PluginError(
+            f"{where}: {name}(...) raised {type(error).__name__}: {error}{line_of(error)}"
+        ) from error

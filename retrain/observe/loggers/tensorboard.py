@@ -1,0 +1,28 @@
+"""TensorBoard."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from retrain.observe.callbacks import Run
+from retrain.observe.loggers.base import Logger
+from retrain.types import Metrics
+
+
+class TensorBoardLogger(Logger):
+    """Event files for TensorBoard, in the run directory's `tensorboard/`."""
+
+    library = "tensorboardX"
+    extra = "tensorboard"
+
+    def open(self, trainer: Run) -> None:
+        module: Any = importlib.import_module("tensorboardX")  # any: it ships no types
+        self._writer = module.SummaryWriter(str(trainer.run_dir.path / "tensorboard"))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,47 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from retrain.observe.callbacks import Run
+from retrain.observe.loggers.base import Logger
+from retrain.observe.run_dir import resolved
+from retrain.types import Metrics
+
+
+class WandbLogger(Logger):
+    """Weights & Biases; the key comes from WANDB_API_KEY or `wandb login`.
+
+    Further keys (entity, group, tags, mode, ...) are passed to `wandb.init`.
+
+    Args:
+        project: The project to log to.
+        name: The name of the run; by default the run directory's.
+    """
+
+    library = "wandb"
+    extra = "wandb"
+
+    def __init__(self, project: str = "retrain", name: str | None = None, **settings: Any) -> None:
+        super().__init__()
+        self._project, self._name_given, self._settings = project, name, settings
+
+    def open(self, trainer: Run) -> None:
+        wandb: Any = importlib.import_module(self.library)  # any: not a dependency of ours
+        self._run = wandb.init(
+            project=self._project,
+            name=self._name_given or trainer.run_dir.path.name,
+            config=resolved(trainer.config),
+            **self._own_settings(trainer),
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _own_settings(self, trainer: Run) -> dict[str, Any]:
+        return {"dir": str(trainer.run_dir.path), **self._settings}

@@ -1,0 +1,144 @@
+"""What a prompt source is, and what one of its rows must be.
+
+- A row is a string, or `{prompt: text | messages: [...], answer: anything, ...}`; its other columns
+  are the metadata. All rows are checked when the source is made, before a run can meet a bad one.
+- The order of an epoch is a pure function of (seed, epoch): a resume needs no cursor but the
+  ledger's.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from retrain.errors import PromptError
+from retrain.types import Message, Prompt, Ticket
+
+Numbered = tuple[str, Any]
+"""A row's place, such as "line 3", and the row."""
+
+
+class Row(NamedTuple):
+    """A row of a data set in the form that every source returns."""
+
+    messages: Sequence[Message]
+    answer: Any = None  # whatever the data set contains
+    metadata: Mapping[str, Any] = {}
+
+
+class PromptSource(ABC):
+    """The prompts of a run, by index. Subclass it to write your own source.
+
+    The constructor's arguments are the source's keys in the YAML. An argument called `base_dir`
+    receives the config file's folder.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """The row at `index`, the same one at every call."""
+
+    def prompt(self, ticket: Ticket) -> Prompt:
+        """The prompt of a ticket."""
+        row = self.row(ticket.row)
+        return Prompt(str(ticket), row.messages, row.answer, row.metadata)
+
+
+def epoch_order(epoch: int, rows: int, seed: int, shuffle: bool) -> list[int]:
+    """The rows in the order of `epoch`; the same for the same arguments."""
+    order = list(range(rows))
+    if shuffle:
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def parse_rows(
+    rows: Sequence[Numbered],
+    source: str,
+    prompt_column: str | None,
+    answer_column: str | None,
+    system: str | None,
+    limit: int | None,
+) -> list[Row]:
+    """The first `limit` rows of `source`. Raises PromptError with the source and the row."""
+    if limit is not None and limit < 1:
+        raise PromptError(f"{source}: limit is {limit}, expected an integer >= 1")
+    taken = rows if limit is None else rows[:limit]
+    if not taken:
+        raise PromptError(f"{source} is empty, expected at least one prompt")
+    parsed = []
+    for where, raw in taken:
+        try:
+            row = parse_row(raw, prompt_column, answer_column)
+        except ValueError as error:
+            raise PromptError(f"{source}, {where}: {error}") from None
+        if system is not None:
+            first: Message = {"role": "system", "content": system}
+            row = row._replace(messages=(first, *row.messages))
+        parsed.append(row)
+    return parsed
+
+
+def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | None = None) -> Row:
+    """One row of a data set. Raises ValueError that says what was expected."""
+    if isinstance(raw, str):
+        return Row(_user(raw))
+    if not isinstance(raw, Mapping):
+        raise ValueError(
+            f"got {type(raw).__name__}, expected a string, or a mapping with `prompt` or `messages`"
+        )
+    column = _prompt_column(raw, prompt_column)
+    if answer_column is not None and answer_column not in raw:
+        raise ValueError(f"column `{answer_column}` is missing; its columns are {_columns(raw)}")
+    rest = dict(raw)
+    value = rest.pop(column)
+    answer = rest.pop(answer_column or "answer", None)
+    return Row(_user(value) if isinstance(value, str) else parse_messages(value), answer, rest)
+
+
+def parse_messages(value: Any) -> tuple[Message, ...]:
+    """A list of messages of a data set. Raises ValueError that says what was expected."""
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise ValueError(f"got {type(value).__name__}, expected a string or a list of messages")
+    if not value:
+        raise ValueError("the list of messages is empty")
+    return tuple(_message(index, message) for index, message in enumerate(value))
+
+
+def _message(index: int, message: Any) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {index}: expected a mapping with `role` and `content`")
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise ValueError(f"message {index}: content is {type(content).__name__}, expected a string")
+    return cast(Message, {**message, "content": content or ""})
+
+
+def _user(text: str) -> tuple[Message, ...]:
+    if not text.strip():
+        raise ValueError("the prompt is empty")
+    return ({"role": "user", "content": text},)
+
+
+def _prompt_column(row: Mapping[str, Any], wanted: str | None) -> str:
+    usual = (wanted,) if wanted else ("prompt", "messages")
+    present = [name for name in usual if row.get(name) is not None]
+    if len(present) == 1:
+        return present[0]
+    if present:
+        raise ValueError("has both `prompt` and `messages`: remove one, or set prompt_column")
+    for name in usual:
+        if name in row:
+            raise ValueError(f"`{name}` is null, expected a string or a list of messages")
+    raise ValueError(
+        f"column `{'` or `'.join(usual)}` is missing; its columns are {_columns(row)}; name the "
+        "right one by prompt_column (in a trainer: column_mapping)"
+    )
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, row)) or "none"

@@ -1,0 +1,18 @@
+"""The packages of the wheel: the checkout's top-level folders become folders of `retrain`."""
+
+from setuptools import find_namespace_packages, setup
+
+INSIDE = ("configs", "data", "environments", "rewards")
+
+setup(
+    packages=[
+        *find_namespace_packages(include=["retrain*"]),
+        *(f"retrain.{folder}" for folder in INSIDE),
+    ],
+    package_dir={f"retrain.{folder}": folder for folder in INSIDE},
+    package_data={
+        "retrain": ["py.typed", "observe/*.html"],
+        "retrain.configs": ["*.yaml"],
+        "retrain.data": ["*.jsonl"],
+    },
+)
