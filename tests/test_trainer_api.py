@@ -902,7 +902,7 @@ def test_a_trainer_class_of_one_s_own_is_registered_once(monkeypatch):
 
     register_algorithm("Mine", Mine)
     assert isinstance(create_trainer("mine", "tiny", seed=3), Mine)
-    with pytest.raises(ValueError, match="mine is Mine already; say override=True"):
+    with pytest.raises(ValueError, match="mine is already Mine; pass override=True"):
         register_algorithm("mine", Mine)
     with pytest.raises(TypeError, match="expected a subclass of BaseTrainer"):
         register_algorithm("other", dict)

@@ -89,7 +89,7 @@ class GRPOTrainerAdapter(BaseTrainer):
 
         `fit` is the same for code without an event loop.
         """
-        return await self._train(Task(max_steps=total_steps, callbacks=callbacks or ()))
+        return await self._train(Task(max_steps=total_steps, callbacks=callbacks))
 
     fit = blocking(train)
 
@@ -125,10 +125,15 @@ class GRPOTrainerAdapter(BaseTrainer):
             )
             labels["rewards"] = [{"type": name}]
         template = getattr(self.tokenizer, "chat_template", None)
-        if isinstance(template, str) and config.chat.template == "auto":
-            given["chat_template"] = template
-        config = parse_config({**self._mapping, **labels})
-        return Plan(config, given, task.max_steps, close=data.close, check=self._check_tokenizer)
+        own = isinstance(template, str) and config.chat.template == "auto"
+        return Plan(
+            parse_config({**self._mapping, **labels}),
+            given,
+            parts={"chat_template": template} if own else {},
+            max_steps=task.max_steps,
+            close=data.close,
+            check=self._check_tokenizer,
+        )
 
     def _check_tokenizer(self, run: Run) -> None:
         own = run.adapter.tokenizer

@@ -100,8 +100,6 @@ class Settings:
     service: TrainService
     run: RunConfig
     """The run that the config describes; `prompts` is a placeholder if the config has none."""
-    loss: str
-    normalisation: Normalisation | None
 
     def with_url(self, url: str) -> Settings:
         """The same settings for a service at another URL."""
@@ -156,10 +154,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    normalisation = service.config.normalisation
-    if loss in SHARED_LOSSES and loss != "dpo":
-        normalisation = normalisation or "token"
-    return Settings(section, service, run, loss, normalisation)
+    return Settings(section, service, run)
 
 
 def algorithm_of(section: Section) -> str:
@@ -181,7 +176,7 @@ def _default_loss(section: Section, backend: Backend) -> str:
 def _run_mapping(section: Section, service: TrainService, loss: str) -> dict[str, Any]:
     """The mapping of a RunConfig. Unknown keys are kept: RunConfig's checks report them."""
     algorithm = {key: section.algorithm[key] for key in ALGORITHM_KEYS if key in section.algorithm}
-    supervised = loss == "cross_entropy"
+    supervised, summed = loss == "cross_entropy", loss in SHARED_LOSSES and loss != "dpo"
     steps = section.get("total_train_steps")
     return {
         "prompts": ["-"],
@@ -192,7 +187,7 @@ def _run_mapping(section: Section, service: TrainService, loss: str) -> dict[str
             "type": "sft" if supervised else "grpo",
             "loss": loss,
             "group_size": 1 if supervised else algorithm.get("group_size", 8),
-            "normalisation": service.config.normalisation,
+            "normalisation": service.config.normalisation or ("token" if summed else None),
         },
         "backend": _backend(service, loss),
         "train": {
