@@ -286,6 +286,21 @@ def test_a_data_module_is_set_up_read_and_torn_down():
     assert result.best_checkpoint_path is not None
 
 
+def test_a_data_module_is_torn_down_when_the_run_can_not_begin(nothing_loads):
+    calls = []
+
+    class Module:
+        def train_dataloader(self):
+            return ROWS
+
+        def teardown(self, stage):
+            calls.append(stage)
+
+    with pytest.raises(ConfigError, match="gives none in its step"):
+        grpo().fit(Module(), environment=Environment)
+    assert calls == ["fit"]
+
+
 # --- how to score
 
 
