@@ -242,7 +242,8 @@ def test_a_remote_trainer_wants_a_service_and_its_own_loss() -> None:
         RemoteApiCrossEntropyTrainer(
             {"train_service": {**LOCAL, "config": {"loss_fn": "importance_sampling"}}}
         )
-    assert RemoteApiCrossEntropyTrainer({"train_service": LOCAL})._learning_rate == 1e-5
+    supervised = RemoteApiCrossEntropyTrainer({"train_service": LOCAL})
+    assert supervised.train_config["learning_rate"] == 1e-5
 
 
 def test_the_selection_by_type_takes_names_and_paths(tmp_path: Path) -> None:
@@ -563,7 +564,7 @@ def test_a_recipe_without_prompts_or_of_another_mode_is_refused(
     assert main(["-m", "self-hosted", "-c", str(file), "--run-nexrl"]) == 2
     assert "train_service.backend is tinker" in capsys.readouterr().err
     assert main(["-c", str(file)]) == 0
-    assert "nothing is wrong" in capsys.readouterr().out
+    assert "the recipe is valid" in capsys.readouterr().out
 
 
 def test_the_remote_trainers_load_no_torch() -> None:

@@ -294,6 +294,21 @@ def test_a_data_module_is_set_up_read_and_torn_down():
     assert result.best_checkpoint_path is not None
 
 
+def test_a_data_module_is_torn_down_when_the_run_can_not_begin(nothing_loads):
+    calls = []
+
+    class Module:
+        def train_dataloader(self):
+            return ROWS
+
+        def teardown(self, stage):
+            calls.append(stage)
+
+    with pytest.raises(ConfigError, match="gives none in its step"):
+        grpo().fit(Module(), environment=Environment)
+    assert calls == ["fit"]
+
+
 # --- how to score
 
 
@@ -914,7 +929,7 @@ def test_a_trainer_class_of_one_s_own_is_registered_once(monkeypatch):
 
     register_algorithm("Mine", Mine)
     assert isinstance(create_trainer("mine", "tiny", seed=3), Mine)
-    with pytest.raises(ValueError, match="mine is Mine already; say override=True"):
+    with pytest.raises(ValueError, match="mine is already Mine; pass override=True"):
         register_algorithm("mine", Mine)
     with pytest.raises(TypeError, match="expected a subclass of BaseTrainer"):
         register_algorithm("other", dict)

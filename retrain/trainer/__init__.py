@@ -1,9 +1,9 @@
-"""Trainer objects over the pipe, as NeMo RL's page and the older retrain's describe them.
+"""Trainer objects on top of the pipe: NeMo RL's API here, others in `grpo` and `nexrl`.
 
     trainer = GRPOTrainer.from_pretrained("tiny", num_prompts_per_step=8)
     result = trainer.fit(dataset="data/echo.jsonl", reward_fn=my_reward, max_steps=100)
 
-NexRL's trainers have a face of their own: retrain.trainer.nexrl. Importing this loads no torch.
+Importing this package loads no torch.
 """
 
 from retrain.observe.callbacks import Callback, TrainingResult

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -43,7 +42,7 @@ class Task:
     environment: Any = None
     max_steps: int | None = None
     max_epochs: int | None = None
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Callback] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +206,23 @@ class BaseTrainer(ABC):
     # --- the run
 
     async def _train(self, task: Task, gate: Gate | None = None) -> TrainingResult:
-        with self._alone():
-            callbacks = _callbacks(task.callbacks)
-            for name in ("max_steps", "max_epochs"):
-                _check_limit(name, getattr(task, name))
-            plan = self._plan(task)
+        if self._busy:
+            raise RuntimeError(
+                f"this {type(self).__name__} is already training; wait until it is done, or make "
+                "another trainer"
+            )
+        self._busy = True
+        try:
+            return await self._run(task, gate)
+        finally:
+            self._busy = False
+
+    async def _run(self, task: Task, gate: Gate | None) -> TrainingResult:
+        callbacks = _callbacks(task.callbacks)
+        for name in ("max_steps", "max_epochs"):
+            _check_limit(name, getattr(task, name))
+        plan = self._plan(task)
+        try:
             config, parts = self._finished_plan(plan)
             start = self._progress.checkpoint
             self._hooks = hooks = Hooks(
@@ -223,16 +234,16 @@ class BaseTrainer(ABC):
                 gate=gate,
             )
             self._reward_error = None
+            running = train(config, callbacks=[hooks], start_from=start, parts=parts)
             try:
-                result = await _unwrapped(
-                    train(config, callbacks=[hooks], start_from=start, parts=parts)
-                )
+                result = await _unwrapped(running)
             finally:
                 self._hooks, self._progress = None, hooks.progress
-                plan.close()
-            if self._reward_error is not None:
-                raise self._reward_error
-            return hooks.finished(result)
+        finally:
+            plan.close()
+        if self._reward_error is not None:
+            raise self._reward_error
+        return hooks.finished(result)
 
     def _finished_plan(self, plan: Plan) -> tuple[RunConfig, Parts]:
         """The plan's parts, and its config with a run directory and the number of steps."""
@@ -268,28 +279,12 @@ class BaseTrainer(ABC):
             self._reward_error = error
             self.request_stop()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self._busy:
-            raise RuntimeError(
-                f"this {type(self).__name__} is already training; wait until it is done, or make "
-                "another trainer"
-            )
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
 
-
-def _callbacks(callbacks: Any) -> Sequence[Callback]:
+def _callbacks(callbacks: Any) -> Callbacks:
     """The callbacks, checked. Raises TypeError."""
-    if callbacks is None:
-        return ()
-    if isinstance(callbacks, Callback | type) or not isinstance(callbacks, Sequence):
+    if isinstance(callbacks, Callback | type) or not isinstance(callbacks or (), Sequence):
         raise TypeError(f"callbacks: got {shown(callbacks)}, expected a list of Callback instances")
-    Callbacks(callbacks)
-    return callbacks
+    return Callbacks(callbacks or ())
 
 
 def _check_limit(name: str, value: Any) -> None:

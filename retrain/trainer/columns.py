@@ -34,21 +34,15 @@ def mapping_of(
     mapping = dict(given)
     rest = [name for name in columns if name not in mapping]
     if not {"prompt", "messages"} & {*mapping.values(), *rest}:
-        usual = [name for name in PROMPTS if name in rest]
-        if not usual:
-            raise PromptError(
-                f"{source}, row 0: found no prompt in the columns {_listed(columns)}; expected one "
-                f"of {', '.join(PROMPTS)}, or column_mapping={{'THEIR_COLUMN': 'prompt'}}"
-            )
-        mapping[_only(usual, "prompt", source)] = "prompt"
+        mapping[_prompt_column(rest, columns, source)] = "prompt"
     played = wanted == "rollouts"
     target, names = ("answer", ANSWERS) if played else ("response", RESPONSES)
     if wanted == "pairs" or {target, "answer"} & {*mapping.values()}:
         return mapping
     found = [name for name in names if name in rest and name not in mapping]
     if names[0] in found:
-        mapping[names[0]] = target
-    elif len(found) == 1 or (found and not played):  # rollouts may do without an answer
+        found = [names[0]]
+    if len(found) == 1 or (found and not played):  # rollouts don't need an answer
         mapping[_only(found, target, source)] = target
     return mapping
 
@@ -77,6 +71,16 @@ def _check_given(columns: Sequence[str], given: Mapping[str, str], source: str) 
                 f"{source}: column_mapping names {theirs!r}, which is missing in row 0; its "
                 f"columns are {_listed(columns)}"
             )
+
+
+def _prompt_column(rest: Sequence[str], columns: Sequence[str], source: str) -> str:
+    usual = [name for name in PROMPTS if name in rest]
+    if not usual:
+        raise PromptError(
+            f"{source}, row 0: found no prompt in the columns {_listed(columns)}; expected one of "
+            f"{', '.join(PROMPTS)}, or column_mapping={{'THEIR_COLUMN': 'prompt'}}"
+        )
+    return _only(usual, "prompt", source)
 
 
 def _only(found: Sequence[str], ours: str, source: str) -> str:

@@ -1,8 +1,7 @@
-"""What stands between the pipe and a trainer's callbacks: they see the trainer as `trainer`.
+"""The pipe's callback in a trainer's run. It calls the trainer's callbacks, with the trainer.
 
-It also keeps the trainer's own account of the run: the newest checkpoint, the best one where
-nothing is evaluated, checkpoints asked for in a hook (written at the next step's boundary), and the
-gate that `step()` opens once a step.
+It also keeps what the trainer needs of the run: the newest checkpoint, the best one if the run has
+no evaluation, the checkpoints to copy at the end of the step, and the gate that `step()` opens.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from retrain.types import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where training stands: what the next run goes on from."""
+    """How far training has come: where the next run starts."""
 
     step: int = 0
     checkpoint: Path | None = None
     metrics: Metrics = field(default_factory=dict)
-    """The last step's."""
+    """Of the last step."""
 
 
 class Gate:
-    """Lets the learner take one step at a time."""
+    """Makes the pipe wait before each step until `permits` is released."""
 
     def __init__(self) -> None:
         self.permits = asyncio.Semaphore(0)
@@ -41,12 +40,12 @@ class Gate:
 
 
 class Hooks(Callback):
-    """The pipe's one callback of a trainer's run."""
+    """The only callback that the pipe calls in a trainer's run."""
 
     def __init__(
         self,
         trainer: RunFace,
-        callbacks: Sequence[Callback],
+        callbacks: Callbacks,
         *,
         progress: Progress,
         scored: bool,
@@ -54,27 +53,23 @@ class Hooks(Callback):
         gate: Gate | None = None,
     ) -> None:
         self._trainer = trainer
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks = callbacks
         self._scored = scored
         self._check = check
         self._gate = gate
         self._loop: asyncio.AbstractEventLoop | None = None
         self.progress = progress
-        """Until the first checkpoint, where this run began."""
+        """Before the first checkpoint, where this run started."""
         self._began_from = progress.checkpoint
         self.run: Run | None = None
         self.saves: list[Path] = []
-        """Where checkpoints are to be copied to at the next boundary."""
+        """Folders to copy a checkpoint to at the end of the step."""
 
     def request_stop(self) -> None:
-        """From any thread: end after the step under way, with a checkpoint."""
+        """End after the current step, with a checkpoint. May be called from any thread."""
         if self.run is None or self._loop is None:
-            raise RuntimeError("request_stop: nothing is being trained")
-        try:
-            on_loop = asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            on_loop = False
-        if on_loop:
+            raise RuntimeError("request_stop: no training is running")
+        if asyncio._get_running_loop() is self._loop:
             self.run.request_stop()
         else:
             self._loop.call_soon_threadsafe(self.run.request_stop)
@@ -120,13 +115,13 @@ class Hooks(Callback):
         await self._callbacks.on_train_end(self._trainer, self.finished(result))
 
     def finished(self, result: TrainingResult) -> TrainingResult:
-        """The result with a trainer's metrics: those of the last step of all training."""
+        """The result, with the metrics of the last step even if this run made no step."""
         if result.metrics:
             self.progress = replace(self.progress, metrics=self._shown(result.metrics))
         return replace(result, metrics=dict(self.progress.metrics))
 
     def _shown(self, metrics: Mapping[str, float]) -> Metrics:
-        """A step's metrics with the seeds' name for the mean reward beside ours."""
+        """The metrics of a step, with the mean reward also as `mean_reward`."""
         if self._scored and "reward/mean" in metrics:
             return {**metrics, "mean_reward": metrics["reward/mean"]}
         return dict(metrics)
@@ -138,7 +133,7 @@ class Hooks(Callback):
         self._callbacks.restore(state["callbacks"])
 
     async def _save(self) -> None:
-        """Checkpoint this step, spare it from pruning, and copy it to where it was asked for."""
+        """Write a checkpoint of this step, keep it from being pruned, and copy it."""
         assert self.run is not None
         # a service's checkpoint must outlive the copy's origin
         self.run.checkpoints.spared.add(self.run.step)
@@ -152,7 +147,7 @@ class Hooks(Callback):
             await asyncio.to_thread(copy, self.progress.checkpoint, target)
 
     def _mark_best(self, run: Run, step: int) -> None:
-        """Of the checkpoints, the one whose step had the best metric; ties go to the newer."""
+        """Mark the checkpoint whose step had the best metric; of equal ones, the newer."""
         best = run.checkpoints.best()
         score = self._score(run.record.history, step)
         if not math.isfinite(score):

@@ -1,6 +1,6 @@
 """Trainers by name: create_trainer, list_algorithms, get_algorithm, register_algorithm.
 
-The list is a table, so it is the same whatever is installed; torch loads when training begins.
+The list doesn't depend on what is installed. Torch loads when training begins.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 from retrain.errors import shown
 from retrain.trainer.base import BaseTrainer
-from retrain.trainer.nemo.preset import PresetTrainer
 from retrain.trainer.nemo.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 
 _TRAINERS: dict[str, type[BaseTrainer]] = {
@@ -27,18 +26,18 @@ def list_algorithms() -> list[str]:
 
 
 def get_algorithm(name: str) -> type[BaseTrainer]:
-    """The trainer class of an algorithm, in any case. Raises ValueError for an unknown one."""
+    """The trainer class of an algorithm; upper and lower case are equal.
+
+    Raises ValueError for an unknown name, TypeError for anything but a string.
+    """
+    expected = f"expected one of {', '.join(list_algorithms())}"
     if not isinstance(name, str):
-        raise TypeError(
-            f"algorithm: got {shown(name)}, expected one of {', '.join(list_algorithms())}"
-        )
+        raise TypeError(f"algorithm: got {shown(name)}, {expected}")
     found = _TRAINERS.get(name.strip().lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), _TRAINERS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(
-            f"algorithm: got {shown(name)}, expected one of {', '.join(list_algorithms())}{hint}"
-        )
+        raise ValueError(f"algorithm: got {shown(name)}, {expected}{hint}")
     return found
 
 
@@ -49,9 +48,9 @@ def create_trainer(algorithm: str, model: str, **keys: Any) -> Any:
 
 
 def register_algorithm(name: str, trainer: type[BaseTrainer], *, override: bool = False) -> None:
-    """Add a trainer class of your own under a name.
+    """Add a trainer class under a name.
 
-    Raises TypeError for what is no trainer class, ValueError when the name is taken (without
+    Raises TypeError for anything but a trainer class, ValueError for a name that is taken (unless
     `override`).
     """
     if not isinstance(trainer, type) or not issubclass(trainer, BaseTrainer):
@@ -61,9 +60,12 @@ def register_algorithm(name: str, trainer: type[BaseTrainer], *, override: bool 
     if not callable(getattr(trainer, "from_pretrained", None)):
         raise TypeError(
             f"{name}: {trainer.__name__} has no from_pretrained(model, **keys), which "
-            f"create_trainer calls: inherit from GRPOTrainer or another {PresetTrainer.__name__}"
+            "create_trainer calls; inherit from GRPOTrainer or another trainer of retrain.trainer"
         )
     key = name.strip().lower()
     if key in _TRAINERS and not override:
-        raise ValueError(f"{key} is {_TRAINERS[key].__name__} already; say override=True")
+        raise ValueError(
+            f"algorithm {key} is already {_TRAINERS[key].__name__}; pass override=True to replace "
+            "it"
+        )
     _TRAINERS[key] = trainer

@@ -1,1 +1,1 @@
-"""The older retrain's home of its GRPO trainers, one module a backend."""
+"""The older retrain's GRPO trainers, one module per backend."""

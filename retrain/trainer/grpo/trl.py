@@ -90,7 +90,7 @@ class GRPOTrainerAdapter(BaseTrainer):
 
         `fit` is the same for code without an event loop.
         """
-        return await self._train(Task(max_steps=total_steps, callbacks=callbacks or ()))
+        return await self._train(Task(max_steps=total_steps, callbacks=callbacks))
 
     fit = blocking(train)
 

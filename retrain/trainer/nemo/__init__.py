@@ -1,1 +1,1 @@
-"""The trainers of NeMo RL's page as presets of a run."""
+"""NeMo RL's trainer API: trainers with `from_pretrained` and `fit`, as presets of a run."""

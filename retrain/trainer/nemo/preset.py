@@ -179,7 +179,7 @@ class RewardTrainer(PresetTrainer):
         `reward_fn` fails. `fit` is the same for code without an event loop.
         """
         return await self._train(
-            Task(dataset, reward_fn, environment, max_steps, max_epochs, callbacks or ())
+            Task(dataset, reward_fn, environment, max_steps, max_epochs, callbacks)
         )
 
     fit = blocking(train)
@@ -235,7 +235,7 @@ class ExampleTrainer(PresetTrainer):
                 f"{type(self).__name__} takes no {' or '.join(scoring)}: it learns from the rows "
                 "themselves; GRPOTrainer and RLOOTrainer learn from rewards"
             )
-        return await self._train(Task(dataset, None, None, max_steps, max_epochs, callbacks or ()))
+        return await self._train(Task(dataset, None, None, max_steps, max_epochs, callbacks))
 
     fit = blocking(train)
 

@@ -1,7 +1,7 @@
-"""NexRL's trainer API over retrain's adapters; docs/coming-from.md maps every name of its pages.
+"""NexRL's trainer API on top of retrain's adapters. docs/coming-from.md maps NexRL's names.
 
-Its trainers block: `train(trajectories) -> dict`, a hook for the algorithm, a loop in a thread.
-Names load when they are first used, so that the remote trainers need no torch.
+A trainer has `train(trajectories) -> dict`, a method for the algorithm, and a loop in a thread.
+Names are imported on first use, so the remote trainers need no torch.
 """
 
 from __future__ import annotations
@@ -9,38 +9,32 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
-    "advantages": ("compute_grpo_advantage_for_trajectories",),
-    "base": ("BaseTrainer",),
-    "batch": ("Batch", "compute_position_id_with_mask", "padding_data"),
-    "datums": ("convert_trajectories_to_datums",),
-    "holders": ("ServiceHolder", "TinkerServiceHolder", "WeaverServiceHolder"),
-    "metrics": ("log_grpo_metrics", "log_rollout_metrics"),
-    "patterns": (
-        "apply_kl_penalty",
-        "compute_gae",
-        "compute_nstep_returns",
-        "grpo_advantages",
-        "kl_penalty",
-        "ppo_clipped_loss",
-        "token_level_rewards",
-    ),
-    "pool": ("ActivityTracker", "TrajectoryPool", "WeightSyncController"),
-    "recipe": ("Recipe", "load_recipe"),
-    "remote": ("RemoteApiCrossEntropyTrainer", "RemoteApiGrpoTrainer", "RemoteApiTrainer"),
-    "select": ("build_trainer", "select_trainer"),
-    "self_hosted": ("SelfHostedGrpoTrainer", "SelfHostedTrainer"),
-    "trajectory": ("Trajectory",),
+_NAMES = {
+    "advantages": "compute_grpo_advantage_for_trajectories",
+    "base": "BaseTrainer",
+    "batch": "Batch compute_position_id_with_mask padding_data",
+    "datums": "convert_trajectories_to_datums",
+    "holders": "ServiceHolder TinkerServiceHolder WeaverServiceHolder",
+    "metrics": "log_grpo_metrics log_rollout_metrics",
+    "patterns": "apply_kl_penalty compute_gae compute_nstep_returns grpo_advantages kl_penalty "
+    "ppo_clipped_loss token_level_rewards",
+    "pool": "ActivityTracker TrajectoryPool WeightSyncController",
+    "recipe": "Recipe load_recipe",
+    "remote": "RemoteApiCrossEntropyTrainer RemoteApiGrpoTrainer RemoteApiTrainer",
+    "select": "build_trainer select_trainer",
+    "self_hosted": "SelfHostedGrpoTrainer SelfHostedTrainer",
+    "trajectory": "Trajectory",
 }
-_HOME_OF = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted(_HOME_OF)
+__all__ = sorted(_MODULE_OF)
 
 
-def __getattr__(name: str) -> Any:  # any: whichever public name
-    if name not in _HOME_OF:
+def __getattr__(name: str) -> Any:  # any: any of the public names
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
     return value
 
 

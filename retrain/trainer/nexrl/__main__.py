@@ -1,7 +1,7 @@
-"""`python -m retrain.trainer.nexrl -m self-hosted -c FILE --run-nexrl`: run a recipe here.
+"""`python -m retrain.trainer.nexrl -m self-hosted -c FILE --run-nexrl`: run a recipe.
 
-The flags are those of NexRL's own command; there is no cluster, so `-m` only has to agree with the
-recipe's backend, and `-r` goes on from the newest checkpoint.
+The flags are those of NexRL's command. The recipe runs in this process: `-m` must agree with its
+backend, and `-r` continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ MODES = {"self-hosted": ("self-hosted",), "training-service": ("tinker", "weaver
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit code, as `retrain run`'s."""
+    """Run the command and return its exit code, as `retrain run` does."""
     parser = argparse.ArgumentParser(prog="python -m retrain.trainer.nexrl", description=__doc__)
-    parser.add_argument("-m", "--mode", choices=tuple(MODES), help="what the recipe trains on")
+    parser.add_argument("-m", "--mode", choices=tuple(MODES), help="the backend of the recipe")
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the recipe")
-    parser.add_argument("--run-nexrl", action="store_true", help="run it; without: check it only")
-    parser.add_argument("-r", "--resume", action="store_true", help="go on with this run")
-    parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept (runs/NAME)")
+    parser.add_argument(
+        "--run-nexrl",
+        action="store_true",
+        help="run it; default: only check",
+    )
+    parser.add_argument("-r", "--resume", action="store_true", help="continue this run")
+    parser.add_argument("--run-dir", metavar="DIR", help="the run directory (default: runs/NAME)")
     arguments = parser.parse_args(argv)
     places: list[Path] = []
     return exit_code(lambda: _run(arguments, places), places)
@@ -39,11 +43,11 @@ def _run(arguments: argparse.Namespace, places: list[Path]) -> int:
     backend = recipe.trainer.backend
     if arguments.mode is not None and backend not in MODES[arguments.mode]:
         raise ConfigError(
-            f"-m {arguments.mode} was given, but trainer.train_service.backend is {backend}: "
-            "leave -m out, or make them agree"
+            f"-m {arguments.mode}: trainer.train_service.backend is {backend}; drop -m, or make "
+            "them agree"
         )
     if not arguments.run_nexrl:
-        sys.stdout.write(f"{arguments.config}: nothing is wrong with it; --run-nexrl runs it\n")
+        sys.stdout.write(f"{arguments.config}: the recipe is valid; add --run-nexrl to run it\n")
         return DONE
     config = recipe.config
     if arguments.run_dir:

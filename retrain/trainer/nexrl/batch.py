@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +41,39 @@ class _Twin(UserDict[str, Any]):
         del self.data[name]
         if name in self._names:
             del self.other.data[self._names[name]]
+
+
+def _stripped(
+    side: Literal["left", "right"],
+    batch: Batch,
+    pad_token_id: int = 0,
+    anchor_field: str = "input_ids",
+    fields: Sequence[str] | None = None,
+    max_strip_threshold: int = -1,
+) -> Batch:
+    """A copy without the columns on one side that are padding in every row.
+
+    A column is padding by `attention_mask`, or without that mask where `anchor_field` is
+    `pad_token_id`. At least one column stays, and a `max_strip_threshold` of 0 or more limits how
+    many are removed. `fields` None means all fields as wide as the anchor. Raises KeyError for a
+    missing field.
+    """
+    require(batch, (anchor_field, *(fields or ())))
+    anchor = batch.values[anchor_field]
+    mask = batch.values.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != anchor.shape:
+        mask = anchor != pad_token_id
+    used = torch.nonzero((mask > 0).any(dim=0)).flatten().tolist() or [0]
+    width = anchor.shape[1]
+    spare = used[0] if side == "left" else width - 1 - used[-1]
+    spare = min(spare, max_strip_threshold) if max_strip_threshold >= 0 else spare
+    kept = slice(spare, None) if side == "left" else slice(width - spare)
+    done = batch.copy()
+    for name in batch.values if fields is None else fields:
+        value = batch.values[name]
+        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == width:
+            done.values[name] = value[:, kept]
+    return done
 
 
 class Batch:
@@ -91,63 +125,20 @@ class Batch:
         for name in ("group_id", "run_id"):
             values[name] = [one.get(name) for one in trajectories]
         metadata = {"batch_size": len(trajectories), "trajectories": list(trajectories)}
-        return padding_data(cls(values, metadata), pad_token_id=pad_token_id)
+        batch: Batch = padding_data(cls(values, metadata), pad_token_id=pad_token_id)
+        return batch
 
-    @staticmethod
-    def remove_redundant_left_padding(
-        batch: Batch,
-        pad_token_id: int = 0,
-        anchor_field: str = "input_ids",
-        fields: Sequence[str] | None = None,
-        max_strip_threshold: int = -1,
-    ) -> Batch:
-        """A copy without the leading columns that are padding in every row.
-
-        A column is padding by `attention_mask`, or without that mask where `anchor_field` is
-        `pad_token_id`. At least one column stays, and a `max_strip_threshold` of 0 or more limits
-        how many are removed. `fields` None means all fields as wide as the anchor. Raises KeyError
-        for a missing field.
-        """
-        left, _ = _padding(batch, pad_token_id, anchor_field, fields, max_strip_threshold)
-        return _narrowed(batch, slice(left, None), anchor_field, fields)
-
-    @staticmethod
-    def remove_redundant_right_padding(
-        batch: Batch,
-        pad_token_id: int = 0,
-        anchor_field: str = "input_ids",
-        fields: Sequence[str] | None = None,
-        max_strip_threshold: int = -1,
-    ) -> Batch:
-        """The same for trailing columns."""
-        _, right = _padding(batch, pad_token_id, anchor_field, fields, max_strip_threshold)
-        width = batch.values[anchor_field].shape[1]
-        return _narrowed(batch, slice(width - right), anchor_field, fields)
+    remove_redundant_left_padding = staticmethod(partial(_stripped, "left"))
+    remove_redundant_right_padding = staticmethod(partial(_stripped, "right"))
 
 
-@overload
-def padding_data(
-    data: Batch,
-    max_length: int | None = None,
-    pad_token_id: int = 0,
-    left_pad: bool = False,
-    truncation: Literal["error", "left", "right"] = "error",
-) -> Batch: ...
-@overload
-def padding_data(
-    data: Tensor | Sequence[Sequence[float]],
-    max_length: int | None = None,
-    pad_token_id: int = 0,
-    left_pad: bool = False,
-    truncation: Literal["error", "left", "right"] = "error",
-) -> Tensor: ...
 def padding_data(
     data: Batch | Tensor | Sequence[Sequence[float]],
     max_length: int | None = None,
     pad_token_id: int = 0,
     left_pad: bool = False,
     truncation: Literal["error", "left", "right"] = "error",
-) -> Batch | Tensor:
+) -> Any:  # any: a Batch of a Batch, else a Tensor
     """Pad rows of different lengths to one tensor (B, max_length), or all such fields of a batch.
 
     `max_length` None means the longest row. In a batch, `input_ids` is padded with `pad_token_id`,
@@ -182,32 +173,6 @@ def require(batch: Batch, names: Sequence[str]) -> None:
             f"the batch has no field {', '.join(map(repr, missing))}: it has "
             f"{', '.join(batch.values) or 'none'}"
         )
-
-
-def _padding(
-    batch: Batch, pad_token_id: int, anchor_field: str, fields: Sequence[str] | None, limit: int
-) -> tuple[int, int]:
-    """How many columns to remove on the left and on the right."""
-    require(batch, (anchor_field, *(fields or ())))
-    anchor = batch.values[anchor_field]
-    mask = batch.values.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.shape != anchor.shape:
-        mask = anchor != pad_token_id
-    columns = torch.nonzero((mask > 0).any(dim=0)).flatten().tolist() or [0]
-    spare = columns[0], anchor.shape[1] - 1 - columns[-1]
-    return (min(spare[0], limit), min(spare[1], limit)) if limit >= 0 else spare
-
-
-def _narrowed(
-    batch: Batch, columns: slice, anchor_field: str, fields: Sequence[str] | None
-) -> Batch:
-    narrowed = batch.copy()
-    width = batch.values[anchor_field].shape[1]
-    for name, value in batch.values.items():
-        wide = isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == width
-        if wide and (fields is None or name in fields):
-            narrowed.values[name] = value[:, columns]
-    return narrowed
 
 
 def _padded(

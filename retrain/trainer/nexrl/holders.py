@@ -42,21 +42,10 @@ class ServiceHolder:
 
     backend: ClassVar[Backend]
 
-    def __init__(
-        self,
-        url: str = "local",
-        model: str | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Opens nothing. `config` has the keys of `train_service.config`.
-
-        With `model` or `config` the holder keeps them instead of the trainer's. Raises ConfigError.
-        """
+    def __init__(self, url: str = "local") -> None:
+        """Opens nothing. Raises ConfigError."""
         self.url = url
-        self._own = model is not None or config is not None
-        named = {} if model is None else {"model": model}
-        service = {"backend": self.backend, "url": url, "config": dict(config or {})}
-        self._settings = read_settings({**named, "train_service": service})
+        self._settings = read_settings({"train_service": {"backend": self.backend, "url": url}})
         self._service: TrainingService | None = None
 
     @property
@@ -69,15 +58,14 @@ class ServiceHolder:
     def adopt(self, settings: Settings) -> None:
         """Use a trainer's settings, except for the URL.
 
-        Does nothing if the holder has settings of its own or is in use. Raises ConfigError for
-        settings of another backend.
+        Does nothing if the holder is in use. Raises ConfigError for settings of another backend.
         """
         if settings.service.backend != self.backend:
             raise ConfigError(
                 f"trainer.train_service.backend is {settings.service.backend!r}, but the holder is "
                 f"a {type(self).__name__}: make them agree"
             )
-        if self._service is None and not self._own:
+        if self._service is None:
             self._settings = settings.with_url(self.url)
 
     def train(
@@ -97,7 +85,7 @@ class ServiceHolder:
                 f"{', '.join(KEYS)}"
             )
         settings = self._settings
-        loss = config.get("loss_fn", settings.loss)
+        loss = config.get("loss_fn", settings.run.algorithm.loss)
         supervised = loss == "cross_entropy"
         samples = samples_of_datums(datums, weighted=supervised, encode=self.service.encode)
         self.service.adjust({OPTIONS[k]: v for k, v in config.items() if k in OPTIONS})
@@ -105,7 +93,7 @@ class ServiceHolder:
             self._with_logprobs(samples, needed=not supervised),
             loss=loss,
             loss_config=config.get("loss_config", settings.run.algorithm.loss_config),
-            normalisation=config.get("normalisation", settings.normalisation),
+            normalisation=config.get("normalisation", settings.run.algorithm.normalisation),
         )
         return {"metrics": {"training/num_datums": float(len(samples)), **metrics}}
 

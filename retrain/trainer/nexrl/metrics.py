@@ -28,16 +28,11 @@ def log_rollout_metrics(
     """
     numbered = enumerate(trajectories)
     rewards = [reward_of(one, index) for index, one in numbered if one.get("reward") is not None]
-    scores: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in dict(trajectory.get("score") or {}).items():
-            if isinstance(value, int | float):
-                scores.setdefault(name, []).append(float(value))
     masks = [one["loss_mask"] for one in trajectories if one.get("loss_mask") is not None]
     trained = [float(sum(mask)) for mask in masks]
     rest = [len(mask) - count for mask, count in zip(masks, trained, strict=True)]
     metrics |= {f"{prefix}reward_{name}": value for name, value in _spread(rewards).items()}
-    metrics |= {f"{prefix}{name}": fmean(values) for name, values in scores.items()}
+    metrics |= {f"{prefix}{name}": fmean(values) for name, values in _scores(trajectories).items()}
     for where, lengths in (("response_length", trained), ("prompt_length", rest)):
         metrics |= {f"{where}/{k}": v for k, v in _spread(lengths).items() if k != "std"}
     cut = [float(one["is_truncated"]) for one in trajectories if "is_truncated" in one]
@@ -85,6 +80,16 @@ def floats(metrics: Mapping[str, Any]) -> Metrics:
                 f"metric {name!r}: got a {type(value).__name__}, expected one number"
             ) from error
     return made
+
+
+def _scores(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The numbers in the trajectories' `score`, by their name."""
+    found: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in dict(trajectory.get("score") or {}).items():
+            if isinstance(value, int | float):
+                found.setdefault(name, []).append(float(value))
+    return found
 
 
 def _spread(values: Sequence[float]) -> Metrics:

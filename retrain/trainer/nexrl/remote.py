@@ -36,11 +36,11 @@ class RemoteApiTrainer(BaseTrainer):
                 "this process)"
             )
         options = settings.run.backend.arguments
-        self._loss_fn = settings.loss
-        self._learning_rate: float = options["learning_rate"]
-        self._beta1: float = options["beta1"]
-        self._beta2: float = options["beta2"]
-        self._eps: float = options["eps"]
+        self.train_config: dict[str, Any] = {
+            "loss_fn": settings.run.algorithm.loss,
+            **{name: options[name] for name in ("learning_rate", "beta1", "beta2", "eps")},
+        }
+        """The config of each step: the loss and the optimizer's numbers."""
         self._service_holder: Holder | None = None
 
     @abstractmethod
@@ -89,17 +89,6 @@ class RemoteApiTrainer(BaseTrainer):
             )
         return holder.service
 
-    @property
-    def train_config(self) -> dict[str, Any]:
-        """The config of each step: the loss and the optimizer's numbers."""
-        return {
-            "loss_fn": self._loss_fn,
-            "learning_rate": self._learning_rate,
-            "beta1": self._beta1,
-            "beta2": self._beta2,
-            "eps": self._eps,
-        }
-
     def initialize_workers(self) -> None:
         """Connect to the service, unless the holder is a custom one."""
         if isinstance(self.service_holder, ServiceHolder):
@@ -140,9 +129,9 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
         section = as_section(config)
         section.algorithm.setdefault("type", "cross_entropy")
         super().__init__(section)
-        if self._loss_fn != "cross_entropy":
+        if (loss := self.train_config["loss_fn"]) != "cross_entropy":
             raise ConfigError(
-                f"trainer.train_service.config.loss_fn: got {self._loss_fn!r}, expected "
+                f"trainer.train_service.config.loss_fn: got {loss!r}, expected "
                 f"cross_entropy: {type(self).__name__} has no other loss"
             )
 

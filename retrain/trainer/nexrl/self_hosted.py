@@ -55,13 +55,13 @@ class SelfHostedTrainer(BaseTrainer):
         self._log_rollout_metrics(batch)
         prepared, metrics = self._prepare_batch(batch)
         _check(prepared)
-        settings = self._settings
+        algorithm = self._settings.run.algorithm
         told = {**self._logged, **metrics, "training/batch_size": float(len(prepared))}
         return told | self.service.train(
             samples_of(prepared, self._compute_old_log_probs(prepared)),
-            loss=settings.loss,
-            loss_config=settings.run.algorithm.loss_config,
-            normalisation=settings.normalisation,
+            loss=algorithm.loss or "",
+            loss_config=algorithm.loss_config,
+            normalisation=algorithm.normalisation,
         )
 
     # --- for subclasses
@@ -150,24 +150,14 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
 
 
 def rows_of(batch: Batch) -> list[dict[str, Any]]:
-    """A batch's rows as the metrics read them, with the mean advantage of the trained tokens."""
+    """The trajectories of a batch for the metrics, with the mean advantage of their tokens."""
     values = batch.values
-    trajectories = batch.metadata.get("trajectories") or [{}] * len(batch)
-    rows: list[dict[str, Any]] = [dict(trajectory) for trajectory in trajectories]
-    columns: dict[str, Any] = {k: values[k] for k in ("group_id", "run_id") if k in values}
-    if "reward" in values:
-        columns["reward"] = values["reward"].tolist()
-    if "loss_mask" in values:
-        mask = values["loss_mask"]
-        attended = values.get("attention_mask", torch.ones_like(mask)) > 0
-        columns["loss_mask"] = [row[on].tolist() for row, on in zip(mask, attended, strict=True)]
-        if "advantages" in values:
-            trained = mask > 0
-            sums = (_spread(batch) * trained).sum(-1)
-            columns["advantage"] = (sums / trained.sum(-1).clamp(min=1)).tolist()
-    for name, column in columns.items():
-        for row, value in zip(rows, column, strict=True):
-            row[name] = value
+    rows = [dict(trajectory) for trajectory in batch.metadata.get("trajectories", ())]
+    if "advantages" in values:
+        trained = values["loss_mask"] > 0
+        means = (_spread(batch) * trained).sum(-1) / trained.sum(-1).clamp(min=1)
+        for row, mean in zip(rows, means.tolist(), strict=True):
+            row["advantage"] = mean
     return rows
 
 

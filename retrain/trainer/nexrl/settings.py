@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from retrain.config import RunConfig, parse_config
 from retrain.config.problems import problems_of
 from retrain.errors import ConfigError
-from retrain.losses import Normalisation, row_of
+from retrain.losses import Normalisation
 from retrain.trainer.nexrl.trajectory import Fields
 
 Backend = Literal["self-hosted", "tinker", "weaver"]
@@ -99,8 +99,6 @@ class Settings:
     service: TrainService
     run: RunConfig
     """The run that the config describes; `prompts` is a placeholder if the config has none."""
-    loss: str
-    normalisation: Normalisation | None
 
     def with_url(self, url: str) -> Settings:
         """The same settings for a service at another URL."""
@@ -155,9 +153,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    wanted = service.config.normalisation
-    default: Normalisation | None = None if row_of(loss).normalises_itself else "token"
-    return Settings(section, service, run, loss, wanted or default)
+    return Settings(section, service, run)
 
 
 def algorithm_of(section: Section) -> str:
@@ -179,7 +175,7 @@ def _default_loss(section: Section, backend: Backend) -> str:
 def _run_mapping(section: Section, service: TrainService, loss: str) -> dict[str, Any]:
     """The mapping of a RunConfig. Unknown keys are kept: RunConfig's checks report them."""
     algorithm = {key: section.algorithm[key] for key in ALGORITHM_KEYS if key in section.algorithm}
-    supervised = loss == "cross_entropy"
+    supervised, summed = loss == "cross_entropy", not row_of(loss).normalises_itself
     steps = section.get("total_train_steps")
     return {
         "prompts": ["-"],
@@ -190,7 +186,7 @@ def _run_mapping(section: Section, service: TrainService, loss: str) -> dict[str
             "type": "sft" if supervised else "grpo",
             "loss": loss,
             "group_size": 1 if supervised else algorithm.get("group_size", 8),
-            "normalisation": service.config.normalisation,
+            "normalisation": service.config.normalisation or ("token" if summed else None),
         },
         "backend": _backend(service, loss),
         "train": {
