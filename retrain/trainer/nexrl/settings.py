@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from retrain.config import RunConfig, parse_config
 from retrain.config.problems import problems_of
 from retrain.errors import ConfigError
-from retrain.losses import Normalisation
+from retrain.losses import Normalisation, row_of
 from retrain.trainer.nexrl.trajectory import Fields
 
 Backend = Literal["self-hosted", "tinker", "weaver"]
