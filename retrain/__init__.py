@@ -1,7 +1,7 @@
 """`retrain`: RL post-training for language models as one asyncio program.
 
-The public names load when they are first used: `import retrain` imports no torch, trl,
-transformers or pydantic.
+The public names load on first use: `import retrain` imports no torch, trl, transformers or
+pydantic.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["__version__", "run", *sorted(_HOME_OF)]
 
 
 def __getattr__(name: str) -> Any:  # any: whichever public name
-    if name == "run":  # the module, which is callable: `await retrain.run(config)`
+    if name == "run":  # the callable module: `await retrain.run(config)`
         return import_module("retrain.run")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'retrain' has no attribute {name!r}")
@@ -68,7 +68,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    # `as` exports a name to type checkers; the sorter would write one statement a name
+    # `as` exports a name to type checkers; isort would write one statement per name
     # isort: off
     from retrain import run as run
     from retrain.adapters.base import (
