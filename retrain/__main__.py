@@ -88,9 +88,7 @@ async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
 
 
 def _report(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="retrain report", description="Write RUN_DIR/report.html."
-    )
+    parser = argparse.ArgumentParser(prog="retrain report", description="Write a report.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     arguments = parser.parse_args(argv)
 

@@ -272,9 +272,7 @@ async def _cancelled(environment: Environment, prompt: Prompt) -> Finding:
     task.cancel()
     _, pending = await asyncio.wait([task], timeout=5)
     if pending or not (finished or task.cancelled()):
-        return Finding(
-            False, what, "do not suppress CancelledError: catch Exception, not BaseException"
-        )
+        return Finding(False, what, "don't suppress CancelledError: catch Exception instead")
     return Finding(True, what)
 
 
