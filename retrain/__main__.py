@@ -1,6 +1,6 @@
-"""`retrain run | check | report | serve | schema`: one command line for everything.
+"""The command line: `retrain run | check | report | serve | schema`.
 
-What a command needs loads when it is called, so that `--help` is quick.
+A command's modules load when it is called, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from retrain.check import Finding
 
 COMMANDS = {
-    "run": "train as a YAML file says",
-    "check": "try an environment, or all parts of a config, before a run",
+    "run": "train from a YAML file",
+    "check": "test an environment, or all parts of a config, before a run",
     "report": "write RUN_DIR/report.html",
-    "serve": "serve a model of this machine by the Tinker and the Weaver protocol",
-    "schema": "print the config's JSON schema, for editors",
+    "serve": "serve a model on this machine over the Tinker and Weaver protocols",
+    "schema": "print the JSON schema of a config, for editors",
 }
 
 
@@ -36,7 +36,7 @@ def main() -> NoReturn:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Call the command that `argv` names; its exit code."""
+    """Call the command that `argv` names; returns its exit code."""
     name, rest = (argv[0], argv[1:]) if argv else ("", ())
     if name in ("", "-h", "--help"):
         print(_usage())
@@ -47,7 +47,7 @@ def command(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
-        print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
+        print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return USAGE
     called = {"run": run_command, "check": _check, "report": _report, "serve": _serve}
     return {**called, "schema": _schema}[name](rest)
@@ -56,12 +56,12 @@ def command(argv: Sequence[str]) -> int:
 def _check(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="retrain check",
-        description="Play a few rollouts with fixed replies and see whether the environment keeps "
-        "its promises. Exit code: 0 all is well, 1 something isn't, 2 it can't be loaded.",
+        description="Play rollouts with fixed replies and check that the environment keeps its "
+        "contract. Exit codes: 0 all checks passed, 1 a check failed, 2 it can't be loaded.",
     )
-    parser.add_argument("subject", metavar="ENVIRONMENT|CONFIG.yaml")
+    parser.add_argument("subject", metavar="ENVIRONMENT|CONFIG")
     parser.add_argument(
-        "keys", metavar="key=value", nargs="*", default=[], help="the constructor's, or a config's"
+        "keys", metavar="key=value", nargs="*", default=[], help="keys of the environment or config"
     )
     arguments = parser.parse_intermixed_args(argv)
 
@@ -75,7 +75,7 @@ def _check(argv: Sequence[str]) -> int:
 
 
 async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
-    """Code that blocks the loop can't be cancelled: the watchdog ends the process and names it."""
+    """With a watchdog: code that blocks the loop can't be cancelled, so it ends the process."""
     from retrain.check import DEADLINE, check_subject
     from retrain.concurrency.watchdog import Watchdog
 
@@ -88,7 +88,7 @@ async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
 
 
 def _report(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="retrain report", description="Write a run's report.")
+    parser = argparse.ArgumentParser(prog="retrain report", description="Write a report.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     arguments = parser.parse_args(argv)
 
@@ -111,7 +111,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _schema(argv: Sequence[str]) -> int:
-    description = "Print the config's JSON schema, with the keys of every built-in plug-in."
+    description = "Print the JSON schema of a config, with the keys of every built-in plug-in."
     argparse.ArgumentParser(prog="retrain schema", description=description).parse_args(argv)
 
     def schema() -> int:
@@ -125,7 +125,9 @@ def _schema(argv: Sequence[str]) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:8} {words}" for name, words in COMMANDS.items()]
-    return "\n".join(["usage: retrain COMMAND ... (COMMAND --help says more)", "", *lines])
+    return "\n".join(
+        ["usage: retrain COMMAND ... (for a command: retrain COMMAND --help)", "", *lines]
+    )
 
 
 if __name__ == "__main__":

@@ -88,19 +88,19 @@ async def test_a_good_environment_passes() -> None:
 @pytest.mark.parametrize(
     ("fault", "advice"),
     [
-        ("text", "reset returned str for its messages: expected a list"),
+        ("text", "reset returned str as its messages, expected a list"),
         ("none", "reset returned no message"),
-        ("four", "step returned tuple: expected StepResult("),
-        ("reward", "step returned the reward '1': expected a finite number"),
+        ("four", "step returned tuple, expected StepResult("),
+        ("reward", "step returned the reward '1', expected a finite number"),
         ("nan", "step returned the reward nan"),
-        ("flag", "step returned terminated = 1: expected True or False"),
-        ("info", "step returned the info None: expected a dict"),
-        ("observation", "step returned str for its messages"),
-        ("content", "its content is no text"),
+        ("flag", "step returned terminated = 1, expected True or False"),
+        ("info", "step returned the info None, expected a dict"),
+        ("observation", "step returned str as its messages"),
+        ("content", "expected a string `content`"),
         ("raises", "it raised KeyError: 'x' (test_check.py:"),
-        ("swallows", "let CancelledError pass"),
+        ("swallows", "don't suppress CancelledError"),
         ("close", "it raised OSError: the connection is gone"),
-        ("task", "end in close(): forgotten"),
+        ("task", "end them in close(): forgotten"),
     ],
 )
 async def test_a_broken_promise_is_found(fault: str, advice: str) -> None:
@@ -111,7 +111,7 @@ async def test_a_broken_promise_is_found(fault: str, advice: str) -> None:
 async def test_shared_state_is_found() -> None:
     again, at_once = await bad(broken("shared"))
     assert "clear the state of the last rollout" in again.advice
-    assert at_once.what.startswith(f"{INSTANCES} instances at once")
+    assert at_once.what.startswith(f"{INSTANCES} concurrent instances")
 
 
 async def test_a_plain_step_is_told_to_be_async() -> None:
@@ -150,7 +150,7 @@ async def test_calls_without_an_error_fit_the_tools_schema() -> None:
     ("tools", "what"),
     [
         (("hint",), "tools are ToolSpecs"),
-        ((ToolSpec("a", ""), ToolSpec("a", "")), "tools have names of their own"),
+        ((ToolSpec("a", ""), ToolSpec("a", "")), "tools have different names"),
         ((ToolSpec("a", "", {"type": object()}),), "tools are JSON"),
     ],
 )
@@ -176,7 +176,7 @@ def test_the_command_checks_a_file_and_a_config(
     (tmp_path / "task.yaml").write_text("prompts: [a, b]\nrewards: exact_match")
     assert command(["check", "quickstart"]) == 0
     assert command(["check", "task.yaml"]) == 0
-    assert "ok    the config's parts" in capsys.readouterr().out
+    assert "ok    all parts of the config load" in capsys.readouterr().out
 
 
 def test_a_step_that_blocks_the_loop_is_named_and_the_command_ends(tmp_path: Path) -> None:

@@ -72,8 +72,11 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def test_a_run_ends_with_0_and_its_directory(config: Path) -> None:
+def test_a_run_says_what_it_loads_and_ends_with_0_and_its_directory(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(config)]) == 0
+    assert capsys.readouterr().err.startswith("loading model tiny on the benchmarks.mock_engine:")
     metrics = (config.parent / "runs" / "task" / "metrics.jsonl").read_text().splitlines()
     assert len(metrics) == 3
 
@@ -93,9 +96,14 @@ def test_a_dry_run_prints_a_config_that_says_the_same(
     assert yaml.safe_load(capsys.readouterr().out) == printed
 
 
-def test_quickstart_needs_no_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_included_config_needs_no_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quickstart", "--dry-run"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model"] == "tiny"
+    assert main(["guess_number", "--dry-run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["environment"]["guesses"] == 3
+    Path("guess_number").write_text(CONFIG)  # a file of that name comes first
+    assert main(["guess_number", "--dry-run"]) == 0
+    assert "guesses" not in yaml.safe_load(capsys.readouterr().out)["environment"]
 
 
 def test_a_dry_run_loads_no_torch(tmp_path: Path) -> None:

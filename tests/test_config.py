@@ -83,7 +83,10 @@ rewards: [{weight: 1}]
             "max is 1, expected at least target (3)",
         ),
         ({"rewards": 5}, "rewards: got 5, expected a list"),
-        ({"base_dir": "x"}, "base_dir: unknown key; it is always the config file's folder"),
+        (
+            {"base_dir": "x"},
+            "base_dir: unknown key; remove it: it is always the config file's folder",
+        ),
         ({"sampling": {"stop": [1]}}, "sampling.stop.0: got 1, expected a string"),
         ({"model": ["x"]}, "model: got ['x'], expected a string"),
     ],

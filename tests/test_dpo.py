@@ -148,7 +148,7 @@ def test_equal_pairs_are_told_at_the_start(tmp_path):
     rows = [*ROWS, {"prompt": "x", "chosen": "y", "rejected": "y"}]
     changed = {**RUN, "prompts": {"type": "list", "rows": rows}}
     parts = assemble(run_of(tmp_path, FULL["trl"], **changed))
-    assert "prompts: 1 left out, chosen equals rejected; 3 pairs remain" in parts.warnings
+    assert "prompts: 1 dropped (chosen equals rejected); 3 pairs remain" in parts.warnings
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_equal_pairs_are_told_at_the_start(tmp_path):
         ({"beta": 0}, "beta is 0.0: expected a number above 0"),
         ({"loss_config": {"beta": 0.2}}, "algorithm.loss_config.beta: it is algorithm.beta here"),
         ({"normalisation": "token"}, "algorithm.normalisation: got 'token', but the loss dpo"),
-        ({"pair_by": "score"}, "has no answer, response or completion to score"),
+        ({"pair_by": "score"}, "has no answer, response or completion;"),
     ],
 )
 def test_what_does_not_fit_dpo_is_refused_before_a_model_loads(tmp_path, algorithm, message):

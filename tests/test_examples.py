@@ -61,8 +61,11 @@ def test_an_assistant_turn_in_the_prompt_is_context_where_an_answer_is_given():
         ("just a text", "has no assistant tokens"),
         ({"messages": [ASK]}, "has no assistant tokens, so there is nothing to learn"),
         ({"prompt": "2+3?", "answer": " "}, "has no assistant tokens: the answer is empty"),
-        ({"prompt": "2+3?", "answer": [ASK]}, "has no assistant tokens: the answer holds no"),
-        ({"prompt": "2+3?", "answer": 5}, "the answer is 5: a text or a list of messages"),
+        ({"prompt": "2+3?", "answer": [ASK]}, "has no assistant tokens: the answer contains no"),
+        (
+            {"prompt": "2+3?", "answer": 5},
+            "the answer is 5, expected a string or a list",
+        ),
         ({"messages": [SAY]}, "its first message is the assistant's"),
         ({"messages": [ASK, SAY, SAY]}, "two assistant messages in a row"),
         (
@@ -91,7 +94,7 @@ def test_pairs_of_equal_answers_are_dropped_and_counted():
     )
     assert len(made) == 1
     assert made.dropped == {"chosen equals rejected": 1}
-    with pytest.raises(PromptError, match="none of the 1 rows makes a pair: 1 x chosen equals"):
+    with pytest.raises(PromptError, match="no pair in 1 rows: 1 x chosen equals"):
         pairs({"prompt": "b", "chosen": "x", "rejected": "x"})
 
 
@@ -112,18 +115,18 @@ def test_scored_responses_are_paired_best_with_worst_of_each_prompt():
     made = pairs(*SCORED, pair_by="helpfulness")
     said = [[answer[0]["content"] for answer in made.row(i).answer] for i in range(len(made))]
     assert said == [["good", "bad"], ["best", "worst"]]
-    assert made.dropped == {"equal helpfulness": 1, "one response to the prompt": 1}
+    assert made.dropped == {"equal helpfulness": 1, "only one response to the prompt": 1}
 
 
 @pytest.mark.parametrize(
     ("rows", "pair_by", "message"),
     [
         ([{"prompt": "a", "chosen": "x"}], None,
-         "has no rejected; its further columns are chosen; a preference row is prompt, chosen"),
-        (SCORED, None, "has no chosen and no rejected; its further columns are response, help"),
-        (SCORED, None, "one scored response: set algorithm.pair_by to one of helpfulness, verb"),
-        (SCORED, "quality", "has None for 'quality' (algorithm.pair_by), expected a number"),
-        ([{"prompt": "a", "score": 1}], "score", "has no answer, response or completion to score"),
+         "has no rejected; its other columns are chosen; expected prompt, chosen"),
+        (SCORED, None, "has no chosen and no rejected; its other columns are response, help"),
+        (SCORED, None, "a scored response, set algorithm.pair_by to one of helpfulness, verb"),
+        (SCORED, "quality", "'quality' (algorithm.pair_by) is None, expected a number"),
+        ([{"prompt": "a", "score": 1}], "score", "has no answer, response or completion;"),
     ],
 )  # fmt: skip
 def test_rows_that_make_no_pair_are_refused_with_the_columns_found(rows, pair_by, message):

@@ -384,7 +384,7 @@ def test_a_key_of_another_backend_says_whose_it_is() -> None:
         section = {**BACKENDS[backend], key: value}
         with pytest.raises(ConfigError) as caught:
             assemble(parse_config(merged(BASE, {"backend": section}), HERE))
-        message = f"backend.{key}: a key of backend {owners}; {backend} has none"
+        message = f"backend.{key}: not a key of {backend}, only of {owners}"
         assert message in str(caught.value)
 
 

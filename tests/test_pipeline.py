@@ -446,7 +446,7 @@ async def test_the_chat_template_may_be_a_file_beside_the_config(tmp_path):
     config = mock_config(tmp_path / "run", chat={"template": "chat.jinja"})
     config = config.model_copy(update={"base_dir": tmp_path})
     assert assemble(config).chat_template == "..."
-    with pytest.raises(ConfigError, match=r"chat\.template: file not found:  .*gone\.jinja"):
+    with pytest.raises(ConfigError, match=r"chat\.template: file not found: .*gone\.jinja"):
         assemble(mock_config(tmp_path / "run", chat={"template": "gone.jinja"}))
 
 

@@ -61,7 +61,7 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
     [
         (("--port", "99999"), "--port 99999: expected 0 to 65535"),
         (("--port", "-1"), "--port -1: expected 0 to 65535"),
-        (("--threads", "0"), "--threads 0: expected an integer >= 1"),
+        (("--threads", "0"), "--threads 0: expected at least 1"),
         (("--folder", f"{__file__}/x"), "test_service_serve.py/x can't be made: Not a directory"),
         (("--device", "tpu9"), "--device tpu9 can't be had: "),
         pytest.param(

@@ -128,6 +128,15 @@ def test_an_installed_wheel_has_its_command_and_built_ins(installed: Path, tmp_p
     assert listed == called(["-c", names], ROOT)
 
 
+def test_messages_name_the_command_that_installs_an_extra(installed: Path, tmp_path: Path) -> None:
+    script = "from retrain.errors import install_command; print(install_command('remote'))"
+    told = run_installed(installed, tmp_path, "-c", script)
+    assert told == "pip install 'retrain-rl[remote]'\n"
+    assert called(["-c", script], ROOT) == "pip install -e '.[remote]'\n"
+    elsewhere = called(["-c", script], tmp_path, PYTHONPATH=str(ROOT))
+    assert elsewhere == f"pip install -e '{ROOT}[remote]'\n"
+
+
 @pytest.mark.parametrize("layout", ["installed", "checkout"])
 def test_a_user_s_own_folders_are_found_by_name_and_by_path(
     layout: str, installed: Path, tmp_path: Path

@@ -26,7 +26,7 @@ ADAPTER = Kind("adapter", Adapter)
 
 @dataclass(frozen=True)
 class Parts:
-    """A run's parts, made and checked."""
+    """The parts of a run, made and checked."""
 
     config: RunConfig
     prompts: PromptSource
@@ -38,7 +38,7 @@ class Parts:
     loss: str
     loss_config: Mapping[str, Any]  # the loss's own keys
     normalisation: Normalisation | None
-    """None for a loss that carries its normaliser."""
+    """None for a loss with a normalisation of its own."""
     options: AdapterOptions
     capabilities: Capabilities
     chat_template: str = "auto"

@@ -1,4 +1,4 @@
-"""What a run is: the keys of the YAML, how a file is read, and plug-ins found by name."""
+"""The config of a run: its keys, reading it from YAML, and finding the plug-ins that it names."""
 
 from retrain.config.reading import load_config, parse_config, plain
 from retrain.config.sections import (

@@ -52,16 +52,18 @@ def bind(
             bound[key] = value
         else:
             problems += unknown_key(f"{where}.{key}", value, [*settable, *beside], known or {})
-    others = f", in addition to what it is called with: {', '.join(provided)}" if provided else ""
-    callee = getattr(target, "__name__", type(target).__name__)
-    problems += [
-        f"{where}.{name}: missing; {callee} needs {_NAMES.get(hints.get(name, Any), 'it')}{others}"
-        for name in settable
-        if name not in bound and parameters[name].default is _EMPTY
-    ]
+    for name in settable:
+        if name not in bound and parameters[name].default is _EMPTY:
+            problems.append(f"{where}.{name}: missing; {_needs(target, hints.get(name), provided)}")
     if problems:
         raise PluginError(*problems)
     return bound
+
+
+def _needs(target: Callable[..., Any], annotation: Any, provided: Collection[str]) -> str:
+    callee = getattr(target, "__name__", type(target).__name__)
+    others = f", in addition to what it is called with: {', '.join(provided)}" if provided else ""
+    return f"{callee} needs {_NAMES.get(annotation, 'a value')}{others}"
 
 
 def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -1,4 +1,4 @@
-"""How a config is read: `load_config` reads a file, `parse_config` any mapping.
+"""Reading a config: `load_config` takes a YAML file, `parse_config` any mapping.
 
 Both raise one ConfigError that lists every problem.
 """
@@ -19,9 +19,9 @@ from retrain.errors import ConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a YAML file describes, changed by `dotted.key=value` arguments.
+    """The config in a YAML file, with `dotted.key=value` overrides applied.
 
-    Raises ConfigError with every problem of the file and of the arguments.
+    Raises ConfigError with every problem of the file and of the overrides.
     """
     file = Path(path)
     mapping, marks = read_config_file(file)
@@ -40,12 +40,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(mapping: Mapping[str, Any], base_dir: str | Path | None = None) -> RunConfig:
-    """The run that a mapping describes; relative paths are looked up in `base_dir`.
+    """The config in a mapping, which may be omegaconf's; relative paths start in `base_dir`.
 
-    Takes any Mapping, such as omegaconf's. Raises ConfigError with every problem.
+    Raises ConfigError with every problem.
     """
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"expected a mapping of the config's keys, got {type(mapping).__name__}")
+        raise ConfigError(f"got {type(mapping).__name__}, expected a mapping of the config's keys")
     folder = Path(base_dir).resolve() if base_dir is not None else Path.cwd()
     return _checked(plain(mapping), folder, [], {}, source="")
 
@@ -57,7 +57,7 @@ def _checked(
     hidden = list(secrets(mapping))
     problems += [f"{_line(path, marks)}{path}: {_NO_SECRETS}" for path in hidden]
     if mapping.pop("base_dir", None) is not None:
-        problems.append("base_dir: unknown key; it is always the config file's folder")
+        problems.append("base_dir: unknown key; remove it: it is always the config file's folder")
     try:
         config = RunConfig.model_validate(mapping)
     except ValidationError as error:
@@ -75,7 +75,7 @@ _NO_SECRETS = (
 
 
 def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Short forms in full: `environment: echo`, `rewards: exact`, `prompts: file.jsonl`."""
+    """Expand short forms: `environment: echo`, `rewards: exact`, `prompts: file.jsonl`."""
     full = dict(mapping)
     for key, spell in _SHORT_FORMS.items():
         if key in full:
@@ -132,13 +132,13 @@ _SHORT_FORMS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _is_file(text: str) -> bool:
-    """Whether `prompts: text` means a file of rows, and not a plug-in or a dotted class."""
-    ending = text.rpartition(".")[2] if "." in text else ""
-    return ":" not in text and ending != "py" and ("/" in text or ending.islower())
+    """Whether `prompts: text` is the path of a data file, and not the name of a plug-in."""
+    extension = text.rpartition(".")[2] if "." in text else ""
+    return ":" not in text and extension != "py" and ("/" in text or extension.islower())
 
 
 def plain(value: Any) -> Any:
-    """A deep copy as YAML would give it: mappings as dicts with text keys, sequences as lists."""
+    """A deep copy as YAML would give it: mappings as dicts with string keys, sequences as lists."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -147,5 +147,5 @@ def plain(value: Any) -> Any:
 
 
 def _line(path: str, marks: Marks) -> str:
-    """ "line 7: " where the file has that path."""
+    """ "line 7: " if the file contains that path."""
     return f"line {marks[path]}: " if path in marks else ""

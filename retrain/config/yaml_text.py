@@ -7,7 +7,7 @@ No message quotes the YAML, which may contain a secret.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,9 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, Marks]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        marks, twice = dict(_lines(node, "")), list(_repeated(node, ""))
+        marks: Marks = {}
+        twice: list[str] = []
+        _walk(node, "", marks, twice)
         value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -133,35 +135,24 @@ def _index(items: list[Any], key: str, here: str) -> int:
     return int(key)
 
 
-def _lines(node: Any, path: str) -> Iterator[tuple[str, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            inner = f"{path}.{key.value}".lstrip(".")
-            yield inner, key.start_mark.line + 1
-            yield from _lines(value, inner)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            inner = f"{path}.{index}".lstrip(".")
-            yield inner, value.start_mark.line + 1
-            yield from _lines(value, inner)
-
-
-def _repeated(node: Any, path: str) -> Iterator[str]:
-    """The keys that appear twice in one mapping."""
+def _walk(node: Any, path: str, marks: Marks, twice: list[str]) -> None:
+    """Note the line of every path below `node`, and the keys that appear twice in one mapping."""
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            yield from _repeated(value, f"{path}.{index}")
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        inner = f"{path}.{key.value}".lstrip(".")
-        line = key.start_mark.line + 1
-        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-            if key.value in seen:
-                yield f"line {line}: duplicate key {inner}, first in line {seen[key.value]}"
-            seen[key.value] = line
-        yield from _repeated(value, inner)
+            inner = f"{path}.{index}".lstrip(".")
+            marks[inner] = value.start_mark.line + 1
+            _walk(value, inner, marks, twice)
+    elif isinstance(node, yaml.MappingNode):
+        seen: Marks = {}
+        for key, value in node.value:
+            inner, line = f"{path}.{key.value}".lstrip("."), key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    first = seen[key.value]
+                    twice.append(f"line {line}: duplicate key {inner}, first in line {first}")
+                seen[key.value] = line
+            marks[inner] = line
+            _walk(value, inner, marks, twice)
 
 
 def _kind(value: Any) -> str:

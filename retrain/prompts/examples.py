@@ -1,10 +1,9 @@
-"""Rows that are trained on as they stand: demonstrations, and pairs of answers.
+"""Rows that are trained on directly: demonstrations, and pairs of answers.
 
-Both sources bring a row into one form: `messages` is the opening that the model is shown, `answer`
-holds the continuations, a list of messages each: one for a demonstration, (chosen, rejected) for a
-pair. Every assistant message of a continuation is trained, nothing else. A row's `tools` are shown
-to the model as an environment's are. Every row is checked when the source is made, so that a bad
-one is told before any model loads.
+Both sources convert a row to one form: `messages` is the opening, and `answer` a list of
+continuations, one for a demonstration and (chosen, rejected) for a pair. A continuation is a list
+of messages; only its assistant messages are trained. A row's `tools` are offered to the model like
+an environment's. All rows are checked when the source is made, before any model loads.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from retrain.types import Message
 T = TypeVar("T")
 Continuation = Sequence[Message]
 RESPONSES = ("response", "completion")
-"""Columns that hold an answer where there is no `answer`."""
+"""Columns of the answer if there is no `answer`."""
 TOOLS = "tools"
-"""The column that holds the tools on offer."""
+"""The column of the tools."""
 EQUAL = "chosen equals rejected"
 
 
 class _Examples(PromptSource):
-    """Rows of a source, brought into one form."""
+    """The rows of a source in one form."""
 
     def __init__(self, rows: Sequence[Row], dropped: Mapping[str, int]) -> None:
         self._rows = rows
         self.dropped = dropped
-        """Rows or prompts that are left out, by the reason."""
+        """The number of dropped rows or prompts per reason."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -45,24 +44,24 @@ class _Examples(PromptSource):
 
 
 class Demonstrations(_Examples):
-    """What the model is to imitate; see `demonstration` for the columns."""
+    """Conversations to imitate; see `demonstration` for the columns."""
 
     @classmethod
     def of(cls, prompts: PromptSource) -> Self:
-        """The demonstrations of `prompts`; raises PromptError naming the first bad row."""
+        """The demonstrations in `prompts`; raises PromptError for the first invalid row."""
         if isinstance(prompts, cls):
             return prompts
         return cls(_parsed(prompts, demonstration), {})
 
 
 class Pairs(_Examples):
-    """A chosen and a rejected answer to each prompt; pairs of equal ones are dropped, counted."""
+    """A chosen and a rejected answer per prompt; pairs of equal answers are dropped and counted."""
 
     @classmethod
     def of(cls, prompts: PromptSource, pair_by: str | None = None) -> Self:
-        """The pairs of `prompts`: of its rows, or with `pair_by` of its scored responses.
+        """The pairs in `prompts`: its rows, or with `pair_by` made of its scored responses.
 
-        Raises PromptError naming the first bad row, or when no pair is left.
+        Raises PromptError for the first invalid row, or if no pair remains.
         """
         if isinstance(prompts, cls):
             return prompts
@@ -73,15 +72,15 @@ class Pairs(_Examples):
             rows, dropped = _paired(_parsed(prompts, lambda row: _scored(row, pair_by)), pair_by)
         if not rows:
             reasons = ", ".join(f"{count} x {why}" for why, count in dropped.items() if count)
-            raise PromptError(f"none of the {len(prompts)} rows makes a pair: {reasons}")
+            raise PromptError(f"no pair in {len(prompts)} rows: {reasons}")
         return cls(rows, +dropped)
 
 
 def demonstration(row: Row) -> Row:
-    """A row of `prompt` and `answer` (or `response`, `completion`), or of `messages` alone.
+    """A row of `prompt` and `answer` (or `response`, `completion`), or of only `messages`.
 
-    An answer is a text or messages; of `messages` without one, what precedes the first assistant
-    turn is the opening. Raises ValueError when there is nothing to learn.
+    An answer is a string or a list of messages. Without an answer, the opening is what precedes the
+    first assistant message. Raises ValueError if there is nothing to learn.
     """
     said = _response(row)
     if said is None:
@@ -90,14 +89,14 @@ def demonstration(row: Row) -> Row:
     else:
         opening, rest = row.messages, _continuation(said, "the answer")
     if not opening:
-        raise ValueError("its first message is the assistant's: one that asks must precede it")
+        raise ValueError("its first message is the assistant's, expected a message before it")
     return Row(opening, (rest,), row.metadata)
 
 
 def pair(row: Row) -> Row:
-    """A row of `prompt`, `chosen` and `rejected`: texts, messages, or whole conversations.
+    """A row of `prompt`, `chosen` and `rejected`: strings, messages, or whole conversations.
 
-    Raises ValueError when a column is missing or holds no answer.
+    Raises ValueError if a column is missing or contains no answer.
     """
     missing = [name for name in ("chosen", "rejected") if row.metadata.get(name) is None]
     if missing:
@@ -118,21 +117,20 @@ class _Scored(NamedTuple):
 def _scored(row: Row, column: str) -> _Scored:
     said = _response(row)
     if said is None:
-        raise ValueError(f"has no answer, response or completion to score; {_columns(row)}")
+        raise ValueError(f"has no answer, response or completion; {_columns(row)}")
     score = row.metadata.get(column)
-    if isinstance(score, str):  # csv knows no numbers
+    if isinstance(score, str):  # csv has no numbers
         with suppress(ValueError):
             score = float(score)
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError(
-            f"has {shown(score)} for {column!r} (algorithm.pair_by), expected a number; "
-            f"{_columns(row)}"
+            f"{column!r} (algorithm.pair_by) is {shown(score)}, expected a number; {_columns(row)}"
         )
     return _Scored(row, _continuation(said, "the response"), float(score))
 
 
 def _paired(scored: Sequence[_Scored], column: str) -> tuple[list[Row], Counter[str]]:
-    """Of each prompt the best response with the worst; ties and single ones are left out."""
+    """The best and the worst response to each prompt; ties and single responses are dropped."""
     prompts: dict[tuple[tuple[str, str], ...], list[_Scored]] = {}
     for one in scored:
         key = tuple((m["role"], m["content"]) for m in one.row.messages)
@@ -143,7 +141,7 @@ def _paired(scored: Sequence[_Scored], column: str) -> tuple[list[Row], Counter[
         best = max(responses, key=lambda one: one.score)
         worst = min(responses, key=lambda one: one.score)
         if len(responses) == 1:
-            dropped["one response to the prompt"] += 1
+            dropped["only one response to the prompt"] += 1
         elif best.score == worst.score:
             dropped[f"equal {column}"] += 1
         elif best.response == worst.response:
@@ -176,9 +174,9 @@ def _first_assistant(row: Row) -> int:
         if message["role"] == "assistant":
             return index
     raise ValueError(
-        f"has no assistant tokens, so there is nothing to learn; {_columns(row)}: give it an "
-        "`answer` (or name the column with prompts.answer_column, a trainer's column_mapping), or "
-        "a message of the role assistant"
+        f"has no assistant tokens, so there is nothing to learn; {_columns(row)}: add an `answer` "
+        "(or name its column by prompts.answer_column, in a trainer by column_mapping), or a "
+        "message with the role assistant"
     )
 
 
@@ -190,18 +188,18 @@ def _continuation(said: Any, what: str) -> tuple[Message, ...]:
         return ({"role": "assistant", "content": said},)
     messages = parse_messages(said) if not isinstance(said, int | float | Mapping) else None
     if messages is None:
-        raise ValueError(f"{what} is {shown(said)}: a text or a list of messages is expected")
+        raise ValueError(f"{what} is {shown(said)}, expected a string or a list of messages")
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if last < 0:
-        raise ValueError(f"has no assistant tokens: {what} holds no message of the assistant")
+        raise ValueError(f"has no assistant tokens: {what} contains no assistant message")
     for first, second in pairwise(messages[: last + 1]):
         if first["role"] == second["role"] == "assistant":
-            raise ValueError(f"{what} holds two assistant messages in a row: join them")
+            raise ValueError(f"{what} contains two assistant messages in a row: join them")
     return messages[: last + 1]
 
 
 def _after(opening: Sequence[Message], said: Any) -> Any:
-    """An answer without the prompt that some data sets repeat before it."""
+    """An answer without the prompt, which some data sets repeat before it."""
     if isinstance(said, str) or not isinstance(said, Sequence) or len(said) <= len(opening):
         return said
     heard = [(m["role"], m["content"]) for m in opening]
@@ -210,7 +208,7 @@ def _after(opening: Sequence[Message], said: Any) -> Any:
 
 
 def _columns(row: Row) -> str:
-    return f"its further columns are {', '.join(map(str, row.metadata)) or 'none'}"
+    return f"its other columns are {', '.join(map(str, row.metadata)) or 'none'}"
 
 
 def _no_pair(row: Row, missing: Sequence[str]) -> str:
@@ -222,7 +220,7 @@ def _no_pair(row: Row, missing: Sequence[str]) -> str:
     text = f"has no {' and no '.join(missing)}; {_columns(row)}"
     if _response(row) is not None and scores:
         return (
-            f"{text}. It looks like one scored response: set algorithm.pair_by to one of "
-            f"{', '.join(scores)}, and the best response to each prompt is paired with the worst"
+            f"{text}. If it is a scored response, set algorithm.pair_by to one of "
+            f"{', '.join(scores)} to pair the best response to each prompt with the worst"
         )
-    return f"{text}; a preference row is prompt, chosen and rejected"
+    return f"{text}; expected prompt, chosen and rejected"
