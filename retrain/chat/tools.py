@@ -14,24 +14,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from retrain.environment import ToolCall, ToolSpec
 from retrain.errors import shown
+
+if TYPE_CHECKING:
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.protocols import Validator
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
 
 _CALL: Final = re.compile(rf"{OPEN}(.*?)({CLOSE}|\Z)", re.DOTALL)
-_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "string": (str,),
-    "number": (int, float),
-    "integer": (int,),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
 
 
 class Reply(NamedTuple):
@@ -106,25 +102,46 @@ def check_tools(tools: Sequence[object]) -> None:
         if tool.name in names:
             raise ValueError(f"there are two tools with the name {tool.name!r}")
         names.add(tool.name)
-        _check_schema(tool.parameters, f"tool {tool.name!r}: parameters")
+        _check_schema(tool)
 
 
-def _check_schema(schema: object, path: str) -> None:
-    if not isinstance(schema, Mapping):
-        raise TypeError(f"{path} must be a JSON schema (a dict), got {shown(schema)}")
-    properties, wanted = schema.get("properties", {}), schema.get("type", [])
-    unknown = set([wanted] if isinstance(wanted, str) else wanted) - _TYPES.keys()
-    if unknown:
-        got = ", ".join(sorted(unknown))
-        raise ValueError(f"{path} has the type {got}: JSON schema knows {', '.join(_TYPES)}")
-    if not isinstance(properties, Mapping):
+def _check_schema(tool: ToolSpec) -> None:
+    where = f"tool {tool.name!r}: parameters"
+    try:
+        if not isinstance(tool.parameters, Mapping):
+            raise TypeError
+        _validator(_as_json(tool.parameters))
+    except TypeError:
         raise TypeError(
-            f"{path}.properties must be a dict of JSON schemas, got {shown(properties)}"
-        )
-    for name, inner in properties.items():
-        _check_schema(inner, f"{path}.{name}")
-    if isinstance(schema.get("items"), Mapping):
-        _check_schema(schema["items"], f"{path}[]")
+            f"{where}: got {shown(tool.parameters)}, expected a JSON schema (a dict of JSON values)"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+
+
+@lru_cache(maxsize=256)
+def _validator(parameters: str) -> Validator:
+    """What checks a tool's arguments; raises ValueError for what is no JSON schema.
+
+    A tool that is called with an argument that it doesn't name would fail, so such an argument is
+    an error unless the schema allows it explicitly.
+    """
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    schema = {"type": "object", **json.loads(parameters)}
+    kind = validator_for(schema, default=Draft202012Validator)
+    if problem := best_match(kind(kind.META_SCHEMA).iter_errors(schema)):
+        raise ValueError(_misfit("", problem))
+    if schema.get("properties"):
+        schema.setdefault("additionalProperties", False)
+    return kind(schema, registry=Registry())  # one that fetches nothing from the network
+
+
+def _as_json(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema, default=dict)  # for mappings of other kinds
 
 
 def as_template(call: ToolCall) -> dict[str, Any]:
@@ -159,80 +176,59 @@ def _read(
     if not isinstance(arguments, dict):
         got = type(arguments).__name__
         return ToolCall(name, {}, call_id, f"arguments must be an object, got {got}"), False
-    return ToolCall(name, arguments, call_id, _misfit(name, arguments, tools)), True
+    return ToolCall(name, arguments, call_id, _fault(name, arguments, tools)), True
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _misfit(name: str, arguments: Mapping[str, Any], tools: Sequence[ToolSpec]) -> str | None:
+def _fault(name: str, arguments: Mapping[str, Any], tools: Sequence[ToolSpec]) -> str | None:
     """Why a call fits none of the tools, or None."""
-    for tool in tools:
-        if tool.name == name:
-            schema = {"type": "object", **tool.parameters}
-            return check_value(arguments, schema, "arguments", closed=True)
-    offered = ", ".join(tool.name for tool in tools)
-    return f"there is no tool {name!r}: the tools are {offered}"
+    from jsonschema.exceptions import best_match
+    from referencing.exceptions import Unresolvable
+
+    tool = next((tool for tool in tools if tool.name == name), None)
+    if tool is None:
+        offered = ", ".join(tool.name for tool in tools)
+        return f"there is no tool {name!r}: the tools are {offered}"
+    try:
+        problem = best_match(_validator(_as_json(tool.parameters)).iter_errors(arguments))
+    except (RecursionError, Unresolvable) as error:
+        return f"arguments can't be checked against the tool's schema: {error}"
+    return None if problem is None else _misfit("arguments", problem)
 
 
-def check_value(
-    value: object, schema: Mapping[str, Any], path: str, *, closed: bool = False
-) -> str | None:
-    """Why `value` doesn't fit the JSON schema, or None.
-
-    Knows `type`, `enum`, `required`, `properties`, `additionalProperties: false` and `items`;
-    other keywords are left to the tool. `closed` refuses properties that the schema doesn't name
-    unless it allows them outright: a tool called with a made-up argument would fail anyhow.
-    """
-    if "enum" in schema and value not in schema["enum"]:
-        return f"{path} must be one of {json.dumps(schema['enum'])}, got {_shown(value)}"
-    if "type" in schema and not _has_type(value, schema["type"]):
-        wanted = schema["type"] if isinstance(schema["type"], str) else " or ".join(schema["type"])
-        return f"{path} must be of type {wanted}, got {_shown(value)}"
-    if isinstance(value, dict):
-        return _check_object(value, schema, path, closed)
-    if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
-        problems = (
-            check_value(item, schema["items"], f"{path}[{i}]") for i, item in enumerate(value)
-        )
-        return next(filter(None, problems), None)
-    return None
-
-
-def _check_object(
-    value: Mapping[str, Any], schema: Mapping[str, Any], path: str, closed: bool
-) -> str | None:
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    missing = [name for name in schema.get("required", ()) if name not in value]
-    if missing:
-        return f"{path} lacks {', '.join(missing)}"
-    if schema.get("additionalProperties", not (closed and properties)) is False:
-        unknown = [name for name in value if name not in properties]
-        if unknown:
-            known = ", ".join(properties) or "none"
-            return f"{path} has no {', '.join(unknown)}: it takes {known}"
-    problems = (
-        check_value(value[name], inner, f"{path}.{name}")
-        for name, inner in properties.items()
-        if name in value
-    )
-    return next(filter(None, problems), None)
-
-
-def _has_type(value: object, wanted: str | Sequence[str]) -> bool:
-    names = [wanted] if isinstance(wanted, str) else wanted
-    return any(_is(value, name) for name in names)
-
-
-def _is(value: object, name: str) -> bool:
-    if isinstance(value, bool):  # to Python, True is an int
-        return name == "boolean"
-    if name == "integer" and isinstance(value, float):
-        return value.is_integer()
-    return isinstance(value, _TYPES[name])
+def _misfit(root: str, problem: ValidationError) -> str:
+    """What jsonschema found below `root`, in one line that begins with where it is."""
+    path = root
+    for step in problem.absolute_path:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+    got: Any = problem.instance  # JSON values, as are the schema's
+    wanted: Any = problem.validator_value
+    schema: Any = problem.schema
+    match problem.validator:
+        case "required":
+            missing = [name for name in wanted if name not in got]
+            return f"{path} lacks {', '.join(missing)}"
+        case "additionalProperties" if wanted is False:
+            known = schema.get("properties", {})
+            unknown = [name for name in got if name not in known]
+            return f"{path} has no {', '.join(unknown)}: it takes {', '.join(known) or 'none'}"
+        case "type":
+            kinds = [wanted] if isinstance(wanted, str) else wanted
+            return f"{path}: got {_shown(got)}, expected {' or '.join(kinds)}"
+        case "enum":
+            return f"{path}: got {_shown(got)}, expected one of {', '.join(map(_shown, wanted))}"
+        case "anyOf" | "oneOf" if problem.context:
+            return "; or ".join(dict.fromkeys(_misfit(root, one) for one in problem.context))
+        case _:
+            return f"{path}: {_cut(problem.message)}"
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    return _cut(json.dumps(value, ensure_ascii=False))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
