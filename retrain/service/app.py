@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Self
 
 from starlette.applications import Starlette
@@ -36,13 +35,8 @@ class ServiceApp(Starlette):
         await self.service.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.service.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: object) -> None:
+        await self.service.__aexit__(*error)
 
 
 def create_app(settings: Settings | None = None) -> ServiceApp:

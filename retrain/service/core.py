@@ -15,11 +15,10 @@ import logging
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -74,12 +73,7 @@ class Service:
         self._sweeper = asyncio.create_task(self._sweep(), name="service sweeper")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
@@ -165,6 +159,11 @@ class Service:
         self.models.pop(model.id, None)
         model.session.owned.pop(model.id, None)
 
+    async def retire(self, model: Model) -> None:
+        """Drop a model once all requests before this one are done."""
+        await self.on_engine(lambda: None)
+        self.drop_model(model)
+
     async def run_pass(
         self,
         model: Model,
@@ -174,7 +173,7 @@ class Service:
         *,
         backward: bool,
     ) -> Passed:
-        """The targets' log-probs and the loss; with `backward` its gradients are kept."""
+        """Log-probs of the targets and the loss; `backward` also accumulates gradients."""
 
         def call(trainer: Trainer) -> Passed:
             run = trainer.forward_backward if backward else trainer.forward
@@ -235,12 +234,24 @@ class Service:
 
     # Sampling
 
-    def create_sampler(
+    def open_sampler(
+        self, session: Session, sampler_id: str, place: Place | None, path: str | None
+    ) -> SamplingSession:
+        """The sampling session of this id; made of a snapshot or the base model if it is new.
+
+        Raises ServiceError: 404 if there is no such snapshot, 409 if the id has other weights.
+        """
+        known = self.samplers.get(sampler_id)
+        if known is not None and known.place != place:
+            raise conflict(f"sampling session {sampler_id} already exists for other weights")
+        return known or self.add_sampler(session, sampler_id, place, path)
+
+    def add_sampler(
         self, session: Session, sampler_id: str, place: Place | None, path: str | None = None
     ) -> SamplingSession:
-        """A session that samples a snapshot; raises ServiceError (404) when there is none."""
+        """A new sampling session; raises ServiceError (404) if there is no such snapshot."""
         if place is not None:
-            self.check_saved(self.store.find(place))
+            self.check_base(self.store.find(place).base_model)
         made = SamplingSession(sampler_id, session, self._lane(), place, path)
         self.samplers[sampler_id] = session.owned[sampler_id] = made
         return made
@@ -265,21 +276,14 @@ class Service:
     async def sample(
         self, sampler: SamplingSession, prompt: list[int], params: SamplingParams, n: int
     ) -> list[Completion]:
-        """`n` completions; raises ServiceError on a prompt or params that can't be served."""
+        """`n` completions; raises ServiceError for a prompt or params that can't be sampled."""
         async with self._serving(sampler) as one:
-            try:
-                return await one.sample(prompt, params, n)
-            except ValueError as error:
-                raise invalid(str(error)) from None
+            return await one.sample(prompt, params, n)
 
     async def logprobs(self, sampler: SamplingSession, tokens: list[int]) -> list[float | None]:
-        """The log-prob of each token given those before it; the first has none."""
+        """The log-prob of each token given those before it; None for the first."""
         async with self._serving(sampler) as one:
-            try:
-                found = await one.logprobs(tokens)
-            except ValueError as error:
-                raise invalid(str(error)) from None
-        return [None, *found[1:]]
+            return [None, *(await one.logprobs(tokens))[1:]]
 
     def check_base(self, name: str) -> None:
         """Raises ServiceError unless `name` is the base model that is served."""
@@ -287,11 +291,13 @@ class Service:
         if plain not in (self.settings.model, self.model_folder, Path(self.settings.model).name):
             raise invalid(f"the base model {name!r} is not served: this is {self.settings.model!r}")
 
-    def check_saved(self, saved: Saved, *, optimizer: bool = False) -> None:
-        """Raises ServiceError unless the checkpoint is of our base model, and has what is asked."""
+    async def checkpoint(self, place: Place, *, optimizer: bool) -> Saved:
+        """The manifest; raises ServiceError if a model can't be loaded from the checkpoint."""
+        saved = await asyncio.to_thread(self.store.find, place)
         self.check_base(saved.base_model)
         if optimizer and not saved.optimizer:
-            raise invalid(f"{saved.place.name} holds weights alone: load it without the optimizer")
+            raise invalid(f"{place.name} has weights only; load it without the optimizer")
+        return saved
 
     # In the trainers' thread
 
@@ -310,11 +316,16 @@ class Service:
         state = self.store.optimizer(place) if optimizer else None
         trainer.load(self.store.weights(place), state)
 
-    def _serving(self, sampler: SamplingSession) -> AbstractAsyncContextManager[LocalSampler]:
+    @asynccontextmanager
+    async def _serving(self, sampler: SamplingSession) -> AsyncIterator[LocalSampler]:
         sampler.used = time.monotonic()
         place = sampler.place
         key = "" if place is None else "/".join(place)
-        return self._pool.use(key, lambda: self._weights(place))
+        async with self._pool.use(key, lambda: self._weights(place)) as serving:
+            try:
+                yield serving
+            except ValueError as error:
+                raise invalid(str(error)) from None
 
     # In other threads
 

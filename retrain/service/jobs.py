@@ -144,11 +144,6 @@ class Lane:
         self._behind: dict[int, tuple[Job, Work, asyncio.TimerHandle]] = {}
         self._next = 1
 
-    @property
-    def used(self) -> bool:
-        """Whether any numbered request has come."""
-        return bool(self._known)
-
     def submit(self, seq_id: int, body: bytes, job: Job, work: Work, *, ordered: bool) -> Job:
         """The job of this number: `job`, run when its turn comes, or the one that was sent before.
 

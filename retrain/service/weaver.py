@@ -18,20 +18,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from retrain.service import bodies
 from retrain.service import weaver_wire as wire
 from retrain.service.core import Service
-from retrain.service.errors import conflict, invalid
+from retrain.service.errors import invalid
 from retrain.service.jobs import Job, Work
 from retrain.service.state import Model, SamplingSession
 from retrain.service.store import Place
-from retrain.service.tinker_wire import prompt_tokens
-from retrain.service.validation import check_tokens
 from retrain.service.web import Handler, Json, decoded, json_object, read_body, want
 
 LONGEST_LOOK = 5.0
 """Seconds that a look at an operation may last; the clients give up after 60."""
-_ENOUGH = 4096
-"""Tokens of a completion when neither the request nor the model sets a limit."""
+_UNSUPPORTED = (
+    "topk_prompt_logprobs",
+    "return_sampling_mask",
+    "return_moe_topk_indices",
+    "score_centering",
+)
+"""Options of a sample request."""
 JsonCall = Callable[[Request, Json, bytes], Awaitable[Response]]
 
 
@@ -141,8 +145,7 @@ class WeaverProtocol:
 
     async def _terminate(self, request: Request, _body: Json, _raw: bytes) -> Response:
         model = self._model(request)
-        await self._service.on_engine(lambda: None)  # what was asked before is done first
-        self._service.drop_model(model)
+        await self._service.retire(model)
         return JSONResponse({"id": model.id, "status": "stopped"})
 
     # Training
@@ -183,7 +186,7 @@ class WeaverProtocol:
     # Checkpoints
 
     async def _export_sampler(self, request: Request, body: Json, raw: bytes) -> Response:
-        model, seconds = self._model(request), wire.ttl(body)
+        model, seconds = self._model(request), bodies.ttl(body)
         name = want(body, "path", str, None) or f"sampler-{uuid.uuid4().hex}"
         place = self._new_place(model, "sampling", name)
 
@@ -195,7 +198,7 @@ class WeaverProtocol:
         return self._numbered(model, seq_id, raw, Job("export_sampler"), work)
 
     async def _save(self, request: Request, body: Json, _raw: bytes) -> Response:
-        model, seconds = self._model(request), wire.ttl(body)
+        model, seconds = self._model(request), bodies.ttl(body)
         kind = want(body, "type", str)
         if kind not in wire.SAVE_TYPES:
             raise invalid(f"type is {kind!r}: expected one of {wire.SAVE_TYPES}")
@@ -212,8 +215,7 @@ class WeaverProtocol:
         model = self._model(request)
         place = wire.place_of(want(body, "path", str))
         optimizer = want(body, "include_optimizer", bool)
-        saved = await asyncio.to_thread(self._service.store.find, place)
-        self._service.check_saved(saved, optimizer=optimizer)
+        await self._service.checkpoint(place, optimizer=optimizer)
 
         async def work() -> Json:
             await self._service.load(model, place, optimizer=optimizer)
@@ -231,7 +233,7 @@ class WeaverProtocol:
         if place.model_id != request.path_params["model_id"]:
             raise invalid(f"{body['path']!r} belongs to another model than the path's")
         store = self._service.store
-        saved = await asyncio.to_thread(store.expire_at, place, wire.ttl(body))
+        saved = await asyncio.to_thread(store.expire_at, place, bodies.ttl(body))
         return JSONResponse(wire.checkpoint(saved))
 
     def _new_place(self, model: Model, kind: str, name: str) -> Place:
@@ -243,19 +245,13 @@ class WeaverProtocol:
 
     async def _create_sampler(self, request: Request, body: Json, _raw: bytes) -> Response:
         session = self._service.session(request.path_params["session_id"])
-        path, base = want(body, "model_path", str, None), want(body, "base_model", str, None)
-        if path is None and base is None:
-            raise invalid("model_path or base_model is missing: give one of them")
+        path, base = bodies.weights_to_sample(body)
         if base is not None:
             self._service.check_base(base)
         place = None if path is None else wire.place_of(path)
         number = want(body, "sampling_session_seq_id", int)
         sampler_id = str(uuid.uuid5(uuid.UUID(session.id), f"sampler {number}"))
-        made = self._service.samplers.get(sampler_id)
-        if made is None:
-            made = self._service.create_sampler(session, sampler_id, place, path)
-        elif made.place != place:
-            raise conflict(f"sampling_session_seq_id {number} was used before, for other weights")
+        made = self._service.open_sampler(session, sampler_id, place, path)
         return JSONResponse(self._described(made), status_code=201)
 
     async def _get_sampler(self, request: Request) -> Response:
@@ -275,15 +271,11 @@ class WeaverProtocol:
 
     async def _sample(self, request: Request, body: Json, _raw: bytes) -> Response:
         sampler = self._sampler(request)
-        if want(body, "topk_prompt_logprobs", int, 0):
-            raise invalid("topk_prompt_logprobs is not served: leave it out")
-        for name in ("return_sampling_mask", "return_moe_topk_indices", "score_centering"):
-            if body.get(name):
-                raise invalid(f"{name} is not served: leave it out")
-        prompt = self._prompt(body)
-        context = self._service.limits.context
-        room = _ENOUGH if context is None else max(1, context - len(prompt))
-        params, count = wire.sampling_params(body, room), want(body, "num_samples", int, 1)
+        bodies.check_unsupported(body, _UNSUPPORTED)
+        limits = self._service.limits
+        prompt = bodies.prompt_of(body, limits)
+        params = wire.sampling_params(body, prompt, limits)
+        count = want(body, "num_samples", int, 1)
         with_prompt = want(body, "prompt_logprobs", bool, False)
 
         async def work() -> Json:
@@ -296,7 +288,7 @@ class WeaverProtocol:
         return _accepted(self._service.jobs.start(Job("sample", size=len(prompt) + count), work))
 
     async def _logprobs(self, request: Request, body: Json, _raw: bytes) -> Response:
-        sampler, prompt = self._sampler(request), self._prompt(body)
+        sampler, prompt = self._sampler(request), bodies.prompt_of(body, self._service.limits)
         if want(want(body, "loss_fn_config", dict, {}), "temperature", float, 1.0) != 1:
             raise invalid("log-probs are served at temperature 1")
 
@@ -304,11 +296,6 @@ class WeaverProtocol:
             return {"result": {"prompt_logprobs": await self._service.logprobs(sampler, prompt)}}
 
         return _accepted(self._service.jobs.start(Job("logprobs", size=len(prompt)), work))
-
-    def _prompt(self, body: Json) -> list[int]:
-        prompt = prompt_tokens(want(body, "prompt", dict))
-        check_tokens("the prompt", prompt, self._service.limits)
-        return prompt
 
     # Addressing
 

@@ -9,24 +9,17 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from retrain.errors import shown
 from retrain.sampler import SamplingParams, Tokenizer
+from retrain.service import bodies
+from retrain.service.bodies import datum_of
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.store import Place, Saved
-from retrain.service.tinker_wire import adam_params, prompt_tokens
 from retrain.service.trainer import Adam, Passed, Row, Tuning
-from retrain.service.validation import (
-    WEAVER_LOSSES,
-    Inputs,
-    Limits,
-    Values,
-    known_loss,
-    training_row,
-)
+from retrain.service.validation import WEAVER_LOSSES, Limits, known_loss, training_rows
 from retrain.service.web import Json, want
 from retrain.types import Completion
 
@@ -56,18 +49,7 @@ def training_call(body: Json, model_id: str, key: str, limits: Limits) -> Traini
     expected = known_loss(loss, WEAVER_LOSSES)
     _check_config(loss, want(given, "loss_fn_config", dict, {}))
     data = want(given, "data", list)
-    if not data:
-        raise invalid("there is no data: expected one datum at least")
-    rows = [
-        training_row(
-            index,
-            prompt_tokens(want(datum, "model_input", dict)),
-            _inputs(want(datum, "loss_fn_inputs", dict), expected),
-            expected,
-            limits,
-        )
-        for index, datum in enumerate(data)
-    ]
+    rows = training_rows([datum_of(datum, expected) for datum in data], expected, limits)
     ids = [want(datum, "datum_id", str, None) for datum in data]
     return TrainingCall(want(payload, "seq_id", int), loss, rows, ids)
 
@@ -75,7 +57,7 @@ def training_call(body: Json, model_id: str, key: str, limits: Limits) -> Traini
 def optimizer_call(body: Json, model_id: str) -> tuple[int, Adam]:
     """The number of the step, and AdamW's fields."""
     payload = addressed(body, model_id)
-    return want(payload, "seq_id", int), adam_params(want(payload, "adam_params", dict))
+    return want(payload, "seq_id", int), bodies.adam_params(want(payload, "adam_params", dict))
 
 
 def addressed(body: Json, model_id: str) -> Json:
@@ -93,39 +75,20 @@ def tuning(body: Json) -> Tuning:
         return Tuning(rank=0)
     if mode != "lora":
         raise invalid(f"training_mode is {shown(mode)}: expected 'lora' or 'full_ft'")
-    lora = want(body, "lora_config", dict, {})
-    rank = want(lora, "rank", int, Tuning().rank)
-    if not 1 <= rank <= 1024:
-        raise invalid(f"lora_config.rank is {rank}: expected 1 to 1024")
-    made = Tuning(
-        rank=rank,
-        attention=want(lora, "train_attn", bool, True),
-        mlp=want(lora, "train_mlp", bool, True),
-        unembed=want(lora, "train_unembed", bool, True),
-        seed=want(lora, "seed", int, 0),
-    )
+    made = bodies.tuning(want(body, "lora_config", dict, {}), min_rank=1)
     if not (made.attention or made.mlp or made.unembed):
-        raise invalid("lora_config trains nothing: switch on one of its layers")
+        raise invalid("lora_config trains nothing: enable at least one kind of layer")
     return made
 
 
-def sampling_params(body: Json, room: int) -> SamplingParams:
-    """A completion without max_tokens may take the `room` that the context leaves."""
+def sampling_params(body: Json, prompt: Sequence[int], limits: Limits) -> SamplingParams:
     given = want(body, "sampling_params", dict, {})
     stop = given.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     ids = want(given, "stop_token_ids", list, [])
     if not all(isinstance(one, str) for one in stops) or not all(type(i) is int for i in ids):
-        raise invalid("stop must be texts, and stop_token_ids integers")
-    return SamplingParams(
-        max_tokens=want(given, "max_tokens", int, room),
-        temperature=want(given, "temperature", float, 1.0),
-        top_p=want(given, "top_p", float, 1.0),
-        top_k=max(0, want(given, "top_k", int, -1)),
-        stop=tuple(stops),
-        stop_token_ids=tuple(ids),
-        seed=want(given, "seed", int, None),
-    )
+        raise invalid("stop must be strings, and stop_token_ids integers")
+    return bodies.sampling_params(given, prompt, limits, stops, ids)
 
 
 def place_of(path: str) -> Place:
@@ -197,30 +160,9 @@ def checkpoint(saved: Saved) -> Json:
         "type": "sampling" if saved.place.kind == "sampler_weights" else training,
         "status": "completed",
         "ttl_seconds": None if expires is None else round(expires - saved.created_at),
-        "created_at": _iso(saved.created_at),
-        "expires_at": None if expires is None else _iso(expires),
+        "created_at": bodies.iso(saved.created_at),
+        "expires_at": bodies.iso(expires),
     }
-
-
-def ttl(body: Json) -> float | None:
-    seconds = want(body, "ttl_seconds", int, None)
-    if seconds is not None and seconds < 1:
-        raise invalid(f"ttl_seconds is {seconds}: expected 1 or more, or null to keep it")
-    return seconds
-
-
-def _inputs(given: Json, expected: Inputs) -> dict[str, Values]:
-    """Those that the loss reads, and whatever it doesn't know, unless that is to be ignored."""
-    read = expected.required | expected.optional
-    names = [name for name in given if name in read or not expected.ignores_others]
-    return {name: _values(name, given[name]) for name in names}
-
-
-def _values(name: str, tensor: Any) -> Values:  # whatever JSON stood there
-    if not isinstance(tensor, dict):
-        raise invalid(f"{name} is {type(tensor).__name__}: expected an object with data and dtype")
-    data: list[float] = want(tensor, "data", list)
-    return Values(data, want(tensor, "dtype", str), (len(data),))
 
 
 def _check_config(loss: str, config: Json) -> None:
@@ -231,7 +173,3 @@ def _check_config(loss: str, config: Json) -> None:
         if neutral is ...:
             raise invalid(f"loss_fn_config of {loss!r} has the unknown key {key!r}")
         raise invalid(f"loss_fn_config.{key} is {shown(value)}: only {neutral} is served")
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
