@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from retrain.engine.drawing import Drawer, row_keys
 from retrain.engine.kv_cache import make_cache
+from retrain.engine.lengths import of_like_length
 from retrain.engine.stopping import Stopping
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion
@@ -36,8 +37,6 @@ class SamplerStats:
     """Decode passes, prefills not among them."""
     rows: int = 0
     """Under way now."""
-    seconds_busy: float = 0.0
-    """The worker's time spent on anything but waiting."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -92,9 +91,10 @@ class Decoder:
 
     def admit(self, requests: Sequence[Request]) -> list[Request]:
         """Prefill the requests and draw the first token of each of their rows."""
+        lengths = [len(request.prompt_ids) for request in requests]
         done: list[Request] = []
-        for chunk in _chunks(requests):
-            done += self._admit(chunk)
+        for chunk in of_like_length(lengths, PREFILL_TOKENS):
+            done += self._admit([requests[index] for index in chunk])
         return done
 
     def step(self) -> list[Request]:
@@ -199,18 +199,6 @@ def make_requests(
     for first in range(0, count, max_rows):
         some = keys[first : first + max_rows]
         yield Request(prompt_ids, params, stopping, some, loop.create_future())
-
-
-def _chunks(requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """Requests of like lengths together, so that little is padded."""
-    chunk: list[Request] = []
-    for request in sorted(requests, key=lambda r: len(r.prompt_ids)):
-        if chunk and (len(chunk) + 1) * len(request.prompt_ids) > PREFILL_TOKENS:
-            yield chunk
-            chunk = []
-        chunk.append(request)
-    if chunk:
-        yield chunk
 
 
 def _padded(

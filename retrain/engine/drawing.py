@@ -54,19 +54,16 @@ class Drawer:
         drawn = np.array([len(row.token_ids) + 1 for row in rows], dtype=np.uint64)
         self._states = keys + drawn * GOLDEN
         self._device = device
-        greedy = [row.params.temperature == 0 for row in rows]
-        self._greedy = self._tensor(greedy) if any(greedy) else None
+        params = [row.params for row in rows]
+        greedy = [p.temperature == 0 for p in params]
+        heat = [p.temperature or 1.0 for p in params]
+        cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
         self._all_greedy = all(greedy)
-        heat = [row.params.temperature or 1.0 for row in rows]
-        self._temperature = self._tensor(heat)[:, None] if any(t != 1 for t in heat) else None
-        cut = [
-            i
-            for i, row in enumerate(rows)
-            if not greedy[i] and (row.params.top_k or row.params.top_p < 1)
-        ]
+        self._greedy = self._tensor(greedy) if any(greedy) else None
+        self._temperature = self._tensor(heat)[:, None] if set(heat) != {1.0} else None
         self._cut = self._tensor(cut) if cut else None
-        self._top_k = self._tensor([rows[i].params.top_k for i in cut])[:, None]
-        self._top_p = self._tensor([rows[i].params.top_p for i in cut])[:, None]
+        self._top_k = self._tensor([params[i].top_k for i in cut])[:, None]
+        self._top_p = self._tensor([params[i].top_p for i in cut])[:, None]
 
     def __call__(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """A token a row and its log-prob, from logits of shape (rows, vocabulary)."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from retrain.engine.decoder import Request, SamplerStats, make_requests
+from retrain.engine.lengths import of_like_length
 from retrain.engine.stopping import Stopping
 from retrain.engine.worker import Call, Worker
 from retrain.errors import shown
@@ -116,7 +116,7 @@ class LocalSampler:
                     f"{len(token_ids)} tokens are more than the context of {self.context_length}"
                 )
         scores: dict[int, list[float]] = {}
-        for rows in _of_like_length(sequences):
+        for rows in of_like_length(list(map(len, sequences)), SCORED_TOKENS):
             together = [sequences[row] for row in rows]
             found = await self._call(lambda together=together: self._score(together))  # type: ignore[misc]  # mypy can't infer a lambda with a default
             scores.update(zip(rows, found, strict=True))
@@ -138,12 +138,7 @@ class LocalSampler:
         self._worker.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _call(self, run: Callable[[], Any]) -> Any:  # whatever `run` returns
@@ -203,21 +198,6 @@ class LocalSampler:
                 f"token id {wrong} is not in the model's vocabulary of {self.vocabulary}: "
                 "encode with the model's own tokenizer"
             )
-
-
-def _of_like_length(sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """The sequences' numbers in parts of at most `SCORED_TOKENS` padded tokens; a longer one alone.
-
-    Longest first, so that the first of a part is its width.
-    """
-    part: list[int] = []
-    for number in sorted(range(len(sequences)), key=lambda n: -len(sequences[n])):
-        if part and (len(part) + 1) * len(sequences[part[0]]) > SCORED_TOKENS:
-            yield part
-            part = []
-        part.append(number)
-    if part:
-        yield part
 
 
 def _cancel(requests: Sequence[Request]) -> None:

@@ -14,7 +14,6 @@ import contextlib
 import copy
 import queue
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -146,10 +145,8 @@ class Worker:
         try:
             while not self._closing:
                 self._take(wait=not (self._waiting or self.stats.rows))
-                started = time.perf_counter()
                 self._admit()
                 self._step()
-                self.stats.seconds_busy += time.perf_counter() - started
             self._end(AdapterError("the sampler was closed"))
         except BaseException as error:  # noqa: BLE001 - whatever ends the thread, nobody may hang
             failure = AdapterError(f"the sampler's worker failed: {type(error).__name__}: {error}")
@@ -207,10 +204,10 @@ class Worker:
                 done += decoder.step()
             if self._alone:
                 generation.decoders = [d for d in generation.decoders if d.rows]
-        for generation in [g for g in self._draining if not g.rows]:
-            self._draining.remove(generation)
-            self._spare = self._spare or generation
-        self.stats.rows = self.current.rows + sum(g.rows for g in self._draining)
+        drained = [generation for generation in self._draining if not generation.rows]
+        self._draining = [generation for generation in self._draining if generation.rows]
+        self._spare = self._spare or next(iter(drained), None)
+        self.stats.rows = sum(g.rows for g in (*self._draining, self.current))
         self._finish(done)
 
     def _decoder(self) -> Decoder:

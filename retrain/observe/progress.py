@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -20,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from retrain.observe.callbacks import TrainingResult
+from retrain.observe.charts import shares
 from retrain.observe.run_dir import Tally
 
 RECENT = 20
@@ -222,9 +222,7 @@ def sparkline(values: Sequence[float], width: int, unicode: bool = True) -> str:
     """The curve of `values` in at most `width` characters, each the mean of its share."""
     if not values:
         return ""
-    columns = min(width, len(values))
-    edges = [round(i * len(values) / columns) for i in range(columns + 1)]
-    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    means = [fmean(some) for some in shares(values, width)]
     low, high = min(means), max(means)
     bars = BARS if unicode else ASCII_BARS
     scale = (len(bars) - 1) / (high - low) if high > low else 0.0

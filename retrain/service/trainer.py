@@ -28,6 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from retrain.engine.lengths import of_like_length
 from retrain.engine.losses import shared_loss, token_logprobs
 from retrain.service.errors import ServiceError, invalid
 
@@ -188,7 +189,8 @@ class Trainer:
     def _passed(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
         logprobs: list[list[float]] = [[]] * len(rows)
         total = tokens = 0.0
-        for batch in self._micro_batches(rows):
+        limit = max(1, LOGITS_AT_ONCE // self._vocabulary)
+        for batch in of_like_length([len(row.tokens) for row in rows], limit):
             part, found = self._micro_batch([rows[i] for i in batch], loss, config)
             total, tokens = total + part, tokens + sum(sum(rows[i].mask) for i in batch)
             for index, values in zip(batch, found.tolist(), strict=True):
@@ -225,18 +227,6 @@ class Trainer:
     ) -> Tensor:
         tensors = [torch.tensor(one, dtype=dtype or torch.float32) for one in values]
         return pad_sequence(tensors, batch_first=True).to(self._device)
-
-    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Row numbers, rows of like length together, as many as LOGITS_AT_ONCE allows."""
-        limit = max(1, LOGITS_AT_ONCE // self._vocabulary)
-        batch: list[int] = []
-        for index in sorted(range(len(rows)), key=lambda i: len(rows[i].tokens)):
-            if batch and (len(batch) + 1) * len(rows[index].tokens) > limit:
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
 
 
 def untied(base: PreTrainedModel) -> PreTrainedModel:
