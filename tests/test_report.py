@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from retrain.errors import ConfigError
+from retrain.observe import report as report_module
 from retrain.observe.charts import charts, thin
 from retrain.observe.report import digest, write_report
 from retrain.observe.run_dir import RunDirectory
@@ -147,6 +150,34 @@ def test_a_long_series_is_averaged_in_equal_shares() -> None:
 
 
 # timeline
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (4.6512, 4.6534, ["4.652", "4.653"]),
+        (4.6511, 4.653, ["4.6515", "4.652", "4.6525", "4.653"]),
+        (0.0, 1.0, ["0", "0.25", "0.5", "0.75", "1"]),
+        (10_010, 10_040, ["10010", "10020", "10030", "10040"]),
+        (0, 4_000_000, ["0", "1.0M", "2.0M", "3.0M", "4.0M"]),
+        (-1e-5, 1e-5, ["-1.0e-5", "-5.0e-6", "0", "5.0e-6", "1.0e-5"]),
+    ],
+)
+def test_the_ticks_of_an_axis_have_different_labels(
+    low: float, high: float, expected: list[str]
+) -> None:
+    page = Path(report_module.__file__).with_name("report.html").read_text(encoding="utf-8")
+    functions = [
+        found[0]
+        for name in ("figure", "ticks", "tickLabels")
+        if (found := re.search(rf"function {name}\(.*?\n}}\n", page, re.DOTALL))
+    ]
+    script = f"console.log(JSON.stringify(tickLabels(ticks({low}, {high}, 4))))"
+    done = subprocess.run(
+        ["node", "-e", "".join([*functions, script])], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == expected
 
 
 def test_overlapping_groups_lie_on_lanes_of_their_own() -> None:

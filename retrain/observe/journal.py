@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import threading
 import time
@@ -119,20 +120,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
 
 
 def repair(path: Path) -> int:
-    """Cut a torn last line off; the number of bytes that went."""
-    if not path.exists():
+    """Remove an incomplete last line; returns the number of bytes removed."""
+    if not path.exists() or not path.stat().st_size:
         return 0
     with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        end, block = size, 1 << 16
-        while end > 0:
-            start = max(0, end - block)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            size, end = len(content), content.rfind(b"\n") + 1
         file.truncate(end)
     return size - end
 

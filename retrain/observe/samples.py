@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from retrain.observe.charts import known
@@ -16,6 +17,8 @@ MAX_TEXT = 20_000
 """Characters of one message that a report shows."""
 
 Rollout = Mapping[str, Any]  # a JSON object of rollouts.jsonl
+Ranked = tuple[float, int, Rollout]
+"""(rank by reward, number, rollout)."""
 
 
 class Samples:
@@ -37,16 +40,16 @@ class Samples:
         self._last: deque[Rollout] = deque(maxlen=PICKED)
         self._failed: deque[Rollout] = deque(maxlen=PICKED)
         self._evaluated: deque[Rollout] = deque(maxlen=PICKED)
-        self._best: list[tuple[float, int, Rollout]] = []
-        self._worst: list[tuple[float, int, Rollout]] = []
+        self._best: list[Ranked] = []
+        self._worst: list[Ranked] = []
         for rollout in rollouts:
             self._add(rollout)
 
     def picked(self) -> dict[str, list[dict[str, Any]]]:
         """Rollouts by why they are shown, each shortened to what a page can hold."""
         kinds = {
-            "best": [rollout for *_, rollout in sorted(self._best, reverse=True, key=_rank)],
-            "worst": [rollout for *_, rollout in sorted(self._worst, reverse=True, key=_rank)],
+            "best": [rollout for *_, rollout in self._best],
+            "worst": [rollout for *_, rollout in self._worst],
             "first": self._first,
             "last": list(self._last),
             "failed": list(self._failed),
@@ -73,23 +76,16 @@ class Samples:
             self._failed.append(rollout)
         elif reward is not None and known(reward):
             # of equal rewards the latest: what the model does now says most
-            _keep(self._best, (float(reward), self.count, rollout))
-            _keep(self._worst, (-float(reward), self.count, rollout))
+            self._best = _largest([*self._best, (float(reward), self.count, rollout)])
+            self._worst = _largest([*self._worst, (-float(reward), self.count, rollout)])
 
 
 def _cause(rollout: Rollout) -> str:
     return str(rollout.get("error") or rollout.get("outcome")).partition("\n")[0][:300]
 
 
-def _keep(heap: list[tuple[float, int, Rollout]], item: tuple[float, int, Rollout]) -> None:
-    if len(heap) < PICKED:
-        heapq.heappush(heap, item)
-    else:
-        heapq.heappushpop(heap, item)
-
-
-def _rank(item: tuple[float, int, Rollout]) -> tuple[float, int]:
-    return item[:2]
+def _largest(ranked: Sequence[Ranked]) -> list[Ranked]:
+    return heapq.nlargest(PICKED, ranked, key=itemgetter(0, 1))
 
 
 def _shortened(rollout: Rollout) -> dict[str, Any]:

@@ -76,32 +76,33 @@ def timeline(events: Sequence[Event], found: Fates) -> dict[str, Any] | None:
     if not spans:
         return None
     shown = sorted(spans[-MAX_INTERVALS:], key=lambda span: span[:2])
-    # where the swimlanes show the end of a long run, only what trained beside it belongs to them
-    since = shown[0][0] if len(shown) < len(spans) else min(e[0] for e in spans)
-    training = {
-        kind: [s for s in _spans(events, kind) if s[1] >= since] for kind in ("update", "publish")
-    }
-    end = max(span[1] for kind in (shown, *training.values()) for span in kind)
+    start = shown[0][0]
+    updates, publishes = _spans(events, "update"), _spans(events, "publish")
+    if len(shown) < len(spans):  # the end of a long run: only what trained beside it
+        updates = [span for span in updates if span[1] >= start]
+        publishes = [span for span in publishes if span[1] >= start]
+    end = max(stop for _, stop, _ in (*shown, *updates, *publishes))
     lanes = _lanes(
         [
-            (start - since, stop - since, found.of(str(e.get("ticket"))), _label(e, found))
-            for start, stop, e in shown
+            (began - start, stop - start, found.of(str(e.get("ticket"))), _label(e, found))
+            for began, stop, e in shown
         ]
     )
+
+    def bars(kind: str, items: Sequence[Span]) -> list[Interval]:
+        return [
+            (max(0.0, a - start), b - start, kind, f"{kind} {e.get('step', e.get('version'))}")
+            for a, b, e in items
+        ]
+
     return {
-        "start": since,
-        "seconds": end - since,
+        "start": start,
+        "seconds": end - start,
         "lanes": lanes[:MAX_LANES],
         "hidden_lanes": max(0, len(lanes) - MAX_LANES),
         "shown": len(shown),
         "groups": len(spans),
-        "training": {
-            kind: [
-                (max(0.0, a - since), b - since, kind, f"{kind} {e.get('step', e.get('version'))}")
-                for a, b, e in items
-            ]
-            for kind, items in training.items()
-        },
+        "training": {"update": bars("update", updates), "publish": bars("publish", publishes)},
     }
 
 
