@@ -55,7 +55,7 @@ def test_arguments_that_fit_the_schema_are_passed_on(arguments: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({}, "arguments lacks query"),
+        ({}, "arguments: missing query"),
         ({"query": 3}, "arguments.query: got 3, expected string"),
         ({"query": "a", "limit": True}, "arguments.limit: got true, expected integer"),
         ({"query": "a", "limit": 2.5}, "arguments.limit: got 2.5, expected integer"),
@@ -63,8 +63,8 @@ def test_arguments_that_fit_the_schema_are_passed_on(arguments: dict[str, Any]) 
         ({"query": "a", "order": "up"}, 'arguments.order: got "up", expected one of "new", "old"'),
         ({"query": "a", "tags": ["x", 1]}, "arguments.tags[1]: got 1, expected string"),
         ({"query": "a", "page": "2"}, 'arguments.page: got "2", expected integer or null'),
-        ({"query": "a", "range": {}}, "arguments.range lacks low"),
-        ({"query": "a", "colour": 1}, "arguments has no colour: it takes query, limit, score"),
+        ({"query": "a", "range": {}}, "arguments.range: missing low"),
+        ({"query": "a", "colour": 1}, "arguments: unknown colour, expected query, limit, score"),
     ],
 )
 def test_arguments_that_do_not_fit_are_an_error_that_says_where(
@@ -90,7 +90,7 @@ def test_arguments_that_do_not_fit_are_an_error_that_says_where(
         ("[]", "must be an object"),
         ('{"arguments": {}}', "must be an object"),
         ('{"name": 3}', "must be an object"),
-        ('{"name": "ping", "arguments": "x"}', "arguments must be an object, got str"),
+        ('{"name": "ping", "arguments": "x"}', "arguments: got str, expected an object"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_an_error_and_no_exception(payload: str, error: str) -> None:
@@ -135,7 +135,7 @@ def test_a_schema_may_allow_further_arguments() -> None:
         (
             {"anyOf": [{"type": "string"}, {"type": "null"}]},
             5,
-            "arguments.a: got 5, expected string; or arguments.a: got 5, expected null",
+            "arguments.a: got 5, expected string; or got 5, expected null",
         ),
     ],
 )
@@ -186,9 +186,9 @@ def test_a_call_in_the_template_s_form_has_id_type_and_function() -> None:
 @pytest.mark.parametrize(
     ("tools", "error", "told"),
     [
-        ([PING.as_template()], TypeError, "must be a sequence of ToolSpec"),
-        ([len], TypeError, "must be a sequence of ToolSpec"),
-        ([PING, PING], ValueError, "two tools with the name 'ping'"),
+        ([PING.as_template()], TypeError, "expected ToolSpec(name, description"),
+        ([len], TypeError, "expected ToolSpec(name, description"),
+        ([PING, PING], ValueError, "two tools named 'ping'"),
         ([ToolSpec("f", "", {"properties": {"a": {"type": "int"}}})], ValueError,
          'tool \'f\': parameters.properties.a.type: got "int", expected one of "array", "boolean"'),
         ([ToolSpec("f", "", {"properties": {"a": {"items": {"type": "str"}}}})], ValueError,

@@ -1,19 +1,19 @@
-"""Tool calls: read from a reply's text, checked against the tools that were offered.
+"""Tool calls: parsed from a reply's text and checked against the tools.
 
-The form is that of Hermes and Qwen models, any number of them in a reply:
+The format is that of Hermes and Qwen models; a reply may have any number of calls:
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 
-A model may write anything, so nothing here raises: whatever can't be read or doesn't fit becomes a
-`ToolCall` whose `error` says why, for the environment to show to the model. What stands in the
-model's reasoning (up to `</think>`) is a draft and never a call.
+A model may write anything, so parsing never raises: a call that can't be read or doesn't fit a tool
+becomes a `ToolCall` with an `error`, which the environment can show to the model. Calls in the
+model's reasoning (up to `</think>`) are drafts and are ignored.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
@@ -31,21 +31,21 @@ _CALL: Final = re.compile(rf"{OPEN}(.*?)({CLOSE}|\Z)", re.DOTALL)
 
 
 class Reply(NamedTuple):
-    """A reply taken apart."""
+    """A parsed reply."""
 
     text: str
-    """The reply without its calls; untouched when it makes none."""
+    """The reply without its calls; unchanged if it has none."""
     calls: tuple[ToolCall, ...]
     readable: bool
-    """Each call has a name and an object of arguments, so that a template can show it."""
+    """Whether each call has a name and an object of arguments, as templates require."""
 
 
 def parse_reply(
     text: str, tools: Sequence[ToolSpec], *, first: int = 0, reasoning: bool = False
 ) -> Reply:
-    """The calls of `text`, with ids from number `first` on.
+    """The calls in `text`, numbered from `first`.
 
-    `reasoning` says that the prompt has opened the reasoning, so that the reply begins inside it.
+    `reasoning` means that the prompt opened the reasoning, so that the reply begins inside it.
     """
     start = _end_of_reasoning(text, reasoning)
     found = list(_CALL.finditer(text, start))
@@ -53,7 +53,7 @@ def parse_reply(
         return Reply(text, (), True)
     readable, calls = True, []
     for number, match in enumerate(found, first):
-        # Some templates insist on nine letters and digits.
+        # Some templates require ids of nine letters and digits.
         call, is_readable = _read(match[1], bool(match[2]), tools, f"call{number:05d}")
         calls.append(call)
         readable = readable and is_readable
@@ -62,18 +62,18 @@ def parse_reply(
 
 
 def tools_of(given: object) -> tuple[ToolSpec, ...]:
-    """The tools in a data set's column: in chat templates' form or its functions, or as JSON text.
+    """The tools of a data set's row: a list in the chat templates' format, or that list as JSON.
 
-    Raises TypeError or ValueError for what is no list of tools; None is no tools.
+    None means no tools. Raises TypeError or ValueError if it is not a list of tools.
     """
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except ValueError:
-            raise ValueError(f"tools is {shown(given)}, which is no JSON") from None
+            raise ValueError(f"tools: got {shown(given)}, expected JSON") from None
     given = () if given is None else given
     if not isinstance(given, list | tuple):
-        raise TypeError(f"tools must be a list of tools, got {shown(given)}")
+        raise TypeError(f"tools: got {shown(given)}, expected a list of tools")
     tools = tuple(map(_tool, given))
     check_tools(tools)
     return tools
@@ -83,24 +83,23 @@ def _tool(given: object) -> ToolSpec:
     function = given.get("function", given) if isinstance(given, Mapping) else given
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TypeError(
-            'a tool is {"name": ..., "description": ..., "parameters": ...}, on its own or as the '
-            f'"function" of {{"type": "function"}}, got {shown(given)}'
+            f'tool: got {shown(given)}, expected {{"name": ..., "description": ..., '
+            '"parameters": ...} or {"type": "function", "function": {...}}'
         )
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return ToolSpec(function["name"], function.get("description") or "", parameters)
 
 
 def check_tools(tools: Sequence[object]) -> None:
-    """Raise TypeError or ValueError for what can't be offered as tools, before a model calls it."""
+    """Raise TypeError or ValueError unless all `tools` are valid."""
     names = set()
     for tool in tools:
         if not isinstance(tool, ToolSpec):
             raise TypeError(
-                "tools must be a sequence of ToolSpec(name, description, parameters), got "
-                f"{shown(tool)}"
+                f"tools: got {shown(tool)}, expected ToolSpec(name, description, parameters)"
             )
         if tool.name in names:
-            raise ValueError(f"there are two tools with the name {tool.name!r}")
+            raise ValueError(f"tools: got two tools named {tool.name!r}, expected different names")
         names.add(tool.name)
         _check_schema(tool)
 
@@ -121,10 +120,10 @@ def _check_schema(tool: ToolSpec) -> None:
 
 @lru_cache(maxsize=256)
 def _validator(parameters: str) -> Validator:
-    """What checks a tool's arguments; raises ValueError for what is no JSON schema.
+    """Checks a tool's arguments; raises ValueError if `parameters` is not a JSON schema.
 
-    A tool that is called with an argument that it doesn't name would fail, so such an argument is
-    an error unless the schema allows it explicitly.
+    A tool would fail with an argument that it doesn't have, so unknown arguments are errors unless
+    the schema explicitly allows them.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
@@ -145,13 +144,13 @@ def _as_json(schema: Mapping[str, Any]) -> str:
 
 
 def as_template(call: ToolCall) -> dict[str, Any]:
-    """The form in which an assistant message carries a call to a chat template."""
+    """A call in the format that chat templates expect in an assistant message."""
     function = {"name": call.name, "arguments": dict(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def _end_of_reasoning(text: str, reasoning: bool) -> int:
-    """Where the reply itself starts: at the end, if the model never stops to reason."""
+    """Where the answer starts: at the end of `text` if the reasoning never ends."""
     if not reasoning and not text.lstrip().startswith("<think>"):
         return 0
     end = text.find("</think>")
@@ -161,7 +160,7 @@ def _end_of_reasoning(text: str, reasoning: bool) -> int:
 def _read(
     payload: str, closed: bool, tools: Sequence[ToolSpec], call_id: str
 ) -> tuple[ToolCall, bool]:
-    """One call, and whether it could be read at all."""
+    """One call, and whether it could be parsed."""
     if not closed:
         return ToolCall("", {}, call_id, f"{OPEN} without {CLOSE}"), False
     try:
@@ -175,7 +174,7 @@ def _read(
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(arguments, dict):
         got = type(arguments).__name__
-        return ToolCall(name, {}, call_id, f"arguments must be an object, got {got}"), False
+        return ToolCall(name, {}, call_id, f"arguments: got {got}, expected an object"), False
     return ToolCall(name, arguments, call_id, _fault(name, arguments, tools)), True
 
 
@@ -184,7 +183,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _fault(name: str, arguments: Mapping[str, Any], tools: Sequence[ToolSpec]) -> str | None:
-    """Why a call fits none of the tools, or None."""
+    """Why a call doesn't fit the tools, or None."""
     from jsonschema.exceptions import best_match
     from referencing.exceptions import Unresolvable
 
@@ -200,30 +199,35 @@ def _fault(name: str, arguments: Mapping[str, Any], tools: Sequence[ToolSpec]) -
 
 
 def _misfit(root: str, problem: ValidationError) -> str:
-    """What jsonschema found below `root`, in one line that begins with where it is."""
-    path = root
-    for step in problem.absolute_path:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+    """A problem that jsonschema found, in one line that begins with its path."""
+    return f"{root}{_steps(problem.absolute_path)}: {_reason(problem)}"
+
+
+def _steps(path: Iterable[str | int]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+
+
+def _reason(problem: ValidationError) -> str:
     got: Any = problem.instance  # JSON values, as are the schema's
     wanted: Any = problem.validator_value
-    schema: Any = problem.schema
     match problem.validator:
         case "required":
-            missing = [name for name in wanted if name not in got]
-            return f"{path} lacks {', '.join(missing)}"
+            return f"missing {', '.join(name for name in wanted if name not in got)}"
         case "additionalProperties" if wanted is False:
+            schema: Any = problem.schema
             known = schema.get("properties", {})
-            unknown = [name for name in got if name not in known]
-            return f"{path} has no {', '.join(unknown)}: it takes {', '.join(known) or 'none'}"
+            unknown = ", ".join(name for name in got if name not in known)
+            return f"unknown {unknown}, expected {', '.join(known) or 'none'}"
         case "type":
             kinds = [wanted] if isinstance(wanted, str) else wanted
-            return f"{path}: got {_shown(got)}, expected {' or '.join(kinds)}"
+            return f"got {_shown(got)}, expected {' or '.join(kinds)}"
         case "enum":
-            return f"{path}: got {_shown(got)}, expected one of {', '.join(map(_shown, wanted))}"
+            return f"got {_shown(got)}, expected one of {', '.join(map(_shown, wanted))}"
         case "anyOf" | "oneOf" if problem.context:
-            return "; or ".join(dict.fromkeys(_misfit(root, one) for one in problem.context))
+            options = [f"{_steps(one.relative_path)} {_reason(one)}" for one in problem.context]
+            return "; or ".join(dict.fromkeys(option.strip() for option in options))
         case _:
-            return f"{path}: {_cut(problem.message)}"
+            return _cut(problem.message)
 
 
 def _shown(value: object) -> str:
