@@ -1,8 +1,8 @@
 """The ASGI app: both protocols over one service.
 
-service = create_app(Settings(model="tiny"))
-async with service:                                    # or uvicorn's lifespan
-    httpx.ASGITransport(service, raise_app_exceptions=False)
+app = create_app(Settings(model="tiny"))
+async with app:                                    # or uvicorn's lifespan
+    httpx.ASGITransport(app, raise_app_exceptions=False)
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from retrain.service.web import KeyCheck, answer_error
 
 
 class ServiceApp(Starlette):
-    """A Starlette app that is an async context manager too, for use without a server.
+    """A Starlette app and, for use without a server, an async context manager.
 
-    Entering loads the model; leaving ends every thread. A server does both by its lifespan.
+    Entering loads the model, leaving ends all threads. A server does both through the lifespan.
     """
 
     service: Service
@@ -40,7 +40,7 @@ class ServiceApp(Starlette):
 
 
 def create_app(settings: Settings | None = None) -> ServiceApp:
-    """The app of one service; nothing is loaded before it's entered."""
+    """The app of one service; it loads nothing until it is entered."""
     service = Service(settings)
     key = service.settings.api_key
 

@@ -1,10 +1,10 @@
-"""The Tinker protocol: remote calls by name, futures that are polled, protobuf or JSON.
+"""The Tinker protocol: remote calls by name, polled futures, protobuf or JSON.
 
-- Training requests of a model run by their `seq_id`, 1, 2, 3, ...; a request sent again is answered
-  by the job that it started first.
-- Losses are sums over tokens, named and configured as the protocol's own; clip thresholds are
-  bounds of the ratio there, distances from 1 here.
-- `lora_config.rank: 0` trains the full weights: an extension, the protocol knows LoRA alone.
+- A model's training requests run in the order of their `seq_id`, 1, 2, 3, ...; a request that is
+  sent again gets the job that it started first.
+- Losses are sums over tokens, with the protocol's names and settings; its clip thresholds are
+  bounds of the ratio, ours are distances from 1.
+- `lora_config.rank: 0` trains the full weights: an extension, since the protocol has only LoRA.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UNSUPPORTED = (
 )
 """Options of a sample request."""
 JsonCall = Callable[[Json, bytes], Awaitable[Json]]
-"""From a JSON object, and the bytes that it came as, to the reply's."""
+"""From the body, as a JSON object and as bytes, to the reply."""
 
 
 class TinkerProtocol:
@@ -113,10 +113,10 @@ class TinkerProtocol:
         return JSONResponse({"supported_models": [model]})
 
     async def _config(self, _body: Json, _raw: bytes) -> Json:
-        return {}  # every flag has the default that a client takes for a silent server
+        return {}  # every flag has the client's default
 
     async def _telemetry(self, _body: Json, _raw: bytes) -> Json:
-        return {"status": "accepted"}  # and forgotten
+        return {"status": "accepted"}  # not kept
 
     async def _create_session(self, _body: Json, _raw: bytes) -> Json:
         return {"session_id": self._service.create_session().id, "type": "create_session"}
@@ -148,7 +148,7 @@ class TinkerProtocol:
         model, seq_id = self._addressed(body)
         if seq_id != 1:
             raise invalid(
-                f"LoadWeights is not permitted with seq_id {seq_id}: it must be a model's first "
+                f"LoadWeights is not permitted with seq_id {seq_id}, only as a model's first "
                 "request; make a new model from the checkpoint"
             )
 
@@ -260,7 +260,7 @@ class TinkerProtocol:
     async def _save_for_sampler(self, body: Json, raw: bytes) -> Json:
         model, seq_id = self._addressed(body)
         if want(body, "kind", str, "snapshot") != "snapshot":
-            raise invalid("kind 'inflight' is not served: take 'snapshot', whose weights stay")
+            raise invalid("kind: only 'snapshot' is supported")
         name = want(body, "path", str, None)
         keep = wire.save_options(body)
         if name is None:
@@ -275,7 +275,7 @@ class TinkerProtocol:
         return self._numbered(model, seq_id, raw, Job("SaveWeightsForSampler"), work)
 
     def _save_for_session(self, model: Model, seq_id: int, body: Json, raw: bytes) -> Json:
-        """A snapshot that one sampling session alone knows."""
+        """An unnamed snapshot of one sampling session."""
         number = want(body, "sampling_session_seq_id", int)
         sampler_id = f"{model.session.id}:sample:{number}"
         place = Place(model.id, "sampler_weights", f"session-{uuid.uuid4().hex}")
@@ -398,7 +398,7 @@ class TinkerProtocol:
     async def _cancel_future(self, body: Json, _raw: bytes) -> Json:
         job = self._service.jobs.get(want(body, "request_id", str))
         if job.kind != "Sample":
-            raise invalid("only sampling can be cancelled")
+            raise invalid("only sampling requests can be cancelled")
         self._service.jobs.cancel(job)
         return {}
 
@@ -409,6 +409,6 @@ class TinkerProtocol:
 
     def _numbered(self, model: Model, seq_id: int, raw: bytes, job: Job, work: Work) -> Json:
         if seq_id < 1:
-            raise invalid(f"seq_id is {seq_id}: a model's requests are numbered 1, 2, 3, ...")
+            raise invalid(f"seq_id: got {seq_id}, expected 1 or more")
         submitted = model.lane.submit(seq_id, raw, job, work, ordered=True)
         return {**wire.future(submitted), "model_id": model.id}

@@ -1,7 +1,7 @@
-"""Tinker's bodies, as pure functions: requests in our words, and results as they go out.
+"""The bodies of the Tinker protocol, as pure functions.
 
-Whatever a body lacks or holds in excess is a ServiceError that names it. Protobuf is read and
-written by the codec of `retrain.adapters.tinker`, which is held to the protocol's golden vectors.
+A missing, unknown or invalid field is a ServiceError that names it. The codec in
+`retrain.protocols.tinker` reads and writes protobuf.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEME = "tinker://"
 
 
 def forward_backward_request(body: bytes) -> ForwardBackward:
-    """The JSON form of the protobuf request; `forward` is an endpoint of its own there."""
+    """The JSON form of the protobuf request; it has a separate endpoint for `forward`."""
     return _request(json_object(body), "forward_backward_input", forward_only=False)
 
 
@@ -64,12 +64,12 @@ def place_of(path: str, kind: str | None = None) -> Place:
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
         raise invalid(
-            f"{path!r} is no path: expected {SCHEME}MODEL/weights/NAME or .../sampler_weights/NAME"
+            f"path: got {path!r}, expected {SCHEME}MODEL/weights/NAME or .../sampler_weights/NAME"
         )
     place = Place(parts[0], "weights" if parts[1] == "weights" else "sampler_weights", parts[2])
     if kind is not None and place.kind != kind:
         use = "sampling" if place.kind == "sampler_weights" else "training"
-        raise invalid(f"{path!r} is for {use}: expected {SCHEME}MODEL/{kind}/NAME")
+        raise invalid(f"path: got {path!r}, which is for {use}, expected {SCHEME}MODEL/{kind}/NAME")
     return place
 
 
@@ -80,11 +80,11 @@ def path_of(place: Place) -> str:
 def check_optimizer(body: Json) -> None:
     kind = want(body, "optimizer_config", dict, {}).get("type", "adamw")
     if kind != "adamw":
-        raise invalid(f"the optimizer {kind!r} is not served: expected 'adamw'")
+        raise invalid(f"optimizer {kind!r} is not supported, expected 'adamw'")
 
 
 def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
-    """The loss's keys in our words."""
+    """The settings of a loss under our names."""
     known = {
         "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
@@ -92,14 +92,14 @@ def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
     }.get(loss, {})
     if unknown := sorted(set(given) - set(known)):
         expected = ", ".join(known) or "no keys"
-        raise invalid(f"loss_fn_config of {loss!r} has unknown keys {unknown}: it takes {expected}")
+        raise invalid(f"loss_fn_config of {loss!r} has unknown keys {unknown}, expected {expected}")
     finite("loss_fn_config", given, dict.fromkeys(given, 0.0))
     merged = {**known, **{key: float(value) for key, value in given.items()}}
     if "clip_low_threshold" not in merged:
         return merged
     low, high = merged["clip_low_threshold"], merged["clip_high_threshold"]
     if not low <= 1 <= high:
-        raise invalid(f"clip thresholds {low} and {high} must have 1 between them")
+        raise invalid(f"clip thresholds: got {low} and {high}, expected one <= 1 and one >= 1")
     return {"epsilon": 1 - low, "epsilon_high": high - 1}
 
 
@@ -140,7 +140,7 @@ def future(job: Job) -> dict[str, Any]:
 def try_again(job: Job) -> Json:
     reply = {"type": "try_again", "request_id": job.id, "queue_state": "active"}
     if job.state == "waiting":
-        reply["queue_state_reason"] = "a request with a lower seq_id has not come yet"
+        reply["queue_state_reason"] = "a request with a lower seq_id has not arrived yet"
     return reply
 
 
@@ -151,7 +151,7 @@ def save_options(body: Json) -> dict[str, Any]:
 def place_in_url(request: Request) -> Place:
     given = request.path_params
     if given["kind"] not in KINDS:
-        raise invalid(f"{given['kind']!r} is no kind of checkpoint: expected one of {KINDS}")
+        raise invalid(f"kind of checkpoint: got {given['kind']!r}, expected one of {KINDS}")
     return Place(given["model_id"], given["kind"], given["name"])
 
 

@@ -1,7 +1,7 @@
-"""From what a client sent to rows that can be trained: nothing is padded, cut or guessed.
+"""Training rows from the data of either protocol; nothing is padded, cut or guessed.
 
-Both protocols meet here. Whatever is wrong is a ServiceError (400) that names the datum and the
-input. Each loss takes exactly the inputs of its own row below.
+Invalid data is a ServiceError (400) that names the datum and the input. Each loss takes exactly the
+inputs of its row below.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from retrain.service.errors import invalid
 from retrain.service.trainer import Row
 
 IGNORED_TARGET = -100
-"""A target that carries no loss, as in torch's cross_entropy."""
+"""A target without loss, as in torch's cross_entropy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a loss reads of each datum, beside its tokens."""
+    """The inputs that a loss reads from each datum, besides the tokens."""
 
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
@@ -52,30 +52,31 @@ WEAVER_LOSSES: Mapping[str, Inputs] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model can take."""
+    """The limits of the model."""
 
     vocabulary: int
     context: int | None
 
 
 def known_loss(loss: str, losses: Mapping[str, Inputs]) -> Inputs:
-    """The loss's inputs; raises ServiceError with the nearest name when there is no such loss."""
+    """The inputs of a loss; raises ServiceError with the nearest name for an unknown loss."""
     if loss not in losses:
         close = difflib.get_close_matches(loss, losses, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise invalid(f"loss_fn {loss!r} is not served{hint}: expected one of {', '.join(losses)}")
+        known = ", ".join(losses)
+        raise invalid(f"loss_fn {loss!r} is not supported{hint}; expected one of {known}")
     return losses[loss]
 
 
 def training_rows(data: Sequence[Datum], expected: Inputs, limits: Limits) -> list[Row]:
-    """The rows of all data; raises ServiceError for anything that doesn't fit the loss."""
+    """One row per datum; raises ServiceError for data that doesn't fit the loss."""
     if not data:
         raise invalid("there is no data: expected at least one datum")
     return [_row(f"datum {index}", datum, expected, limits) for index, datum in enumerate(data)]
 
 
 def _row(where: str, datum: Datum, expected: Inputs, limits: Limits) -> Row:
-    """Surrogate weights, dL/dlogp, become negated advantages."""
+    """The row of a datum; surrogate weights, dL/dlogp, become negated advantages."""
     tokens, length = list(datum.tokens), len(datum.tokens)
     check_tokens(where, tokens, limits)
     _check_names(where, datum.inputs, expected)
@@ -107,33 +108,33 @@ def _credit(numbers: Mapping[str, Sequence[float]], ones: Sequence[float]) -> Se
 
 
 def check_tokens(where: str, tokens: Sequence[int], limits: Limits) -> None:
-    """Raises ServiceError unless the model can read these tokens."""
+    """Raise ServiceError unless the model can read these tokens."""
     if not tokens:
         raise invalid(f"{where} has no tokens")
     if limits.context is not None and len(tokens) > limits.context:
-        raise invalid(f"{where} has {len(tokens)} tokens: the context is {limits.context}")
+        raise invalid(f"{where} has {len(tokens)} tokens, expected at most {limits.context}")
     if not all(type(token) is int for token in tokens):
         raise invalid(f"{where}: tokens must be integers")
     _check_range(f"{where}: tokens", tokens, limits)
 
 
 def finite(where: str, values: Mapping[str, object], minimum: Mapping[str, float]) -> None:
-    """Raises ServiceError unless every value is a finite number, no less than its minimum."""
+    """Raise ServiceError unless all values are finite numbers and at least their minimum."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise invalid(f"{where}.{name} is {shown(value)}: expected a number")
+            raise invalid(f"{where}.{name}: got {shown(value)}, expected a number")
         if not math.isfinite(value) or value < minimum.get(name, -math.inf):
-            least = f" of {minimum[name]} or more" if name in minimum else ""
-            raise invalid(f"{where}.{name} is {value}: expected a finite number{least}")
+            least = f" >= {minimum[name]}" if name in minimum else ""
+            raise invalid(f"{where}.{name}: got {value}, expected a finite number{least}")
 
 
 def _check_names(where: str, got: Collection[str], expected: Inputs) -> None:
     wanted = ", ".join(sorted(expected.required))
     if lacking := sorted(expected.required - set(got)):
-        raise invalid(f"{where} lacks {lacking}: this loss takes {wanted}")
+        raise invalid(f"{where} lacks {lacking}, expected {wanted}")
     unknown = sorted(set(got) - expected.names)
     if unknown and not expected.ignores_others:
-        raise invalid(f"{where} has unknown loss inputs {unknown}: this loss takes {wanted}")
+        raise invalid(f"{where} has unknown loss inputs {unknown}, expected {wanted}")
 
 
 def _check_values(where: str, tensor: Tensor, length: int, whole: bool) -> None:
@@ -155,4 +156,4 @@ def _check_values(where: str, tensor: Tensor, length: int, whole: bool) -> None:
 def _check_range(where: str, tokens: Sequence[int], limits: Limits) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < limits.vocabulary):
         wrong = next(t for t in tokens if not 0 <= t < limits.vocabulary)
-        raise invalid(f"{where}: {wrong} is no token, the vocabulary has {limits.vocabulary}")
+        raise invalid(f"{where}: got token {wrong}, expected 0 to {limits.vocabulary - 1}")

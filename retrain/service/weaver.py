@@ -1,10 +1,9 @@
 """The Weaver protocol: REST resources, and operations that are polled.
 
-- Training requests of a model run in the order in which they arrive: its clients send one after the
-  other, and may burn a `seq_id` without sending it. A number that is sent again is answered by the
-  operation that it started first.
-- Losses are sums over tokens. Asking for an operation waits a little for its end, so that a
-  thousand samples in flight aren't a storm of polls.
+- A model's training requests run in the order of arrival: its clients send one after the other and
+  may skip a `seq_id`. A number that is sent again gets the operation that it started first.
+- Losses are sums over tokens. A request for an operation waits a few seconds for its end, so that
+  a thousand samples in flight don't cause a storm of polls.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from retrain.service.store import Place
 from retrain.service.web import Handler, Json, decoded, json_object, read_body, want
 
 LONGEST_LOOK = 5.0
-"""Seconds that a look at an operation may last; the clients give up after 60."""
+"""Seconds that a poll of an operation may wait; clients time out after 60."""
 _UNSUPPORTED = (
     "topk_prompt_logprobs",
     "return_sampling_mask",
@@ -99,7 +98,7 @@ class WeaverProtocol:
 
     async def _metrics(self, request: Request, _body: Json, _raw: bytes) -> Response:
         self._service.session(request.path_params["session_id"])
-        return JSONResponse({})  # a run keeps its own metrics
+        return JSONResponse({})  # not kept: a run keeps its own metrics
 
     async def _supported_models(self, _: Request) -> Response:
         tokenizer = {"tokenizer": {"path": self._service.model_folder}}
@@ -161,8 +160,8 @@ class WeaverProtocol:
         key = "forward_backward_input" if backward else "forward_input"
         call = await asyncio.to_thread(wire.training_call, body, model.id, key, service.limits)
         if backward and call.loss == "forward_logprob":
-            raise invalid("forward_logprob has no gradient: call forward with it")
-        plain = call.loss in ("surrogate", "forward_logprob")  # weights, or none, times log-probs
+            raise invalid("forward_logprob has no gradient; use it with forward")
+        plain = call.loss in ("surrogate", "forward_logprob")  # both are weights times log-probs
         loss = "cross_entropy" if plain else call.loss
 
         async def work() -> Json:
@@ -201,7 +200,7 @@ class WeaverProtocol:
         model, seconds = self._model(request), bodies.ttl(body)
         kind = want(body, "type", str)
         if kind not in wire.SAVE_TYPES:
-            raise invalid(f"type is {kind!r}: expected one of {wire.SAVE_TYPES}")
+            raise invalid(f"type: got {kind!r}, expected one of {wire.SAVE_TYPES}")
         name = want(body, "name", str, None) or f"checkpoint-{uuid.uuid4().hex}"
         place, optimizer = self._new_place(model, kind, name), kind == "weight_and_optimizer"
 
@@ -231,7 +230,7 @@ class WeaverProtocol:
     async def _set_ttl(self, request: Request, body: Json, _raw: bytes) -> Response:
         place = wire.place_of(want(body, "path", str))
         if place.model_id != request.path_params["model_id"]:
-            raise invalid(f"{body['path']!r} belongs to another model than the path's")
+            raise invalid(f"path: got {body['path']!r}, which belongs to another model")
         store = self._service.store
         saved = await asyncio.to_thread(store.expire_at, place, bodies.ttl(body))
         return JSONResponse(wire.checkpoint(saved))
@@ -290,7 +289,7 @@ class WeaverProtocol:
     async def _logprobs(self, request: Request, body: Json, _raw: bytes) -> Response:
         sampler, prompt = self._sampler(request), bodies.prompt_of(body, self._service.limits)
         if want(want(body, "loss_fn_config", dict, {}), "temperature", float, 1.0) != 1:
-            raise invalid("log-probs are served at temperature 1")
+            raise invalid("loss_fn_config.temperature: only 1 is supported for log-probs")
 
         async def work() -> Json:
             return {"result": {"prompt_logprobs": await self._service.logprobs(sampler, prompt)}}
@@ -307,7 +306,7 @@ class WeaverProtocol:
 
     def _numbered(self, model: Model, seq_id: int, raw: bytes, job: Job, work: Work) -> Response:
         if seq_id < 1:
-            raise invalid(f"seq_id is {seq_id}: a model's requests are numbered from 1")
+            raise invalid(f"seq_id: got {seq_id}, expected 1 or more")
         return _accepted(model.lane.submit(seq_id, raw, job, work, ordered=False))
 
 

@@ -1,7 +1,7 @@
-"""Weaver's bodies, as pure functions: requests in our words, and resources as they go out.
+"""The bodies of the Weaver protocol, as pure functions.
 
-Whatever a body lacks or holds in excess is a ServiceError that names it. A tensor has no shape
-there: a nested list is refused, since every input that is served has one number a token.
+A missing, unknown or invalid field is a ServiceError that names it. Every supported input has one
+number per token, so nested lists are rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from retrain.types import Completion
 SCHEME = "weaver://"
 SAVE_TYPES = ("weight", "weight_and_optimizer", "sampling")
 _NEUTRAL: Mapping[str, Any] = {"entropy_coeff": 0, "temperature": 1, "enable_debug_dump": None}
-"""Keys of a loss that are accepted with the one value that changes nothing; None is any."""
+"""Settings of a loss, with the only value that is accepted; None accepts any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class TrainingCall:
 
 
 def training_call(body: Json, model_id: str, key: str, limits: Limits) -> TrainingCall:
-    """Raises ServiceError on anything that doesn't fit the loss."""
+    """Raises ServiceError for data that doesn't fit the loss."""
     payload = addressed(body, model_id)
     if want(payload, "tensor_transport", str, "default") != "default":
-        raise invalid("tensor_transport must be 'default': binary tensor packs are not served")
+        raise invalid("tensor_transport: only 'default' is supported")
     given = want(payload, key, dict)
     loss = want(given, "loss_fn", str)
     expected = known_loss(loss, WEAVER_LOSSES)
@@ -55,26 +55,28 @@ def training_call(body: Json, model_id: str, key: str, limits: Limits) -> Traini
 
 
 def optimizer_call(body: Json, model_id: str) -> tuple[int, Adam]:
-    """The number of the step, and AdamW's fields."""
+    """The number of the request and AdamW's hyperparameters."""
     payload = addressed(body, model_id)
     return want(payload, "seq_id", int), bodies.adam_params(want(payload, "adam_params", dict))
 
 
 def addressed(body: Json, model_id: str) -> Json:
-    """The payload; raises ServiceError when it's for another model than the path."""
+    """The payload; raises ServiceError if its model is not that of the path."""
     payload = want(body, "payload", dict)
     if want(payload, "model_id", str, model_id) != model_id:
-        raise invalid(f"the payload's model_id {payload['model_id']!r} is not that of the path")
+        raise invalid(
+            f"payload.model_id: got {payload['model_id']!r}, expected the path's {model_id!r}"
+        )
     return payload
 
 
 def tuning(body: Json) -> Tuning:
-    """Which weights a new model trains; `full_ft` takes no lora_config."""
+    """Which weights a new model trains; `full_ft` ignores lora_config."""
     mode = want(body, "training_mode", str, "lora")
     if mode == "full_ft":
         return Tuning(rank=0)
     if mode != "lora":
-        raise invalid(f"training_mode is {shown(mode)}: expected 'lora' or 'full_ft'")
+        raise invalid(f"training_mode: got {shown(mode)}, expected 'lora' or 'full_ft'")
     made = bodies.tuning(want(body, "lora_config", dict, {}), min_rank=1)
     if not (made.attention or made.mlp or made.unembed):
         raise invalid("lora_config trains nothing: enable at least one kind of layer")
@@ -87,7 +89,7 @@ def sampling_params(body: Json, prompt: Sequence[int], limits: Limits) -> Sampli
     stops = [stop] if isinstance(stop, str) else stop
     ids = want(given, "stop_token_ids", list, [])
     if not all(isinstance(one, str) for one in stops) or not all(type(i) is int for i in ids):
-        raise invalid("stop must be strings, and stop_token_ids integers")
+        raise invalid("stop must have strings, and stop_token_ids integers")
     return bodies.sampling_params(given, prompt, limits, stops, ids)
 
 
@@ -98,7 +100,9 @@ def place_of(path: str) -> Place:
         return Place(parts[0], "sampler_weights", parts[1])
     if path.startswith(SCHEME) and len(parts) == 3 and parts[1] == "checkpoints":
         return Place(parts[0], "weights", parts[2])
-    raise invalid(f"{path!r} is no path: expected {SCHEME}MODEL/checkpoints/NAME or MODEL/NAME")
+    raise invalid(
+        f"path: got {path!r}, expected {SCHEME}MODEL/checkpoints/NAME or {SCHEME}MODEL/NAME"
+    )
 
 
 def path_of(place: Place) -> str:
@@ -107,7 +111,7 @@ def path_of(place: Place) -> str:
 
 
 def passed(passed: Passed, call: TrainingCall, model_id: str) -> Json:
-    """The result of a pass, with the caller's datum ids where it gave any."""
+    """The result of a pass, with the datum ids of the request."""
     outputs = [
         {"logprobs": row} if datum_id is None else {"logprobs": row, "datum_id": datum_id}
         for row, datum_id in zip(passed.logprobs, call.datum_ids, strict=True)
@@ -131,7 +135,7 @@ def sampled(completions: Sequence[Completion], tokenizer: Tokenizer) -> dict[str
 
 
 def operation(job: Job) -> Json:
-    """What a client sees of a job."""
+    """The state of a job, as clients see it."""
     reply: dict[str, Any] = {"id": job.id, "type": job.kind, "status": "pending"}
     if job.error is not None:
         details = {"diagnostic_message": str(job.error), "operation_id": job.id}
@@ -172,4 +176,4 @@ def _check_config(loss: str, config: Json) -> None:
             continue
         if neutral is ...:
             raise invalid(f"loss_fn_config of {loss!r} has the unknown key {key!r}")
-        raise invalid(f"loss_fn_config.{key} is {shown(value)}: only {neutral} is served")
+        raise invalid(f"loss_fn_config.{key}: got {shown(value)}, only {neutral} is supported")
