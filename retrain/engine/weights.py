@@ -1,7 +1,7 @@
-"""Weights as values: what a trained model hands to a sampler.
+"""Snapshots of weights: what a trained model gives to a sampler.
 
 A snapshot has the names of the plain model, whatever PEFT wrapped around it, and shares no memory
-with it; taking one changes nothing. Tensors that the model ties are one tensor in the snapshot.
+with it. Taking one changes nothing. Tied tensors are one tensor in the snapshot.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from retrain.errors import AdapterError
 
 @torch.no_grad()
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """A detached copy of the weights under the plain model's names, LoRA merged in.
+    """A detached copy of the weights under the plain model's names, with LoRA merged.
 
-    W + scaling B A (Hu et al. 2021, section 4.1) for plain LoRA, and PEFT's own merge of a copy of
-    the layer for its variants. A LoRA on one of two tied weights leaves them two tensors.
+    Plain LoRA is W + scaling B A (Hu et al. 2021, section 4.1); its variants are merged by PEFT in
+    a copy of the layer. A LoRA on one of two tied weights unties them.
     """
     weights: dict[str, Tensor] = {}
-    # The original is held beside its copy: a merged weight is a temporary, and the next one of its
-    # shape would be given the same memory and be taken for a tied tensor.
+    # Keep the original beside its copy: a merged weight is temporary, and the next one of its shape
+    # could get the same memory and look like a tied tensor.
     copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
     for name, tensor in _plain_weights(model):
         place = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
@@ -70,15 +70,15 @@ def _tied(weights: Mapping[str, Tensor]) -> Iterable[list[str]]:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy `weights` into `model`'s own memory, whatever their device and type."""
+    """Copy `weights`, of any device and type, into `model`'s own memory."""
     targets = model.state_dict()
     for name, tensor in weights.items():
         targets[name].copy_(tensor)
 
 
 def _plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the plain model; tensors may still be the model's own."""
-    if "peft" not in sys.modules:  # then nothing can be wrapped by it
+    """Names and tensors of the plain model; tensors may share its memory."""
+    if "peft" not in sys.modules:  # then PEFT wraps nothing
         yield from model.state_dict().items()
         return
     from peft import PeftModel
@@ -109,7 +109,7 @@ def _unwrapped(module: nn.Module) -> Mapping[str, Tensor] | None:
 
 
 def _merged(layer: Any) -> dict[str, Tensor]:  # a peft layer; peft ships few types
-    """The state of the layer below a LoRA, with the active adapters merged in."""
+    """The state of the layer below a LoRA, with the active adapters merged."""
     active = [] if layer.disable_adapters or layer.merged else list(layer.active_adapters)
     if hasattr(layer, "lora_A"):
         active = [name for name in active if name in layer.scaling]

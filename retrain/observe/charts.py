@@ -1,4 +1,4 @@
-"""metrics.jsonl and the `eval` events as series that a page can draw. Pure: rows in, values out."""
+"""Charts of metrics.jsonl and the `eval` events, as values that the report draws."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, TypeGuard, TypeVar
 
 MAX_POINTS = 600
-"""Points a series; longer ones are averaged in equal shares."""
+"""Points per series; longer series are averaged in equal parts."""
 
 Row = Mapping[str, Any]  # a JSON object of a journal
 T = TypeVar("T")
@@ -20,13 +20,13 @@ MAIN = (
     ("Loss", ("loss",)),
     ("Gradient norm", ("grad_norm",)),
     ("Entropy", ("entropy",)),
-    ("KL of sampler and trainer", ("kl/sampler_trainer",)),
-    ("Staleness, in versions", ("staleness/mean", "staleness/max")),
-    ("Tokens a second", ("tokens/per_second",)),
-    ("Tokens of a step", ("tokens/prompt", "tokens/completion")),
-    ("Seconds of a step", ("time/step", "time/wait_for_batch", "time/update", "time/publish")),
-    ("Idle fraction of the trainer", ("trainer/idle_fraction",)),
-    ("Groups without use", ("groups/zero_signal", "groups/dropped_stale")),
+    ("KL between sampler and trainer", ("kl/sampler_trainer",)),
+    ("Staleness (versions)", ("staleness/mean", "staleness/max")),
+    ("Tokens per second", ("tokens/per_second",)),
+    ("Tokens per step", ("tokens/prompt", "tokens/completion")),
+    ("Seconds per step", ("time/step", "time/wait_for_batch", "time/update", "time/publish")),
+    ("Trainer idle fraction", ("trainer/idle_fraction",)),
+    ("Unused groups", ("groups/zero_signal", "groups/dropped_stale")),
     ("Failed rollouts", ("rollouts/failed",)),
 )
 
@@ -65,7 +65,7 @@ def points(rows: Sequence[Row], key: str) -> list[Point]:
 
 
 def thin(series: list[Point], most: int = MAX_POINTS) -> list[Point]:
-    """At most `most` points, each the mean of its share."""
+    """At most `most` points, each the mean of its part."""
     return [(fmean(x for x, _ in some), fmean(y for _, y in some)) for some in shares(series, most)]
 
 

@@ -1,5 +1,7 @@
-"""rollouts.jsonl, read once from end to end in bounded memory: a few rollouts worth reading, and
-counts over all of them."""
+"""A few rollouts worth reading, and counts over all rollouts of rollouts.jsonl.
+
+The file is read once, in bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ Ranked = tuple[float, int, Rollout]
 
 
 class Samples:
-    """What a report shows of the rollouts: the first, last, best, worst and failed ones.
+    """The first, last, best, worst and failed rollouts.
 
-    Those of evaluations, whose tickets' epoch is -1, are shown and counted apart.
+    Rollouts of evaluations, whose tickets have the epoch -1, are counted and shown separately.
     """
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
@@ -33,7 +35,7 @@ class Samples:
         self.errors: Counter[str] = Counter()
         """Failed rollouts, by the first line of their error."""
         self.stop_reasons: Counter[str] = Counter()
-        """Turns, by why the sampler stopped."""
+        """Turns, by stop reason."""
         self.seconds: Counter[str] = Counter()
         """Summed over rollouts, by stage."""
         self._first: list[Rollout] = []
@@ -46,7 +48,7 @@ class Samples:
             self._add(rollout)
 
     def picked(self) -> dict[str, list[dict[str, Any]]]:
-        """Rollouts by why they are shown, each shortened to what a page can hold."""
+        """Shortened rollouts, by why they are shown."""
         kinds = {
             "best": [rollout for *_, rollout in self._best],
             "worst": [rollout for *_, rollout in self._worst],
@@ -75,7 +77,7 @@ class Samples:
             self.errors[_cause(rollout)] += 1
             self._failed.append(rollout)
         elif reward is not None and known(reward):
-            # of equal rewards the latest: what the model does now says most
+            # of equal rewards the latest, since it shows the current model
             self._best = _largest([*self._best, (float(reward), self.count, rollout)])
             self._worst = _largest([*self._worst, (-float(reward), self.count, rollout)])
 
@@ -96,7 +98,7 @@ def _shortened(rollout: Rollout) -> dict[str, Any]:
     return {**rollout, "messages": messages}
 
 
-def _cut(content: Any) -> str:  # any: a text, or the parts of a multi-modal message
+def _cut(content: Any) -> str:  # any: a string, or the parts of a multi-modal message
     text = content if isinstance(content, str) else "" if content is None else str(content)
     left = len(text) - MAX_TEXT
     return text if left <= 0 else f"{text[:MAX_TEXT]} ... ({left:,} more characters)"
