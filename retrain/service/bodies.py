@@ -14,7 +14,7 @@ from retrain.protocols.tinker.values import Datum, Dtype, Tensor
 from retrain.sampler import SamplingParams
 from retrain.service.errors import invalid
 from retrain.service.trainer import Adam, Tuning
-from retrain.service.validation import Inputs, Limits, check_tokens, finite
+from retrain.service.validation import Inputs, Limits, check_non_negative, check_tokens
 from retrain.service.web import Json, want
 
 _DEFAULT_TOKENS = 4096
@@ -104,7 +104,7 @@ def adam_params(body: Json) -> Adam:
     known = [field.name for field in fields(Adam)]
     if unknown := sorted(set(given) - set(known)):
         raise invalid(f"adam_params has unknown fields {unknown}: expected some of {known}")
-    finite("adam_params", given, dict.fromkeys(given, 0.0))
+    check_non_negative("adam_params", given)
     adam = Adam(**given)
     if adam.beta1 >= 1 or adam.beta2 >= 1:
         raise invalid(f"adam_params: got beta1 {adam.beta1} and beta2 {adam.beta2}, expected < 1")

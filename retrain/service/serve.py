@@ -25,24 +25,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         settings = _settings(arguments)
+        with _listen(arguments.host, arguments.port) as listening:
+            asyncio.run(_server()(settings, listening, _announcement(settings, listening)))
     except ConfigError as error:
         return _complain(2, str(error))
-    try:
-        listening = _listen(arguments.host, arguments.port)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        return _complain(
-            1,
-            f"can't listen on {arguments.host}:{arguments.port}: {reason}. Choose another --port, "
-            "or 0 for any free port",
-        )
-    with listening:
-        try:
-            serve = _server()
-            asyncio.run(serve(settings, listening, _announcement(settings, listening)))
-        except ConfigError as error:
-            return _complain(2, str(error))
+    except _PortError as error:
+        return _complain(1, str(error))
     return 0
+
+
+class _PortError(Exception):
+    """The service can't listen on the port."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +113,13 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise _PortError(
+            f"can't listen on {host}:{port}: {error.strerror or error}. Choose another --port, or "
+            "0 for a free port"
+        ) from error
 
 
 def _server() -> Callable[[Settings, socket.socket, str], Coroutine[None, None, None]]:

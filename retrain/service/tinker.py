@@ -302,11 +302,7 @@ class TinkerProtocol:
     async def _checkpoints(self, request: Request) -> Response:
         model_id = request.path_params.get("model_id")
         found = await asyncio.to_thread(self._service.store.list, model_id)
-        first, count = wire.page(request)
-        listed = [wire.checkpoint(saved) for saved in found[first : first + count]]
-        return JSONResponse(
-            {"checkpoints": listed, "cursor": wire.cursor(first, count, len(found))}
-        )
+        return wire.page(request, "checkpoints", found, wire.checkpoint)
 
     async def _delete_checkpoint(self, request: Request) -> Response:
         await asyncio.to_thread(self._service.store.delete, wire.place_in_url(request))
@@ -320,10 +316,7 @@ class TinkerProtocol:
 
     async def _training_runs(self, request: Request) -> Response:
         models = list(self._service.models.values())
-        first, count = wire.page(request)
-        runs = [self._run(model) for model in models[first : first + count]]
-        cursor = wire.cursor(first, count, len(models))
-        return JSONResponse({"training_runs": runs, "cursor": cursor})
+        return wire.page(request, "training_runs", models, self._run)
 
     async def _training_run(self, request: Request) -> Response:
         return JSONResponse(self._run(self._service.model(request.path_params["model_id"])))

@@ -6,8 +6,8 @@ A missing, unknown or invalid field is a ServiceError that names it. The codec i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -29,10 +29,11 @@ from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.store import KINDS, Place, Saved
 from retrain.service.trainer import Passed
-from retrain.service.validation import Limits, finite
+from retrain.service.validation import Limits, check_non_negative
 from retrain.service.web import Json, json_object, want
 from retrain.types import Completion
 
+T = TypeVar("T")
 PROTOBUF = "application/x-protobuf"
 SCHEME = "tinker://"
 
@@ -93,7 +94,7 @@ def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
     if unknown := sorted(set(given) - set(known)):
         expected = ", ".join(known) or "no keys"
         raise invalid(f"loss_fn_config of {loss!r} has unknown keys {unknown}, expected {expected}")
-    finite("loss_fn_config", given, dict.fromkeys(given, 0.0))
+    check_non_negative("loss_fn_config", given)
     merged = {**known, **{key: float(value) for key, value in given.items()}}
     if "clip_low_threshold" not in merged:
         return merged
@@ -169,17 +170,15 @@ def checkpoint(saved: Saved) -> Json:
     }
 
 
-def page(request: Request) -> tuple[int, int]:
+def page(request: Request, name: str, items: Sequence[T], show: Callable[[T], Json]) -> Response:
+    """The part of `items` that `offset` and `limit` in the URL ask for."""
     try:
-        first = int(request.query_params.get("offset", 0))
-        count = int(request.query_params.get("limit", 100))
+        first = max(0, int(request.query_params.get("offset", 0)))
+        count = max(1, int(request.query_params.get("limit", 100)))
     except ValueError:
         raise invalid("limit and offset must be integers") from None
-    return max(0, first), max(1, count)
-
-
-def cursor(first: int, count: int, total: int) -> Json:
-    return {"offset": first, "limit": count, "total_count": total}
+    cursor = {"offset": first, "limit": count, "total_count": len(items)}
+    return JSONResponse({name: list(map(show, items[first : first + count])), "cursor": cursor})
 
 
 def _request(body: Json, key: str, *, forward_only: bool) -> ForwardBackward:

@@ -118,14 +118,11 @@ def check_tokens(where: str, tokens: Sequence[int], limits: Limits) -> None:
     _check_range(f"{where}: tokens", tokens, limits)
 
 
-def finite(where: str, values: Mapping[str, object], minimum: Mapping[str, float]) -> None:
-    """Raise ServiceError unless all values are finite numbers and at least their minimum."""
+def check_non_negative(where: str, values: Mapping[str, object]) -> None:
+    """Raise ServiceError unless all values are finite numbers >= 0."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise invalid(f"{where}.{name}: got {shown(value)}, expected a number")
-        if not math.isfinite(value) or value < minimum.get(name, -math.inf):
-            least = f" >= {minimum[name]}" if name in minimum else ""
-            raise invalid(f"{where}.{name}: got {value}, expected a finite number{least}")
+        if type(value) not in (int, float) or not (0 <= value < math.inf):
+            raise invalid(f"{where}.{name}: got {shown(value)}, expected a finite number >= 0")
 
 
 def _check_names(where: str, got: Collection[str], expected: Inputs) -> None:
