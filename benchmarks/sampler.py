@@ -1,11 +1,11 @@
-"""The local sampler beside `model.generate` on the same ragged work, in one run.
+"""The local sampler compared with `model.generate` on the same ragged work, in one run.
 
     python benchmarks/sampler.py
     python benchmarks/sampler.py --shape qwen3-0.6b --device cuda --dtype bfloat16
 
-64 rows in groups of 8 that share a prompt of 24 tokens; a token in 20 is a stop token, so that
-lengths are geometric with a mean of about 16, cut at 64. The sampler draws them first, and
-`generate` then makes the very same number of tokens for each row. The bar is 2.0x.
+64 rows in groups of 8 that share a prompt of 24 tokens. One token in 20 is a stop token, so lengths
+are geometric with a mean of about 16, at most 64. The sampler draws them first; `generate` then
+makes the same number of tokens for each row. The bar is 2.0x.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from retrain.engine.tiny import tiny_tokenizer
 from retrain.sampler import SamplingParams
 from retrain.types import Completion
 
-STOP_SHARE = 20  # one token of so many is a stop token
+STOP_SHARE = 20  # one token in so many is a stop token
 BAR = 2.0
 
 
@@ -124,8 +124,8 @@ def report(ours: list[float], theirs: list[float], tokens: float) -> None:
     print(f"{len(ours)} repeats of {tokens:.0f} tokens: {ratio:.2f}x, bar {BAR}x {verdict}")
 
 
-def small() -> PreTrainedModel:
-    return LlamaForCausalLM(
+SHAPES: dict[str, Callable[[], PreTrainedModel]] = {
+    "small": lambda: LlamaForCausalLM(
         LlamaConfig(
             vocab_size=112,
             hidden_size=128,
@@ -135,11 +135,8 @@ def small() -> PreTrainedModel:
             max_position_embeddings=1024,
             tie_word_embeddings=True,
         )
-    )
-
-
-def qwen3() -> PreTrainedModel:
-    return Qwen3ForCausalLM(
+    ),
+    "qwen3-0.6b": lambda: Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=151936,
             hidden_size=1024,
@@ -151,10 +148,8 @@ def qwen3() -> PreTrainedModel:
             max_position_embeddings=40960,
             tie_word_embeddings=True,
         )
-    )
-
-
-SHAPES: dict[str, Callable[[], PreTrainedModel]] = {"small": small, "qwen3-0.6b": qwen3}
+    ),
+}
 
 
 def device_name(device: str) -> str:
@@ -168,9 +163,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--size", type=int, default=8, help="rows of a group")
-    parser.add_argument("--prompt", type=int, default=24, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="most tokens of a completion")
+    parser.add_argument("--size", type=int, default=8, help="rows per group")
+    parser.add_argument("--prompt", type=int, default=24, help="tokens per prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="maximum tokens per completion")
     parser.add_argument("--repeats", type=int, default=9)
     return parser.parse_args()
 

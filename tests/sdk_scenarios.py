@@ -207,7 +207,7 @@ def test_weaver_hears_why_a_request_is_refused(service, url):
     model = service.create_model(base_model="tiny", lora_config={"rank": 8})
     with pytest.raises(Exception, match="no gradient to apply"):
         model.optim_step(weaver.types.AdamParams())
-    with pytest.raises(Exception, match="'ppo' is not served"):
+    with pytest.raises(Exception, match="'ppo' is not supported"):
         model.forward_backward([weaver_datum("ppo", [0.0] * 5)], "ppo")
     with pytest.raises(Exception, match="key is missing or wrong"):
         weaver.ServiceClient(base_url=url, api_key="sk-wrong").connect()

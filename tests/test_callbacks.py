@@ -102,7 +102,7 @@ def test_a_class_in_the_place_of_an_instance_is_refused() -> None:
 
 
 def test_something_that_is_no_callback_is_refused() -> None:
-    with pytest.raises(TypeError, match="let its class inherit from Callback"):
+    with pytest.raises(TypeError, match="derive its class from Callback"):
         Callbacks([print])  # type: ignore[list-item]  # the mistake under test
 
 

@@ -547,16 +547,16 @@ def test_an_empty_observation_starts_another_turn_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("messages", "error", "told"),
     [
-        ("Hi", TypeError, "got 'Hi'; write [{\"role\": \"user\", \"content\": 'Hi'}]"),
-        (None, TypeError, "a list of messages, got None"),
+        ("Hi", TypeError, "; write [{\"role\": \"user\", \"content\": 'Hi'}]"),
+        (None, TypeError, "got None, expected a list of messages"),
         ({"role": "user", "content": "Hi"}, TypeError, "put the message into a list"),
-        (["Hi"], TypeError, "message 0 must be a dict"),
-        ([{"content": "Hi"}], ValueError, "message 0 needs a role"),
-        ([{"role": 3, "content": "Hi"}], ValueError, "needs a role (user, tool, system), got 3"),
-        ([{"role": "user"}], ValueError, "message 0 needs a content"),
+        (["Hi"], TypeError, "[0]: got 'Hi', expected a dict"),
+        ([{"content": "Hi"}], ValueError, "[0]: got role None"),
+        ([{"role": 3, "content": "Hi"}], ValueError, "got role 3, expected user, tool or system"),
+        ([{"role": "user"}], ValueError, "[0] has no content"),
         ([{"role": "user", "content": None}], ValueError, 'write "" for an empty one'),
-        ([{"role": "tool", "content": 42}], TypeError, "text as its content, got 42"),
-        ([HI, {"role": "user", "content": ["Hi"]}], TypeError, "message 1 must have text"),
+        ([{"role": "tool", "content": 42}], TypeError, "got content 42, expected a string"),
+        ([HI, {"role": "user", "content": ["Hi"]}], TypeError, "[1]: got content ['Hi']"),
         ([{"role": "user", "content": "\ud800"}], ValueError, "half of a surrogate pair"),
     ],
 )  # fmt: skip
@@ -578,7 +578,7 @@ def test_what_is_no_list_of_messages_is_refused_by_name(
 
 
 def test_a_rollout_needs_something_to_start_with() -> None:
-    with pytest.raises(ValueError, match="at least one message"):
+    with pytest.raises(ValueError, match="expected at least one to start a rollout"):
         Chat(chat_kit.byte_level()).begin([])
     with pytest.raises(ValueError, match="at least one token"):
         Chat(chat_kit.byte_level(None), template="none").begin([user("")])
@@ -588,17 +588,17 @@ def test_an_observation_cannot_speak_for_the_model() -> None:
     tokenizer = chat_kit.byte_level()
     conversation = Chat(tokenizer).begin([HI])
     conversation.reply(say(tokenizer, "4"))
-    with pytest.raises(ValueError, match="the model speaks it"):
+    with pytest.raises(ValueError, match="which is the model's own"):
         conversation.observe([{"role": "assistant", "content": "5"}])
 
 
 def test_replies_and_observations_alternate() -> None:
     tokenizer = chat_kit.byte_level()
     conversation = Chat(tokenizer).begin([HI])
-    with pytest.raises(RuntimeError, match=r"call reply\(\) first"):
+    with pytest.raises(RuntimeError, match=r"call reply\(\) before"):
         conversation.observe([HI])
     conversation.reply(say(tokenizer, "4"))
-    with pytest.raises(RuntimeError, match=r"observe\(\) comes first"):
+    with pytest.raises(RuntimeError, match=r"call observe\(\) after"):
         conversation.reply(say(tokenizer, "5"))
 
 
@@ -625,11 +625,15 @@ def test_a_role_that_the_template_drops_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("own", "options", "told"),
     [
-        (None, {}, "write `chat: none` for a base model"),
-        (chat_kit.CHATML, {"template": "chat.jinja"}, "is no Jinja text"),
-        (chat_kit.CHATML, {"template": "{% for %}"}, "can't be used"),
+        (None, {}, "Set `chat: none` for a base model"),
+        (chat_kit.CHATML, {"template": "chat.jinja"}, "got 'chat.jinja', which has no {{ }}"),
+        (chat_kit.CHATML, {"template": "{% for %}"}, "can't render a user message"),
         (chat_kit.CHATML, {"arguments": {"tools": []}}, "can't set tools"),
-        (None, {"template": "none", "arguments": {"x": 1}}, "variables of a template"),
+        (
+            None,
+            {"template": "none", "arguments": {"x": 1}},
+            "no effect with chat.template: none",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_used_is_an_error_of_the_config(

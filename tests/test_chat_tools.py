@@ -55,16 +55,16 @@ def test_arguments_that_fit_the_schema_are_passed_on(arguments: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({}, "arguments lacks query"),
-        ({"query": 3}, "arguments.query must be of type string, got 3"),
-        ({"query": "a", "limit": True}, "arguments.limit must be of type integer, got true"),
-        ({"query": "a", "limit": 2.5}, "arguments.limit must be of type integer, got 2.5"),
-        ({"query": "a", "exact": 1}, "arguments.exact must be of type boolean, got 1"),
-        ({"query": "a", "order": "up"}, 'arguments.order must be one of ["new", "old"], got "up"'),
-        ({"query": "a", "tags": ["x", 1]}, "arguments.tags[1] must be of type string, got 1"),
-        ({"query": "a", "page": "2"}, 'arguments.page must be of type integer or null, got "2"'),
-        ({"query": "a", "range": {}}, "arguments.range lacks low"),
-        ({"query": "a", "colour": 1}, "arguments has no colour: it takes query, limit, score"),
+        ({}, "arguments: missing query"),
+        ({"query": 3}, "arguments.query: got 3, expected string"),
+        ({"query": "a", "limit": True}, "arguments.limit: got true, expected integer"),
+        ({"query": "a", "limit": 2.5}, "arguments.limit: got 2.5, expected integer"),
+        ({"query": "a", "exact": 1}, "arguments.exact: got 1, expected boolean"),
+        ({"query": "a", "order": "up"}, 'arguments.order: got "up", expected one of "new", "old"'),
+        ({"query": "a", "tags": ["x", 1]}, "arguments.tags[1]: got 1, expected string"),
+        ({"query": "a", "page": "2"}, 'arguments.page: got "2", expected integer or null'),
+        ({"query": "a", "range": {}}, "arguments.range: missing low"),
+        ({"query": "a", "colour": 1}, "arguments: unknown colour, expected query, limit, score"),
     ],
 )
 def test_arguments_that_do_not_fit_are_an_error_that_says_where(
@@ -90,7 +90,7 @@ def test_arguments_that_do_not_fit_are_an_error_that_says_where(
         ("[]", "must be an object"),
         ('{"arguments": {}}', "must be an object"),
         ('{"name": 3}', "must be an object"),
-        ('{"name": "ping", "arguments": "x"}', "arguments must be an object, got str"),
+        ('{"name": "ping", "arguments": "x"}', "arguments: got str, expected an object"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_an_error_and_no_exception(payload: str, error: str) -> None:
@@ -122,6 +122,30 @@ def test_a_schema_may_allow_further_arguments() -> None:
     strict = ToolSpec("f", "", {"properties": {}, "additionalProperties": False})
     assert parse_reply(call({"b": 1}, "f"), [loose]).calls[0].error is None
     assert parse_reply(call({"b": 1}, "f"), [strict]).calls[0].error is not None
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "error"),
+    [
+        ({"type": "integer", "maximum": 3}, 5, "arguments.a: 5 is greater than the maximum of 3"),
+        ({"pattern": "^x"}, "y", "arguments.a: 'y' does not match '^x'"),
+        ({"$ref": "#/$defs/word"}, 5, "arguments.a: got 5, expected string"),
+        ({"$ref": "#/$defs/none"}, 5, "arguments can't be checked against the tool's schema"),
+        ({"$ref": "https://example.invalid/x"}, 5, "arguments can't be checked"),
+        (
+            {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            5,
+            "arguments.a: got 5, expected string; or got 5, expected null",
+        ),
+    ],
+)
+def test_every_keyword_of_json_schema_is_checked_and_nothing_is_fetched(
+    schema: dict[str, Any], value: object, error: str
+) -> None:
+    parameters = {"properties": {"a": schema}, "$defs": {"word": {"type": "string"}}}
+    [read] = parse_reply(call({"a": value}, "f"), [ToolSpec("f", "", parameters)]).calls
+    assert read.error is not None
+    assert read.error.startswith(error)
 
 
 def test_several_calls_are_taken_out_of_the_text_in_order() -> None:
@@ -162,15 +186,21 @@ def test_a_call_in_the_template_s_form_has_id_type_and_function() -> None:
 @pytest.mark.parametrize(
     ("tools", "error", "told"),
     [
-        ([PING.as_template()], TypeError, "must be a sequence of ToolSpec"),
-        ([len], TypeError, "must be a sequence of ToolSpec"),
-        ([PING, PING], ValueError, "two tools with the name 'ping'"),
+        ([PING.as_template()], TypeError, "expected ToolSpec(name, description"),
+        ([len], TypeError, "expected ToolSpec(name, description"),
+        ([PING, PING], ValueError, "two tools named 'ping'"),
         ([ToolSpec("f", "", {"properties": {"a": {"type": "int"}}})], ValueError,
-         "tool 'f': parameters.a has the type int: JSON schema knows string, number, integer"),
+         'tool \'f\': parameters.properties.a.type: got "int", expected one of "array", "boolean"'),
         ([ToolSpec("f", "", {"properties": {"a": {"items": {"type": "str"}}}})], ValueError,
-         "parameters.a[] has the type str"),
-        ([ToolSpec("f", "", {"properties": ["a"]})], TypeError, "properties must be a dict"),
-        ([ToolSpec("f", "", {"properties": {"a": "string"}})], TypeError, "must be a JSON schema"),
+         'parameters.properties.a.items.type: got "str", expected one of'),
+        ([ToolSpec("f", "", {"properties": ["a"]})], ValueError,
+         'parameters.properties: got ["a"], expected object'),
+        ([ToolSpec("f", "", {"properties": {"a": "string"}})], ValueError,
+         'parameters.properties.a: got "string", expected object or boolean'),
+        ([ToolSpec("f", "", {"required": True})], ValueError,
+         "parameters.required: got true, expected array"),
+        ([ToolSpec("f", "", {"default": len})], TypeError, "expected a JSON schema"),
+        ([ToolSpec("f", "", "string")], TypeError, "got 'string', expected a JSON schema"),  # type: ignore[arg-type]  # the mistake
     ],
 )  # fmt: skip
 def test_tools_that_cannot_be_offered_are_an_error(

@@ -143,7 +143,11 @@ async def test_calls_without_an_error_fit_the_tools_schema() -> None:
 
     seen: set[str] = set()
     assert all(finding.good for finding in await check_environment(Adder))
-    assert {"2", "arguments lacks a", "there is no tool 'no_such_tool': the tools are add"} < seen
+    assert {
+        "2",
+        "arguments: missing a",
+        "there is no tool 'no_such_tool': the tools are add",
+    } < seen
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_resume_of_a_run_that_has_its_steps_says_that_nothing_is_left(
     assert main([str(config)]) == 0
     assert main([str(config), "--resume", "train.total_train_steps=1"]) == 0
     told = capsys.readouterr().out
-    assert "1 step of 2 groups x 4 rollouts, all done before: step 3, nothing is left" in told
+    assert "1 step of 2 groups x 4 rollouts, already completed: step 3" in told
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -202,7 +202,7 @@ def test_a_given_run_directory_is_never_shared(
     assert main([str(config), "--run-dir", "here"]) == 0
     assert main([str(config), "--run-dir", "here"]) == 2
     told = capsys.readouterr().err
-    assert "holds a run already: continue it with --resume" in told
+    assert "already has a run; continue it with --resume" in told
 
 
 def test_a_resume_goes_on(config: Path) -> None:

@@ -151,7 +151,7 @@ async def test_a_resumed_run_says_which_checkpoints_it_passed_over(tmp_path: Pat
         run_dir.tally.errors["checkpoint passed over, since it isn't whole: step_4"] += 1
         out = io.StringIO()
         Console(out).on_train_begin(ObservedRun(run_dir))
-    assert "from the start: no checkpoint to go on from" in out.getvalue()
+    assert "from the start: no checkpoint found" in out.getvalue()
     assert "step_4" in out.getvalue()
 
 
@@ -228,7 +228,7 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
     best, final = tmp_path / "checkpoints/step_5", tmp_path / "final"
     result = TrainingResult("interrupted", 10, 1, tmp_path, history[-1], history, best, final)
     assert closing(result, tally, 75.0) == [
-        ("interrupted", "10 steps after 1:15"),
+        ("interrupted", "10 steps in 1:15"),
         ("reward", "0.000 in the first tenth -> 0.900 in the last (+0.900)"),
         ("rollouts", "990 scored, 10 failed"),
         ("", "10 x environment 'echo' timed out"),
@@ -237,7 +237,7 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
         ("model", str(final)),
         ("best", str(best)),
         ("report", str(tmp_path / "report.html")),
-        ("next", "the same command with --resume goes on from the last checkpoint"),
+        ("next", "run the same command with --resume to continue from the last checkpoint"),
     ]
     elsewhere = replace(result, model="tinker://a/weights/b")
     assert ("model", "tinker://a/weights/b") in closing(elsewhere, tally, 75.0)

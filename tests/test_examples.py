@@ -150,11 +150,11 @@ CALC = {"name": "calc", "parameters": {"type": "object", "properties": {"x": {"t
 @pytest.mark.parametrize(
     ("tools", "complaint"),
     [
-        ("calc", "no JSON"),
+        ("calc", "expected JSON"),
         ({"calc": 1}, "list of tools"),
         (["calc"], "'calc'"),
         ([CALC, CALC], "two tools"),
-        ([{**CALC, "parameters": {"type": "text"}}], "JSON schema knows"),
+        ([{**CALC, "parameters": {"type": "text"}}], 'type: got "text", expected one of'),
     ],
 )
 def test_tools_that_are_none_are_refused_with_their_row(tools, complaint):

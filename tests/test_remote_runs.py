@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 from retrain.config import load_config
-from retrain.engine.weights import digest
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.run import main
 from retrain.service.store import Store
 from tests.service_kit import as_process
+from tests.weights_kit import digest
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BACKENDS = ("trl", "tinker", "weaver")

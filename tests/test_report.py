@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from retrain.errors import ConfigError
+from retrain.observe import report as report_module
 from retrain.observe.charts import charts, thin
 from retrain.observe.report import digest, write_report
 from retrain.observe.run_dir import RunDirectory
@@ -70,7 +73,7 @@ def test_the_digest_tells_what_happened(tmp_path: Path) -> None:
     assert data["errors"] == [{"name": "it broke", "count": 3}]
     assert data["bottleneck"]["sentence"].startswith("The trainer waited for rollouts 60%")
     assert "staleness.target (now 1)" in data["bottleneck"]["advice"]
-    assert any("the model is in tinker://a/weights/b" in line for line in data["history"])
+    assert any("model exported to tinker://a/weights/b" in line for line in data["history"])
     assert any("were too stale" in finding for finding in data["findings"])
 
 
@@ -115,7 +118,7 @@ def test_what_a_resume_voids_is_not_counted(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match=r"no run in .*expected a run directory"):
         write_report(tmp_path)
 
 
@@ -147,6 +150,34 @@ def test_a_long_series_is_averaged_in_equal_shares() -> None:
 
 
 # timeline
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (4.6512, 4.6534, ["4.652", "4.653"]),
+        (4.6511, 4.653, ["4.6515", "4.652", "4.6525", "4.653"]),
+        (0.0, 1.0, ["0", "0.25", "0.5", "0.75", "1"]),
+        (10_010, 10_040, ["10010", "10020", "10030", "10040"]),
+        (0, 4_000_000, ["0", "1.0M", "2.0M", "3.0M", "4.0M"]),
+        (-1e-5, 1e-5, ["-1.0e-5", "-5.0e-6", "0", "5.0e-6", "1.0e-5"]),
+    ],
+)
+def test_the_ticks_of_an_axis_have_different_labels(
+    low: float, high: float, expected: list[str]
+) -> None:
+    page = Path(report_module.__file__).with_name("report.html").read_text(encoding="utf-8")
+    functions = [
+        found[0]
+        for name in ("figure", "ticks", "tickLabels")
+        if (found := re.search(rf"function {name}\(.*?\n}}\n", page, re.DOTALL))
+    ]
+    script = f"console.log(JSON.stringify(tickLabels(ticks({low}, {high}, 4))))"
+    done = subprocess.run(
+        ["node", "-e", "".join([*functions, script])], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == expected
 
 
 def test_overlapping_groups_lie_on_lanes_of_their_own() -> None:
@@ -275,7 +306,7 @@ def test_a_healthy_run_has_no_findings() -> None:
         ([{"loss": 1.0}, {"loss": None, "nonfinite": {"loss": "nan"}}], {}, {}, "first in step 2"),
         ([{"groups/zero_signal": 6}], {}, {}, "75% of the latest groups"),
         ([], {"ok": 9, "timeout": 1}, {}, "10% of the rollouts failed"),
-        ([], {}, {"stop": 1, "length": 1}, "50% of the turns were cut off"),
+        ([], {}, {"stop": 1, "length": 1}, "50% of the turns reached the maximum length"),
         ([{"kl/sampler_trainer": 0.5}], {}, {}, "reached 0.5 in step 1"),
         ([{"entropy": 2.0}] * 20 + [{"entropy": 0.01}] * 20, {}, {}, "Entropy fell to 0.5%"),
     ],

@@ -132,13 +132,13 @@ def test_no_secret_reaches_the_configuration_on_disk(tmp_path: Path) -> None:
 
 def test_a_directory_with_a_run_is_refused_without_resume(tmp_path: Path) -> None:
     RunDirectory.open(tmp_path, config()).close()
-    with pytest.raises(ConfigError, match=r"holds a run already.*--resume.*--run-dir"):
+    with pytest.raises(ConfigError, match=r"already has a run.*--resume.*--run-dir"):
         RunDirectory.open(tmp_path, config())
     assert not in_use(tmp_path)
 
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run to resume"):
+    with pytest.raises(ConfigError, match=r"no run to resume in .*drop --resume"):
         RunDirectory.open(tmp_path / "nothing", config(), resume=True)
     assert not (tmp_path / "nothing").exists()
 

@@ -216,7 +216,7 @@ async def test_a_model_without_past_key_values_is_refused() -> None:
     model = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=103, hidden_size=16, num_hidden_layers=1)
     )
-    with pytest.raises(ValueError, match="takes no past_key_values"):
+    with pytest.raises(ValueError, match="has no past_key_values"):
         LocalSampler(model, TOKENIZER)
 
 
@@ -357,16 +357,16 @@ async def test_the_context_ends_a_row(endless: LocalSampler) -> None:
 
 
 BAD_CALLS: dict[str, tuple[list[int], SamplingParams, int]] = {
-    "no tokens were given": ([], SEEDED, 1),
-    "context is 1024: shorten it": ([A] * 1024, SEEDED, 1),
-    "token id 107 is not in the model's vocabulary of 107": ([A, 107], SEEDED, 1),
-    "token id -1 is not": ([-1], SEEDED, 1),
-    "n is 0": ([A], SEEDED, 0),
-    "max_tokens is 0": ([A], SamplingParams(max_tokens=0), 1),
-    "temperature is -1": ([A], SamplingParams(temperature=-1), 1),
-    "top_p is 0": ([A], SamplingParams(top_p=0), 1),
-    "top_k is -1": ([A], SamplingParams(top_k=-1), 1),
-    "strings that are not empty": ([A], SamplingParams(stop=("",)), 1),
+    "got no tokens": ([], SEEDED, 1),
+    "context of 1024; shorten it": ([A] * 1024, SEEDED, 1),
+    "got token id 107, expected 0 to 106": ([A, 107], SEEDED, 1),
+    "got token id -1, expected 0 to 106": ([-1], SEEDED, 1),
+    "n: got 0, expected": ([A], SEEDED, 0),
+    "max_tokens: got 0, expected": ([A], SamplingParams(max_tokens=0), 1),
+    "temperature: got -1, expected": ([A], SamplingParams(temperature=-1), 1),
+    "top_p: got 0, expected": ([A], SamplingParams(top_p=0), 1),
+    "top_k: got -1, expected": ([A], SamplingParams(top_k=-1), 1),
+    "expected non-empty strings": ([A], SamplingParams(stop=("",)), 1),
 }
 
 

@@ -19,11 +19,11 @@ from retrain.adapters.tinker import AdamParams, LoraConfig, TinkerClient
 from retrain.adapters.weaver import AdamParams as WeaverAdam
 from retrain.adapters.weaver import LoraConfig as WeaverLora
 from retrain.adapters.weaver import TrainingRow, WeaverClient
-from retrain.engine.weights import digest
 from retrain.protocols.tinker.values import Datum, Tensor
 from retrain.service.app import ServiceApp
 from retrain.transport.transport import RetryPolicy
 from tests.service_kit import CROSS_ENTROPY, TOKENS, on_a_port
+from tests.weights_kit import digest
 
 STEPS = 3
 QUICK = RetryPolicy(first=0.01, cap=0.05)

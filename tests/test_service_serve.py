@@ -45,7 +45,7 @@ def test_a_taken_port_is_said_to_be_taken(capsys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["--port", str(port), "--folder", str(tmp_path)]) == 1
-    assert "Take another --port" in capsys.readouterr().err
+    assert "Choose another --port" in capsys.readouterr().err
 
 
 def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
@@ -59,14 +59,14 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        (("--port", "99999"), "--port 99999: expected 0 to 65535"),
-        (("--port", "-1"), "--port -1: expected 0 to 65535"),
-        (("--threads", "0"), "--threads 0: expected at least 1"),
-        (("--folder", f"{__file__}/x"), "test_service_serve.py/x can't be made: Not a directory"),
-        (("--device", "tpu9"), "--device tpu9 can't be had: "),
+        (("--port", "99999"), "--port: got 99999, expected 0 to 65535"),
+        (("--port", "-1"), "--port: got -1, expected 0 to 65535"),
+        (("--threads", "0"), "--threads: got 0, expected an integer >= 1"),
+        (("--folder", f"{__file__}/x"), "test_service_serve.py/x: Not a directory"),
+        (("--device", "tpu9"), "--device tpu9 is not available: "),
         pytest.param(
             ("--device", "cuda"),
-            "--device cuda can't be had: ",
+            "--device cuda is not available: ",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],

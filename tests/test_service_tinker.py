@@ -132,7 +132,7 @@ async def test_a_request_behind_a_gap_says_so_and_fails_in_the_end(tmp_path):
         await job.wait(10)
         failed = await tinker.result(late)
         assert failed["category"] == "user"
-        assert "seq_id 1, which never came" in failed["error"]
+        assert "seq_id 1, which never arrived" in failed["error"]
 
 
 def inputs(**changes):
@@ -147,20 +147,20 @@ def inputs(**changes):
 @pytest.mark.parametrize(
     ("data", "loss", "message"),
     [
-        ([inputs(logprobs=([-1.0] * 4,))], "ppo", "expected 5, one a token"),
+        ([inputs(logprobs=([-1.0] * 4,))], "ppo", "expected 5, one per token"),
         ([inputs(advantages=None)], "ppo", "lacks ['advantages']"),
         ([inputs(mask=([1.0] * 5,))], "ppo", "unknown loss inputs ['mask']"),
         ([inputs(logprobs=([1] * 5, "int64"))], "ppo", "expected float32"),
         ([inputs(target_tokens=([1.0] * 5,))], "ppo", "expected int64"),
-        ([inputs(target_tokens=([1, 2, 3, 4, 500], "int64"))], "ppo", "500 is no token"),
-        ([inputs(target_tokens=([1, 2, 3, 4, -1], "int64"))], "ppo", "-1 is no token"),
+        ([inputs(target_tokens=([1, 2, 3, 4, 500], "int64"))], "ppo", "got token 500, expected"),
+        ([inputs(target_tokens=([1, 2, 3, 4, -1], "int64"))], "ppo", "got token -1, expected 0 to"),
         ([inputs(advantages=([True] * 5,))], "ppo", "expected a number"),
-        ([inputs(), datum([1, 2, 999], **CROSS_ENTROPY)], "ppo", "datum 1: tokens: 999"),
+        ([inputs(), datum([1, 2, 999], **CROSS_ENTROPY)], "ppo", "datum 1: tokens: got token 999"),
         ([datum([], **CROSS_ENTROPY)], "cross_entropy", "no tokens"),
-        ([datum([70] * 2000)], "cross_entropy", "the context is 1024"),
+        ([datum([70] * 2000)], "cross_entropy", "expected at most 1024"),
         ([], "cross_entropy", "no data"),
         ([inputs()], "pppo", "did you mean 'ppo'"),
-        ([inputs()], "dpo", "is not served"),
+        ([inputs()], "dpo", "is not supported"),
     ],
 )
 async def test_what_cannot_be_trained_is_refused_and_takes_no_number(tinker, data, loss, message):
@@ -177,9 +177,13 @@ async def test_what_cannot_be_trained_is_refused_and_takes_no_number(tinker, dat
         ("forward_backward", passed(inputs(), loss="ppo", config={"clip_low_threshold": 2}), "1"),
         ("optim_step", {}, "adam_params is missing"),
         ("optim_step", {"adam_params": {"lr": 1}}, "unknown fields ['lr']"),
-        ("optim_step", {"adam_params": {"learning_rate": -1}}, "0.0 or more"),
-        ("optim_step", {"adam_params": {"beta1": 1.0}}, "below 1"),
-        ("optim_step", {"adam_params": {"eps": "small"}}, "expected a number"),
+        (
+            "optim_step",
+            {"adam_params": {"learning_rate": -1}},
+            "got -1, expected a finite number",
+        ),
+        ("optim_step", {"adam_params": {"beta1": 1.0}}, "expected < 1"),
+        ("optim_step", {"adam_params": {"eps": "small"}}, "got 'small', expected a finite"),
         ("save_weights", {"path": "../escape"}, "can't name a checkpoint"),
         ("save_weights", {"path": "a/b"}, "can't name a checkpoint"),
         ("save_weights", {"path": ".hidden"}, "can't name a checkpoint"),
@@ -191,7 +195,11 @@ async def test_what_cannot_be_trained_is_refused_and_takes_no_number(tinker, dat
             "snapshot",
         ),
         ("save_weights_for_sampler", {}, "sampling_session_seq_id is missing"),
-        ("load_weights", {"path": "tinker://a/b", "optimizer": True}, "is no path"),
+        (
+            "load_weights",
+            {"path": "tinker://a/b", "optimizer": True},
+            "got 'tinker://a/b', expected tinker://MODEL",
+        ),
         ("load_weights", {"path": "tinker://m/sampler_weights/n", "optimizer": True}, "sampling"),
     ],
 )
@@ -307,7 +315,7 @@ async def test_samples_have_the_asked_shape_and_are_drawn_once_a_number(tinker):
     [
         ({"prompt": {"chunks": []}}, "no tokens"),
         ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "encoded_text"),
-        ({"topk_prompt_logprobs": 2}, "not served"),
+        ({"topk_prompt_logprobs": 2}, "not supported"),
         ({"sampling_params": {"stop": []}}, "never stop"),
         ({"seq_id": None}, "seq_id is missing"),
     ],
@@ -358,7 +366,7 @@ async def test_loading_is_a_models_first_request_or_none(tinker):
 async def test_a_taken_name_is_a_conflict_unless_it_may_be_overwritten(tinker):
     await tinker.done("save_weights", 1, path="one")
     failed = await tinker.done("save_weights", 2, path="one")
-    assert "exists already" in failed["error"]
+    assert "already exists" in failed["error"]
     assert "path" in await tinker.done("save_weights", 3, path="one", overwrite=True)
 
 
@@ -517,6 +525,6 @@ async def test_leaving_the_service_answers_whoever_waits_and_ends_its_threads(tm
             asking = [asyncio.create_task(tinker.result(one)) for one in (behind_a_gap, drawing)]
             await asyncio.sleep(0)
         gap, drawn = await asyncio.gather(*asking)
-        assert "which never came" in gap["error"]
+        assert "which never arrived" in gap["error"]
         assert "shutting down" in drawn["error"]
     assert not [t.name for t in threading.enumerate() if t.name.startswith("retrain")]

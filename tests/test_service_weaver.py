@@ -159,15 +159,19 @@ async def test_datum_ids_come_back_in_order(weaver):
 @pytest.mark.parametrize(
     ("data", "more", "message"),
     [
-        ([datum()], {"loss": "ppo"}, "'ppo' is not served"),
+        ([datum()], {"loss": "ppo"}, "'ppo' is not supported"),
         ([datum()], {"loss": "forward_logprob"}, "has no gradient"),
-        ([datum()], {"entropy_coeff": 0.1}, "only 0 is served"),
-        ([datum()], {"temperature": 0.7}, "only 1 is served"),
+        ([datum()], {"entropy_coeff": 0.1}, "only 0 is supported"),
+        ([datum()], {"temperature": 0.7}, "only 1 is supported"),
         ([datum()], {"unheard_of": 1}, "unknown key"),
         ([datum(**LOGPROB)], {}, "lacks ['weights']"),
-        ([datum(**LOGPROB, weights=([1.0],))], {}, "one a token"),
+        ([datum(**LOGPROB, weights=([1.0],))], {}, "one per token"),
         ([datum(**LOGPROB, weights=([[1.0]] * 5,))], {}, "expected a number"),
-        ([datum(**LOGPROB, weights=([1.0] * 5,), loss_mask=([0.5] * 5,))], {}, "beside 0 and 1"),
+        (
+            [datum(**LOGPROB, weights=([1.0] * 5,), loss_mask=([0.5] * 5,))],
+            {},
+            "other than 0",
+        ),
     ],
 )
 async def test_what_cannot_be_trained_is_refused(weaver, data, more, message):
@@ -181,7 +185,7 @@ async def test_a_call_for_another_model_than_the_paths_is_refused(weaver):
     payload = {"model_id": "another", "seq_id": 1, "adam_params": {}}
     path = f"models/{weaver.model_id}/optimizer-steps"
     reply = await weaver.post(path, {"payload": payload}, 400)
-    assert "not that of the path" in reply["message"]
+    assert "expected the path's" in reply["message"]
     await weaver.post("models/nobody/optimizer-steps", {"payload": payload}, 404)
 
 
@@ -242,7 +246,7 @@ async def test_a_state_is_loaded_with_or_without_its_optimizer(weaver):
     weaver.model_id = (await weaver.model(2))["id"]
     bare = {"path": saved["bare"]["path"], "include_optimizer": True}
     reply = await weaver.post(f"models/{weaver.model_id}/load", bare, 400)
-    assert "weights alone" in reply["message"]
+    assert "weights only" in reply["message"]
     await weaver.operate("load", {"path": saved["full"]["path"], "include_optimizer": True})
     await weaver.passed(1)
     await weaver.end(await weaver.step(2))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from retrain.engine import tiny
 from retrain.engine.models import load_model, load_tokenizer, resolve_model
 from retrain.engine.tiny import recipe_hash, tiny_folder, tiny_tokenizer
-from retrain.engine.weights import digest
 from retrain.errors import ConfigError
+from tests.weights_kit import digest
 
 TOOLS = [
     {
@@ -218,5 +218,5 @@ def test_a_hub_id_is_kept_and_one_that_cannot_be_loaded_says_what_to_do(
 
 def test_a_broken_model_folder_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match="causal LM's folder"):
+    with pytest.raises(ConfigError, match="folder of a Hugging Face causal LM"):
         load_model(tmp_path)

@@ -17,7 +17,7 @@ pytest.importorskip("trl")
 from retrain.adapters.base import AdapterState  # noqa: E402 - the same
 from retrain.adapters.trl.adapter import TrlAdapter  # noqa: E402 - the same
 from retrain.engine.models import load_model, load_tokenizer  # noqa: E402 - the same
-from retrain.engine.weights import digest, snapshot  # noqa: E402 - the same
+from retrain.engine.weights import snapshot  # noqa: E402 - the same
 from retrain.errors import (  # noqa: E402 - the same
     AdapterError,
     CheckpointError,
@@ -27,6 +27,7 @@ from retrain.errors import (  # noqa: E402 - the same
 from retrain.sampler import SamplingParams  # noqa: E402 - the same
 from retrain.types import Batch, Denominators, Sample  # noqa: E402 - the same
 from tests import trl_kit as kit  # noqa: E402 - needs torch
+from tests.weights_kit import digest  # noqa: E402 - the same
 
 
 def adapter(loss="dapo", *, loss_config=None, sections=None, **keys):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from retrain.engine.weights import check_weights, copy_weights, digest, snapshot
+from retrain.engine.weights import check_weights, copy_weights, snapshot
 from retrain.errors import AdapterError
+from tests.weights_kit import digest
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(  # peft asks transformers by an old name

@@ -1,22 +1,22 @@
-"""Messages to tokens and back, so that each turn's prompt extends the last one's tokens.
+"""Messages to tokens and back, so that each turn's prompt extends the tokens of the last turn.
 
     prompt_ids of turn k+1 = prompt_ids of turn k + the sampled ids of turn k + what follows them
 
-What follows (the turn's end if the model didn't sample it, separators, the observation, the start
-of the next turn) is read off the template's rendering of the whole conversation, as the text after
-the reply, and only that text is encoded. Invariants:
+What follows (the end of the turn if the model didn't sample it, separators, the observation, the
+start of the next turn) is the text after the reply in the template's rendering of the whole
+conversation. Only that text is encoded. Invariants:
 
-- a sampled token is never decoded and encoded again into a place where it would be trained: it
-  stands in the next prompt verbatim, or the next prompt is no extension of this one;
-- `observe` extends exactly when the rendering with the reply and the observation begins with the
-  rendering that was sampled from and goes on with the reply (its ends may be trimmed, its tool
-  calls written in the template's way). Otherwise the template rewrites history, say by dropping
-  past reasoning, and the whole conversation is rendered and encoded anew: batching sees that the
-  prompt extends nothing and starts a new sample;
-- a conversation that raises in `observe` is as it was before.
+- A sampled token is never decoded and encoded again in a place where it is trained: it appears
+  unchanged in the next prompt, or the next prompt doesn't extend this one.
+- `observe` extends the prompt if the rendering with the reply and the observation begins with the
+  rendering that was sampled from and continues with the reply. The reply's ends may be trimmed and
+  its tool calls written in the template's way. Otherwise the template rewrites history, for example
+  by dropping past reasoning, and the whole conversation is rendered and encoded anew. Batching
+  then starts a new sample.
+- If `observe` raises, the conversation is unchanged.
 
-With `chat: none` there is no template: texts are joined without separators, after whatever the
-tokenizer puts at the start of every text (BOS).
+With `chat: none` there is no template: texts are concatenated, after the tokens that the tokenizer
+puts before every text (BOS).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from retrain.sampler import Tokenizer
 from retrain.types import Completion, Message
 
 _CACHED_TOKENS: Final = 1_000_000
-"""Openings are kept up to this many tokens, some 40 MB: a prompt recurs each epoch."""
+"""Size of the cache of tokenized openings, about 40 MB: each prompt recurs every epoch."""
 
 
 class Chat:
-    """A run's way from messages to token ids; makes a Conversation for each rollout.
+    """Converts a run's messages to token ids; makes a Conversation for each rollout.
 
-    `template` is `auto` (the tokenizer's own), `none` (a base model: texts are joined as they are)
-    or the text of a Jinja template; `arguments` are its variables, such as enable_thinking.
-    Raises ConfigError when there is no template, or it can't render a user's message.
+    `template` is `auto` (the tokenizer's own), `none` (for a base model: concatenate texts) or the
+    source of a Jinja template. `arguments` are the template's variables, such as enable_thinking.
+    Raises ConfigError if there is no template or it can't render a user message.
     """
 
     stop_token_ids: tuple[int, ...]
-    """The tokens that end a turn: eos, and the template's end-of-turn token where it differs."""
+    """The tokens that end a turn: eos and, if it differs, the template's end-of-turn token."""
 
     def __init__(
         self,
@@ -62,18 +62,18 @@ class Chat:
         self._openings = _Openings()
 
     def begin(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Conversation:
-        """A conversation that starts with `messages`; equal openings are tokenised once.
+        """Start a conversation with `messages`; equal openings are tokenized once.
 
-        Raises TypeError or ValueError for what is no list of messages or of tools, UserCodeError
-        for messages that the template refuses or ignores.
+        Raises TypeError or ValueError if an argument is not a list of messages or tools, and
+        UserCodeError if the template rejects or ignores the messages.
         """
-        checked = _checked(messages, "the messages that a rollout starts with")
+        checked = _checked(messages, "first messages")
         if not checked:
-            raise ValueError("a rollout must start with at least one message, got []")
+            raise ValueError("got no messages, expected at least one to start a rollout")
         key = (tuple([tuple(m.items()) for m in checked]), repr(tools) if tools else "")
         try:
             opening = self._openings.get(key)
-        except TypeError:  # unhashable: a message that carries tool calls
+        except TypeError:  # unhashable: a message has tool calls
             return Conversation(self, self._open(checked, tools), checked)
         if opening is None:
             opening = self._open(checked, tools)
@@ -88,48 +88,48 @@ class Chat:
         shows_calls = bool(tools) and self.template.shows_tools and self.template.shows_calls
         prompt_ids = self.tokens.start + self.tokens.encode(text)
         if not prompt_ids:
-            raise ValueError("a rollout must start with at least one token, got empty messages")
+            raise ValueError("got empty messages, expected at least one token to start a rollout")
         return _Opening(text, prompt_ids, tuple(tools), shown, shows_calls)
 
 
 class Conversation:
-    """One rollout's history, and the ids to sample from; made by `Chat.begin`."""
+    """One rollout's history and the ids to sample from; made by `Chat.begin`."""
 
     __slots__ = ("_calls", "_chat", "_completion", "_opening", "_said", "_text", "messages",
                  "prompt_ids")  # fmt: skip
 
     messages: list[Message]
-    """The whole history: opening, replies, observations."""
+    """The whole history: opening, replies and observations."""
     prompt_ids: list[int]
-    """What to sample the next reply from; replaced by `observe`, never changed in place."""
+    """The prompt of the next reply; `observe` replaces the list and never changes it in place."""
 
     def __init__(self, chat: Chat, opening: _Opening, messages: list[Message]) -> None:
         self._chat = chat
         self._opening = opening
         self.messages = messages
         self.prompt_ids = opening.prompt_ids
-        self._text = opening.text  # what the template makes of the messages before the reply
+        self._text = opening.text  # the rendering of the messages before the reply
         self._completion: Completion | None = None
         self._said = ""
         self._calls = 0
 
     def fork(self) -> Conversation:
-        """A copy that goes its own way and shares what has been tokenised."""
+        """An independent copy that shares what has been tokenized."""
         copy = Conversation(self._chat, self._opening, self.messages.copy())
         copy.prompt_ids, copy._text = self.prompt_ids, self._text
         copy._completion, copy._said, copy._calls = self._completion, self._said, self._calls
         return copy
 
     def reply(self, completion: Completion) -> Action:
-        """Take the model's turn down; tool calls are parsed when tools are offered.
+        """Add the model's turn; if there are tools, parse the tool calls.
 
-        The Action's text is what was sampled; the message in the history also holds the start of
-        reasoning that the prompt ended with, since templates look for it.
+        The Action's text is what was sampled. The message in the history also includes the start
+        of reasoning with which the prompt ended, since templates look for it.
 
-        Raises RuntimeError when the last reply has not been observed.
+        Raises RuntimeError if `observe` has not answered the last reply.
         """
         if self._completion is not None:
-            raise RuntimeError("reply() was called twice: the environment's observe() comes first")
+            raise RuntimeError("reply() was called twice; call observe() after each reply")
         tools, template = self._opening.tools, self._chat.template
         self._completion = completion
         self._said = said = self._chat.tokens.text_of(completion, bool(tools))
@@ -140,7 +140,7 @@ class Conversation:
             return Action(said, (), completion.token_ids, completion.stop_reason)
         reply = parse_reply(said, tools, first=self._calls, reasoning=bool(opener))
         self._calls += len(reply.calls)
-        # A call that can't be shown as a call stays in the text, where the model put it.
+        # A call that the template can't show as a call stays in the text.
         if reply.calls and reply.readable and self._opening.shows_calls:
             message = template.reply_message(reply.text, opener)
             message["tool_calls"] = [as_template(call) for call in reply.calls]
@@ -148,17 +148,17 @@ class Conversation:
         return Action(reply.text, reply.calls, completion.token_ids, completion.stop_reason)
 
     def spell(self, message: Message) -> list[int]:
-        """The ids of a reply that is given instead of sampled, its turn's end included.
+        """The ids of a given (not sampled) reply, including the end of its turn.
 
-        They are what the template writes for it after `prompt_ids`; where that is no extension (a
-        template that takes reasoning out), the message's text as the model would have said it.
-        Raises UserCodeError when the template refuses the message or ignores its tool calls.
+        They are what the template writes after `prompt_ids`. If that is no extension (the template
+        removes reasoning), they are the message's text.
+        Raises UserCodeError if the template rejects the message or ignores its tool calls.
         """
         chat, shown = self._chat, self._opening.shown
         if message.get("tool_calls") and not chat.template.shows_calls:
             raise UserCodeError(
-                "the chat template doesn't write tool_calls, so that nothing would be learnt of "
-                "them: write the call into the message's content, as the model is to say it"
+                "the chat template ignores tool_calls, so the model would not learn them; write "
+                "the call into the message's content, as the model should say it"
             )
         text = chat.template.render([*self.messages, message], shown, generation=False)
         if text.startswith(self._text):
@@ -169,15 +169,15 @@ class Conversation:
     def observe(self, observation: Sequence[Message]) -> None:
         """Append the environment's answer and compute the next `prompt_ids`.
 
-        Raises TypeError or ValueError for what is no list of messages, UserCodeError for messages
-        that the template refuses or ignores, RuntimeError when there is no reply to answer.
+        Raises TypeError or ValueError if `observation` is not a list of messages, UserCodeError if
+        the template rejects or ignores them, and RuntimeError if there is no reply to answer.
         """
         completion, chat, shown = self._completion, self._chat, self._opening.shown
         if completion is None:
-            raise RuntimeError("observe() answers a reply: call reply() first")
-        added = _checked(observation, "an observation")
+            raise RuntimeError("there is no reply to answer; call reply() before observe()")
+        added = _checked(observation, "observation")
         if any(message["role"] == "assistant" for message in added):
-            raise ValueError("an observation can't have the role 'assistant': the model speaks it")
+            raise ValueError("observation: got the role 'assistant', which is the model's own")
         messages = [*self.messages, *added]
         text = chat.template.render(messages, shown)
         chat.template.require_heard(messages, text, shown)
@@ -192,7 +192,7 @@ class Conversation:
     def _following(
         self, sampled: Sequence[int], text: str, added: Sequence[Message]
     ) -> list[int] | None:
-        """The ids to put after the sampled ones; None when `text` doesn't extend what was said."""
+        """The ids that follow the sampled ones; None if `text` doesn't extend the conversation."""
         if not text.startswith(self._text):
             return None
         rest = after_reply(text[len(self._text) :], self._said)
@@ -203,8 +203,9 @@ class Conversation:
     def _after_calls(self, text: str, added: Sequence[Message]) -> str | None:
         """What follows a reply whose tool calls the template writes in its own way.
 
-        With the model's own words in the calls' place the reply is found; the true rendering has
-        to end alike and to show the text beside the calls, so that only their spelling differs.
+        The rendering with the model's own text in place of the calls shows where the reply ends.
+        The real rendering must have the same end and the same text beside the calls, so that only
+        the spelling of the calls differs.
         """
         opener = reasoning_opener(self._text)
         in_own_words = self._chat.template.reply_message(self._said, opener)
@@ -212,7 +213,7 @@ class Conversation:
             plain = self._chat.template.render(
                 [*self.messages[:-1], in_own_words, *added], self._opening.shown
             )
-        except UserCodeError:  # a tool's answer must follow a call, to this template
+        except UserCodeError:  # this template requires a call before a tool's answer
             return None
         if not plain.startswith(self._text):
             return None
@@ -225,7 +226,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """What rollouts of one prompt share."""
+    """What all rollouts of a prompt share."""
 
     text: str
     prompt_ids: list[int]
@@ -235,7 +236,7 @@ class _Opening:
 
 
 class _Openings:
-    """The openings used last, `_CACHED_TOKENS` tokens of them at most."""
+    """The most recently used openings, at most `_CACHED_TOKENS` tokens."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[object, _Opening] = OrderedDict()
@@ -255,31 +256,28 @@ class _Openings:
 
 
 def _checked(messages: object, what: str) -> list[Message]:
-    """A copy of what a user's code gave for a list of messages.
-
-    Raises TypeError or ValueError that says what was got.
-    """
+    """A copy of the messages that user code returned; raises TypeError or ValueError."""
     if not isinstance(messages, list | tuple):
         hint = ""
         if isinstance(messages, str):
             hint = f'; write [{{"role": "user", "content": {shown(messages)}}}]'
         elif isinstance(messages, Mapping):
             hint = "; put the message into a list"
-        raise TypeError(f"{what} must be a list of messages, got {shown(messages)}{hint}")
-    return [_checked_message(message, f"{what}: message {i}") for i, message in enumerate(messages)]
+        raise TypeError(f"{what}: got {shown(messages)}, expected a list of messages{hint}")
+    return [_checked_message(message, f"{what}[{i}]") for i, message in enumerate(messages)]
 
 
 def _checked_message(message: object, what: str) -> Message:
     if not isinstance(message, Mapping):
         wanted = '{"role": ..., "content": ...}'
-        raise TypeError(f"{what} must be a dict {wanted}, got {shown(message)}")
+        raise TypeError(f"{what}: got {shown(message)}, expected a dict {wanted}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{what} needs a role (user, tool, system), got {shown(role)}")
+        raise ValueError(f"{what}: got role {shown(role)}, expected user, tool or system")
     if content is None and message.get("tool_calls"):  # recorded calls often have no text
         content = ""
     if content is None:
-        raise ValueError(f'{what} needs a content; write "" for an empty one')
+        raise ValueError(f'{what} has no content; write "" for an empty one')
     if not isinstance(content, str):
-        raise TypeError(f"{what} must have text as its content, got {shown(content)}")
+        raise TypeError(f"{what}: got content {shown(content)}, expected a string")
     return cast(Message, {**message, "role": role, "content": content})

@@ -1,8 +1,8 @@
-"""A chat template as text: what it makes of messages, and what it says at a turn's end.
+"""A chat template: how it renders messages, and how it ends a turn.
 
-Everything that is learnt about a template is learnt by rendering with it, so any template will do.
-A template is foreign code: whatever it raises becomes one UserCodeError with its complaint, since
-it is the environment's (or the data's) messages that it refuses.
+All facts about a template are found by rendering with it, so any template works. A template is
+foreign code: whatever it raises becomes a UserCodeError with its message, since it rejects the
+messages of the environment or the data set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RESERVED: Final = frozenset(
 
 
 class Template:
-    """Messages to text; `joins` says that there is no template and texts are joined as they are."""
+    """Renders messages as text; if `joins`, there is no template and texts are concatenated."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: str, arguments: Mapping[str, Any] | None
@@ -42,23 +42,27 @@ class Template:
         try:
             self.render([_ASK])
         except UserCodeError as error:
-            raise ConfigError(f"chat.template can't be used: {error.__cause__}") from error
+            raise ConfigError(
+                f"chat.template: can't render a user message: {error.__cause__}"
+            ) from error
 
     def _check_options(self, template: str) -> None:
         reserved = sorted(_RESERVED & self._options.keys())
         if reserved:
-            raise ConfigError(f"chat.arguments can't set {', '.join(reserved)}: the run sets it")
+            raise ConfigError(
+                f"chat.arguments: can't set {', '.join(reserved)}, which the run sets"
+            )
         if template == "none" and self._options:
-            raise ConfigError("chat.arguments are variables of a template, but chat.template: none")
+            raise ConfigError("chat.arguments has no effect with chat.template: none; remove it")
         if template == "auto" and not self._tokenizer.chat_template:
             raise ConfigError(
-                "the model's tokenizer has no chat template: write `chat: none` for a base model "
-                "(texts are joined as they are) or `chat: {template: FILE}` with a Jinja file"
+                "the model's tokenizer has no chat template. Set `chat: none` for a base model "
+                "(texts are concatenated), or `chat: {template: FILE}` with a Jinja file"
             )
         if template not in {"auto", "none"} and "{{" not in template and "{%" not in template:
             raise ConfigError(
-                f"chat.template {shown(template)} is no Jinja text, it has no {{{{ }}}} or "
-                "{% %}: expected auto, none or a Jinja file"
+                f"chat.template: got {shown(template)}, which has no {{{{ }}}} or {{% %}}; "
+                "expected auto, none or a Jinja file"
             )
 
     def render(
@@ -68,9 +72,9 @@ class Template:
         *,
         generation: bool = True,
     ) -> str:
-        """The text of a conversation, with the start of the model's next turn if `generation`.
+        """The text of a conversation; `generation` adds the start of the model's next turn.
 
-        Raises UserCodeError with the template's complaint.
+        Raises UserCodeError with the template's message.
         """
         if self.joins:
             return "".join([message["content"] for message in messages])
@@ -82,10 +86,10 @@ class Template:
                 tokenize=False,
                 **self._options,
             )
-        except Exception as error:  # foreign code, see the module's docstring
+        except Exception as error:  # foreign code: see the module's docstring
             roles = ", ".join(message["role"] for message in messages)
             raise UserCodeError(
-                f"the chat template refuses messages with the roles {roles}: "
+                f"the chat template rejects messages with the roles {roles}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         return text
@@ -93,10 +97,10 @@ class Template:
     def require_heard(
         self, messages: Sequence[Message], text: str, tools: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Raise UserCodeError when the template shows nothing of a role's messages in `text`.
+        """Raise UserCodeError if the template drops all messages of a role from `text`.
 
-        Templates drop roles that they don't know without a word. One look at a role is enough;
-        what a template drops of the assistant's is a rewriting of history, and no error.
+        Templates silently drop roles that they don't know. Each role is checked once. Dropping
+        text of the assistant is no error, since templates rewrite history.
         """
         for role in {message["role"] for message in messages} - self._heard - {"assistant"}:
             changed = [
@@ -105,21 +109,21 @@ class Template:
             ]
             if not self.joins and self.render(changed, tools) == text:
                 raise UserCodeError(
-                    f"the chat template ignores messages of the role {role!r}: the model would "
-                    "never see them; use another role, or set chat.template to a Jinja file"
+                    f"the chat template ignores messages of the role {role!r}, so the model would "
+                    "never see them. Use another role, or set chat.template to a Jinja file"
                 )
             self._heard.add(role)
 
     def reply_message(self, said: str, opener: str) -> Message:
         """The message of a reply to a prompt that ends with `opener`, the start of reasoning.
 
-        The opener is a part of the turn, though not of what was sampled: without it a template
-        would take the reasoning for the answer. Reasoning that was cut off is closed.
+        The opener belongs to the turn although it was not sampled: without it a template would
+        take the reasoning for the answer. Reasoning that was cut off is closed.
         """
         if not opener or self.joins:
             return Message(role="assistant", content=said)
         reasoning, end, answer = said.partition("</think>")
-        if self._takes_reasoning_apart:
+        if self._separates_reasoning:
             return Message(
                 role="assistant",
                 content=answer.lstrip("\n"),
@@ -128,8 +132,8 @@ class Template:
         return Message(role="assistant", content=opener + said + ("" if end else "\n</think>\n\n"))
 
     @cached_property
-    def _takes_reasoning_apart(self) -> bool:
-        """Whether reasoning must come in a field of its own and isn't known by its tags."""
+    def _separates_reasoning(self) -> bool:
+        """Whether the template takes reasoning from a separate field and ignores its tags."""
         tagged = Message(role="assistant", content=f"<think>\n{_PROBE}\n</think>\n\nHi")
         apart = Message(role="assistant", content="Hi", reasoning_content=_PROBE)
         try:
@@ -152,7 +156,7 @@ class Template:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the tools on offer reach the model; if not, that is logged."""
+        """Whether the tools reach the model; logs a warning if not."""
         parameters = {"type": "object", "properties": {}}
         function = {"name": _PROBE, "description": "A probe.", "parameters": parameters}
         try:
@@ -161,15 +165,15 @@ class Template:
             shown = False
         if not shown:
             logger.warning(
-                "the chat template doesn't show tools to the model: the environment's own messages "
-                "have to describe them"
+                "the chat template doesn't show tools to the model: describe them in the "
+                "environment's messages, or the model will not know them"
             )
         return shown
 
     def closers(self) -> list[str]:
-        """The texts that may follow a reply and so end a turn, the most telling first.
+        """The texts that may follow a reply, and so end a turn, the most specific first.
 
-        Templates that close no turn end it with the next one's role marker.
+        A template without an end-of-turn marker ends a turn with the next turn's role marker.
         """
         last = self._after_reply([], generation=False)
         if last.strip():
@@ -180,23 +184,22 @@ class Template:
     def _after_reply(self, following: Sequence[Message], *, generation: bool) -> str:
         try:
             text = self.render([_ASK, _SAY, *following], generation=generation)
-        except UserCodeError:  # this template knows no such role
+        except UserCodeError:  # the template rejects this role
             return ""
         return text.rpartition(_PROBE)[2] if _PROBE in text else ""
 
 
 def reasoning_opener(text: str) -> str:
-    """The end of a prompt that has the model begin inside its reasoning, else ""."""
+    """The end of a prompt that starts the model's reasoning, else ""."""
     end = text[-32:]
     start = end.rfind("<think>")
     return "" if start < 0 or end[start + len("<think>") :].strip() else end[start:]
 
 
 def after_reply(rest: str, reply: str) -> str | None:
-    """What follows `reply` in `rest`, or None when `rest` doesn't begin with it.
+    """What follows `reply` in `rest`, or None if `rest` doesn't begin with it.
 
-    A template may trim the reply's ends: that is no rewriting. Whitespace that the reply has and
-    `rest` lacks is passed over; anything else that differs is a rewriting.
+    A template may trim whitespace at the ends of the reply; any other difference is a rewriting.
     """
     if rest.startswith(reply):
         return rest[len(reply) :]

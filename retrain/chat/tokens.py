@@ -15,12 +15,12 @@ from retrain.types import Completion
 
 
 class TurnTokens:
-    """Encodes what stands around the sampled tokens."""
+    """Encodes the text around the sampled tokens."""
 
     stops: tuple[int, ...]
     """The tokens at which sampling stops: eos, and the template's end-of-turn token."""
     start: list[int]
-    """What stands before every text (BOS) when no template writes it."""
+    """The tokens before every text (BOS), if no template writes them."""
 
     def __init__(self, tokenizer: Tokenizer, template: Template) -> None:
         self._tokenizer = tokenizer
@@ -37,23 +37,20 @@ class TurnTokens:
         self._hides_calls = OPEN not in decode(self.encode(OPEN), skip_special_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that begins a prompt.
-
-        Raises ValueError for text that has no UTF-8 form.
-        """
+        """The ids of a text that begins a prompt; raises ValueError if it has no UTF-8 form."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=False)
         except (TypeError, UnicodeError) as error:  # tokenizers report either
             raise ValueError(
-                "the messages' text can't be encoded: it holds half of a surrogate pair; build "
-                'it from valid Unicode, say by text.encode("utf-8", "replace").decode()'
+                "the text of a message has half of a surrogate pair, expected valid Unicode; "
+                'convert it with text.encode("utf-8", "replace").decode()'
             ) from error
 
     def encode_after(self, sampled: Sequence[int], text: str) -> list[int] | None:
-        """The ids of `text`, without the turn's end when the model has sampled that itself.
+        """The ids of `text`, without the end of the turn if the model has sampled it.
 
-        None when `text` has something between the reply and the end that was sampled: then the
-        template adds to what the model said.
+        None if `text` has other text before the end of the turn: then the template adds to the
+        model's reply.
         """
         ids = self._encode_inside(text)
         if not sampled or sampled[-1] not in self._closers or sampled[-1] not in ids:
@@ -62,25 +59,25 @@ class TurnTokens:
         return None if self._tokenizer.decode(ids[:end]).strip() else ids[end + 1 :]
 
     def encode_reply(self, text: str) -> list[int]:
-        """The ids of a reply up to its end, which is added where `text` has none."""
+        """The ids of a reply up to its end of turn, which is added if `text` has none."""
         ids = self._encode_inside(text)
         end = next((index for index, token in enumerate(ids) if token in self.stops), None)
         return [*ids, *self.stops[:1]] if end is None else ids[: end + 1]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What ids say, without special tokens."""
+        """The text of ids, without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def text_of(self, completion: Completion, calls: bool) -> str:
-        """What a completion says, with its markup if `calls` are to be read from it."""
+        """The text of a completion, with its markup if `calls` must be read from it."""
         ids, text = completion.token_ids, completion.text
         end = ids[-1] if ids else None
-        if calls and self._hides_calls:  # this tokenizer counts <tool_call> as a special token
+        if calls and self._hides_calls:  # for this tokenizer, <tool_call> is a special token
             return self._tokenizer.decode(ids[:-1] if end in self._closers else ids)
         return text.removesuffix(self._spelled[end]) if end in self._spelled else text
 
     def _encode_inside(self, text: str) -> list[int]:
-        """The ids of a text that goes on after other tokens."""
+        """The ids of a text that follows other tokens."""
         if self._pads:
             for anchor in ("\n", "a"):
                 before, both = self.encode(anchor), self.encode(anchor + text)
@@ -98,7 +95,7 @@ class TurnTokens:
         return full[: starts[0]] if starts else []
 
     def _end_token(self, closer: str) -> int | None:
-        """The first marker of what follows a reply: a special token, or one that looks it."""
+        """The first marker after a reply: a special token, or one that looks like it."""
         decode = self._tokenizer.decode
         for token in self.encode(closer):
             text = decode([token])

@@ -1,55 +1,51 @@
-"""Tool calls: read from a reply's text, checked against the tools that were offered.
+"""Tool calls: parsed from a reply's text and checked against the tools.
 
-The form is that of Hermes and Qwen models, any number of them in a reply:
+The format is that of Hermes and Qwen models; a reply may have any number of calls:
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 
-A model may write anything, so nothing here raises: whatever can't be read or doesn't fit becomes a
-`ToolCall` whose `error` says why, for the environment to show to the model. What stands in the
-model's reasoning (up to `</think>`) is a draft and never a call.
+A model may write anything, so parsing never raises: a call that can't be read or doesn't fit a tool
+becomes a `ToolCall` with an `error`, which the environment can show to the model. Calls in the
+model's reasoning (up to `</think>`) are drafts and are ignored.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from retrain.environment import ToolCall, ToolSpec
 from retrain.errors import shown
+
+if TYPE_CHECKING:
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.protocols import Validator
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
 
 _CALL: Final = re.compile(rf"{OPEN}(.*?)({CLOSE}|\Z)", re.DOTALL)
-_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "string": (str,),
-    "number": (int, float),
-    "integer": (int,),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
 
 
 class Reply(NamedTuple):
-    """A reply taken apart."""
+    """A parsed reply."""
 
     text: str
-    """The reply without its calls; untouched when it makes none."""
+    """The reply without its calls; unchanged if it has none."""
     calls: tuple[ToolCall, ...]
     readable: bool
-    """Each call has a name and an object of arguments, so that a template can show it."""
+    """Whether each call has a name and an object of arguments, as templates require."""
 
 
 def parse_reply(
     text: str, tools: Sequence[ToolSpec], *, first: int = 0, reasoning: bool = False
 ) -> Reply:
-    """The calls of `text`, with ids from number `first` on.
+    """The calls in `text`, numbered from `first`.
 
-    `reasoning` says that the prompt has opened the reasoning, so that the reply begins inside it.
+    `reasoning` means that the prompt opened the reasoning, so that the reply begins inside it.
     """
     start = _end_of_reasoning(text, reasoning)
     found = list(_CALL.finditer(text, start))
@@ -57,7 +53,7 @@ def parse_reply(
         return Reply(text, (), True)
     readable, calls = True, []
     for number, match in enumerate(found, first):
-        # Some templates insist on nine letters and digits.
+        # Some templates require ids of nine letters and digits.
         call, is_readable = _read(match[1], bool(match[2]), tools, f"call{number:05d}")
         calls.append(call)
         readable = readable and is_readable
@@ -66,18 +62,18 @@ def parse_reply(
 
 
 def tools_of(given: object) -> tuple[ToolSpec, ...]:
-    """The tools in a data set's column: in chat templates' form or its functions, or as JSON text.
+    """The tools of a data set's row: a list in the chat templates' format, or that list as JSON.
 
-    Raises TypeError or ValueError for what is no list of tools; None is no tools.
+    None means no tools. Raises TypeError or ValueError if it is not a list of tools.
     """
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except ValueError:
-            raise ValueError(f"tools is {shown(given)}, which is no JSON") from None
+            raise ValueError(f"tools: got {shown(given)}, expected JSON") from None
     given = () if given is None else given
     if not isinstance(given, list | tuple):
-        raise TypeError(f"tools must be a list of tools, got {shown(given)}")
+        raise TypeError(f"tools: got {shown(given)}, expected a list of tools")
     tools = tuple(map(_tool, given))
     check_tools(tools)
     return tools
@@ -87,54 +83,74 @@ def _tool(given: object) -> ToolSpec:
     function = given.get("function", given) if isinstance(given, Mapping) else given
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TypeError(
-            'a tool is {"name": ..., "description": ..., "parameters": ...}, on its own or as the '
-            f'"function" of {{"type": "function"}}, got {shown(given)}'
+            f'tool: got {shown(given)}, expected {{"name": ..., "description": ..., '
+            '"parameters": ...} or {"type": "function", "function": {...}}'
         )
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return ToolSpec(function["name"], function.get("description") or "", parameters)
 
 
 def check_tools(tools: Sequence[object]) -> None:
-    """Raise TypeError or ValueError for what can't be offered as tools, before a model calls it."""
+    """Raise TypeError or ValueError unless all `tools` are valid."""
     names = set()
     for tool in tools:
         if not isinstance(tool, ToolSpec):
             raise TypeError(
-                "tools must be a sequence of ToolSpec(name, description, parameters), got "
-                f"{shown(tool)}"
+                f"tools: got {shown(tool)}, expected ToolSpec(name, description, parameters)"
             )
         if tool.name in names:
-            raise ValueError(f"there are two tools with the name {tool.name!r}")
+            raise ValueError(f"tools: got two tools named {tool.name!r}, expected different names")
         names.add(tool.name)
-        _check_schema(tool.parameters, f"tool {tool.name!r}: parameters")
+        _check_schema(tool)
 
 
-def _check_schema(schema: object, path: str) -> None:
-    if not isinstance(schema, Mapping):
-        raise TypeError(f"{path} must be a JSON schema (a dict), got {shown(schema)}")
-    properties, wanted = schema.get("properties", {}), schema.get("type", [])
-    unknown = set([wanted] if isinstance(wanted, str) else wanted) - _TYPES.keys()
-    if unknown:
-        got = ", ".join(sorted(unknown))
-        raise ValueError(f"{path} has the type {got}: JSON schema knows {', '.join(_TYPES)}")
-    if not isinstance(properties, Mapping):
+def _check_schema(tool: ToolSpec) -> None:
+    where = f"tool {tool.name!r}: parameters"
+    try:
+        if not isinstance(tool.parameters, Mapping):
+            raise TypeError
+        _validator(_as_json(tool.parameters))
+    except TypeError:
         raise TypeError(
-            f"{path}.properties must be a dict of JSON schemas, got {shown(properties)}"
-        )
-    for name, inner in properties.items():
-        _check_schema(inner, f"{path}.{name}")
-    if isinstance(schema.get("items"), Mapping):
-        _check_schema(schema["items"], f"{path}[]")
+            f"{where}: got {shown(tool.parameters)}, expected a JSON schema (a dict of JSON values)"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+
+
+@lru_cache(maxsize=256)
+def _validator(parameters: str) -> Validator:
+    """Checks a tool's arguments; raises ValueError if `parameters` is not a JSON schema.
+
+    A tool would fail with an argument that it doesn't have, so unknown arguments are errors unless
+    the schema explicitly allows them.
+    """
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    schema = {"type": "object", **json.loads(parameters)}
+    kind = validator_for(schema, default=Draft202012Validator)
+    if problem := best_match(kind(kind.META_SCHEMA).iter_errors(schema)):
+        raise ValueError(_misfit("", problem))
+    if schema.get("properties"):
+        schema.setdefault("additionalProperties", False)
+    return kind(schema, registry=Registry())  # one that fetches nothing from the network
+
+
+def _as_json(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema, default=dict)  # for mappings of other kinds
 
 
 def as_template(call: ToolCall) -> dict[str, Any]:
-    """The form in which an assistant message carries a call to a chat template."""
+    """A call in the format that chat templates expect in an assistant message."""
     function = {"name": call.name, "arguments": dict(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def _end_of_reasoning(text: str, reasoning: bool) -> int:
-    """Where the reply itself starts: at the end, if the model never stops to reason."""
+    """Where the answer starts: at the end of `text` if the reasoning never ends."""
     if not reasoning and not text.lstrip().startswith("<think>"):
         return 0
     end = text.find("</think>")
@@ -144,7 +160,7 @@ def _end_of_reasoning(text: str, reasoning: bool) -> int:
 def _read(
     payload: str, closed: bool, tools: Sequence[ToolSpec], call_id: str
 ) -> tuple[ToolCall, bool]:
-    """One call, and whether it could be read at all."""
+    """One call, and whether it could be parsed."""
     if not closed:
         return ToolCall("", {}, call_id, f"{OPEN} without {CLOSE}"), False
     try:
@@ -158,81 +174,65 @@ def _read(
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(arguments, dict):
         got = type(arguments).__name__
-        return ToolCall(name, {}, call_id, f"arguments must be an object, got {got}"), False
-    return ToolCall(name, arguments, call_id, _misfit(name, arguments, tools)), True
+        return ToolCall(name, {}, call_id, f"arguments: got {got}, expected an object"), False
+    return ToolCall(name, arguments, call_id, _fault(name, arguments, tools)), True
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _misfit(name: str, arguments: Mapping[str, Any], tools: Sequence[ToolSpec]) -> str | None:
-    """Why a call fits none of the tools, or None."""
-    for tool in tools:
-        if tool.name == name:
-            schema = {"type": "object", **tool.parameters}
-            return check_value(arguments, schema, "arguments", closed=True)
-    offered = ", ".join(tool.name for tool in tools)
-    return f"there is no tool {name!r}: the tools are {offered}"
+def _fault(name: str, arguments: Mapping[str, Any], tools: Sequence[ToolSpec]) -> str | None:
+    """Why a call doesn't fit the tools, or None."""
+    from jsonschema.exceptions import best_match
+    from referencing.exceptions import Unresolvable
+
+    tool = next((tool for tool in tools if tool.name == name), None)
+    if tool is None:
+        offered = ", ".join(tool.name for tool in tools)
+        return f"there is no tool {name!r}: the tools are {offered}"
+    try:
+        problem = best_match(_validator(_as_json(tool.parameters)).iter_errors(arguments))
+    except (RecursionError, Unresolvable) as error:
+        return f"arguments can't be checked against the tool's schema: {error}"
+    return None if problem is None else _misfit("arguments", problem)
 
 
-def check_value(
-    value: object, schema: Mapping[str, Any], path: str, *, closed: bool = False
-) -> str | None:
-    """Why `value` doesn't fit the JSON schema, or None.
-
-    Knows `type`, `enum`, `required`, `properties`, `additionalProperties: false` and `items`;
-    other keywords are left to the tool. `closed` refuses properties that the schema doesn't name
-    unless it allows them outright: a tool called with a made-up argument would fail anyhow.
-    """
-    if "enum" in schema and value not in schema["enum"]:
-        return f"{path} must be one of {json.dumps(schema['enum'])}, got {_shown(value)}"
-    if "type" in schema and not _has_type(value, schema["type"]):
-        wanted = schema["type"] if isinstance(schema["type"], str) else " or ".join(schema["type"])
-        return f"{path} must be of type {wanted}, got {_shown(value)}"
-    if isinstance(value, dict):
-        return _check_object(value, schema, path, closed)
-    if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
-        problems = (
-            check_value(item, schema["items"], f"{path}[{i}]") for i, item in enumerate(value)
-        )
-        return next(filter(None, problems), None)
-    return None
+def _misfit(root: str, problem: ValidationError) -> str:
+    """A problem that jsonschema found, in one line that begins with its path."""
+    return f"{root}{_steps(problem.absolute_path)}: {_reason(problem)}"
 
 
-def _check_object(
-    value: Mapping[str, Any], schema: Mapping[str, Any], path: str, closed: bool
-) -> str | None:
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    missing = [name for name in schema.get("required", ()) if name not in value]
-    if missing:
-        return f"{path} lacks {', '.join(missing)}"
-    if schema.get("additionalProperties", not (closed and properties)) is False:
-        unknown = [name for name in value if name not in properties]
-        if unknown:
-            known = ", ".join(properties) or "none"
-            return f"{path} has no {', '.join(unknown)}: it takes {known}"
-    problems = (
-        check_value(value[name], inner, f"{path}.{name}")
-        for name, inner in properties.items()
-        if name in value
-    )
-    return next(filter(None, problems), None)
+def _steps(path: Iterable[str | int]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
-def _has_type(value: object, wanted: str | Sequence[str]) -> bool:
-    names = [wanted] if isinstance(wanted, str) else wanted
-    return any(_is(value, name) for name in names)
-
-
-def _is(value: object, name: str) -> bool:
-    if isinstance(value, bool):  # to Python, True is an int
-        return name == "boolean"
-    if name == "integer" and isinstance(value, float):
-        return value.is_integer()
-    return isinstance(value, _TYPES[name])
+def _reason(problem: ValidationError) -> str:
+    got: Any = problem.instance  # JSON values, as are the schema's
+    wanted: Any = problem.validator_value
+    match problem.validator:
+        case "required":
+            return f"missing {', '.join(name for name in wanted if name not in got)}"
+        case "additionalProperties" if wanted is False:
+            schema: Any = problem.schema
+            known = schema.get("properties", {})
+            unknown = ", ".join(name for name in got if name not in known)
+            return f"unknown {unknown}, expected {', '.join(known) or 'none'}"
+        case "type":
+            kinds = [wanted] if isinstance(wanted, str) else wanted
+            return f"got {_shown(got)}, expected {' or '.join(kinds)}"
+        case "enum":
+            return f"got {_shown(got)}, expected one of {', '.join(map(_shown, wanted))}"
+        case "anyOf" | "oneOf" if problem.context:
+            options = [f"{_steps(one.relative_path)} {_reason(one)}" for one in problem.context]
+            return "; or ".join(dict.fromkeys(option.strip() for option in options))
+        case _:
+            return _cut(problem.message)
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    return _cut(json.dumps(value, ensure_ascii=False))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,1 +1,1 @@
-"""Torch, shared by the TRL adapter and the local service: sampler, losses, models, weights."""
+"""Torch code that the TRL adapter and the local service share: sampler, losses, models, weights."""

@@ -1,7 +1,7 @@
-"""Rows that decode together over one set of weights: prefill, step, retire.
+"""A batch of rows that decode together on one set of weights: prefill, step, retire.
 
-A request is prefilled once, whatever its number of rows. A row leaves with the token that ends it,
-and the pass after that is made without it. Everything here runs on the worker's thread.
+A request is prefilled once, whatever its number of rows. A row leaves the batch with its last
+token. Everything here runs on the worker's thread.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from transformers import PreTrainedModel
 
 from retrain.engine.drawing import Drawer, row_keys
 from retrain.engine.kv_cache import make_cache
+from retrain.engine.lengths import of_like_length
 from retrain.engine.stopping import Stopping
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion
 
 PREFILL_TOKENS = 16384
-"""A prefill pass holds no more tokens, padding included, unless one prompt alone is longer."""
+"""Maximum tokens of a prefill pass, padding included, unless a single prompt is longer."""
 
 
 @dataclass(slots=True)
 class SamplerStats:
-    """Counters since the start, for metrics."""
+    """Counters since the start."""
 
     tokens: int = 0
-    """Sampled."""
+    """Sampled tokens."""
     steps: int = 0
-    """Decode passes, prefills not among them."""
+    """Decode passes, without prefills."""
     rows: int = 0
-    """Under way now."""
-    seconds_busy: float = 0.0
-    """The worker's time spent on anything but waiting."""
+    """Rows that are being decoded now."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
-    """`count` completions of one prompt, asked for together."""
+    """Completions of one prompt, one per key."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
@@ -50,7 +49,7 @@ class Request:
     keys: Sequence[int]
     future: asyncio.Future[list[Completion]]
     cancelled: bool = False
-    """Set by the asker; its rows are retired before the next pass."""
+    """Set by the caller; the rows are retired before the next pass."""
     completions: list[Completion | None] = field(default_factory=list)
     unfinished: int = 0
 
@@ -61,7 +60,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One completion in the making."""
+    """One unfinished completion."""
 
     request: Request
     index: int
@@ -72,7 +71,7 @@ class Row:
 
 
 class Decoder:
-    """One running batch; `admit` and `step` return the requests that they finished."""
+    """One batch; `admit` and `step` return the requests that they finish."""
 
     def __init__(
         self,
@@ -86,19 +85,20 @@ class Decoder:
         self.stats = stats
         self.rows: list[Row] = []
         self._cache = make_cache(model.config.get_text_config(), max_rows)
-        self._drawer: Drawer | None = None  # None: the rows have changed since the last step
-        self._tokens: list[int] = []  # each row's newest, not yet in the cache
+        self._drawer: Drawer | None = None  # None if the rows have changed since the last step
+        self._tokens: list[int] = []  # the newest of each row, not yet in the cache
         self._known = inspect.signature(model.forward).parameters
 
     def admit(self, requests: Sequence[Request]) -> list[Request]:
-        """Prefill the requests and draw the first token of each of their rows."""
+        """Prefill the requests and draw the first token of each row."""
+        lengths = [len(request.prompt_ids) for request in requests]
         done: list[Request] = []
-        for chunk in _chunks(requests):
-            done += self._admit(chunk)
+        for chunk in of_like_length(lengths, PREFILL_TOKENS):
+            done += self._admit([requests[index] for index in chunk])
         return done
 
     def step(self) -> list[Request]:
-        """One more token for every row."""
+        """Draw one more token for every row."""
         self._drop_cancelled()
         if not self.rows:
             return []
@@ -136,7 +136,7 @@ class Decoder:
         return done
 
     def _forward(self, ids: Tensor, past: object, inputs: dict[str, Tensor]) -> Tensor:
-        """The last position's logits; (rows, vocabulary)."""
+        """The logits of the last position, (rows, vocabulary)."""
         device = self.model.device
         known: dict[str, Any] = {
             name: value.to(device) for name, value in inputs.items() if name in self._known
@@ -149,7 +149,7 @@ class Decoder:
     def _record(
         self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> tuple[list[Request], list[int]]:
-        """Note what was drawn; the requests that this finishes, and the rows that go on."""
+        """Record what was drawn; returns the finished requests and the unfinished rows."""
         self.stats.tokens += len(rows)
         done, kept = [], []
         for i, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
@@ -175,7 +175,7 @@ class Decoder:
             self._retain(kept)
 
     def _retain(self, kept: list[int]) -> None:
-        """Keep these rows; holes are filled from the end, so that few rows move."""
+        """Keep these rows; rows from the end fill the holes, so that few rows move."""
         count = len(kept)
         spare = [i for i in kept if i >= count]
         staying = {i for i in kept if i < count}
@@ -193,7 +193,7 @@ def make_requests(
     count: int,
     max_rows: int,
 ) -> Iterator[Request]:
-    """Requests of at most `max_rows` rows each that make `count` completions together."""
+    """Requests of at most `max_rows` rows each, `count` completions in total."""
     loop = asyncio.get_running_loop()
     keys = row_keys(params.seed, count)
     for first in range(0, count, max_rows):
@@ -201,22 +201,10 @@ def make_requests(
         yield Request(prompt_ids, params, stopping, some, loop.create_future())
 
 
-def _chunks(requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """Requests of like lengths together, so that little is padded."""
-    chunk: list[Request] = []
-    for request in sorted(requests, key=lambda r: len(r.prompt_ids)):
-        if chunk and (len(chunk) + 1) * len(request.prompt_ids) > PREFILL_TOKENS:
-            yield chunk
-            chunk = []
-        chunk.append(request)
-    if chunk:
-        yield chunk
-
-
 def _padded(
     prompts: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Prompts padded on the left, (prompts, longest), and the model's arguments for them."""
+    """Prompts padded on the left, (prompts, longest), and further arguments of the model."""
     longest = max(map(len, prompts))
     padding = torch.tensor([longest - len(p) for p in prompts], device=device).unsqueeze(1)
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)

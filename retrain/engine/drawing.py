@@ -1,8 +1,8 @@
-"""From logits to tokens: temperature, top-k, top-p, and the log-prob of what was drawn.
+"""From logits to tokens: temperature, top-k, top-p, and the log-prob of the drawn token.
 
-A row's uniforms are a function of its key and of how many tokens it has drawn (SplitMix64, Steele
-et al. 2014), and a token is the inverse of the cumulative distribution at its uniform. A row so
-draws the same tokens whatever else is in the batch, up to the rounding of its logits.
+A row's random numbers are a function of its key and of how many tokens it has drawn (SplitMix64,
+Steele et al. 2014), and a token is the inverse of the cumulative distribution at that number. A
+row therefore draws the same tokens whatever else is in the batch, up to rounding of its logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Keys = NDArray[np.uint64]
 
 
 class Drawing(Protocol):
-    """What a row must know for a token to be drawn for it."""
+    """What is needed to draw a token for a row."""
 
     params: SamplingParams
     key: int
@@ -33,7 +33,7 @@ class Drawing(Protocol):
 
 
 def row_keys(seed: int | None, count: int) -> list[int]:
-    """The keys of a request's `count` rows: of (seed, i), or fresh ones without a seed."""
+    """The keys of a request's rows: derived from (seed, i), or random without a seed."""
     if seed is None:
         return [secrets.randbits(64) for _ in range(count)]
     root = _mixed(np.array([seed % 2**64], dtype=np.uint64) + GOLDEN)
@@ -47,29 +47,26 @@ def uniforms(states: Keys) -> NDArray[np.float32]:
 
 
 class Drawer:
-    """Draws one token a row, step after step, until the rows change."""
+    """Draws one token per row and step; made anew when the rows change."""
 
     def __init__(self, rows: Sequence[Drawing], device: torch.device) -> None:
         keys = np.array([row.key for row in rows], dtype=np.uint64)
         drawn = np.array([len(row.token_ids) + 1 for row in rows], dtype=np.uint64)
         self._states = keys + drawn * GOLDEN
         self._device = device
-        greedy = [row.params.temperature == 0 for row in rows]
-        self._greedy = self._tensor(greedy) if any(greedy) else None
+        params = [row.params for row in rows]
+        greedy = [p.temperature == 0 for p in params]
+        heat = [p.temperature or 1.0 for p in params]
+        cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
         self._all_greedy = all(greedy)
-        heat = [row.params.temperature or 1.0 for row in rows]
-        self._temperature = self._tensor(heat)[:, None] if any(t != 1 for t in heat) else None
-        cut = [
-            i
-            for i, row in enumerate(rows)
-            if not greedy[i] and (row.params.top_k or row.params.top_p < 1)
-        ]
+        self._greedy = self._tensor(greedy) if any(greedy) else None
+        self._temperature = self._tensor(heat)[:, None] if set(heat) != {1.0} else None
         self._cut = self._tensor(cut) if cut else None
-        self._top_k = self._tensor([rows[i].params.top_k for i in cut])[:, None]
-        self._top_p = self._tensor([rows[i].params.top_p for i in cut])[:, None]
+        self._top_k = self._tensor([params[i].top_k for i in cut])[:, None]
+        self._top_p = self._tensor([params[i].top_p for i in cut])[:, None]
 
     def __call__(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """A token a row and its log-prob, from logits of shape (rows, vocabulary)."""
+        """A token and its log-prob per row, from logits of shape (rows, vocabulary)."""
         logits = logits.float()
         if self._temperature is not None:
             logits = logits / self._temperature
@@ -88,7 +85,7 @@ class Drawer:
         return tokens.tolist(), chosen.tolist()
 
     def _draw_cut(self, logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw from the top-k, of them from the smallest set with probability top-p or more."""
+        """Draw from the smallest set of the top-k tokens with probability top-p or more."""
         ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
         ranks = torch.arange(ordered.shape[1], device=self._device)
         ordered = ordered.masked_fill((self._top_k > 0) & (ranks >= self._top_k), -torch.inf)
@@ -105,7 +102,7 @@ class Drawer:
 
 
 def _inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """The first entry whose cumulative probability exceeds u of the whole; (rows, 1)."""
+    """The first entry whose cumulative probability exceeds u times the total; (rows, 1)."""
     cumulative = probs.cumsum(-1)
     place = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
     return place.clamp_(max=probs.shape[1] - 1)

@@ -1,13 +1,12 @@
-"""The keys and values of the rows that decode together.
+"""The keys and values of rows that decode together.
 
-`RowCache` holds rows of different lengths in buffers made ahead. All rows end at one column and so
-are padded on the left: a step writes one column in place, a new row is copied in so that it ends
-there, and a finished row's place is taken by the last one. The part of the buffers in use is the
-`Window`. What lies in a row's padding is stale but finite, since masked attention multiplies it
-by 0.
+`RowCache` keeps rows of different lengths in preallocated buffers. All rows end at the same column
+and are padded on the left. A step writes one column in place; a new row is copied so that it ends
+at that column; the last row takes the place of a finished one. `Window` is the part of the buffers
+in use. Stale values in a row's padding must be finite, since masked attention multiplies them by 0.
 
-`RequestCache` is the way for models that keep more than keys and values (state-space and linear
-attention layers, which padding would disturb): the model's own cache, rows of one request alone.
+`RequestCache` is for models that keep more than keys and values (state-space and linear attention
+layers, which padding would disturb). It is the model's own cache, with the rows of one request.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from transformers.cache_utils import (
 )
 
 GRAIN = 32
-"""Buffers grow in steps of this many columns."""
+"""Buffers grow in multiples of this many columns."""
 
 
 def shares_rows(config: PreTrainedConfig) -> bool:
-    """Whether rows of several requests can decode together: when all layers are attention."""
+    """Whether rows of several requests can decode together: all layers are attention."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
     return all(type(layer) in plain for layer in DynamicCache(config=config).layers)
 
 
 def make_cache(config: PreTrainedConfig, max_rows: int) -> RowCache | RequestCache:
-    """A RowCache where the model allows it, else a RequestCache."""
+    """A RowCache if the model allows it, else a RequestCache."""
     return RowCache(max_rows) if shares_rows(config) else RequestCache(config)
 
 
 @dataclass(slots=True)
 class Window:
-    """Which part of the buffers is in use: the first `rows`, columns from `start` to `end`."""
+    """The part of the buffers in use: the first `rows`, columns `start` to `end`."""
 
     rows: int = 0
     start: int = 0
@@ -91,18 +90,15 @@ class RowCache(Cache):
 
     @property
     def past(self) -> Cache:
-        """What the model takes as past_key_values."""
+        """The model's past_key_values."""
         return self
 
     def empty_prefill(self) -> Cache:
-        """A cache for a prefill whose rows `add` takes over; all layers keep all columns."""
+        """A cache for a prefill, for `add`; all its layers keep all columns."""
         return DynamicCache()
 
     def add(self, prefilled: Cache, sources: Sequence[int], lengths: Sequence[int]) -> None:
-        """Append rows: row i is the prefill's row sources[i], whose prompt has lengths[i] tokens.
-
-        The prefill is padded on the left.
-        """
+        """Append rows sources[i] of a left-padded prefill; their prompts have lengths[i] tokens."""
         w, width, count = self.window, prefilled.get_seq_length(), len(sources)
         while len(self.layers) < len(prefilled.layers):
             self.layers.append(RowLayer(w))
@@ -118,7 +114,7 @@ class RowCache(Cache):
         self._trim()
 
     def retain(self, order: Sequence[int]) -> None:
-        """Keep len(order) rows; row i becomes what row order[i] was."""
+        """Keep len(order) rows; the old row order[i] becomes row i."""
         moves = [(to, source) for to, source in enumerate(order) if to != source]
         w = self.window
         if moves:
@@ -132,7 +128,7 @@ class RowCache(Cache):
         self._trim()
 
     def step_inputs(self) -> dict[str, Tensor]:
-        """The model's arguments for one new token a row; makes room for it."""
+        """The model's arguments for one new token per row; makes room for it."""
         w = self.window
         if w.end == self.column_capacity:
             self._make_room(self, w.rows, w.end - w.start)
@@ -152,10 +148,10 @@ class RowCache(Cache):
         self._starts = torch.tensor(w.starts, dtype=torch.long, device=self._starts.device)
 
     def _make_room(self, like: Cache, rows: int, width: int) -> None:
-        """Room for `rows` rows, for `width` columns up to the window's end, and for one after it.
+        """Make room for `rows` rows of `width` columns up to the window's end, and one more column.
 
-        Where they don't fit, the window is copied to the front of new buffers that are half as
-        wide again as needed, so that this seldom happens.
+        If they don't fit, copy the window to the front of new buffers that are 1.5 times as wide as
+        needed, so that this is rare.
         """
         w = self.window
         if not w.rows and rows <= self.row_capacity and width < self.column_capacity:
@@ -178,7 +174,7 @@ class RowCache(Cache):
         self._trim()
 
     def _beside(self, other: Cache) -> Iterator[tuple[RowLayer, RowLayer]]:
-        """Our layers beside another cache's, but for those that have no keys of their own."""
+        """Pairs of our layers and another cache's, without those that have no keys."""
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if theirs.keys is not None:  # type: ignore[union-attr]  # they are attention layers
                 yield cast(RowLayer, mine), cast(RowLayer, theirs)
@@ -195,7 +191,7 @@ class RowCache(Cache):
 
 
 class RequestCache:
-    """The rows of one request in the model's own kind of cache; they have one length."""
+    """The rows of one request, all of one length, in the model's own kind of cache."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
@@ -203,16 +199,16 @@ class RequestCache:
         self._rows = self._length = 0
 
     def empty_prefill(self) -> Cache:
-        """A cache for a prefill whose rows `add` takes over."""
+        """A cache for a prefill, for `add`."""
         return DynamicCache(config=self.config)
 
     def add(self, prefilled: Cache, sources: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take the prefill over; row i is its row sources[i]."""
+        """Take over a prefill; its row sources[i] becomes row i."""
         self.past, self._length = prefilled, lengths[0]
         self.retain(sources)
 
     def retain(self, order: Sequence[int]) -> None:
-        """Keep len(order) rows; row i becomes what row order[i] was."""
+        """Keep len(order) rows; the old row order[i] becomes row i."""
         self._rows = len(order)
         if order:
             self.past.reorder_cache(torch.tensor(order))  # type: ignore[arg-type]  # it is a long
@@ -220,7 +216,7 @@ class RequestCache:
             self.past = self.empty_prefill()
 
     def step_inputs(self) -> dict[str, Tensor]:
-        """The model's arguments for one new token a row."""
+        """The model's arguments for one new token per row."""
         return {"position_ids": torch.full((self._rows, 1), self._length)}
 
     def advance(self) -> None:

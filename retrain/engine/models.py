@@ -1,7 +1,7 @@
-"""From the config's `model` to weights and a tokenizer.
+"""Loads the config's `model`: weights and tokenizer.
 
-`resolve_model` and `load_tokenizer` import no torch. Whatever is wrong with the user's `model` is
-a ConfigError that says what was looked for and where.
+`resolve_model` and `load_tokenizer` import no torch. If `model` can't be loaded, the ConfigError
+says what was tried.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROCESS_STATE = threading.RLock()
-"""Held by a thread that loads or trains with transformers, accelerate and TRL: how weights are
-initialised, gradient synchronisation and the random generator are the whole process's."""
+"""Held by a thread that loads or trains with transformers, accelerate and TRL, since their weight
+initialization, gradient synchronization and random generator are global to the process."""
 
 
 def resolve_model(model: str, base_dir: Path) -> str:
-    """What transformers can load: `find_model`'s answer, with the folder of the built-in model."""
+    """A folder or id that transformers can load; makes the folder of the built-in model."""
     found = find_model(model, base_dir)
     return str(tiny_folder()) if found == TINY else found
 
@@ -34,7 +34,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal LM in `folder` (or of a Hub id), in evaluation mode; `dtype` None is float32.
 
-    Raises ConfigError when it can't be loaded.
+    Raises ConfigError if it can't be loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -46,7 +46,7 @@ def load_model(
             )
     except (OSError, ValueError) as error:
         raise _cannot_load("model", folder, error) from error
-    model.to(device)  # type: ignore[arg-type]  # a string will do
+    model.to(device)  # type: ignore[arg-type]  # a string is valid
     model.train(False)
     return model
 
@@ -54,8 +54,8 @@ def load_model(
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder` (or of a Hub id, or `tiny`), from its tokenizer.json.
 
-    AutoTokenizer, which imports torch, is the way out where there is no tokenizer.json. Raises
-    ConfigError when none can be loaded.
+    Without tokenizer.json it falls back to AutoTokenizer, which imports torch. Raises ConfigError
+    if no tokenizer can be loaded.
     """
     if folder == TINY:
         return tiny_tokenizer()
@@ -64,7 +64,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
     try:
         if not Path(folder).is_dir():
-            cached_file(str(folder), "config.json")  # its error says why; the tokenizer's doesn't
+            cached_file(str(folder), "config.json")  # its error, unlike the next, has a reason
         elif not (Path(folder) / "tokenizer.json").is_file():
             from transformers import AutoTokenizer
 
@@ -77,7 +77,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def choose_device() -> str:
-    """`cuda` when this machine has one, else `cpu`."""
+    """`cuda` if available, else `cpu`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,10 +86,10 @@ def choose_device() -> str:
 def _cannot_load(what: str, folder: str | Path, error: Exception) -> ConfigError:
     reason = str(error).strip().split("\n")[0].rstrip(".")
     if Path(folder).is_dir():
-        advice = "It must be a Hugging Face causal LM's folder, as save_pretrained writes it"
+        advice = "Expected the folder of a Hugging Face causal LM, as save_pretrained writes it"
     else:
         advice = (
-            "No folder of that name was found, so it was taken for a Hugging Face id: correct the "
-            f"path or the id, or fetch it where there is a network with `hf download {folder}`"
+            "There is no such folder, so it was read as a Hugging Face id. Correct the path or the "
+            f"id, or download it on a machine with a network: `hf download {folder}`"
         )
-    return ConfigError(f"model: the {what} of {str(folder)!r} can't be loaded: {reason}. {advice}")
+    return ConfigError(f"model: can't load the {what} of {str(folder)!r}: {reason}. {advice}")

@@ -1,8 +1,8 @@
 """The local sampler: any Hugging Face causal LM as a `Sampler`, on CPU or CUDA.
 
-It samples from its own copy of the weights, in one thread of its own, so that the event loop never
-waits for a pass and a training step may change the trained model meanwhile. Requests join the
-running batch between two passes; see `worker.py` for the order, `decoder.py` for the batch.
+It samples in a thread, from its own copy of the weights, so that the event loop never waits for a
+pass and training may change the model meanwhile. Requests join the running batch between two
+passes: `worker.py` has the order, `decoder.py` the batch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from retrain.engine.decoder import Request, SamplerStats, make_requests
+from retrain.engine.lengths import of_like_length
 from retrain.engine.stopping import Stopping
 from retrain.engine.worker import Call, Worker
 from retrain.errors import shown
@@ -26,23 +26,22 @@ from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion
 
 SCORED_TOKENS = 2048
-"""Tokens of given sequences that one pass scores, padding included."""
+"""Maximum tokens that one pass scores, padding included."""
 SCORED_POSITIONS = 1024
-"""Positions whose log-probs are computed at a time, so that few vocabularies are in memory."""
+"""Positions whose log-probs are computed at once; bounds the memory."""
 
 
 class LocalSampler:
     """Serves completions from a copy of `model`; an async context manager.
 
-    `model` is a plain causal LM: one whose `forward` was patched (by TRL or accelerate) is refused
-    with ValueError, since a copy of it would go on computing with the original's weights, and so
-    is one without `past_key_values` (Mamba's own cache), which can't go on from a prefill. At most
-    `max_rows` rows decode at once. `isolate` decodes each request as a batch of its own, so that
-    its log-probs are the same to the bit whatever else is under way. `threads` is the number of
-    CPU threads of one pass.
+    `model` is a plain causal LM. Raises ValueError if its `forward` was patched (by TRL or
+    accelerate), since a copy would still compute with the original's weights, or if it has no
+    `past_key_values` (Mamba's own cache), since it can't continue from a prefill.
 
-    A row ends at the tokenizer's eos and at those of the model's generation config, besides what
-    its SamplingParams say. Sampling and publishing raise AdapterError when the worker has failed.
+    At most `max_rows` rows decode at once. With `isolate` each request is a batch of its own, so
+    that its log-probs are bit-identical under any load. `threads` is the number of CPU threads of a
+    pass. A row ends at the eos of the tokenizer and of the model's generation config, and as its
+    SamplingParams say. Sampling and publishing raise AdapterError after the worker has failed.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class LocalSampler:
 
     @property
     def version(self) -> int:
-        """The version of the weights that a request would be served with now."""
+        """The version of the weights that serve new requests."""
         return self._worker.current.version
 
     @property
@@ -84,8 +83,8 @@ class LocalSampler:
     ) -> list[Completion]:
         """`n` completions of one prompt, which is prefilled once.
 
-        Raises ValueError when the prompt is empty, fills the context, or holds an id that is not
-        in the vocabulary. Cancelling retires the rows.
+        Raises ValueError if the prompt is empty, fills the context, or has an id outside the
+        vocabulary. Cancelling retires the rows.
         """
         room = self._room(prompt_ids)
         _check_params(params, n)
@@ -105,45 +104,39 @@ class LocalSampler:
         return scores
 
     async def logprobs_of(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """`logprobs` of each sequence, those of like length in one pass.
+        """`logprobs` of each sequence; sequences of similar lengths share a pass.
 
-        Raises ValueError for a sequence that is empty, too long, or no text of this model.
+        Raises ValueError if a sequence is empty, too long, or has an id outside the vocabulary.
         """
         for token_ids in sequences:
             self._check_ids(token_ids)
             if self.context_length is not None and len(token_ids) > self.context_length:
-                raise ValueError(
-                    f"{len(token_ids)} tokens are more than the context of {self.context_length}"
-                )
+                limit = f"{self.context_length} (the model's context)"
+                raise ValueError(f"got {len(token_ids)} tokens, expected at most {limit}")
         scores: dict[int, list[float]] = {}
-        for rows in _of_like_length(sequences):
+        for rows in of_like_length(list(map(len, sequences)), SCORED_TOKENS):
             together = [sequences[row] for row in rows]
             found = await self._call(lambda together=together: self._score(together))  # type: ignore[misc]  # mypy can't infer a lambda with a default
             scores.update(zip(rows, found, strict=True))
         return [scores[row] for row in range(len(sequences))]
 
     async def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Serve `weights` (a `snapshot`) as `version` to every request made after this returns.
+        """Serve `weights` (a `snapshot`) as `version` to all requests after this returns.
 
-        Rows under way finish on the weights that they began with. `weights` must not change before
-        this returns. Raises AdapterError when they are not this model's.
+        Running rows finish on the weights that they began with. `weights` must not change before
+        this returns. Raises AdapterError if they don't fit this model.
         """
         await self._call(lambda: self._worker.publish(weights, version))
 
     async def close(self) -> None:
-        """End the thread; what still waits raises AdapterError."""
+        """End the thread; waiting requests raise AdapterError."""
         await self._worker.close()
 
     async def __aenter__(self) -> Self:
         self._worker.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _call(self, run: Callable[[], Any]) -> Any:  # whatever `run` returns
@@ -152,9 +145,9 @@ class LocalSampler:
         return await call.future
 
     def _submit(self, items: Sequence[Request | Call]) -> None:
-        """Hand over what all tasks asked in one turn of the loop together: it prefills together."""
+        """Submit the requests of one turn of the event loop together, to share a prefill."""
         if not self._worker.started:
-            raise RuntimeError("the sampler has no thread yet: use it in `async with`")
+            raise RuntimeError("the sampler has not started; use it in `async with`")
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox += items
@@ -164,7 +157,7 @@ class LocalSampler:
         self._worker.submit(items)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Padded on the right, where a causal model doesn't look."""
+        """Log-probs of sequences padded on the right, which a causal model ignores."""
         model = self._worker.current.model
         width = max(map(len, sequences))
         padded = [[*row, *([0] * (width - len(row)))] for row in sequences]
@@ -182,78 +175,63 @@ class LocalSampler:
         ]
 
     def _room(self, prompt_ids: Sequence[int]) -> int | None:
-        """How many tokens may follow the prompt; None when the model sets no limit."""
+        """How many tokens may follow the prompt; None if the model has no limit."""
         self._check_ids(prompt_ids)
         if self.context_length is None:
             return None
         room = self.context_length - len(prompt_ids)
         if room < 1:
             raise ValueError(
-                f"the prompt has {len(prompt_ids)} tokens and the model's context is "
-                f"{self.context_length}: shorten it, so that a token can follow"
+                f"the prompt has {len(prompt_ids)} tokens, expected fewer than the model's context "
+                f"of {self.context_length}; shorten it"
             )
         return room
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
-            raise ValueError("no tokens were given; at least one is needed")
+            raise ValueError("got no tokens, expected at least one")
         if min(token_ids) < 0 or max(token_ids) >= self.vocabulary:
             wrong = next(i for i in token_ids if not 0 <= i < self.vocabulary)
             raise ValueError(
-                f"token id {wrong} is not in the model's vocabulary of {self.vocabulary}: "
-                "encode with the model's own tokenizer"
+                f"got token id {wrong}, expected 0 to {self.vocabulary - 1}; encode with the "
+                "model's own tokenizer"
             )
-
-
-def _of_like_length(sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """The sequences' numbers in parts of at most `SCORED_TOKENS` padded tokens; a longer one alone.
-
-    Longest first, so that the first of a part is its width.
-    """
-    part: list[int] = []
-    for number in sorted(range(len(sequences)), key=lambda n: -len(sequences[n])):
-        if part and (len(part) + 1) * len(sequences[part[0]]) > SCORED_TOKENS:
-            yield part
-            part = []
-        part.append(number)
-    if part:
-        yield part
 
 
 def _cancel(requests: Sequence[Request]) -> None:
     for request in requests:
         request.cancelled = True
         if request.future.done() and not request.future.cancelled():
-            request.future.exception()  # seen: another part's failure is the one that is raised
+            request.future.exception()  # retrieved: the error of another part is raised
         request.future.cancel()
 
 
 def _check_params(params: SamplingParams, n: int) -> None:
     wrong = {
-        "n": (n, n >= 1, "at least 1"),
-        "max_tokens": (params.max_tokens, params.max_tokens >= 1, "at least 1"),
-        "temperature": (params.temperature, params.temperature >= 0, "0 or more"),
-        "top_p": (params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1"),
+        "n": (n, n >= 1, "an integer >= 1"),
+        "max_tokens": (params.max_tokens, params.max_tokens >= 1, "an integer >= 1"),
+        "temperature": (params.temperature, params.temperature >= 0, "a number >= 0"),
+        "top_p": (params.top_p, 0 < params.top_p <= 1, "a number > 0 and <= 1"),
         "top_k": (params.top_k, params.top_k >= 0, "0 (all tokens) or more"),
-        "stop": (params.stop, all(params.stop), "strings that are not empty"),
+        "stop": (params.stop, all(params.stop), "non-empty strings"),
     }
     for name, (got, fine, expected) in wrong.items():
         if not fine:
-            raise ValueError(f"{name} is {shown(got)}; it must be {expected}")
+            raise ValueError(f"{name}: got {shown(got)}, expected {expected}")
 
 
 def _refuse_unfit(model: nn.Module) -> None:
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise ValueError(
-            f"{type(model).__name__} takes no past_key_values, so the local sampler can't decode "
-            "with it: choose a causal LM with attention layers, pure or hybrid"
+            f"{type(model).__name__} has no past_key_values, so the local sampler can't use it; "
+            "choose a causal LM with attention layers, pure or hybrid"
         )
     for name, module in model.named_modules():
         if "forward" in vars(module):
             raise ValueError(
                 f"the forward of {name or 'the model'} ({type(module).__name__}) was patched, so "
-                "a copy would compute with the original's weights: make the sampler from the plain "
-                "model, before a trainer takes it"
+                "a copy would compute with the original's weights; make the sampler before the "
+                "trainer"
             )
 
 

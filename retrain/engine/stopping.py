@@ -1,7 +1,7 @@
 """When a row ends: a stop token, a stop string, its max_tokens, or the model's context.
 
-Stop strings are looked for in the text of a completion's last tokens alone, special tokens
-included, and only after a token that can hold a string's last character.
+Stop strings are searched only in the text of the last tokens, special tokens included, and only
+after a token that can contain the last character of one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import StopReason
 
 PARTIAL = "\N{REPLACEMENT CHARACTER}"
-"""What decodes from a piece of a character's bytes."""
+"""The text of an incomplete character."""
 
 
 class Stopping:
-    """One request's rule, shared by its rows."""
+    """The rule of a request, shared by its rows."""
 
     def __init__(
         self,
@@ -25,18 +25,18 @@ class Stopping:
         always: frozenset[int],
         room: int | None,
     ) -> None:
-        """`always` are the model's own stop tokens, `room` what its context leaves (None: any)."""
+        """`always` are the model's stop tokens; `room` is the rest of its context."""
         self.params = params
         self.tokenizer = tokenizer
         self.stop_ids = always | frozenset(params.stop_token_ids)
         self.limit = params.max_tokens if room is None else min(params.max_tokens, room)
-        # A token gives one byte at least, but for a few that give none: hence some to spare.
+        # Nearly every token has at least one byte; 4 more tokens for those that have none.
         self._tail = max((len(text.encode()) for text in params.stop), default=0) + 4
         self._last = {text[-1] for text in params.stop}
         self._may_complete: dict[int, bool] = {}
 
     def reason(self, token_ids: Sequence[int]) -> StopReason | None:
-        """Why a row with these sampled ids ends, None while it goes on."""
+        """Why a row with these sampled ids ends; None if it continues."""
         if token_ids[-1] in self.stop_ids or (self.params.stop and self._complete(token_ids)):
             return "stop"
         if len(token_ids) < self.limit:
@@ -54,5 +54,5 @@ class Stopping:
 
     def _holds_a_last_character(self, token_id: int) -> bool:
         text = self.tokenizer.decode([token_id])
-        # Some tokenizers drop a leading space when they decode, hence the space.
+        # Whitespace may be lost: some tokenizers drop a leading space when they decode.
         return PARTIAL in text or any(last in text or last.isspace() for last in self._last)

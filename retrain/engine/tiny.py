@@ -1,15 +1,15 @@
 """The built-in model `tiny`: a Llama of about 0.1 M parameters that learns on a CPU in seconds.
 
-It is made from a seed, once, into a cache folder that then is an ordinary Hugging Face model
-folder. The folder's name holds a hash of the recipe, so that a change of the recipe makes a new
-one; the folder appears by a rename, so that no process ever sees half of it.
+It is built once, from a seed, in a cache folder that is then an ordinary Hugging Face model folder.
+The folder's name has a hash of the recipe, so that another recipe makes another folder. A rename
+makes the complete folder visible.
 
-Its tokens are printable ASCII, newline, one token a role, and one for each of the four pieces of
-JSON around a call of a tool (larger vocabularies have few for them, too: 57 tokens of markup would
-drown the argument). A chat of one user message costs two tokens beside its text: on a model that
-small a longer wrapper drowns the prompt. Role markers open a turn and `<|end|>` (the eos token)
-closes the assistant's alone, so that a rendering of a conversation is always a prefix of the
-rendering of what follows it.
+Its tokens are printable ASCII, newline, one token per role, and one for each of the four pieces of
+JSON around a tool call. A larger vocabulary also has few tokens for these, and 57 characters of
+markup would drown the argument. A chat of one user message adds two tokens to its text: a longer
+wrapper would drown the prompt of so small a model. Role markers start a turn, and only the
+assistant's turn ends with `<|end|>` (the eos token), so that the rendering of a conversation is
+always a prefix of the rendering of its continuation.
 
 `tiny_tokenizer` imports no torch.
 """
@@ -81,7 +81,7 @@ CONFIG: dict[str, Any] = {  # LlamaConfig's arguments
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character outside `CALL`; all but printable ASCII and newline is `<|unk|>`."""
+    """One token per character, except in `CALL`; non-ASCII characters are `<|unk|>`."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +103,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_folder(cache: Path | None = None) -> Path:
-    """The model's folder below `cache` (RETRAIN_CACHE or ~/.cache/retrain), made when missing."""
+    """The model's folder in `cache` (RETRAIN_CACHE or ~/.cache/retrain), built if missing."""
     cache = cache or default_cache()
     folder = cache / f"tiny-{recipe_hash()}"
     if (folder / "config.json").is_file():
@@ -112,10 +112,10 @@ def tiny_folder(cache: Path | None = None) -> Path:
     draft = Path(tempfile.mkdtemp(prefix=".tiny-", dir=cache))
     try:
         _build(draft)
-        draft.chmod(0o755)  # mkdtemp's folders are for their owner alone
+        draft.chmod(0o755)  # mkdtemp's folders are private
         draft.rename(folder)
     except OSError:
-        if not (folder / "config.json").is_file():  # else another process was faster
+        if not (folder / "config.json").is_file():  # otherwise another process built it first
             raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -130,7 +130,7 @@ def default_cache() -> Path:
 
 
 def recipe_hash() -> str:
-    """Twelve hex digits that change with anything the folder is made from."""
+    """Twelve hex digits that change with every part of the recipe."""
     recipe = json.dumps([SEED, CONFIG, VOCABULARY, CHAT_TEMPLATE])
     return hashlib.sha256(recipe.encode()).hexdigest()[:12]
 
@@ -149,7 +149,7 @@ def _build(folder: Path) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars, which would write across ours."""
+    """Disables transformers' progress bars, which would disturb our own display."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

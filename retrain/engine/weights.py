@@ -1,15 +1,14 @@
-"""Weights as values: what a trained model hands to a sampler.
+"""Snapshots of weights: what a trained model gives to a sampler.
 
 A snapshot has the names of the plain model, whatever PEFT wrapped around it, and shares no memory
-with it; taking one changes nothing. Tensors that the model ties are one tensor in the snapshot.
+with it. Taking one changes nothing. Tied tensors are one tensor in the snapshot.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +19,14 @@ from retrain.errors import AdapterError
 
 @torch.no_grad()
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """A detached copy of the weights under the plain model's names, LoRA merged in.
+    """A detached copy of the weights under the plain model's names, with LoRA merged.
 
-    W + scaling B A (Hu et al. 2021, section 4.1) for plain LoRA, and PEFT's own merge of a copy of
-    the layer for its variants. A LoRA on one of two tied weights leaves them two tensors.
+    Plain LoRA is W + scaling B A (Hu et al. 2021, section 4.1); its variants are merged by PEFT in
+    a copy of the layer. A LoRA on one of two tied weights unties them.
     """
     weights: dict[str, Tensor] = {}
-    # The original is held beside its copy: a merged weight is a temporary, and the next one of its
-    # shape would be given the same memory and be taken for a tied tensor.
+    # Keep the original beside its copy: a merged weight is temporary, and the next one of its shape
+    # could get the same memory and look like a tied tensor.
     copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
     for name, tensor in _plain_weights(model):
         place = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
@@ -37,93 +36,84 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def digest(weights: Mapping[str, Tensor]) -> str:
-    """A SHA-256, in hex, of names, types, shapes and values."""
-    sha = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        values = tensor.detach().cpu().contiguous().reshape(-1)
-        sha.update(values.view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
 def check_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raise AdapterError unless `weights` fill `model` completely, names and shapes."""
+    """Raise AdapterError unless `weights` are exactly those of `model`, in names and shapes."""
     targets = model.state_dict()
-    unknown = [name for name in weights if name not in targets]
-    shapes = [
-        f"{name} {tuple(tensor.shape)} for {tuple(targets[name].shape)}"
-        for name, tensor in weights.items()
-        if name in targets and tensor.shape != targets[name].shape
+    problems: dict[str, list[str]] = {"missing": [], "untied": []}
+    for names in _tied(targets):
+        given = [weights[name] for name in names if name in weights]
+        if not given:
+            problems["missing"].append(names[0])
+        elif not all(_same(given[0], other) for other in given[1:]):
+            problems["untied"].append(" = ".join(names))
+    problems["unknown"] = sorted(weights.keys() - targets.keys())
+    problems["wrong shape"] = [
+        f"{name} {tuple(weights[name].shape)} for {tuple(targets[name].shape)}"
+        for name in sorted(weights.keys() & targets.keys())
+        if weights[name].shape != targets[name].shape
     ]
-    groups: dict[int, list[str]] = {}  # tied weights are several names of one place
-    for name, tensor in targets.items():
-        groups.setdefault(tensor.data_ptr(), []).append(name)
-    given = [[name for name in names if name in weights] for names in groups.values()]
-    missing = [names[0] for names, some in zip(groups.values(), given, strict=True) if not some]
-    untied = [
-        some
-        for some in given
-        if any(not _same(weights[some[0]], weights[other]) for other in some[1:])
-    ]
-    problems: dict[str, list[Any]] = {
-        "unknown": unknown,
-        "missing": missing,
-        "wrong shape": shapes,
-        "untied": untied,
-    }
     found = "; ".join(f"{what}: {names[:3]}" for what, names in problems.items() if names)
     if found:
         raise AdapterError(
-            f"these weights are not the sampler's model's ({found}): publish "
+            f"these weights don't fit the sampler's model ({found}). Publish "
             "engine.weights.snapshot() of the model that the sampler was made from"
         )
 
 
+def _tied(weights: Mapping[str, Tensor]) -> Iterable[list[str]]:
+    """The names of each tensor: several where weights are tied."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in weights.items():
+        names.setdefault(tensor.data_ptr(), []).append(name)
+    return names.values()
+
+
 @torch.no_grad()
 def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy `weights` into `model`'s own memory, whatever their device and type."""
+    """Copy `weights`, of any device and type, into `model`'s own memory."""
     targets = model.state_dict()
     for name, tensor in weights.items():
         targets[name].copy_(tensor)
 
 
 def _plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the plain model; tensors may still be the model's own."""
-    if "peft" not in sys.modules:  # then nothing can be wrapped by it
+    """Names and tensors of the plain model; tensors may share its memory."""
+    if "peft" not in sys.modules:  # then PEFT wraps nothing
         yield from model.state_dict().items()
         return
     from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    wrapped: list[str] = []
+    wrapped: dict[str, Mapping[str, Tensor]] = {}  # by the prefix of its names
     for name, module in base.named_modules():
-        if any(name.startswith(prefix) for prefix in wrapped):
-            continue
-        if isinstance(module, BaseTunerLayer):
-            inner = _merged(module)
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            inner = _saved(module)
-        else:
-            continue
-        wrapped.append(f"{name}.")
-        for key, tensor in inner.items():
-            yield f"{name}.{key}", tensor
+        if not name.startswith(tuple(wrapped)):
+            state = _unwrapped(module)
+            if state is not None:
+                wrapped[f"{name}."] = state
+    for prefix, state in wrapped.items():
+        for key, tensor in state.items():
+            yield prefix + key, tensor
     for name, tensor in base.state_dict().items():
-        if not any(name.startswith(prefix) for prefix in wrapped):
+        if not name.startswith(tuple(wrapped)):
             yield name, tensor
 
 
+def _unwrapped(module: nn.Module) -> Mapping[str, Tensor] | None:
+    """The state below PEFT's wrapper around a module; None for any other module."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if isinstance(module, BaseTunerLayer):
+        return _merged(module)
+    return _saved(module) if isinstance(module, AuxiliaryTrainingWrapper) else None
+
+
 def _merged(layer: Any) -> dict[str, Tensor]:  # a peft layer; peft ships few types
-    """The state of the layer below a LoRA, with the active adapters merged in."""
+    """The state of the layer below a LoRA, with the active adapters merged."""
     active = [] if layer.disable_adapters or layer.merged else list(layer.active_adapters)
-    active = [name for name in active if name in layer.scaling] if _is_lora(layer) else active
-    plain = _is_lora(layer) and not any(
-        name in layer.lora_variant or layer.lora_bias.get(name) for name in active
-    )
-    if active and not plain:
+    if hasattr(layer, "lora_A"):
+        active = [name for name in active if name in layer.scaling]
+    if active and not _is_plain_lora(layer, active):
         layer = copy.deepcopy(layer)
         layer.merge()
         active = []
@@ -134,8 +124,11 @@ def _merged(layer: Any) -> dict[str, Tensor]:  # a peft layer; peft ships few ty
     return state
 
 
-def _is_lora(layer: Any) -> bool:  # a peft layer
-    return hasattr(layer, "lora_A")
+def _is_plain_lora(layer: Any, active: Sequence[str]) -> bool:  # the same
+    """Whether the merged weight is W + scaling B A, without a variant's or a bias's terms."""
+    return hasattr(layer, "lora_A") and not any(
+        name in layer.lora_variant or layer.lora_bias.get(name) for name in active
+    )
 
 
 def _saved(wrapper: Any) -> dict[str, Tensor]:  # a peft wrapper

@@ -1,9 +1,9 @@
-"""The thread that decodes: it owns the weights, and is the only one to run the model.
+"""The thread that decodes: it owns the weights, and only it runs the model.
 
-Requests wait in order until their rows fit below `max_rows`, and join between two passes. New
-weights make a new generation as soon as they arrive: requests that are admitted later use them,
-while rows under way finish on the generation they began with, whose buffers the next one reuses.
-A failure fails whatever waits, and everything that comes later.
+Requests wait in order until their rows fit within `max_rows`, and join between two passes. New
+weights start a new generation at once: later requests use it, while running rows finish on the
+generation that they began with, whose buffers are then reused. A failure fails all waiting and
+all later requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import copy
 import queue
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +33,9 @@ from retrain.sampler import Tokenizer
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Something to run between two passes, such as a change of weights."""
+    """A function to run between two passes, such as a change of weights."""
 
-    run: Callable[[], Any]  # what it returns is the future's result
+    run: Callable[[], Any]  # returns the result of the future
     future: asyncio.Future[Any]
 
 
@@ -54,7 +53,7 @@ class Generation:
 
 
 class Worker:
-    """Takes requests and calls from any thread; results go to their futures' loops."""
+    """Takes requests and calls from any thread; results go to the loops of their futures."""
 
     def __init__(
         self,
@@ -74,12 +73,12 @@ class Worker:
         self._draining: list[Generation] = []
         self._spare: Generation | None = None
         self._waiting: deque[Request] = deque()
-        self._open: weakref.WeakSet[Request] = weakref.WeakSet()  # a cancelled one is let go
+        self._open: weakref.WeakSet[Request] = weakref.WeakSet()  # frees cancelled ones
         self._inbox: queue.SimpleQueue[Sequence[Request | Call]] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # held by a submit, and by the end of the thread
+        self._gate = threading.Lock()  # held by submit and by the end of the thread
         self._failure: AdapterError | None = None
         self._closing = False
-        self._farewells: list[asyncio.Future[None]] = []  # of those who wait for the end
+        self._farewells: list[asyncio.Future[None]] = []  # of callers that wait for the end
         self._thread = threading.Thread(
             target=self._run, args=(threads,), name="retrain-sampler", daemon=True
         )
@@ -89,12 +88,12 @@ class Worker:
         return self._thread.ident is not None
 
     def start(self) -> None:
-        """Start the thread; it ends with `close`, and before the interpreter does."""
+        """Start the thread; it ends with `close`, or before the interpreter exits."""
         self._thread.start()
         atexit.register(self._end_before_exit)
 
     def submit(self, items: Sequence[Request | Call]) -> None:
-        """Queue them together; their futures get AdapterError where the worker has ended."""
+        """Queue items together; if the worker has ended, their futures get AdapterError."""
         with self._gate:
             if self._failure is None:
                 self._inbox.put(items)
@@ -103,9 +102,10 @@ class Worker:
             _resolve(item.future, error=self._repeated())
 
     async def close(self) -> None:
-        """End the thread at the next pass and fail what waits; may be cancelled, or called again.
+        """End the thread after the current pass and fail waiting items.
 
-        No thread of an executor waits for it: one would keep a wedged pass from being given up.
+        May be cancelled or called again. No executor thread waits for the end, since it could not
+        be abandoned if a pass hangs.
         """
         ended = asyncio.get_running_loop().create_future()
         with self._gate:
@@ -126,7 +126,7 @@ class Worker:
         self._thread.join(2.0)
 
     def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Serve `weights` from now on; to be run as a Call."""
+        """Serve `weights` from now on; run as a Call."""
         check_weights(self.current.model, weights)
         target = self.current
         if target.rows:
@@ -146,10 +146,8 @@ class Worker:
         try:
             while not self._closing:
                 self._take(wait=not (self._waiting or self.stats.rows))
-                started = time.perf_counter()
                 self._admit()
                 self._step()
-                self.stats.seconds_busy += time.perf_counter() - started
             self._end(AdapterError("the sampler was closed"))
         except BaseException as error:  # noqa: BLE001 - whatever ends the thread, nobody may hang
             failure = AdapterError(f"the sampler's worker failed: {type(error).__name__}: {error}")
@@ -157,7 +155,7 @@ class Worker:
             self._end(failure)
 
     def _take(self, wait: bool) -> None:
-        """Read the inbox; requests queue, calls run at once."""
+        """Read the inbox: queue requests, run calls."""
         while wait or not self._inbox.empty():
             wait = False
             for item in self._inbox.get():
@@ -176,7 +174,7 @@ class Worker:
             _resolve(call.future, result)
 
     def _admit(self) -> None:
-        """Let requests in, in their order, while their rows fit."""
+        """Admit requests in order while their rows fit."""
         batch: list[Request] = []
         room = self.max_rows - self.stats.rows
         while self._waiting:
@@ -200,17 +198,17 @@ class Worker:
             self._finish(decoders[-1].admit([request]))
 
     def _step(self) -> None:
-        """One pass of every batch; what has run empty is put away."""
+        """One pass of every batch; keeps one generation without rows as the spare."""
         done: list[Request] = []
         for generation in (*self._draining, self.current):
             for decoder in generation.decoders:
                 done += decoder.step()
             if self._alone:
                 generation.decoders = [d for d in generation.decoders if d.rows]
-        for generation in [g for g in self._draining if not g.rows]:
-            self._draining.remove(generation)
-            self._spare = self._spare or generation
-        self.stats.rows = self.current.rows + sum(g.rows for g in self._draining)
+        drained = [generation for generation in self._draining if not generation.rows]
+        self._draining = [generation for generation in self._draining if generation.rows]
+        self._spare = self._spare or next(iter(drained), None)
+        self.stats.rows = sum(g.rows for g in (*self._draining, self.current))
         self._finish(done)
 
     def _decoder(self) -> Decoder:
@@ -223,7 +221,7 @@ class Worker:
             _resolve(request.future, request.completions)
 
     def _end(self, failure: AdapterError) -> None:
-        """Fail whatever waits; the gate keeps anything from being queued after that."""
+        """Fail all waiting items; the gate prevents new ones."""
         with self._gate:
             self._failure = failure
         left: list[Request | Call] = [*self._open]
@@ -235,7 +233,7 @@ class Worker:
             _resolve(future)
 
     def _repeated(self) -> AdapterError:
-        """The failure anew: an exception that is raised in several places grows a wrong trace."""
+        """A copy of the failure: raising one exception in several places mixes their tracebacks."""
         again = AdapterError(*self._failure.args if self._failure else ())
         again.__cause__ = self._failure and self._failure.__cause__
         return again
@@ -244,7 +242,7 @@ class Worker:
 def _resolve(
     future: asyncio.Future[Any], result: object = None, error: Exception | None = None
 ) -> None:
-    """Set a future from this thread, unless nobody waits for it any more."""
+    """Set a future from this thread, unless it is already done."""
 
     def settle() -> None:
         if future.done():

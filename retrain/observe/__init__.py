@@ -1,1 +1,1 @@
-"""What a run writes and shows: files, metrics, console, report, loggers."""
+"""What a run writes and shows: run directory, callbacks, console, report, loggers."""

@@ -1,13 +1,13 @@
-"""Hooks into a run, and what a run ends with.
+"""Callbacks: hooks into a run, and the result of a run.
 
     class Printer(Callback):
         def on_step_end(self, trainer, step, metrics):
             print(step, metrics["reward/mean"])
 
-- Callbacks are called in the order given, one at a time; a hook may be `def` or `async def`.
-- They watch and may ask the run to stop: metrics are a copy of their own.
-- One that raises ends the run with its own exception, which a note attributes; `on_train_end` is
-  still called on all of them.
+- Callbacks are called in the given order, one at a time; a hook may be `def` or `async def`.
+- They observe the run and may ask it to stop; they get a copy of the metrics.
+- An exception in a callback ends the run, with a note that names the callback. `on_train_end` is
+  still called on all callbacks.
 """
 
 from __future__ import annotations
@@ -26,63 +26,63 @@ from retrain.observe.run_dir import RunDirectory
 from retrain.types import Metrics
 
 Status = Literal["completed", "solved", "interrupted", "failed"]
-"""`solved`: every group was flat at the top reward before the steps ran out."""
+"""`solved`: all groups had the maximum reward before the last step."""
 
 
 class Run(Protocol):
-    """What a callback may see of the run under way: the `trainer` of every hook."""
+    """The running training, as callbacks see it: the `trainer` of every hook."""
 
     @property
     def config(self) -> RunConfig: ...
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Finished optimizer steps."""
         ...
 
     @property
     def total_steps(self) -> int: ...
     @property
     def version(self) -> int:
-        """The weights' version that the sampler serves."""
+        """The version of the weights that the sampler serves."""
         ...
 
     @property
     def run_dir(self) -> RunDirectory: ...
     def request_stop(self) -> None:
-        """End after the step under way, with a checkpoint."""
+        """End the run with a checkpoint after the current step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """What a run ended with."""
+    """The result of a run."""
 
     status: Status
     total_steps: int
-    """Optimizer steps done, those before a resume included."""
+    """Finished optimizer steps, including those before a resume."""
     total_epochs: int
     run_dir: Path
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The last step's, with the last evaluation's where that came after it."""
+    """Of the last step, and of the last evaluation if it followed that step."""
     history: Sequence[Mapping[str, float]] = ()
-    """Every step's metrics, in order."""
+    """The metrics of every step, in order."""
     best_checkpoint_path: Path | None = None
     model: Path | str | None = None
-    """Where the final model is: its folder, or a service's own path; None before it's exported."""
+    """The final model: a folder or the path at a service; None if it was not exported."""
 
     @property
     def first_tenth_reward(self) -> float:
-        """Mean of `reward/mean` over the first tenth of the steps; NaN without a step."""
+        """Mean of `reward/mean` over the first tenth of the steps; NaN without steps."""
         return tenths(self.history)[0]
 
     @property
     def last_tenth_reward(self) -> float:
-        """Mean of `reward/mean` over the last tenth of the steps; NaN without a step."""
+        """Mean of `reward/mean` over the last tenth of the steps; NaN without steps."""
         return tenths(self.history)[1]
 
 
 def tenths(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """`reward/mean` over the first and the last tenth of the steps, at least one step each."""
+    """Mean of `reward/mean` over the first and the last tenth of the steps (at least one)."""
     rewards = [row["reward/mean"] for row in history if _known(row.get("reward/mean"))]
     if not rewards:
         return math.nan, math.nan
@@ -91,28 +91,28 @@ def tenths(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 class Callback:
-    """Override what you need; every hook may be sync or async.
+    """Override the hooks that you need; each may be sync or async.
 
-    A sync hook runs on the event loop: one that waits for a disk or a network should be async.
+    A sync hook blocks the event loop: one that waits for a disk or a network should be async.
     """
 
     def on_train_begin(self, trainer: Run) -> Any:  # any: None, or an awaitable of it
         """Once, before the first rollout."""
 
     def on_step_begin(self, trainer: Run, step: int) -> Any:
-        """Before the optimizer step `step` (1 is the first) waits for its batch."""
+        """Before optimizer step `step` (from 1) waits for its batch."""
 
     def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> Any:
         """After the new weights are served; `metrics` is the line of metrics.jsonl."""
 
     def on_epoch_begin(self, trainer: Run, epoch: int) -> Any:
-        """Before the first step of an epoch (1 is the first), unless one step takes it whole."""
+        """Before the first step of an epoch (from 1), unless one step takes the whole epoch."""
 
     def on_epoch_end(self, trainer: Run, epoch: int, metrics: Metrics) -> Any:
-        """After the step with which an epoch's number of prompts is trained."""
+        """After the step that completes an epoch's number of prompts."""
 
     def on_eval_end(self, trainer: Run, step: int, metrics: Metrics) -> Any:
-        """After the held-out prompts were evaluated with the weights of `step`."""
+        """After the evaluation of held-out prompts with the weights of `step`."""
 
     def on_checkpoint(self, trainer: Run, step: int, path: Path) -> Any:
         """After the checkpoint at `path` is complete."""
@@ -121,18 +121,15 @@ class Callback:
         """Once, however the run ends, before the run directory is closed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of this callback, as JSON values."""
+        """The state of this callback to save in checkpoints, as JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before `on_train_begin`, when a run goes on: what `state_dict` returned."""
+        """Restore the result of `state_dict` on a resume, before `on_train_begin`."""
 
 
 class Callbacks:
-    """Calls a list of callbacks in order.
-
-    Raises TypeError when one of them is a class, or not a Callback.
-    """
+    """Calls callbacks in order; raises TypeError if one is a class or not a Callback."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         for callback in callbacks:
@@ -161,7 +158,7 @@ class Callbacks:
         await self._call("on_checkpoint", trainer, step, path)
 
     async def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
-        """Every callback's `on_train_end`, whatever the others do; then the first error."""
+        """Call every callback's `on_train_end`, then raise the first error."""
         first: Exception | None = None
         for callback in self._callbacks:
             try:
@@ -172,11 +169,11 @@ class Callbacks:
             raise first
 
     def state(self) -> list[dict[str, Any]]:
-        """What each callback wants kept, with its class's name."""
+        """The state of each callback, with the name of its class."""
         return [{"of": type(c).__name__, "state": c.state_dict()} for c in self._callbacks]
 
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give each callback what the one of its class at its place left."""
+        """Restore each callback from the entry at its place, if it is of its class."""
         for callback, entry in zip(self._callbacks, saved, strict=False):
             if entry["of"] == type(callback).__name__ and entry["state"]:
                 callback.load_state_dict(dict(entry["state"]))
@@ -211,7 +208,7 @@ def _check(callback: object) -> None:
     if not isinstance(callback, Callback):
         raise TypeError(
             f"callbacks: got {shown(callback)}, expected an instance of retrain.Callback; "
-            "let its class inherit from Callback"
+            "derive its class from Callback"
         )
 
 

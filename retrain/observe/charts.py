@@ -1,4 +1,4 @@
-"""metrics.jsonl and the `eval` events as series that a page can draw. Pure: rows in, values out."""
+"""Charts of metrics.jsonl and the `eval` events, as values that the report draws."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 MAX_POINTS = 600
-"""Points a series; longer ones are averaged in equal shares."""
+"""Points per series; longer series are averaged in equal parts."""
 
 Row = Mapping[str, Any]  # a JSON object of a journal
+T = TypeVar("T")
 Point = tuple[float, float]
 """(step, value)."""
 
@@ -19,13 +20,13 @@ MAIN = (
     ("Loss", ("loss",)),
     ("Gradient norm", ("grad_norm",)),
     ("Entropy", ("entropy",)),
-    ("KL of sampler and trainer", ("kl/sampler_trainer",)),
-    ("Staleness, in versions", ("staleness/mean", "staleness/max")),
-    ("Tokens a second", ("tokens/per_second",)),
-    ("Tokens of a step", ("tokens/prompt", "tokens/completion")),
-    ("Seconds of a step", ("time/step", "time/wait_for_batch", "time/update", "time/publish")),
-    ("Idle fraction of the trainer", ("trainer/idle_fraction",)),
-    ("Groups without use", ("groups/zero_signal", "groups/dropped_stale")),
+    ("KL between sampler and trainer", ("kl/sampler_trainer",)),
+    ("Staleness (versions)", ("staleness/mean", "staleness/max")),
+    ("Tokens per second", ("tokens/per_second",)),
+    ("Tokens per step", ("tokens/prompt", "tokens/completion")),
+    ("Seconds per step", ("time/step", "time/wait_for_batch", "time/update", "time/publish")),
+    ("Trainer idle fraction", ("trainer/idle_fraction",)),
+    ("Unused groups", ("groups/zero_signal", "groups/dropped_stale")),
     ("Failed rollouts", ("rollouts/failed",)),
 )
 
@@ -35,16 +36,21 @@ def charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, An
     keys = list(dict.fromkeys(key for row in rows for key in row))
     components = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")]
     rewards = list(dict.fromkeys(["reward/mean", *components]))
-    drawn = [_chart("Reward", rewards, rows, "wide")]
-    judged = [{"step": event.get("eval/step"), **event} for event in evaluations]
-    passes = [key for event in judged for key in event if key.startswith("eval/pass@")]
-    kept = ["eval/reward/mean", *dict.fromkeys(passes)]
-    drawn.append(_chart("Evaluation on held-out prompts", kept, judged, "wide"))
-    drawn += [_chart(title, names, rows, "main") for title, names in MAIN]
-    used = {"step", "version", *rewards, *(n for _, names in MAIN for n in names)}
+    used = {"step", "version", *rewards, *(name for _, names in MAIN for name in names)}
     others = [key for key in keys if key not in used and not key.startswith("eval/")]
-    drawn += [_chart(key, [key], rows, "further") for key in others]
+    drawn = [
+        _chart("Reward", rewards, rows, "wide"),
+        _evaluation(evaluations),
+        *(_chart(title, names, rows, "main") for title, names in MAIN),
+        *(_chart(key, [key], rows, "further") for key in others),
+    ]
     return [chart for chart in drawn if chart["series"]]
+
+
+def _evaluation(events: Sequence[Row]) -> dict[str, Any]:
+    rows = [{"step": event.get("eval/step"), **event} for event in events]
+    passes = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/pass@"))
+    return _chart("Evaluation on held-out prompts", ["eval/reward/mean", *passes], rows, "wide")
 
 
 def _chart(title: str, keys: Sequence[str], rows: Sequence[Row], place: str) -> dict[str, Any]:
@@ -59,12 +65,15 @@ def points(rows: Sequence[Row], key: str) -> list[Point]:
 
 
 def thin(series: list[Point], most: int = MAX_POINTS) -> list[Point]:
-    """At most `most` points, each the mean of its share."""
-    if len(series) <= most:
-        return series
-    edges = [round(i * len(series) / most) for i in range(most + 1)]
-    shares = [series[a:b] for a, b in pairwise(edges)]
-    return [(fmean(x for x, _ in share), fmean(y for _, y in share)) for share in shares]
+    """At most `most` points, each the mean of its part."""
+    return [(fmean(x for x, _ in some), fmean(y for _, y in some)) for some in shares(series, most)]
+
+
+def shares(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """`items` in at most `most` equal parts, none of them empty."""
+    count = min(most, len(items))
+    edges = [round(i * len(items) / count) for i in range(count + 1)] if count else []
+    return [items[a:b] for a, b in pairwise(edges)]
 
 
 def known(value: object) -> TypeGuard[float]:

@@ -1,7 +1,7 @@
-"""The console: a live display on a terminal, plain lines elsewhere, a closing summary on both.
+"""The console: a live display on a terminal, plain lines elsewhere, and a summary at the end.
 
-A display is never worth a run: when the other end goes away (a closed pipe or terminal), the
-console falls silent and the run goes on.
+A display must never end a run: if the other end closes (a pipe or a terminal), the console stops
+writing and the run continues.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from retrain.observe.streams import let_go
 from retrain.types import Metrics
 
 LABEL_WIDTH = 11
-"""Of the closing summary; `interrupted` is the longest."""
+"""Of the summary; `interrupted` is the longest label."""
 
 
 class Console(Callback):
-    """Shows the run on `file` (the standard output unless given).
+    """Shows the run on `file` (default: the standard output).
 
-    Where that is no terminal, one line comes every `every_seconds`; the first and the last step
-    always have theirs.
+    Without a terminal it prints one line every `every_seconds`, and for the first and last step.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Console(Callback):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = QuietStream(sys.stdout if file is None else file)
-        # rich asks for more of a file than it uses: write, flush, isatty, fileno and encoding
+        # rich uses only write, flush, isatty, fileno and encoding of the file
         self._terminal = Terminal(file=cast(IO[str], self._stream), highlight=False)
         self._every_seconds = every_seconds
         self._clock = clock
@@ -52,9 +51,9 @@ class Console(Callback):
         self._live: Live | None = None
 
     def announce(self, text: str) -> bool:
-        """Show `text` below a live display from its next drawing on; False where there is none.
+        """Show `text` below the live display; returns False if there is none.
 
-        Sets an attribute and no more, so that a signal's handler may call it.
+        It only sets an attribute, so that a signal handler may call it.
         """
         self._progress.note = text
         return self._live is not None and self._live.is_started
@@ -77,9 +76,9 @@ class Console(Callback):
         )
         if changed := trainer.run_dir.changed:
             self._say(f"changed since the checkpoint: {first_of(changed)}")
-        for fault in trainer.run_dir.tally.errors:  # found while the run was taken up
+        for fault in trainer.run_dir.tally.errors:  # found by the resume
             self._say(fault)
-        self._say(f"files in {near(trainer.run_dir.path)}")
+        self._say(f"run directory: {near(trainer.run_dir.path)}")
         if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
             self._live = Live(_Panel(self._progress), console=self._terminal, refresh_per_second=4)
             self._live.start()
@@ -96,7 +95,7 @@ class Console(Callback):
 
     def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
         if self._live is None:
-            self._say(f"step {step}  checkpoint in {near(path)}")
+            self._say(f"step {step}  checkpoint: {near(path)}")
 
     def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
         if self._live is not None:
@@ -125,14 +124,14 @@ class Console(Callback):
 
 def _since(trainer: Run) -> str:
     if 0 < trainer.total_steps <= trainer.step:
-        return f", all done before: step {trainer.step}, nothing is left"
+        return f", already completed: step {trainer.step}"
     if trainer.step:
         return f", from step {trainer.step}"
-    return ", from the start: no checkpoint to go on from" if trainer.run_dir.resumed else ""
+    return ", from the start: no checkpoint found" if trainer.run_dir.resumed else ""
 
 
 class _Panel:
-    """Drawn anew at each refresh, so that the clocks tick while a step is under way."""
+    """Redrawn at each refresh, so that the clocks run during a step."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -142,7 +141,7 @@ class _Panel:
 
 
 class QuietStream:
-    """A text stream that falls silent, instead of raising, once its other end is gone."""
+    """A text stream that discards text, instead of raising, after its other end closed."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -152,7 +151,7 @@ class QuietStream:
     def write(self, text: str) -> int:
         try:
             self._try(lambda: self._stream.write(text))
-        except UnicodeEncodeError:  # a terminal that can't show a sign of the model's
+        except UnicodeEncodeError:  # the terminal can't show a character
             known = text.encode(self.encoding, "replace").decode(self.encoding)
             self._try(lambda: self._stream.write(known))
         return len(text)

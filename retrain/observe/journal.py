@@ -1,16 +1,17 @@
-"""Append-only files of JSON lines: what survives a kill is whole lines, in the order written.
+"""Append-only files of JSON lines: after a crash, complete lines remain in the order written.
 
-- Lines wait in memory and reach the OS in large writes: `flush` survives a kill -9, `sync` a power
-  cut. A file may end in a torn line; `repair` cuts it off, and `read_lines` passes over it.
-- Every line is valid JSON whatever a user's environment put into it: NaN and infinities become
-  null and the line's `nonfinite` says which, other values are written by their `repr`.
-- Any thread may write; lines never mix.
+- Lines are buffered and reach the OS in large writes: `flush` survives a kill -9, `sync` a power
+  failure. A file may end with an incomplete line; `repair` removes it and `read_lines` skips it.
+- Every line is valid JSON, whatever an environment puts into it: NaN and infinities become null and
+  are listed in the line's `nonfinite`; other values are written as their `repr`.
+- Any thread may write; lines are never interleaved.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import threading
 import time
@@ -22,14 +23,14 @@ from typing import Any
 from retrain.errors import RunError
 
 CHUNK_LINES = 512
-"""A write of this many lines, or ..."""
+"""Lines are written out when there are this many ..."""
 CHUNK_SECONDS = 1.0
-"""... of lines this old, goes out by itself; a reader of a live run lags no further."""
+"""... or after this time, which bounds the lag of readers."""
 MAX_DEPTH = 32
 
 
 class Journal:
-    """One append-only file; raises RunError, naming it, when the disk refuses a write."""
+    """One append-only file; raises RunError if it can't be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,8 +43,8 @@ class Journal:
         self._unwritten = b""
         self._flushed = time.monotonic()
 
-    def write(self, *lines: Mapping[str, Any]) -> None:  # any: users' values are made JSON here
-        """Add lines, one after the other."""
+    def write(self, *lines: Mapping[str, Any]) -> None:  # any: users' values become JSON here
+        """Append lines in order."""
         texts = list(map(encode, lines))
         with self._lock:
             self._lines += texts
@@ -51,12 +52,12 @@ class Journal:
                 self._flush()
 
     def flush(self) -> None:
-        """Hand everything so far to the OS."""
+        """Pass all lines so far to the OS."""
         with self._lock:
             self._flush()
 
     def sync(self) -> None:
-        """Hand everything so far to the disk; blocks, so call it from a thread."""
+        """Write all lines so far to the disk. Blocks: call it from a thread."""
         self.flush()
         try:
             os.fsync(self._file.fileno())
@@ -80,7 +81,7 @@ class Journal:
             self._unwritten += text.encode("utf-8", "backslashreplace")
             self._lines = []
         try:
-            while self._unwritten:  # what a full disk left over goes out with the next flush
+            while self._unwritten:  # the rest after a full disk is written by the next flush
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             raise _refused(self.path, error) from error
@@ -90,7 +91,7 @@ def encode(line: Mapping[str, Any]) -> str:  # any: see Journal.write
     """`line` as one line of valid JSON."""
     try:
         return _ENCODER.encode(line)
-    except (ValueError, TypeError, RecursionError):  # NaN, odd keys, cycles: the slow way round
+    except (ValueError, TypeError, RecursionError):  # NaN, odd keys, cycles: slow path
         nonfinite: dict[str, str] = {}
         plain = {str(key): _plain(value, str(key), nonfinite) for key, value in line.items()}
         if nonfinite:
@@ -99,9 +100,9 @@ def encode(line: Mapping[str, Any]) -> str:  # any: see Journal.write
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
-    """The whole lines of a journal, of a live one too; nothing when there is no such file.
+    """The complete lines of a journal, which may be in use; none if there is no such file.
 
-    A torn last line is passed over. Raises RunError on any other line that is not JSON.
+    Skips an incomplete last line; raises RunError for any other line that is not JSON.
     """
     if not path.exists():
         return
@@ -113,32 +114,24 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
                 yield json.loads(line)
             except ValueError as error:
                 raise RunError(
-                    f"{path}, line {number}: expected one JSON object, got {line[:80]!r}; "
-                    "the file was damaged: remove that line to read the rest"
+                    f"{path}, line {number}: got {line[:80]!r}, expected a JSON object; the file "
+                    "is damaged, remove that line to read the rest"
                 ) from error
 
 
 def repair(path: Path) -> int:
-    """Cut a torn last line off; the number of bytes that went."""
-    if not path.exists():
+    """Remove an incomplete last line; returns the number of bytes removed."""
+    if not path.exists() or not path.stat().st_size:
         return 0
     with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        end, block = size, 1 << 16
-        while end > 0:
-            start = max(0, end - block)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            size, end = len(content), content.rfind(b"\n") + 1
         file.truncate(end)
     return size - end
 
 
 def plain(value: Any) -> Any:  # any: users' values in, JSON values out
-    """`value` with everything that JSON lacks replaced: NaN by None, other objects by `repr`."""
+    """`value` as JSON values: NaN becomes None, other objects their `repr`."""
     return _plain(value, "", {})
 
 
@@ -168,8 +161,8 @@ def _plain(value: Any, path: str, nonfinite: dict[str, str], depth: int = 0) -> 
 
 
 def _default(value: Any) -> Any:
-    """A JSON value in the place of one that the encoder doesn't know."""
-    if isinstance(value, Integral):  # numpy's numbers among them
+    """A JSON value for one that the encoder doesn't support."""
+    if isinstance(value, Integral):  # including numpy's
         return int(value)
     if isinstance(value, Real):
         return float(value)
@@ -190,7 +183,7 @@ def _shown(value: Any) -> str:
 def _refused(path: Path, error: OSError) -> RunError:
     return RunError(
         f"can't write {path}: {error.strerror or error}; free some space or choose another "
-        "run directory, then go on with --resume"
+        "run directory, then continue with --resume"
     )
 
 

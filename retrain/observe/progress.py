@@ -1,6 +1,6 @@
-"""How far a run is, in words: the state that the console shows, and its lines. No I/O.
+"""The progress of a run, and the texts of the console. No I/O.
 
-A metric that a backend doesn't report is left out; none of them is required.
+Metrics that a backend doesn't report are omitted; none is required.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -20,19 +19,22 @@ from rich.table import Table
 from rich.text import Text
 
 from retrain.observe.callbacks import TrainingResult
+from retrain.observe.charts import shares
 from retrain.observe.run_dir import Tally
 
 RECENT = 20
-"""Steps that the time left is estimated from, and whose reward the trend compares."""
+"""Steps for the estimate of the remaining time and for the trend of the reward."""
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 MAX_SHOWN_CAUSES = 5
+_ELSEWHERE = ("reward", "no-signal groups", "failed rollouts")
+"""Shown in other rows of the live display."""
 MEASURES = ("loss", "perplexity", "dpo/accuracy")
-"""Of an evaluation on rows of a data set."""
+"""Metrics of an evaluation on rows of a data set."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """One run's progress, fed by the hooks of a callback."""
+    """The progress of one run, updated by the hooks of a callback."""
 
     total_steps: int
     step: int = 0
@@ -42,17 +44,17 @@ class Progress:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     note: str = ""
-    """What the display says below the rest."""
+    """The last line of the display."""
     started: float = field(init=False)
     _ends: deque[float] = field(init=False)
-    """When the latest steps ended, by the clock."""
+    """When the latest steps ended."""
 
     def __post_init__(self) -> None:
         self.started = self.clock()
         self._ends = deque([self.started], maxlen=RECENT + 1)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in one finished step."""
+        """Add a finished step."""
         self.step, self.metrics = step, metrics
         self._ends.append(self.clock())
         reward = metrics.get("reward/mean", math.nan)
@@ -61,12 +63,12 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the run began, or was resumed."""
+        """Since the run started or resumed."""
         return self.clock() - self.started
 
     @property
     def seconds_left(self) -> float | None:
-        """By the pace of the latest steps; None before the first."""
+        """Remaining time at the pace of the latest steps; None before the first."""
         steps = len(self._ends) - 1
         if not steps:
             return None
@@ -74,14 +76,14 @@ class Progress:
 
     @property
     def trend(self) -> float | None:
-        """Mean reward of the latest steps less that of as many before them; None if too few."""
+        """Mean reward of the latest steps minus that of the steps before; None if too few."""
         span = min(RECENT, len(self.rewards) // 2)
         if span < 1:
             return None
         return fmean(self.rewards[-span:]) - fmean(self.rewards[-2 * span : -span])
 
     def line(self) -> str:
-        """One step in one line, for a log file."""
+        """The last step in one line, for a log file."""
         left = self.seconds_left
         parts = [f"step {self.step}/{self.total_steps}"]
         parts += [f"{label} {text}" for label, text in self._facts()]
@@ -90,14 +92,14 @@ class Progress:
         return "  ".join(parts)
 
     def panel(self) -> RenderableType:
-        """The display of a terminal."""
+        """The live display of a terminal."""
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column()
         reward = self.metrics.get("reward/mean")
         if reward is not None:
             rows.add_row("reward", self._reward(reward))
-        facts = [fact for fact in self._facts() if fact[0] not in ("reward", "flat", "failed")]
+        facts = [fact for fact in self._facts() if fact[0] not in _ELSEWHERE]
         if facts:
             rows.add_row("step", Text("   ").join(_fact(*fact) for fact in facts))
         rows.add_row(self.tally.unit, self._rollouts())
@@ -135,40 +137,40 @@ class Progress:
         dropped = ", ".join(f"{count:,} {cause}" for cause, count in drops.most_common())
         text.append(f"   groups dropped: {dropped or 'none'}", style="" if dropped else "dim")
         if (flat := self.metrics.get("groups/zero_signal")) is not None:
-            text.append(f"   flat in the last step: {flat:.0f}", style="dim")
+            text.append(f"   no-signal groups in the last step: {flat:.0f}", style="dim")
         return text
 
     def _facts(self) -> list[tuple[str, str]]:
         known = [
             ("reward", "reward/mean", number),
             ("loss", "loss", number),
-            ("grad", "grad_norm", number),
+            ("grad norm", "grad_norm", number),
             ("entropy", "entropy", number),
-            ("stale", "staleness/mean", number),
-            ("tok/s", "tokens/per_second", short),
-            ("idle", "trainer/idle_fraction", percent),
-            ("flat", "groups/zero_signal", short),
-            ("failed", "rollouts/failed", short),
+            ("staleness", "staleness/mean", number),
+            ("tokens/s", "tokens/per_second", short),
+            ("trainer idle", "trainer/idle_fraction", percent),
+            ("no-signal groups", "groups/zero_signal", short),
+            ("failed rollouts", "rollouts/failed", short),
         ]
-        told = {key: value for key, value in self.metrics.items() if not math.isnan(value)}
-        return [(label, f(told[key])) for label, key, f in known if key in told]
+        finite = {key: value for key, value in self.metrics.items() if not math.isnan(value)}
+        return [(label, f(finite[key])) for label, key, f in known if key in finite]
 
 
 def evaluation(metrics: Mapping[str, float]) -> str:
-    """What an evaluation found: the measures, then what failed; counts that are 0 are left out."""
-    told = {key.removeprefix("eval/"): value for key, value in metrics.items()}
-    failed = {key: told[key] for key in sorted(told) if key.endswith("/failed") and told[key]}
-    measures = ("reward/mean", *sorted(key for key in told if key.startswith("pass@")), *MEASURES)
-    parts = [f"{key} {number(told[key])}" for key in measures if key in told]
+    """The result of an evaluation: its metrics, then failures, if any."""
+    found = {key.removeprefix("eval/"): value for key, value in metrics.items()}
+    failed = {key: found[key] for key in sorted(found) if key.endswith("/failed") and found[key]}
+    measures = ("reward/mean", *sorted(key for key in found if key.startswith("pass@")), *MEASURES)
+    parts = [f"{key} {number(found[key])}" for key in measures if key in found]
     return "  ".join([*parts, *(f"{key} {short(value)}" for key, value in failed.items())])
 
 
 def closing(
     result: TrainingResult, tally: Tally, seconds: float, *, resumed: bool = False
 ) -> list[tuple[str, str]]:
-    """What a run says when it ends, as (label, text) lines."""
+    """The summary at the end of a run, as (label, text) lines."""
     steps = counted_steps(result.total_steps)
-    lines: list[tuple[str, str]] = [(result.status, f"{steps} after {clock_text(seconds)}")]
+    lines: list[tuple[str, str]] = [(result.status, f"{steps} in {clock_text(seconds)}")]
     first, last = result.first_tenth_reward, result.last_tenth_reward
     if math.isfinite(first):
         moved = f"{first:.3f} in the first tenth -> {last:.3f} in the last ({last - first:+.3f})"
@@ -182,7 +184,7 @@ def closing(
     lines.append((label, f"{done}, {failed:,} failed{since}"))
     if held_out := tally.evaluated.total():
         lines.append(
-            ("", f"and {held_out:,} of evaluation, {held_out - tally.evaluated['ok']:,} failed")
+            ("", f"{held_out:,} in evaluations, {held_out - tally.evaluated['ok']:,} failed")
         )
     lines += [("", f"{n:,} x {cause}") for cause, n in tally.errors.most_common(MAX_SHOWN_CAUSES)]
     if tally.drops:
@@ -202,7 +204,9 @@ def _places(result: TrainingResult) -> list[tuple[str, str]]:
         lines.append(("report", near(result.run_dir / "report.html")))
     stopped = result.status in ("interrupted", "failed")
     if stopped and any((result.run_dir / "checkpoints").glob("step_*")):
-        lines.append(("next", "the same command with --resume goes on from the last checkpoint"))
+        lines.append(
+            ("next", "run the same command with --resume to continue from the last checkpoint")
+        )
     return lines
 
 
@@ -211,7 +215,7 @@ def counted_steps(number: int) -> str:
 
 
 def near(path: Path | str) -> str:
-    """`path`, from the working directory where it lies in it; a service's own stays as it is."""
+    """`path`, relative to the working directory if that contains it."""
     working = Path.cwd()
     if isinstance(path, Path) and path.is_relative_to(working):
         return str(path.relative_to(working))
@@ -219,12 +223,10 @@ def near(path: Path | str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, unicode: bool = True) -> str:
-    """The curve of `values` in at most `width` characters, each the mean of its share."""
+    """The curve of `values` in at most `width` characters, each the mean of its part."""
     if not values:
         return ""
-    columns = min(width, len(values))
-    edges = [round(i * len(values) / columns) for i in range(columns + 1)]
-    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    means = [fmean(some) for some in shares(values, width)]
     low, high = min(means), max(means)
     bars = BARS if unicode else ASCII_BARS
     scale = (len(bars) - 1) / (high - low) if high > low else 0.0
@@ -239,12 +241,12 @@ def clock_text(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three decimals, or three digits in scientific form where those would hide the value."""
+    """Three decimals, or scientific notation if those would hide the value."""
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
 
 
 def short(value: float) -> str:
-    """A count in at most five characters or so: 950, 12.3k, 4.5M."""
+    """A count in about five characters: 950, 12.3k, 4.5M."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if suffix == 'k' else size):.1f}{suffix}"
@@ -256,7 +258,7 @@ def percent(value: float) -> str:
 
 
 def _done(tally: Tally) -> str:
-    """What has been done to a rollout that is well, or to a row of the data set."""
+    """The verb for a good rollout, or for a row of the data set."""
     return "scored" if tally.unit == "rollouts" else "read"
 
 

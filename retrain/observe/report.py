@@ -1,7 +1,7 @@
-"""The report: one HTML file that needs no network, made of a run directory's append-only files.
+"""The report: one HTML file, without network access, made from a run directory's files.
 
-It can be written at any time: during a run, after it, after a crash. What a model or a user wrote
-reaches the page as data, never as markup.
+It can be written at any time: during a run, after it, after a crash. Texts of models and users are
+embedded as data, never as markup.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ MAX_CAUSES = 20
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into `run_dir`, and return its path.
+    """Write `report.html` into `run_dir` and return its path.
 
-    Raises ConfigError when there is no run, or the report can't be written.
+    Raises ConfigError if there is no run or the report can't be written.
     """
     if not (run_dir / EVENTS).is_file():
-        raise ConfigError(
-            f"{run_dir} holds no run: expected a run directory, such as runs/quickstart"
-        )
+        raise ConfigError(f"no run in {run_dir}, expected a run directory such as runs/quickstart")
     template = files("retrain.observe").joinpath("report.html").read_text(encoding="utf-8")
     page = template.replace("{{data}}", _embedded(digest(run_dir)))
     report, temporary = run_dir / REPORT, run_dir / f"{REPORT}.tmp"
@@ -60,7 +58,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
-    """All that the page shows, as JSON values."""
+    """Everything that the page shows, as JSON values."""
     every_event = list(read_events(run_dir))
     events = surviving(every_event)
     rows = read_metrics(run_dir)
@@ -93,7 +91,7 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
 
 def _status(run_dir: Path, events: Sequence[Event]) -> str:
     ends = [event for event in events if event["event"] in ("end", "resumed")]
-    if ends and ends[-1]["event"] == "end":  # before the lock: the run itself writes this page
+    if ends and ends[-1]["event"] == "end":  # first, since the run itself writes this page
         return str(ends[-1].get("status", "ended"))
     return "running" if in_use(run_dir) else "cut off"
 
@@ -101,7 +99,7 @@ def _status(run_dir: Path, events: Sequence[Event]) -> str:
 def _facts(
     events: Sequence[Event], rows: list[dict[str, Any]], found: Fates, config: dict[str, Any]
 ) -> list[dict[str, str]]:
-    """The figures at the top of the page."""
+    """The numbers at the top of the page."""
     first, last = tenths([{k: v for k, v in row.items() if v is not None} for row in rows])
     steps = config.get("train", {}).get("total_train_steps")
     seconds = sum(float(row.get("time/step") or 0.0) for row in rows)
@@ -123,14 +121,14 @@ def _mean(value: float) -> str:
 
 
 def _history(events: Sequence[Event]) -> list[str]:
-    """The run's own turning points, in words."""
+    """The main events of the run, in words."""
     start = float(events[0]["time"]) if events else 0.0
     words = {
         "resumed": lambda e: f"resumed from step {e.get('from_step')}" + _changed(e),
         "checkpoint": lambda e: f"checkpoint of step {e.get('step')}",
-        "torn": lambda e: f"a torn checkpoint was passed over: {e.get('checkpoint')}",
+        "torn": lambda e: f"skipped an incomplete checkpoint: {e.get('checkpoint')}",
         "export": lambda e: (
-            f"the model is in {e['path']}" if e.get("path") else "no model exported"
+            f"model exported to {e['path']}" if e.get("path") else "no model exported"
         ),
         "stalled": lambda e: f"stalled: {_rest(e)}",
         "end": lambda e: f"ended: {e.get('status')}",
@@ -158,12 +156,12 @@ def _counted(counter: Counter[str]) -> list[dict[str, Any]]:
 def _config(run_dir: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):  # a report of a damaged run is still worth having
+    except (OSError, yaml.YAMLError):  # a report of a damaged run is still useful
         return {}
     return loaded if isinstance(loaded, dict) else {}
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """`data` as JSON that can stand inside a <script> element: no `<` ends it early."""
+    """`data` as JSON for a <script> element, which no `<` can end early."""
     text = json.dumps(plain(data), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

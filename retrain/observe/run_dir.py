@@ -1,14 +1,14 @@
-"""The run directory: what a run leaves behind, file by file, and who may write it.
+"""The run directory: the files of a run, and who may write them.
 
     config.yaml      the resolved configuration, without secrets
     events.jsonl     {"event": kind, "time": seconds since 1970, ...}: everything that happened
-    metrics.jsonl    one object a step, and one an evaluation that no step follows
-    rollouts.jsonl   one object a rollout
+    metrics.jsonl    one object per step, and one per evaluation that no step follows
+    rollouts.jsonl   one object per rollout
     checkpoints/     written by checkpoint.py
 
-- One process at a time: `open` holds a lock that the kernel frees, however the process ends.
-- The files only grow. A resume adds `resumed{from_step}`, and `surviving` says what that voids.
-- `metrics` closes a step: every line before it has then reached the OS.
+- Only one process may use it: `open` takes a lock that the kernel releases when the process ends.
+- The files only grow. A resume adds `resumed{from_step}`; `surviving` drops the events it voids.
+- `metrics` completes a step: all earlier lines have then reached the OS.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from retrain.types import Group, Trajectory
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
 MAX_CAUSES = 64
-"""Different error texts that a tally tells apart."""
+"""Maximum number of different errors in a tally."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What went wrong since this process began, by cause."""
+    """Counts of rollouts and dropped groups since this process started."""
 
     unit: str = "rollouts"
-    """What a group holds: rollouts, or rows of the data set (demonstrations, pairs)."""
+    """What a group has: rollouts, or rows of the data set (demonstrations, pairs)."""
 
     drops: Counter[str] = field(default_factory=Counter)
     """Groups, by the cause of their `dropped` event."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Rollouts, by outcome; those of an evaluation are apart."""
+    """Rollouts, by outcome, without those of evaluations."""
     evaluated: Counter[str] = field(default_factory=Counter)
     """Rollouts of evaluations, by outcome."""
     errors: Counter[str] = field(default_factory=Counter)
@@ -54,14 +54,14 @@ class Tally:
 
 
 class RunDirectory:
-    """The open run directory of the one process that may write it."""
+    """An open run directory, for the only process that may write it."""
 
     def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.resumed = resumed
         self.changed: list[str] = []
-        """Keys of the config that differ from those of the checkpoint that the run goes on from."""
+        """Config keys that differ from those of the checkpoint that the run resumes from."""
         self.tally = Tally()
         self._lock = lock
         self._events = Journal(path / EVENTS)
@@ -73,12 +73,12 @@ class RunDirectory:
     def open(cls, path: Path, config: RunConfig, *, resume: bool = False) -> RunDirectory:
         """Create or, with `resume`, continue the run directory at `path`.
 
-        Raises ConfigError when it holds a run already (without `resume`), holds none (with it),
-        can't be written, or is in use by another process.
+        Raises ConfigError if it already has a run (without `resume`), has none (with it), can't be
+        written, or is in use by another process.
         """
         path = path.absolute()
         if resume and not (path / EVENTS).exists():
-            raise ConfigError(f"{path} holds no run to resume: check --run-dir, or leave --resume")
+            raise ConfigError(f"no run to resume in {path}; drop --resume, or pass --run-dir")
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
@@ -97,7 +97,7 @@ class RunDirectory:
     def _open_locked(cls, path: Path, lock: int, config: RunConfig, resume: bool) -> RunDirectory:
         if not resume and (path / EVENTS).exists():
             raise ConfigError(
-                f"{path} holds a run already: continue it with --resume, choose another place "
+                f"{path} already has a run; continue it with --resume, choose another directory "
                 "with --run-dir, or delete it"
             )
         for name in (EVENTS, METRICS, ROLLOUTS):
@@ -106,18 +106,18 @@ class RunDirectory:
         return cls(path, lock, resumed=resume)
 
     def event(self, kind: str, /, **fields: object) -> None:
-        """Append one event; times in `fields` are seconds since 1970, tickets their text."""
+        """Append one event; times in `fields` are seconds since 1970, tickets are strings."""
         if kind == "dropped":
             self.tally.drops[str(fields.get("cause", "unknown"))] += 1
         self._events.write({"event": kind, "time": time.time(), **fields})
 
     def rollouts(self, group: Group, *, step: int | None = None) -> None:
-        """Append every rollout of a group; `step` is that of an evaluation, if it is one's."""
+        """Append all rollouts of a group; `step` is the step of an evaluation, if it is one."""
         self.count(group, evaluated=step is not None)
         self._rollouts.write(*[_rollout(t, i, step) for i, t in enumerate(group.trajectories)])
 
     def count(self, group: Group, *, evaluated: bool = False) -> None:
-        """Take a group into the tally alone."""
+        """Add a group to the tally only."""
         outcomes = self.tally.evaluated if evaluated else self.tally.outcomes
         for trajectory in group.trajectories:
             outcomes[trajectory.outcome] += 1
@@ -130,17 +130,17 @@ class RunDirectory:
         self.flush()
 
     def flush(self) -> None:
-        """Hand everything so far to the OS: it survives a kill -9."""
+        """Pass all lines so far to the OS: they survive a kill -9."""
         for journal in self._journals:
             journal.flush()
 
     def sync(self) -> None:
-        """Hand everything so far to the disk; blocks, so call it from a thread."""
+        """Write all lines so far to the disk. Blocks: call it from a thread."""
         for journal in self._journals:
             journal.sync()
 
     def close(self) -> None:
-        """Flush, close and unlock; raises the first RunError once everything is closed."""
+        """Flush, close and unlock, then raise the first RunError."""
         first: RunError | None = None
         for journal in self._journals:
             try:
@@ -157,7 +157,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with suppress(*([] if kind is None else [RunError])):  # not to hide the error under way
+        with suppress(*([] if kind is None else [RunError])):  # not to hide the current error
             self.close()
 
     def _count_error(self, trajectory: Trajectory, prefix: str) -> None:
@@ -168,18 +168,17 @@ class RunDirectory:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
-    """Every event of a run directory, in order, void ones included; a torn last line is not."""
+    """All events of a run directory in order, void ones included."""
     return read_lines(path / EVENTS)
 
 
 def surviving(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events that count: those that no later `resumed{from_step}` voids.
 
-    A checkpoint holds the run as it was at its `snapshot{step}` event, which is on the disk before
-    the checkpoint exists. A resume from it voids every event since that one, its own `resumed`
-    excepted: what was issued or sampled while the checkpoint was being written is done again too.
-    Where there is no such snapshot, the cut is at the `checkpoint{step}` event, then at the first
-    event of a later step; `from_step` 0 starts anew and voids all.
+    A checkpoint has the state of its `snapshot{step}` event, which is on the disk before the
+    checkpoint exists. A resume voids all later events: whatever was issued or sampled while the
+    checkpoint was written is done again. Without such a snapshot, the cut is at the
+    `checkpoint{step}` event, else at the first event of a later step. `from_step` 0 voids all.
     """
     kept: list[dict[str, Any]] = []
     for event in events:
@@ -190,8 +189,11 @@ def surviving(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a run directory, each once: a step done again after a resume replaces its
-    first row and voids the later ones. An evaluation's own row joins that of its step."""
+    """The steps of a run directory, each once.
+
+    A step that was done again after a resume replaces its first row and voids the later ones. The
+    row of an evaluation is merged into that of its step.
+    """
     rows: list[dict[str, Any]] = []
     for row in read_lines(path / METRICS):
         if rows and "eval/step" in row and "loss" not in row:
@@ -219,7 +221,7 @@ def in_use(path: Path) -> bool:
 
 
 def _cut(events: list[dict[str, Any]], from_step: int) -> int:
-    """How many of `events` the checkpoint of `from_step` knows."""
+    """How many of `events` the checkpoint of `from_step` includes."""
     for kind in ("snapshot", "checkpoint"):
         for index in range(len(events) - 1, -1, -1):
             if events[index]["event"] == kind and events[index].get("step") == from_step:
@@ -257,7 +259,7 @@ def _rollout(trajectory: Trajectory, index: int, step: int | None) -> dict[str, 
 
 
 def _lock(path: Path) -> int:
-    """A file descriptor that holds the directory's lock until it is closed."""
+    """A file descriptor that holds the lock of the directory until it is closed."""
     lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -265,8 +267,8 @@ def _lock(path: Path) -> int:
         holder = os.read(lock, 64).decode(errors="replace").strip() or "another process"
         os.close(lock)
         raise ConfigError(
-            f"the run directory {path} is in use by {holder}: end that run first, or choose "
-            "another place with --run-dir"
+            f"the run directory {path} is in use by {holder}; end that run first, or choose "
+            "another directory with --run-dir"
         ) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()}\n".encode(), 0)
@@ -281,14 +283,14 @@ _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
-    """Every key of `config`, defaults included, without what looks like a secret."""
+    """All keys of `config`, including defaults, without values that look like secrets."""
     shown: dict[str, Any] = _without_secrets(plain(config.model_dump()))
     return shown
 
 
 def _write_config(path: Path, config: RunConfig) -> None:
     text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
-    note = f"# The resolved configuration; its relative paths start at {config.base_dir.absolute()}"
+    note = f"# The resolved configuration; paths are relative to {config.base_dir.absolute()}"
     temporary = path.with_suffix(".tmp")
     try:
         temporary.write_text(f"{note}\n{text}", encoding="utf-8")
@@ -297,12 +299,12 @@ def _write_config(path: Path, config: RunConfig) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise ConfigError(
-            f"can't write {path}: {error.strerror or error}; choose another place with --run-dir"
+            f"can't write {path}: {error.strerror or error}; choose another --run-dir"
         ) from error
 
 
 def _without_secrets(value: Any) -> Any:  # any: JSON values
-    """`value` without what a user wrote into it that no file should hold."""
+    """`value` without secrets that a user wrote into it."""
     if isinstance(value, dict):
         return {
             key: "(hidden)"

@@ -1,11 +1,14 @@
-"""rollouts.jsonl, read once from end to end in bounded memory: a few rollouts worth reading, and
-counts over all of them."""
+"""A few rollouts worth reading, and counts over all rollouts of rollouts.jsonl.
+
+The file is read once, in bounded memory.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from retrain.observe.charts import known
@@ -16,12 +19,14 @@ MAX_TEXT = 20_000
 """Characters of one message that a report shows."""
 
 Rollout = Mapping[str, Any]  # a JSON object of rollouts.jsonl
+Ranked = tuple[float, int, Rollout]
+"""(rank by reward, number, rollout)."""
 
 
 class Samples:
-    """What a report shows of the rollouts: the first, last, best, worst and failed ones.
+    """The first, last, best, worst and failed rollouts.
 
-    Those of evaluations, whose tickets' epoch is -1, are shown and counted apart.
+    Rollouts of evaluations, whose tickets have the epoch -1, are counted and shown separately.
     """
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
@@ -30,23 +35,23 @@ class Samples:
         self.errors: Counter[str] = Counter()
         """Failed rollouts, by the first line of their error."""
         self.stop_reasons: Counter[str] = Counter()
-        """Turns, by why the sampler stopped."""
+        """Turns, by stop reason."""
         self.seconds: Counter[str] = Counter()
         """Summed over rollouts, by stage."""
         self._first: list[Rollout] = []
         self._last: deque[Rollout] = deque(maxlen=PICKED)
         self._failed: deque[Rollout] = deque(maxlen=PICKED)
         self._evaluated: deque[Rollout] = deque(maxlen=PICKED)
-        self._best: list[tuple[float, int, Rollout]] = []
-        self._worst: list[tuple[float, int, Rollout]] = []
+        self._best: list[Ranked] = []
+        self._worst: list[Ranked] = []
         for rollout in rollouts:
             self._add(rollout)
 
     def picked(self) -> dict[str, list[dict[str, Any]]]:
-        """Rollouts by why they are shown, each shortened to what a page can hold."""
+        """Shortened rollouts, by why they are shown."""
         kinds = {
-            "best": [rollout for *_, rollout in sorted(self._best, reverse=True, key=_rank)],
-            "worst": [rollout for *_, rollout in sorted(self._worst, reverse=True, key=_rank)],
+            "best": [rollout for *_, rollout in self._best],
+            "worst": [rollout for *_, rollout in self._worst],
             "first": self._first,
             "last": list(self._last),
             "failed": list(self._failed),
@@ -72,24 +77,17 @@ class Samples:
             self.errors[_cause(rollout)] += 1
             self._failed.append(rollout)
         elif reward is not None and known(reward):
-            # of equal rewards the latest: what the model does now says most
-            _keep(self._best, (float(reward), self.count, rollout))
-            _keep(self._worst, (-float(reward), self.count, rollout))
+            # of equal rewards the latest, since it shows the current model
+            self._best = _largest([*self._best, (float(reward), self.count, rollout)])
+            self._worst = _largest([*self._worst, (-float(reward), self.count, rollout)])
 
 
 def _cause(rollout: Rollout) -> str:
     return str(rollout.get("error") or rollout.get("outcome")).partition("\n")[0][:300]
 
 
-def _keep(heap: list[tuple[float, int, Rollout]], item: tuple[float, int, Rollout]) -> None:
-    if len(heap) < PICKED:
-        heapq.heappush(heap, item)
-    else:
-        heapq.heappushpop(heap, item)
-
-
-def _rank(item: tuple[float, int, Rollout]) -> tuple[float, int]:
-    return item[:2]
+def _largest(ranked: Sequence[Ranked]) -> list[Ranked]:
+    return heapq.nlargest(PICKED, ranked, key=itemgetter(0, 1))
 
 
 def _shortened(rollout: Rollout) -> dict[str, Any]:
@@ -100,7 +98,7 @@ def _shortened(rollout: Rollout) -> dict[str, Any]:
     return {**rollout, "messages": messages}
 
 
-def _cut(content: Any) -> str:  # any: a text, or the parts of a multi-modal message
+def _cut(content: Any) -> str:  # any: a string, or the parts of a multi-modal message
     text = content if isinstance(content, str) else "" if content is None else str(content)
     left = len(text) - MAX_TEXT
     return text if left <= 0 else f"{text[:MAX_TEXT]} ... ({left:,} more characters)"

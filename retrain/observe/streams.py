@@ -1,4 +1,4 @@
-"""What to do with a stream whose other end is gone: a closed pipe or terminal."""
+"""Streams whose other end is closed: a pipe or terminal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import IO
 
 
 def let_go(stream: IO[str]) -> None:
-    """Point its file at nothing: what the stream holds would fail again when Python exits.
+    """Redirect its file to the null device, since Python flushes the stream again at exit.
 
-    A stream without a file, or a closed one, is left as it is.
+    Does nothing if the stream has no file or is closed.
     """
     with suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)

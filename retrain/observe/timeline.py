@@ -1,7 +1,4 @@
-"""events.jsonl as intervals: what was generated and trained when, and what became of it.
-
-Pure: the surviving events in, JSON-able values out.
-"""
+"""The timeline of a run, from its surviving events: when groups were generated and trained."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_INTERVALS = 800
-"""Groups that the swimlanes show: those that ended last."""
+"""Maximum number of groups in the swimlanes: the last ones."""
 MAX_LANES = 64
 
 Event = Mapping[str, Any]  # a JSON object of events.jsonl
@@ -20,7 +17,7 @@ Event = Mapping[str, Any]  # a JSON object of events.jsonl
 
 @dataclass(slots=True)
 class Fates:
-    """What became of every ticket."""
+    """What happened to every ticket."""
 
     trained: dict[str, int] = field(default_factory=dict)
     """Ticket -> step."""
@@ -33,12 +30,12 @@ class Fates:
     """Rollouts by outcome."""
 
     def of(self, ticket: str) -> str:
-        """`trained`, the cause of its drop, or `left`: not (yet) trained."""
+        """`trained`, the cause of its drop, or `left` (not trained yet)."""
         return "trained" if ticket in self.trained else self.dropped.get(ticket, "left")
 
 
 def fates(events: Sequence[Event]) -> Fates:
-    """What the surviving events say of each ticket."""
+    """What happened to each ticket, from the surviving events."""
     found = Fates()
     for event in events:
         match event["event"]:
@@ -56,7 +53,7 @@ def fates(events: Sequence[Event]) -> Fates:
 
 
 def waste(found: Fates) -> list[dict[str, Any]]:
-    """Groups and sampled tokens by fate, the trained ones first."""
+    """Groups and sampled tokens by fate, trained ones first."""
     groups: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for ticket in found.issued | set(found.tokens):
@@ -67,41 +64,42 @@ def waste(found: Fates) -> list[dict[str, Any]]:
 
 
 def timeline(events: Sequence[Event], found: Fates) -> dict[str, Any] | None:
-    """Swimlanes of generation above those of training; None without a finished group.
+    """Swimlanes of generation and training; None without a finished group.
 
-    `lanes` are lists of [start, end, fate, label] in seconds from `start` (since 1970). A lane is a
-    place in flight, not a slot: each group takes the first one free.
+    `lanes` are lists of [start, end, fate, label] in seconds after `start` (since 1970). A lane is
+    not a slot: each group takes the first free lane.
     """
     spans = sorted(_spans(events, "rollout"), key=lambda span: span[1])
     if not spans:
         return None
     shown = sorted(spans[-MAX_INTERVALS:], key=lambda span: span[:2])
-    # where the swimlanes show the end of a long run, only what trained beside it belongs to them
-    since = shown[0][0] if len(shown) < len(spans) else min(e[0] for e in spans)
-    training = {
-        kind: [s for s in _spans(events, kind) if s[1] >= since] for kind in ("update", "publish")
-    }
-    end = max(span[1] for kind in (shown, *training.values()) for span in kind)
+    start = shown[0][0]
+    updates, publishes = _spans(events, "update"), _spans(events, "publish")
+    if len(shown) < len(spans):  # only training during the groups shown
+        updates = [span for span in updates if span[1] >= start]
+        publishes = [span for span in publishes if span[1] >= start]
+    end = max(stop for _, stop, _ in (*shown, *updates, *publishes))
     lanes = _lanes(
         [
-            (start - since, stop - since, found.of(str(e.get("ticket"))), _label(e, found))
-            for start, stop, e in shown
+            (began - start, stop - start, found.of(str(e.get("ticket"))), _label(e, found))
+            for began, stop, e in shown
         ]
     )
+
+    def bars(kind: str, items: Sequence[Span]) -> list[Interval]:
+        return [
+            (max(0.0, a - start), b - start, kind, f"{kind} {e.get('step', e.get('version'))}")
+            for a, b, e in items
+        ]
+
     return {
-        "start": since,
-        "seconds": end - since,
+        "start": start,
+        "seconds": end - start,
         "lanes": lanes[:MAX_LANES],
         "hidden_lanes": max(0, len(lanes) - MAX_LANES),
         "shown": len(shown),
         "groups": len(spans),
-        "training": {
-            kind: [
-                (max(0.0, a - since), b - since, kind, f"{kind} {e.get('step', e.get('version'))}")
-                for a, b, e in items
-            ]
-            for kind, items in training.items()
-        },
+        "training": {"update": bars("update", updates), "publish": bars("publish", publishes)},
     }
 
 
@@ -110,7 +108,7 @@ Interval = tuple[float, float, str, str]
 
 
 def _spans(events: Sequence[Event], kind: str) -> list[Span]:
-    """(started, ended, event) in seconds since 1970, also of a clock that counts from elsewhere."""
+    """(started, ended, event) in seconds since 1970; times of other clocks are shifted."""
     found = []
     for event in events:
         if event["event"] == kind and event.get("started") and event.get("ended"):
@@ -121,7 +119,7 @@ def _spans(events: Sequence[Event], kind: str) -> list[Span]:
 
 
 def _lanes(intervals: Sequence[Interval]) -> list[list[Interval]]:
-    """Intervals, by start, on as few lanes as hold them without overlap, the lowest one first."""
+    """Sorted intervals on as few lanes as possible without overlap, lowest lane first."""
     lanes: list[list[Interval]] = []
     free: list[int] = []
     busy: list[tuple[float, int]] = []
@@ -150,5 +148,5 @@ def _label(event: Event, found: Fates) -> str:
     )
 
 
-def _total(tokens: Any) -> int:  # any: a number, or one a rollout
+def _total(tokens: Any) -> int:  # any: a number, or one per rollout
     return int(sum(tokens) if isinstance(tokens, list) else tokens or 0)

@@ -1,4 +1,4 @@
-"""What a report says in words: the bottleneck, and what somebody should look at. Pure."""
+"""The report's conclusions: the bottleneck of a run, and problems to look at."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from retrain.observe.charts import Row, known, points
 
 WAITING = 0.2
-"""Share of the trainer's time from which on waiting, or publishing, is the bottleneck."""
+"""Waiting or publishing is the bottleneck from this share of the trainer's time."""
 TINY = 1e-9
 
 
 def bottleneck(
     rows: Sequence[Row], stage_seconds: Mapping[str, float], target: int | None
 ) -> dict[str, Any] | None:
-    """Where the trainer's time went and what would change it; None without a timed step.
+    """Where the trainer's time went, with advice; None without a timed step.
 
-    The first step is left out where there are others: it waits for the pipe to fill.
+    Ignores the first of several steps, which waits for the pipe to fill.
     """
     rows = rows[1:] if len(rows) > 1 else rows
     total = _sum(rows, "time/step")
@@ -61,15 +61,15 @@ def _advice(
 ) -> str:
     waited, published = shares["waiting for rollouts"], shares["publishing"]
     if max(waited, published) < WAITING:
-        shorter = "a faster backend or fewer tokens a step would shorten the run."
-        if not stage_seconds:  # rows of the data set: nothing is generated
+        shorter = "a faster backend or fewer tokens per step would shorten the run."
+        if not stage_seconds:  # a data set: nothing is generated
             return shorter.capitalize()
         return (
-            "Generation keeps up. A smaller staleness.target would cost little and train on "
-            f"fresher rollouts; {shorter}"
+            "Generation keeps up. A smaller staleness.target would cost little time and train on "
+            f"more recent rollouts; {shorter}"
         )
     if published > waited:
-        return "Publish LoRA weights rather than full ones, or make a step larger."
+        return "Publish LoRA weights instead of full weights, or make steps larger."
     spent = sum(stage_seconds.values())
     slowest = max(stage_seconds, key=lambda name: stage_seconds[name], default="sample")
     where = (
@@ -78,7 +78,7 @@ def _advice(
         else ""
     )
     if target == 0:
-        return where + "staleness.target is 0, so nothing is generated during an update: try 1."
+        return where + "staleness.target is 0, so nothing is generated during an update; try 1."
     remedy = {
         "environment": "Make the environment faster, or raise staleness.target and rollout.slots.",
         "reward": "Make the reward faster, or raise rollout.reward_concurrency.",
@@ -96,7 +96,7 @@ def findings(
     wasted: Sequence[Mapping[str, Any]],
     groups_per_step: int | None,
 ) -> list[str]:
-    """What deserves a look, each with what to do about it; empty when all is well."""
+    """Problems, each with what to do about it; empty if there are none."""
     checks = (
         _nonfinite(rows),
         _flat(rows, groups_per_step),
@@ -110,15 +110,15 @@ def findings(
 
 
 def _nonfinite(rows: Sequence[Row]) -> str:
-    # a key that never has a value is one that the backend doesn't report
+    # the backend doesn't report a key that never has a value
     reported = {key for row in rows for key in row if known(row[key])}
     bad = [(r["step"], key) for r in rows for key in r.get("nonfinite") or () if key in reported]
     if not bad:
         return ""
     step, key = bad[0]
     return (
-        f"{key} was NaN or infinite, first in step {step}: lower backend.learning_rate, or look "
-        "at that step's rewards."
+        f"{key} was NaN or infinite, first in step {step}: lower backend.learning_rate, or check "
+        "the rewards of that step."
     )
 
 
@@ -128,8 +128,8 @@ def _flat(rows: Sequence[Row], groups_per_step: int | None) -> str:
     if share < 0.5:
         return ""
     return (
-        f"{share:.0%} of the latest groups had equal rewards and taught nothing: the task is "
-        "solved, its prompts are too easy or too hard, or the groups too small; "
+        f"{share:.0%} of the latest groups had equal rewards, so no learning signal: the task is "
+        "solved, its prompts are too easy or too hard, or the groups are too small. "
         "train.no_signal: refill replaces such groups."
     )
 
@@ -139,8 +139,8 @@ def _failing(outcomes: Counter[str]) -> str:
     if not outcomes.total() or failed / outcomes.total() < 0.05:
         return ""
     return (
-        f"{failed / outcomes.total():.0%} of the rollouts failed and were left out: "
-        "the causes are below."
+        f"{failed / outcomes.total():.0%} of the rollouts failed and were not trained: "
+        "see the causes below."
     )
 
 
@@ -149,8 +149,8 @@ def _truncated(stop_reasons: Counter[str]) -> str:
     if not stop_reasons.total() or cut / stop_reasons.total() < 0.2:
         return ""
     return (
-        f"{cut / stop_reasons.total():.0%} of the turns were cut off by their length: "
-        "raise sampling.max_tokens, unless the task is to fill it."
+        f"{cut / stop_reasons.total():.0%} of the turns reached the maximum length: "
+        "raise sampling.max_tokens, unless the task is to reach it."
     )
 
 
@@ -173,7 +173,7 @@ def _mismatch(rows: Sequence[Row]) -> str:
     if worst[0] < 0.1:
         return ""
     return (
-        f"The KL of sampler and trainer reached {worst[0]:.2g} in step {worst[1]:.0f}: "
+        f"The KL between sampler and trainer reached {worst[0]:.2g} in step {worst[1]:.0f}: "
         "lower staleness.max or the learning rate, and check the sampler's precision."
     )
 
@@ -187,8 +187,8 @@ def _collapse(rows: Sequence[Row]) -> str:
     if left >= 0.05 or math.isnan(left):
         return ""
     return (
-        f"Entropy fell to {left:.1%} of its start: the model hardly explores any more, which is "
-        "fine if the task is solved."
+        f"Entropy fell to {left:.1%} of its first value: the model hardly explores any more, which "
+        "is fine if the task is solved."
     )
 
 

@@ -1,15 +1,14 @@
 """The ASGI app: both protocols over one service.
 
-service = create_app(Settings(model="tiny"))
-async with service:                                    # or uvicorn's lifespan
-    httpx.ASGITransport(service, raise_app_exceptions=False)
+app = create_app(Settings(model="tiny"))
+async with app:                                    # or uvicorn's lifespan
+    httpx.ASGITransport(app, raise_app_exceptions=False)
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Self
 
 from starlette.applications import Starlette
@@ -25,9 +24,9 @@ from retrain.service.web import KeyCheck, answer_error
 
 
 class ServiceApp(Starlette):
-    """A Starlette app that is an async context manager too, for use without a server.
+    """A Starlette app and, for use without a server, an async context manager.
 
-    Entering loads the model; leaving ends every thread. A server does both by its lifespan.
+    Entering loads the model, leaving ends all threads. A server does both through the lifespan.
     """
 
     service: Service
@@ -36,17 +35,12 @@ class ServiceApp(Starlette):
         await self.service.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.service.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: object) -> None:
+        await self.service.__aexit__(*error)
 
 
 def create_app(settings: Settings | None = None) -> ServiceApp:
-    """The app of one service; nothing is loaded before it's entered."""
+    """The app of one service; it loads nothing until it is entered."""
     service = Service(settings)
     key = service.settings.api_key
 

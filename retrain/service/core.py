@@ -1,11 +1,11 @@
 """The training service without a protocol: sessions, models, sampling sessions, checkpoints.
 
-- One base model; every model in training is made of it. Whatever touches a trainer runs in one
-  thread, in the order in which it was enqueued; the event loop only enqueues.
-- A job enqueues its part for that thread before it awaits anything, so that jobs which were started
-  in order run in order.
-- A session that is silent for `session_ttl` seconds is over, and its models leave the memory;
-  checkpoints stay. Snapshots that only a sampling session knows go with the session.
+- There is one base model, and every model in training is made from it. All work on trainers runs in
+  one thread, in the order in which it was enqueued; the event loop only enqueues.
+- A job enqueues its part for that thread before it awaits anything, so that jobs run in the order
+  in which they were started.
+- A session without requests for `session_ttl` seconds is over: its models leave the memory,
+  checkpoints stay. An unnamed snapshot is deleted with its session.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import logging
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -42,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """An async context manager: entering loads the base model, leaving frees all threads."""
+    """An async context manager: entering loads the base model, leaving ends all threads."""
 
     limits: Limits
     store: Store
@@ -74,12 +73,7 @@ class Service:
         self._sweeper = asyncio.create_task(self._sweep(), name="service sweeper")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
@@ -103,17 +97,17 @@ class Service:
         return session
 
     def session(self, session_id: str) -> Session:
-        """Marks it as alive; raises ServiceError: 404, or 410 when it's over."""
+        """Find a session and keep it alive; raises ServiceError: 404, or 410 if it is over."""
         if session_id not in self.sessions:
-            raise missing(f"the session {session_id}")
+            raise missing(f"session {session_id}")
         session = self.sessions[session_id]
         if session.finished:
-            raise ServiceError(410, "gone", f"the session {session_id} is over")
+            raise ServiceError(410, "gone", f"session {session_id} is over")
         session.seen = time.monotonic()
         return session
 
     def finish(self, session: Session) -> None:
-        """End it: its models and sampling sessions are dropped, checkpoints stay."""
+        """End a session: drop its models and sampling sessions, keep checkpoints."""
         session.finished = True
         for owned in list(session.owned.values()):
             if isinstance(owned, Model):
@@ -126,13 +120,13 @@ class Service:
     def add_model(
         self, session: Session, model_id: str, tuning: Tuning, metadata: Mapping[str, Any]
     ) -> Model:
-        """A model that can be addressed at once; what is asked of it waits for `build_model`."""
+        """A new model; requests for it wait for `build_model`."""
         model = Model(model_id, session, self._lane(), tuning, metadata)
         self.models[model_id] = session.owned[model_id] = model
         return model
 
     async def build_model(self, model: Model, source: tuple[Place, bool] | None = None) -> None:
-        """Give it weights: fresh ones, or of `source`, a checkpoint (with its optimizer?)."""
+        """Give a model fresh weights, or those of `source`: (checkpoint, with optimizer)."""
 
         def build() -> None:
             trainer = Trainer(self._base, model.tuning)
@@ -147,23 +141,28 @@ class Service:
             raise
 
     def model(self, model_id: str) -> Model:
-        """Marks its session as alive; raises ServiceError (404)."""
+        """Find a model and keep its session alive; raises ServiceError (404)."""
         if model_id not in self.models:
             raise ServiceError(
                 404,
                 "not_found",
-                f"the model {model_id} is not on this service. A service that was restarted has "
-                "its checkpoints and no models: make one from a checkpoint",
+                f"model {model_id} is not on this service. A restarted service has checkpoints and "
+                "no models: make one from a checkpoint",
             )
         model = self.models[model_id]
         model.session.seen = time.monotonic()
         return model
 
     def drop_model(self, model: Model) -> None:
-        """Forget it; what was enqueued before still runs."""
+        """Forget a model; jobs that were enqueued before still run."""
         model.lane.close()
         self.models.pop(model.id, None)
         model.session.owned.pop(model.id, None)
+
+    async def retire(self, model: Model) -> None:
+        """Drop a model once all requests before this one are done."""
+        await self.on_engine(lambda: None)
+        self.drop_model(model)
 
     async def run_pass(
         self,
@@ -174,7 +173,7 @@ class Service:
         *,
         backward: bool,
     ) -> Passed:
-        """The targets' log-probs and the loss; with `backward` its gradients are kept."""
+        """Log-probs of the targets and the loss; `backward` also accumulates gradients."""
 
         def call(trainer: Trainer) -> Passed:
             run = trainer.forward_backward if backward else trainer.forward
@@ -196,7 +195,7 @@ class Service:
         listed: bool = True,
         metadata: Mapping[str, Any] | None = None,
     ) -> Saved:
-        """Write the model's present state; `seconds` is how long it's kept, None for ever."""
+        """Write the model's current state and keep it for `seconds`; None keeps it forever."""
 
         def copied(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any] | None, int]:
             state = trainer.optimizer_state() if optimizer else None
@@ -220,41 +219,53 @@ class Service:
         await self.on_trainer(model, lambda trainer: self._restore(trainer, place, optimizer))
 
     async def on_trainer(self, model: Model, run: Callable[[Trainer], T]) -> T:
-        """`run` in the trainers' thread; raises ServiceError when the model was never built."""
+        """Call `run` in the trainers' thread; raises ServiceError if the model was never built."""
 
         def call() -> T:
             if model.trainer is None:
-                raise conflict(f"the model {model.id} could not be made")
+                raise conflict(f"model {model.id} could not be built")
             return run(model.trainer)
 
         return await self.on_engine(call)
 
     async def on_engine(self, run: Callable[[], T]) -> T:
-        """`run` in the trainers' thread, after all that was enqueued before."""
+        """Call `run` in the trainers' thread, after everything that was enqueued before."""
         return await asyncio.get_running_loop().run_in_executor(self._engine, run)
 
     # Sampling
 
-    def create_sampler(
+    def open_sampler(
+        self, session: Session, sampler_id: str, place: Place | None, path: str | None
+    ) -> SamplingSession:
+        """The sampling session of this id; made of a snapshot or the base model if it is new.
+
+        Raises ServiceError: 404 if there is no such snapshot, 409 if the id has other weights.
+        """
+        known = self.samplers.get(sampler_id)
+        if known is not None and known.place != place:
+            raise conflict(f"sampling session {sampler_id} already exists for other weights")
+        return known or self.add_sampler(session, sampler_id, place, path)
+
+    def add_sampler(
         self, session: Session, sampler_id: str, place: Place | None, path: str | None = None
     ) -> SamplingSession:
-        """A session that samples a snapshot; raises ServiceError (404) when there is none."""
+        """A new sampling session; raises ServiceError (404) if there is no such snapshot."""
         if place is not None:
-            self.check_saved(self.store.find(place))
+            self.check_base(self.store.find(place).base_model)
         made = SamplingSession(sampler_id, session, self._lane(), place, path)
         self.samplers[sampler_id] = session.owned[sampler_id] = made
         return made
 
     def sampler(self, sampler_id: str) -> SamplingSession:
-        """Marks its session as alive; raises ServiceError (404)."""
+        """Find a sampling session and keep its session alive; raises ServiceError (404)."""
         if sampler_id not in self.samplers:
-            raise missing(f"the sampling session {sampler_id}")
+            raise missing(f"sampling session {sampler_id}")
         found = self.samplers[sampler_id]
         found.session.seen = time.monotonic()
         return found
 
     def drop_sampler(self, sampler: SamplingSession) -> None:
-        """Forget it, and its snapshot if nothing else names that."""
+        """Forget a sampling session, and delete its snapshot if it has no name."""
         self.samplers.pop(sampler.id, None)
         sampler.session.owned.pop(sampler.id, None)
         if sampler.place is not None:
@@ -265,33 +276,28 @@ class Service:
     async def sample(
         self, sampler: SamplingSession, prompt: list[int], params: SamplingParams, n: int
     ) -> list[Completion]:
-        """`n` completions; raises ServiceError on a prompt or params that can't be served."""
+        """`n` completions; raises ServiceError for a prompt or params that can't be sampled."""
         async with self._serving(sampler) as one:
-            try:
-                return await one.sample(prompt, params, n)
-            except ValueError as error:
-                raise invalid(str(error)) from None
+            return await one.sample(prompt, params, n)
 
     async def logprobs(self, sampler: SamplingSession, tokens: list[int]) -> list[float | None]:
-        """The log-prob of each token given those before it; the first has none."""
+        """The log-prob of each token given those before it; None for the first."""
         async with self._serving(sampler) as one:
-            try:
-                found = await one.logprobs(tokens)
-            except ValueError as error:
-                raise invalid(str(error)) from None
-        return [None, *found[1:]]
+            return [None, *(await one.logprobs(tokens))[1:]]
 
     def check_base(self, name: str) -> None:
-        """Raises ServiceError unless `name` is the base model that is served."""
+        """Raise ServiceError unless `name` is the base model."""
         plain = name.split(":")[0]
         if plain not in (self.settings.model, self.model_folder, Path(self.settings.model).name):
-            raise invalid(f"the base model {name!r} is not served: this is {self.settings.model!r}")
+            raise invalid(f"base model {name!r} is not served, expected {self.settings.model!r}")
 
-    def check_saved(self, saved: Saved, *, optimizer: bool = False) -> None:
-        """Raises ServiceError unless the checkpoint is of our base model, and has what is asked."""
+    async def checkpoint(self, place: Place, *, optimizer: bool) -> Saved:
+        """The manifest; raises ServiceError if a model can't be loaded from the checkpoint."""
+        saved = await asyncio.to_thread(self.store.find, place)
         self.check_base(saved.base_model)
         if optimizer and not saved.optimizer:
-            raise invalid(f"{saved.place.name} holds weights alone: load it without the optimizer")
+            raise invalid(f"{place.name} has weights only; load it without the optimizer")
+        return saved
 
     # In the trainers' thread
 
@@ -310,11 +316,16 @@ class Service:
         state = self.store.optimizer(place) if optimizer else None
         trainer.load(self.store.weights(place), state)
 
-    def _serving(self, sampler: SamplingSession) -> AbstractAsyncContextManager[LocalSampler]:
+    @asynccontextmanager
+    async def _serving(self, sampler: SamplingSession) -> AsyncIterator[LocalSampler]:
         sampler.used = time.monotonic()
         place = sampler.place
         key = "" if place is None else "/".join(place)
-        return self._pool.use(key, lambda: self._weights(place))
+        async with self._pool.use(key, lambda: self._weights(place)) as serving:
+            try:
+                yield serving
+            except ValueError as error:
+                raise invalid(str(error)) from None
 
     # In other threads
 
@@ -334,7 +345,7 @@ class Service:
         return Lane(self.jobs, self.settings.gap_timeout)
 
     async def _sweep(self) -> None:
-        """Now and then, end what has fallen silent and delete what has expired."""
+        """Periodically end inactive sessions and delete expired checkpoints."""
         while True:
             await asyncio.sleep(min(60.0, self.settings.session_ttl / 4))
             for session in list(self.sessions.values()):
@@ -343,7 +354,7 @@ class Service:
                 if session.finished:
                     del self.sessions[session.id]
                 else:
-                    log.warning("the session %s fell silent: its models are dropped", session.id)
+                    log.warning("session %s had no requests: its models are dropped", session.id)
                     self.finish(session)
             self.drop_unused()
             try:
@@ -352,8 +363,9 @@ class Service:
                 log.warning("expired checkpoints could not be deleted: %s", error)
 
     def drop_unused(self) -> None:
-        """Drop snapshots that their sessions alone know, but for each model's newest, once nobody
-        has sampled them for `snapshot_ttl`: Tinker's clients have no way to say that they are done.
+        """Drop unnamed snapshots that were not sampled for `snapshot_ttl`.
+
+        Each model's newest one stays. Tinker's clients can't say that they are done with one.
         """
         unnamed = [one for one in self.samplers.values() if one.place and one.path is None]
         newest = {one.place.model_id: one for one in unnamed if one.place}

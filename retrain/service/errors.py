@@ -1,4 +1,4 @@
-"""What the service answers when it refuses or fails a request."""
+"""The errors that the service returns to clients."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from retrain.errors import RetrainError
 
 
 class ServiceError(RetrainError):
-    """A refusal with its HTTP status; as a job's failure, a status below 500 is the user's fault.
+    """An error with its HTTP status; in a failed job, a status below 500 is the user's error.
 
-    `code` is one word for programs, the message says what was got, what was expected and what to
-    do. `retryable` promises that nothing was done, and that the same request may succeed later.
+    `code` is one word for programs. `retryable` means that nothing was done and that the same
+    request may succeed later.
     """
 
     def __init__(self, status: int, code: str, message: str, *, retryable: bool = False) -> None:
@@ -20,12 +20,12 @@ class ServiceError(RetrainError):
 
 
 def invalid(message: str) -> ServiceError:
-    """400: the request's values can't be worked with."""
+    """400: the request has an invalid value."""
     return ServiceError(400, "invalid_request", message)
 
 
 def missing(what: str) -> ServiceError:
-    """404: `what` isn't here."""
+    """404: the service has no `what`."""
     return ServiceError(404, "not_found", f"{what} is not on this service")
 
 

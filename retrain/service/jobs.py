@@ -1,11 +1,12 @@
-"""Work that a request started: who asked for it, in which order it runs, and what came of it.
+"""Jobs: the work that requests start, in which order it runs, and its results.
 
-- A request with a number (`seq_id`) is one job for ever: sent again it finds the same job, and
-  with another body it is refused (409). So a client whose reply was lost may always repeat.
-- `Lane.submit(..., ordered=True)` runs jobs by their numbers, 1, 2, 3, ..., however they arrive; a
-  job behind a gap waits `gap_timeout` seconds for the missing number, and then fails.
-- Finished jobs are kept as long as their results hold less than `KEPT` numbers; what came of an
-  older one is forgotten (410).
+- A request with a number (`seq_id`) is one job: sent again it finds the same job, and with another
+  body it is rejected (409). A client that lost a reply can therefore always send again.
+- `Lane.submit(..., ordered=True)` runs jobs in the order of their numbers, 1, 2, 3, ..., whatever
+  the order of arrival. A job behind a gap waits `gap_timeout` seconds for the missing number, then
+  fails.
+- Finished jobs are kept while their results hold fewer than `KEPT` numbers in total. The result of
+  an older job is forgotten (410).
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One piece of work; `finished` is set once `result` or `error` is there."""
+    """One piece of work; `finished` is set once it has a `result` or an `error`."""
 
     kind: str
-    """What it is, in the words of its protocol, for the encoding of its result."""
+    """Its name in the protocol, for the encoding of its result."""
     size: int = 1
-    """How many numbers its result holds, about."""
+    """How many numbers its result holds, approximately."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     state: Literal["waiting", "pending", "running", "done", "failed"] = "pending"
-    """`waiting`: for a request with a lower number; `pending`: for its turn."""
+    """`waiting` for a request with a lower number; `pending` before it runs."""
     result: Any = None
     error: ServiceError | None = None
-    facts: dict[str, Any] = field(default_factory=dict)  # what the first reply said beside the id
+    facts: dict[str, Any] = field(default_factory=dict)  # of the first reply, beside the id
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait(self, seconds: float) -> bool:
-        """Whether it has finished, after at most `seconds`."""
+        """Wait at most `seconds`; returns whether the job has finished."""
         try:
             async with asyncio.timeout(seconds):
                 await self.finished.wait()
@@ -54,7 +55,7 @@ class Job:
 
 
 class Jobs:
-    """All jobs of a service. Belongs to one event loop."""
+    """All jobs of a service, on one event loop."""
 
     def __init__(self) -> None:
         self._finished: OrderedDict[str, Job] = OrderedDict()
@@ -63,37 +64,37 @@ class Jobs:
         self._kept = self._forgotten = 0
 
     def get(self, job_id: str) -> Job:
-        """Raises ServiceError: 404 for an id that never was, 410 for one that was forgotten."""
+        """Raises ServiceError: 404 for an unknown id, 410 for a forgotten one."""
         job = self._open.get(job_id) or self._finished.get(job_id)
         if job is None and self._forgotten:
-            raise ServiceError(410, "gone", f"the request {job_id} is unknown, or long answered")
+            raise ServiceError(410, "gone", f"request {job_id} is unknown or expired")
         if job is None:
-            raise missing(f"the request {job_id}")
+            raise missing(f"request {job_id}")
         return job
 
     def add(self, job: Job) -> Job:
-        """Register a job that is not to run yet."""
+        """Register a job without starting it."""
         self._open[job.id] = job
         return job
 
     def start(self, job: Job, work: Work) -> Job:
-        """Run it now, beside the others."""
+        """Run it now, concurrently with the others."""
         self.add(job).state = "pending"
         self._tasks[job.id] = asyncio.create_task(self._run(job, work), name=f"{job.kind} {job.id}")
         return job
 
     def cancel(self, job: Job) -> None:
-        """Stop its work, if that is under way."""
+        """Stop its work if it is running."""
         if task := self._tasks.get(job.id):
             task.cancel()
 
     def fail(self, job: Job, error: ServiceError) -> None:
-        """Finish it without a result."""
+        """Finish it with an error."""
         job.error = error
         self._finish(job, "failed")
 
     async def close(self) -> None:
-        """Cancel what runs, and wake whoever waits."""
+        """Cancel running jobs and wake all waiters."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -110,9 +111,9 @@ class Jobs:
             raise
         except ServiceError as error:
             self.fail(job, error)
-        except ConfigError as error:  # of a loss's keys
+        except ConfigError as error:  # of the keys of a loss
             self.fail(job, ServiceError(400, "invalid_request", str(error)))
-        except Exception as error:  # the client that waits must hear of any failure
+        except Exception as error:  # the waiting client must get every failure
             log.exception("%s %s failed", job.kind, job.id)
             self.fail(job, ServiceError(500, "internal", f"{type(error).__name__}: {error}"))
         else:
@@ -144,24 +145,19 @@ class Lane:
         self._behind: dict[int, tuple[Job, Work, asyncio.TimerHandle]] = {}
         self._next = 1
 
-    @property
-    def used(self) -> bool:
-        """Whether any numbered request has come."""
-        return bool(self._known)
-
     def submit(self, seq_id: int, body: bytes, job: Job, work: Work, *, ordered: bool) -> Job:
-        """The job of this number: `job`, run when its turn comes, or the one that was sent before.
+        """The job of this number: `job`, or the one that was submitted before.
 
-        Raises ServiceError (409) when the number was used with another body, or has been passed.
+        Raises ServiceError (409) if the number was used for another request or is too low.
         """
         digest = hashlib.sha256(job.kind.encode() + b"\0" + body).digest()
         if seq_id in self._known:
             before, job_id = self._known[seq_id]
             if before != digest:
-                raise conflict(f"seq_id {seq_id} was used before, for another request")
+                raise conflict(f"seq_id {seq_id} was already used for another request")
             return self._jobs.get(job_id)
         if ordered and seq_id < self._next:
-            raise conflict(f"seq_id {seq_id} comes too late: the next one is {self._next}")
+            raise conflict(f"got seq_id {seq_id}, expected {self._next} or higher")
         self._known[seq_id] = digest, job.id
         if not ordered:
             return self._jobs.start(job, work)
@@ -172,7 +168,7 @@ class Lane:
         return job
 
     def close(self) -> None:
-        """Fail what still waits for a number."""
+        """Fail the jobs that still wait for a number."""
         for seq_id in list(self._behind):
             self._give_up(seq_id)
 
@@ -187,9 +183,9 @@ class Lane:
         if entry := self._behind.pop(seq_id, None):
             job, _, timer = entry
             timer.cancel()
-            message = f"seq_id {seq_id} waited for seq_id {self._next}, which never came"
+            message = f"seq_id {seq_id} waited for seq_id {self._next}, which never arrived"
             self._jobs.fail(job, ServiceError(400, "sequence_gap", message))
 
 
 def _stopped() -> ServiceError:
-    return ServiceError(503, "stopped", "it was cancelled, or the service is shutting down")
+    return ServiceError(503, "stopped", "the job was cancelled or the service is shutting down")

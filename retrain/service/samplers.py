@@ -1,9 +1,8 @@
-"""A few local samplers that serve many snapshots of the weights.
+"""A pool of local samplers that serve many snapshots of the weights.
 
-Each live sampler holds one snapshot. A request for a snapshot that isn't live takes over the
-sampler that has rested longest, or makes another one as long as there are fewer than `limit`;
-when all are busy it waits. A sampler is never given other weights while a request of it is under
-way, so what was asked of a snapshot is answered by that snapshot.
+Each live sampler holds one snapshot. A request for another snapshot starts a new sampler while
+there are fewer than `limit`, then takes the least recently used idle one; if all are busy, it
+waits. A sampler never changes its weights while it serves a request.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from retrain.engine.sampler import LocalSampler
 
 Key = str
 Load = Callable[[], Mapping[str, Tensor]]
-"""Reads a snapshot as the weights of the plain model; runs in a thread."""
+"""Reads a snapshot as weights of the plain model; runs in a thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,18 +29,18 @@ class _Live:
 
 
 class SamplerPool:
-    """Belongs to one event loop; `make` builds a sampler with whatever weights."""
+    """Belongs to one event loop; `make` builds a sampler with any weights."""
 
     def __init__(self, make: Callable[[], LocalSampler], limit: int) -> None:
         self._make = make
         self._limit = limit
-        self._live: OrderedDict[Key, _Live] = OrderedDict()  # the longest rested first
+        self._live: OrderedDict[Key, _Live] = OrderedDict()  # the least recently used first
         self._freed = asyncio.Condition()
         self._loads = 0
 
     @asynccontextmanager
     async def use(self, key: Key, load: Load) -> AsyncIterator[LocalSampler]:
-        """The sampler of the snapshot `key`, loaded when it isn't live."""
+        """The sampler of snapshot `key`, loaded if it isn't live."""
         async with self._freed:
             while key not in self._live and not self._has_room():
                 await self._freed.wait()
@@ -56,7 +55,7 @@ class SamplerPool:
                 self._freed.notify_all()
 
     async def close(self) -> None:
-        """End every sampler's thread."""
+        """End the threads of all samplers."""
         for live in self._live.values():
             await live.sampler.close()
         self._live.clear()
@@ -65,14 +64,14 @@ class SamplerPool:
         return len(self._live) < self._limit or any(not one.users for one in self._live.values())
 
     async def _bring(self, key: Key, load: Load) -> _Live:
-        """With the condition's lock held, so that a snapshot is loaded once."""
+        """Runs with the condition's lock held, so that a snapshot is loaded once."""
         weights = await asyncio.to_thread(load)
-        rested = next((old for old, one in self._live.items() if not one.users), None)
+        idle = next((old for old, one in self._live.items() if not one.users), None)
         if len(self._live) < self._limit:
             live = _Live(await (await asyncio.to_thread(self._make)).__aenter__())
         else:
-            assert rested is not None  # _has_room said so, and users only ever leave meanwhile
-            live = self._live.pop(rested)
+            assert idle is not None  # _has_room said so, and users only ever leave meanwhile
+            live = self._live.pop(idle)
         self._live[key] = live
         self._loads += 1
         try:

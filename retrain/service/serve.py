@@ -1,6 +1,6 @@
 """`python -m retrain serve`: the training service on a port of this machine.
 
-What the arguments say is checked before torch loads, so that `--help` and mistakes are quick.
+Arguments are checked before torch loads, so that `--help` and errors are fast.
 """
 
 from __future__ import annotations
@@ -21,52 +21,58 @@ MAX_PORT = 65535
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until interrupted; 0 then, 1 when the port can't be had, 2 on a bad setting."""
+    """Serve until interrupted; returns 0, 1 if the port is not available, 2 for a bad setting."""
     arguments = _parser().parse_args(argv)
     try:
         settings = _settings(arguments)
+        with _listen(arguments.host, arguments.port) as listening:
+            asyncio.run(_server()(settings, listening, _announcement(settings, listening)))
     except ConfigError as error:
         return _complain(2, str(error))
-    try:
-        listening = _listen(arguments.host, arguments.port)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        return _complain(
-            1,
-            f"can't listen on {arguments.host}:{arguments.port}: {reason}. Take another --port, or "
-            "0 for any free one",
-        )
-    with listening:
-        try:
-            serve = _server()
-            asyncio.run(serve(settings, listening, _announcement(settings, listening)))
-        except ConfigError as error:
-            return _complain(2, str(error))
+    except _PortError as error:
+        return _complain(1, str(error))
     return 0
+
+
+class _PortError(Exception):
+    """The service can't listen on the port."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="retrain serve",
-        description="A training service that speaks the Tinker and the Weaver protocol, on one "
-        "base model of this machine.",
+        description="Run a training service that speaks the Tinker and Weaver protocols, for one "
+        "base model on this machine.",
     )
-    parser.add_argument("--model", default="tiny", help="tiny, a model folder, or a Hub id")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
-    parser.add_argument("--port", type=int, default=8765, help="0 takes any free one")
+    parser.add_argument(
+        "--model",
+        default="tiny",
+        help="tiny, a model folder or a Hugging Face id (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8765, help="port, or 0 for a free one (default: %(default)s)"
+    )
     parser.add_argument(
         "--api-key-env",
         metavar="NAME",
-        help="the environment variable that holds the key which clients must send",
+        help="environment variable with the API key that clients must send",
     )
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path("service"),
-        help="where checkpoints are kept; a restarted service finds them there",
+        help="folder for checkpoints, kept across restarts (default: %(default)s)",
     )
-    parser.add_argument("--device", help="cpu or cuda; by default cuda where there is one")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each worker")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if available)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="CPU threads of the trainer and of each sampler (default: %(default)s)",
+    )
     return parser
 
 
@@ -76,26 +82,25 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         key = os.environ.get(arguments.api_key_env, "").strip()
         if not key:
             raise ConfigError(
-                f"the environment variable {arguments.api_key_env} is empty: set it to the key, or "
-                "leave --api-key-env out"
+                f"the environment variable {arguments.api_key_env} is empty; set it to the API "
+                "key, or drop --api-key-env"
             )
     if key is None and arguments.host not in LOOPBACK:
         raise ConfigError(
-            f"--host {arguments.host} lets other machines in, and no key is asked for: name the "
-            "variable that holds one with --api-key-env"
+            f"--host {arguments.host} accepts other machines without an API key; put a key into an "
+            "environment variable and pass its name with --api-key-env"
         )
     if not 0 <= arguments.port <= MAX_PORT:
         raise ConfigError(
-            f"--port {arguments.port}: expected 0 to {MAX_PORT}; 0 takes any free one"
+            f"--port: got {arguments.port}, expected 0 to {MAX_PORT}; 0 chooses a free port"
         )
     if arguments.threads < 1:
-        raise ConfigError(f"--threads {arguments.threads}: expected at least 1")
+        raise ConfigError(f"--threads: got {arguments.threads}, expected an integer >= 1")
     try:
         arguments.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--folder {arguments.folder} can't be made: {error.strerror}; name one that can be "
-            "written"
+            f"--folder: can't create {arguments.folder}: {error.strerror}; choose a writable folder"
         ) from error
     return Settings(
         model=arguments.model,
@@ -108,11 +113,17 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise _PortError(
+            f"can't listen on {host}:{port}: {error.strerror or error}. Choose another --port, or "
+            "0 for a free port"
+        ) from error
 
 
 def _server() -> Callable[[Settings, socket.socket, str], Coroutine[None, None, None]]:
-    """`server.serve`; raises ConfigError when a library that it needs is missing."""
+    """`server.serve`; raises ConfigError if a library that it needs is missing."""
     try:
         from retrain.service.server import serve
     except ModuleNotFoundError as error:
@@ -126,8 +137,8 @@ def _announcement(settings: Settings, listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     return (
-        f"{settings.model} is served on {url}; checkpoints are kept in {settings.folder}\n"
-        f"backend: {{type: tinker, url: {url}}}   (or type: weaver); stop with Ctrl-C\n"
+        f"Serving {settings.model} on {url}, with checkpoints in {settings.folder}. Stop: Ctrl-C.\n"
+        f"In a config: backend: {{type: tinker, url: {url}}}   (or type: weaver)\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""The app behind uvicorn, on a socket that listens already, until a signal ends it."""
+"""Runs the app under uvicorn, on a socket that already listens, until a signal."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from retrain.service.app import create_app
 from retrain.service.state import Settings
 
 SHUTDOWN = 10
-"""Seconds that requests under way may take once the service is to end."""
+"""Seconds that running requests may take after a signal."""
 
 KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open: longer than clients keep theirs, so that none is
-closed just as a request goes out on it."""
+"""Seconds that an idle connection stays open: longer than in clients, so that the service never
+closes one while a client sends a request on it."""
 
 
 async def serve(settings: Settings, listening: socket.socket, announcement: str) -> None:
-    """Until SIGINT or SIGTERM; a second SIGINT doesn't wait for the requests under way.
+    """Serve until SIGINT or SIGTERM; a second SIGINT doesn't wait for running requests.
 
-    The socket takes connections already when the announcement is printed, and they are answered
-    once the server runs. Raises ConfigError when the model or the device can't be had.
+    The socket already accepts connections when the announcement is printed. Raises ConfigError if
+    the model or the device is not available.
     """
     _check_device(settings.device)
     async with create_app(settings) as app:
@@ -52,15 +52,13 @@ async def serve(settings: Settings, listening: socket.socket, announcement: str)
 def _check_device(device: str | None) -> None:
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter from a build without CUDA
+    except (RuntimeError, AssertionError) as error:  # the latter in a build without CUDA
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"--device {device} can't be had: {reason}; cpu is always there"
-        ) from error
+        raise ConfigError(f"--device {device} is not available: {reason}; cpu always is") from error
 
 
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours: uvicorn would raise them again before the service has ended."""
+        """Disabled: uvicorn would raise signals again before the service has ended."""
         yield

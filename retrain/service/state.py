@@ -1,4 +1,4 @@
-"""What the service is told, and what it remembers while it runs."""
+"""The settings of the service, and its sessions and models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # torch is heavy, and Settings are made without
+if TYPE_CHECKING:  # torch is heavy, and Settings need none
     from retrain.service.jobs import Lane
     from retrain.service.store import Place
     from retrain.service.trainer import Trainer, Tuning
@@ -16,32 +16,32 @@ if TYPE_CHECKING:  # torch is heavy, and Settings are made without
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the service is told when it starts."""
+    """How to run the service."""
 
     model: str = "tiny"
     """`tiny`, a local folder, or a Hugging Face id: the one base model that is served."""
     folder: Path | None = None
-    """Checkpoints; None takes a temporary folder that goes with the service."""
+    """For checkpoints; None is a temporary folder, deleted when the service ends."""
     api_key: str | None = field(default=None, repr=False)
-    """What clients must send; None asks for nothing."""
+    """The key that clients must send; None requires no key."""
     device: str | None = None
-    """None: cuda where there is one, else cpu."""
+    """None is cuda if available, else cpu."""
     threads: int = 1
     """CPU threads of the trainer, and of each sampler."""
     max_live_samplers: int = 4
-    """Snapshots whose weights are in memory at once for sampling."""
+    """Snapshots in memory at once for sampling."""
     max_rows: int = 256
-    """Completions that one sampler decodes at once."""
+    """Completions that a sampler decodes at once."""
     session_ttl: float = 900.0
     """Seconds of silence that end a session."""
     snapshot_ttl: float = 3600.0
-    """Seconds without a sample that end a snapshot which only a sampling session knows."""
+    """Seconds without a sample after which an unnamed snapshot is deleted."""
     gap_timeout: float = 300.0
-    """Seconds that a numbered request waits for the missing number before it."""
+    """Seconds that a numbered request waits for a missing lower number."""
     long_poll: float = 30.0
-    """Seconds that a Tinker future is waited for in one request."""
+    """Seconds that one request waits for a Tinker future."""
     max_body: int = 256 * 2**20
-    """Bytes of one request, decompressed."""
+    """Bytes of a decompressed request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class Session:
     id: str
     models: Lane
     seen: float
-    """Last sign of life, on the monotonic clock."""
+    """Time of the last request, on the monotonic clock."""
     owned: dict[str, Model | SamplingSession] = field(default_factory=dict)
     finished: bool = False
 
@@ -63,7 +63,7 @@ class Model:
     metadata: Mapping[str, Any]  # the client's own JSON
     created_at: float = field(default_factory=time.time)
     trainer: Trainer | None = None
-    """Touched in the trainers' thread alone; None until it's built there."""
+    """Used only in the trainers' thread; None until it is built there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +72,8 @@ class SamplingSession:
     session: Session
     lane: Lane
     place: Place | None
-    """The snapshot that it samples; None is the base model."""
+    """The snapshot to sample; None is the base model."""
     path: str | None = None
-    """As the client named it; None for the base model, and for a snapshot without a name."""
+    """The client's path; None for the base model and for an unnamed snapshot."""
     used: float = field(default_factory=time.monotonic)
-    """Last sample, on the monotonic clock."""
+    """Time of the last sample, on the monotonic clock."""

@@ -1,9 +1,9 @@
 """Checkpoints and sampler snapshots on disk; they survive the server.
 
-One folder each, `FOLDER/MODEL/KIND/NAME/`, with `manifest.json`, `weights.safetensors` and, for a
-training state, `optimizer.pt`. A folder appears by a rename when it's complete, so that a server
-that dies in the middle leaves no half checkpoint. Models and names are single words of a few safe
-characters: nothing that a client sends can lead out of FOLDER.
+Each is a folder `FOLDER/MODEL/KIND/NAME/` with `manifest.json`, `weights.safetensors` and, for a
+training state, `optimizer.pt`. A rename makes a complete folder visible, so that a server that
+crashes leaves no incomplete checkpoint. Models and names are single words of a few safe
+characters: no request can lead out of FOLDER.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MANIFEST, _WEIGHTS, _OPTIMIZER = "manifest.json", "weights.safetensors", "optim
 
 
 class Place(NamedTuple):
-    """Where a checkpoint is: what the protocols' paths name."""
+    """Where a checkpoint is; the paths of the protocols name it."""
 
     model_id: str
     kind: Kind
@@ -56,15 +56,15 @@ class Saved:
     created_at: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     expires_at: float | None = None
-    """The same; None keeps it until it's deleted."""
+    """Seconds since the epoch; None keeps it until it is deleted."""
     listed: bool = True
-    """False for a snapshot that only its sampling session knows."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # the client's own JSON
+    """False for the unnamed snapshot of a sampling session."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON of the client
     size_bytes: int = 0
 
 
 class Store:
-    """Reads and writes checkpoints below one folder. Blocking: call it in a thread."""
+    """Reads and writes checkpoints in one folder. Its methods block: call them in a thread."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,16 +80,16 @@ class Store:
         *,
         overwrite: bool = False,
     ) -> Saved:
-        """Write it, when what has expired has made room.
+        """Delete expired checkpoints, then write this one.
 
-        Raises ServiceError (409) when the name is taken and `overwrite` is false.
+        Raises ServiceError (409) if the name exists and `overwrite` is false.
         """
         self.sweep()
         target = self._folder(saved.place)
         if target.exists() and not overwrite:
             raise conflict(
-                f"{saved.place.kind}/{saved.place.name} of this model exists already: "
-                "take another name, or delete it first"
+                f"{saved.place.kind}/{saved.place.name} already exists for this model; choose "
+                "another name, or delete it first"
             )
         draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=self.folder))
         try:
@@ -112,17 +112,17 @@ class Store:
         return saved
 
     def check(self, place: Place) -> None:
-        """Raises ServiceError (400) unless model and name are words that can name a folder."""
+        """Raise ServiceError (400) unless model and name can be the names of folders."""
         self._folder(place)
 
     def find(self, place: Place) -> Saved:
-        """The manifest; raises ServiceError (404) when there is none, or it has expired."""
+        """The manifest; raises ServiceError (404) if there is none or it has expired."""
         try:
             saved = _read(self._folder(place) / _MANIFEST)
         except FileNotFoundError:
-            raise missing(f"the checkpoint {place.kind}/{place.name} of {place.model_id}") from None
+            raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}") from None
         if _expired(saved):
-            raise missing(f"the checkpoint {place.kind}/{place.name} has expired and")
+            raise missing(f"checkpoint {place.kind}/{place.name} has expired and")
         return saved
 
     def weights(self, place: Place) -> dict[str, Tensor]:
@@ -131,21 +131,17 @@ class Store:
         return load_file(self._folder(place) / _WEIGHTS)
 
     def optimizer(self, place: Place) -> dict[str, Any]:
-        """AdamW's state; raises ServiceError when the checkpoint has none."""
-        if not self.find(place).optimizer:
-            raise invalid(
-                f"{place.kind}/{place.name} holds weights alone: load it without optimizer"
-            )
+        """AdamW's state, of a checkpoint that has one."""
         state: dict[str, Any] = torch.load(self._folder(place) / _OPTIMIZER, weights_only=True)
         return state
 
     def list(self, model_id: str | None = None) -> list[Saved]:
-        """What a client may see, newest first; of one model or of all."""
+        """The listed checkpoints of one model or of all, newest first."""
         found = [saved for saved in self._all(model_id) if saved.listed and not _expired(saved)]
         return sorted(found, key=lambda saved: saved.created_at, reverse=True)
 
     def expire_at(self, place: Place, seconds: float | None) -> Saved:
-        """Keep it for `seconds` from now; None keeps it until it's deleted."""
+        """Keep it for `seconds` from now; None keeps it until it is deleted."""
         expires = None if seconds is None else time.time() + seconds
         saved = replace(self.find(place), expires_at=expires)
         manifest = self._folder(place) / _MANIFEST
@@ -155,18 +151,18 @@ class Store:
         return saved
 
     def delete(self, place: Place) -> None:
-        """Raises ServiceError (404) when it isn't there."""
+        """Delete it; raises ServiceError (404) if there is none."""
         self.find(place)
         shutil.rmtree(self._folder(place))
 
     def sweep(self, *, unlisted: bool = False) -> None:
-        """Delete what has expired, and with `unlisted` what no session knows any more."""
+        """Delete expired checkpoints, and with `unlisted` those that no session can know."""
         for saved in list(self._all(None)):
             if _expired(saved) or (unlisted and not saved.listed):
                 shutil.rmtree(self._folder(saved.place), ignore_errors=True)
 
     def _all(self, model_id: str | None) -> Iterator[Saved]:
-        """Others save and delete meanwhile: what is gone when it is read is left out."""
+        """All manifests, without those that are deleted while this runs."""
         models = (
             _folders(self.folder) if model_id is None else [self.folder / _model_folder(model_id)]
         )
@@ -178,20 +174,20 @@ class Store:
     def _folder(self, place: Place) -> Path:
         if place.kind not in KINDS or not _WORD.fullmatch(place.name):
             raise invalid(
-                f"{place.kind}/{place.name!r} can't name a checkpoint: a name is one word of "
-                "letters, digits, '.', '_' and '-', up to 128, that begins with a letter or digit"
+                f"{place.kind}/{place.name!r} can't name a checkpoint, expected at most 128 "
+                "letters, digits, '.', '_' and '-' that begin with a letter or digit"
             )
         return self.folder / _model_folder(place.model_id) / place.kind / place.name
 
 
 def _model_folder(model_id: str) -> str:
     if not _MODEL.fullmatch(model_id):
-        raise invalid(f"{model_id!r} can't be the id of a model")
-    return model_id.replace(":", "+")  # no file system minds a plus
+        raise invalid(f"{model_id!r} is not the id of a model")
+    return model_id.replace(":", "+")  # every file system allows a plus
 
 
 def _folders(path: Path) -> list[Path]:
-    """The folders in `path`, drafts left out; none when it isn't there."""
+    """The folders in `path` except drafts; none if `path` doesn't exist."""
     try:
         with os.scandir(path) as entries:
             return [Path(e) for e in entries if e.is_dir() and not e.name.startswith(_DRAFT)]

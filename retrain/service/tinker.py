@@ -1,10 +1,10 @@
-"""The Tinker protocol: remote calls by name, futures that are polled, protobuf or JSON.
+"""The Tinker protocol: remote calls by name, polled futures, protobuf or JSON.
 
-- Training requests of a model run by their `seq_id`, 1, 2, 3, ...; a request sent again is answered
-  by the job that it started first.
-- Losses are sums over tokens, named and configured as the protocol's own; clip thresholds are
-  bounds of the ratio there, distances from 1 here.
-- `lora_config.rank: 0` trains the full weights: an extension, the protocol knows LoRA alone.
+- A model's training requests run in the order of their `seq_id`, 1, 2, 3, ...; a request that is
+  sent again gets the job that it started first.
+- Losses are sums over tokens, with the protocol's names and settings; its clip thresholds are
+  bounds of the ratio, ours are distances from 1.
+- `lora_config.rank: 0` trains the full weights: an extension, since the protocol has only LoRA.
 """
 
 from __future__ import annotations
@@ -19,18 +19,28 @@ from starlette.routing import Route
 
 from retrain.protocols.tinker import messages
 from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
+from retrain.service import bodies
 from retrain.service import tinker_wire as wire
 from retrain.service.core import Service
-from retrain.service.errors import conflict, invalid
+from retrain.service.errors import invalid
 from retrain.service.jobs import Job, Work
-from retrain.service.state import Model, SamplingSession, Session
+from retrain.service.state import Model, Session
 from retrain.service.store import Place
 from retrain.service.trainer import Tuning
-from retrain.service.validation import check_tokens
+from retrain.service.validation import TINKER_LOSSES, known_loss, training_rows
 from retrain.service.web import Handler, Json, decoded, json_object, read_body, want
 
+_UNSUPPORTED = (
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "prompt_alt_tokens_k",
+    "target_prompt_logprobs",
+    "record_stability_info",
+    "prompt_logprobs_last_n",
+)
+"""Options of a sample request."""
 JsonCall = Callable[[Json, bytes], Awaitable[Json]]
-"""From a JSON object, and the bytes that it came as, to the reply's."""
+"""From the body, as a JSON object and as bytes, to the reply."""
 
 
 class TinkerProtocol:
@@ -103,10 +113,10 @@ class TinkerProtocol:
         return JSONResponse({"supported_models": [model]})
 
     async def _config(self, _body: Json, _raw: bytes) -> Json:
-        return {}  # every flag has the default that a client takes for a silent server
+        return {}  # every flag has the client's default
 
     async def _telemetry(self, _body: Json, _raw: bytes) -> Json:
-        return {"status": "accepted"}  # and forgotten
+        return {"status": "accepted"}  # not kept
 
     async def _create_session(self, _body: Json, _raw: bytes) -> Json:
         return {"session_id": self._service.create_session().id, "type": "create_session"}
@@ -125,21 +135,20 @@ class TinkerProtocol:
         session = self._service.session(want(body, "session_id", str))
         self._service.check_base(want(body, "base_model", str))
         wire.check_optimizer(body)
-        lora = want(body, "lora_config", dict, {})
-        return self._make_model(session, body, raw, wire.tuning(lora), None)
+        tuning = bodies.tuning(want(body, "lora_config", dict, {}), min_rank=0)
+        return self._make_model(session, body, raw, tuning, None)
 
     async def _load_weights(self, body: Json, raw: bytes) -> Json:
-        place = self._place(want(body, "path", str), "weights")
+        place = wire.place_of(want(body, "path", str), "weights")
         optimizer = want(body, "optimizer", bool)
-        saved = await asyncio.to_thread(self._service.store.find, place)
-        self._service.check_saved(saved, optimizer=optimizer)
+        saved = await self._service.checkpoint(place, optimizer=optimizer)
         if body.get("session_id") is not None:
             session = self._service.session(want(body, "session_id", str))
             return self._make_model(session, body, raw, saved.tuning, (place, optimizer))
         model, seq_id = self._addressed(body)
         if seq_id != 1:
             raise invalid(
-                f"LoadWeights is not permitted with seq_id {seq_id}: it must be a model's first "
+                f"LoadWeights is not permitted with seq_id {seq_id}, only as a model's first "
                 "request; make a new model from the checkpoint"
             )
 
@@ -187,8 +196,7 @@ class TinkerProtocol:
         model = self._service.model(want(body, "model_id", str))
 
         async def work() -> Json:
-            await self._service.on_engine(lambda: None)  # what was asked before is done first
-            self._service.drop_model(model)
+            await self._service.retire(model)
             return {"model_id": model.id, "type": "unload_model"}
 
         return wire.future(self._service.jobs.start(Job("UnloadModel"), work))
@@ -211,7 +219,8 @@ class TinkerProtocol:
         service = self._service
         model = service.model(call.model_id)
         config = wire.loss_config(call.loss, call.config)
-        rows = await asyncio.to_thread(wire.rows, call, service.limits)
+        expected = known_loss(call.loss, TINKER_LOSSES)
+        rows = await asyncio.to_thread(training_rows, call.data, expected, service.limits)
 
         async def work() -> ForwardBackwardOutput:
             backward = not call.forward_only
@@ -225,8 +234,8 @@ class TinkerProtocol:
     async def _optim_step(self, body: Json, raw: bytes) -> Json:
         model, seq_id = self._addressed(body)
         if "adam_params" not in body:
-            raise invalid("adam_params is missing: AdamW is the optimizer that this service has")
-        adam = wire.adam_params(want(body, "adam_params", dict))
+            raise invalid("adam_params is missing: AdamW is the only optimizer")
+        adam = bodies.adam_params(want(body, "adam_params", dict))
 
         async def work() -> Json:
             return {"metrics": await self._service.optim_step(model, adam), "type": "optim_step"}
@@ -251,7 +260,7 @@ class TinkerProtocol:
     async def _save_for_sampler(self, body: Json, raw: bytes) -> Json:
         model, seq_id = self._addressed(body)
         if want(body, "kind", str, "snapshot") != "snapshot":
-            raise invalid("kind 'inflight' is not served: take 'snapshot', whose weights stay")
+            raise invalid("kind: only 'snapshot' is supported")
         name = want(body, "path", str, None)
         keep = wire.save_options(body)
         if name is None:
@@ -266,20 +275,20 @@ class TinkerProtocol:
         return self._numbered(model, seq_id, raw, Job("SaveWeightsForSampler"), work)
 
     def _save_for_session(self, model: Model, seq_id: int, body: Json, raw: bytes) -> Json:
-        """A snapshot that one sampling session alone knows."""
+        """An unnamed snapshot of one sampling session."""
         number = want(body, "sampling_session_seq_id", int)
         sampler_id = f"{model.session.id}:sample:{number}"
         place = Place(model.id, "sampler_weights", f"session-{uuid.uuid4().hex}")
 
         async def work() -> Json:
             await self._service.save(model, place, listed=False)
-            self._service.create_sampler(model.session, sampler_id, place)
+            self._service.add_sampler(model.session, sampler_id, place)
             return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
         return self._numbered(model, seq_id, raw, Job("SaveWeightsForSampler"), work)
 
     async def _weights_info(self, body: Json, _raw: bytes) -> Json:
-        place = self._place(want(body, "tinker_path", str))
+        place = wire.place_of(want(body, "tinker_path", str))
         saved = await asyncio.to_thread(self._service.store.find, place)
         return {
             "base_model": saved.base_model,
@@ -293,11 +302,7 @@ class TinkerProtocol:
     async def _checkpoints(self, request: Request) -> Response:
         model_id = request.path_params.get("model_id")
         found = await asyncio.to_thread(self._service.store.list, model_id)
-        first, count = wire.page(request)
-        listed = [wire.checkpoint(saved) for saved in found[first : first + count]]
-        return JSONResponse(
-            {"checkpoints": listed, "cursor": wire.cursor(first, count, len(found))}
-        )
+        return wire.page(request, "checkpoints", found, wire.checkpoint)
 
     async def _delete_checkpoint(self, request: Request) -> Response:
         await asyncio.to_thread(self._service.store.delete, wire.place_in_url(request))
@@ -305,16 +310,13 @@ class TinkerProtocol:
 
     async def _set_ttl(self, request: Request) -> Response:
         raw = await read_body(request, self._service.settings.max_body)
-        seconds = wire.ttl(await decoded(json_object, raw))
+        seconds = bodies.ttl(await decoded(json_object, raw))
         await asyncio.to_thread(self._service.store.expire_at, wire.place_in_url(request), seconds)
         return JSONResponse({})
 
     async def _training_runs(self, request: Request) -> Response:
         models = list(self._service.models.values())
-        first, count = wire.page(request)
-        runs = [self._run(model) for model in models[first : first + count]]
-        cursor = wire.cursor(first, count, len(models))
-        return JSONResponse({"training_runs": runs, "cursor": cursor})
+        return wire.page(request, "training_runs", models, self._run)
 
     async def _training_run(self, request: Request) -> Response:
         return JSONResponse(self._run(self._service.model(request.path_params["model_id"])))
@@ -327,7 +329,7 @@ class TinkerProtocol:
             "is_lora": model.tuning.rank > 0,
             "lora_rank": model.tuning.rank,
             "corrupted": False,
-            "last_request_time": wire.iso(model.created_at),
+            "last_request_time": bodies.iso(model.created_at),
             "user_metadata": dict(model.metadata) or None,
         }
 
@@ -336,23 +338,13 @@ class TinkerProtocol:
     async def _create_sampling_session(self, body: Json, _raw: bytes) -> Json:
         session = self._service.session(want(body, "session_id", str))
         number = want(body, "sampling_session_seq_id", int)
-        path, base = want(body, "model_path", str, None), want(body, "base_model", str, None)
-        if path is None and base is None:
-            raise invalid("model_path or base_model is missing: give one of them")
+        path, base = bodies.weights_to_sample(body)
         if base is not None:
             self._service.check_base(base)
-        place = None if path is None else self._place(path, "sampler_weights")
-        made = self._session_for(session, f"{session.id}:sample:{number}", place, path)
+        place = None if path is None else wire.place_of(path, "sampler_weights")
+        sampler_id = f"{session.id}:sample:{number}"
+        made = self._service.open_sampler(session, sampler_id, place, path)
         return {"sampling_session_id": made.id, "type": "create_sampling_session"}
-
-    def _session_for(
-        self, session: Session, sampler_id: str, place: Place | None, path: str | None
-    ) -> SamplingSession:
-        if (known := self._service.samplers.get(sampler_id)) is None:
-            return self._service.create_sampler(session, sampler_id, place, path)
-        if known.place != place:
-            raise conflict(f"{sampler_id} was made before, for other weights")
-        return known
 
     async def _sampler_info(self, request: Request) -> Response:
         sampler = self._service.sampler(request.path_params["sampler_id"])
@@ -366,16 +358,9 @@ class TinkerProtocol:
 
     async def _sample(self, body: Json, raw: bytes) -> Json:
         sampler = self._service.sampler(want(body, "sampling_session_id", str))
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-            if want(body, name, int, 0):
-                raise invalid(f"{name} is not served: leave it out")
-        for name in ("target_prompt_logprobs", "record_stability_info", "prompt_logprobs_last_n"):
-            if body.get(name):
-                raise invalid(f"{name} is not served: leave it out")
-        prompt = wire.prompt_tokens(want(body, "prompt", dict))
-        check_tokens("the prompt", prompt, self._service.limits)
-        asked = want(body, "sampling_params", dict, {})
-        params = wire.sampling_params(asked, len(prompt), self._service.limits.context)
+        bodies.check_unsupported(body, _UNSUPPORTED)
+        prompt = bodies.prompt_of(body, self._service.limits)
+        params = wire.sampling_params(body, prompt, self._service.limits)
         count = want(body, "num_samples", int, 1)
         with_prompt = want(body, "prompt_logprobs", bool, False)
 
@@ -406,7 +391,7 @@ class TinkerProtocol:
     async def _cancel_future(self, body: Json, _raw: bytes) -> Json:
         job = self._service.jobs.get(want(body, "request_id", str))
         if job.kind != "Sample":
-            raise invalid("only sampling can be cancelled")
+            raise invalid("only sampling requests can be cancelled")
         self._service.jobs.cancel(job)
         return {}
 
@@ -417,14 +402,6 @@ class TinkerProtocol:
 
     def _numbered(self, model: Model, seq_id: int, raw: bytes, job: Job, work: Work) -> Json:
         if seq_id < 1:
-            raise invalid(f"seq_id is {seq_id}: a model's requests are numbered 1, 2, 3, ...")
+            raise invalid(f"seq_id: got {seq_id}, expected 1 or more")
         submitted = model.lane.submit(seq_id, raw, job, work, ordered=True)
         return {**wire.future(submitted), "model_id": model.id}
-
-    def _place(self, path: str, kind: str | None = None) -> Place:
-        """The place of a path; raises ServiceError unless it's one, and of that kind."""
-        place = wire.place_of(path)
-        if kind is not None and place.kind != kind:
-            use = "sampling" if place.kind == "sampler_weights" else "training"
-            raise invalid(f"{path!r} is for {use}: expected {wire.SCHEME}MODEL/{kind}/NAME")
-        return place

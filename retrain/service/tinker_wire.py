@@ -1,22 +1,21 @@
-"""Tinker's bodies, as pure functions: requests in our words, and results as they go out.
+"""The bodies of the Tinker protocol, as pure functions.
 
-Whatever a body lacks or holds in excess is a ServiceError that names it. Protobuf is read and
-written by the codec of `retrain.adapters.tinker`, which is held to the protocol's golden vectors.
+A missing, unknown or invalid field is a ServiceError that names it. The codec in
+`retrain.protocols.tinker` reads and writes protobuf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from retrain.errors import shown
 from retrain.protocols.tinker import messages
+from retrain.protocols.tinker.payloads import tensor_to_json
 from retrain.protocols.tinker.values import (
-    Datum,
-    Dtype,
     ForwardBackward,
     ForwardBackwardOutput,
     LossConfig,
@@ -25,29 +24,22 @@ from retrain.protocols.tinker.values import (
     Tensor,
 )
 from retrain.sampler import SamplingParams
+from retrain.service import bodies
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.store import KINDS, Place, Saved
-from retrain.service.trainer import Adam, Passed, Row, Tuning
-from retrain.service.validation import (
-    TINKER_LOSSES,
-    Limits,
-    Values,
-    finite,
-    known_loss,
-    training_row,
-)
+from retrain.service.trainer import Passed
+from retrain.service.validation import Limits, check_non_negative
 from retrain.service.web import Json, json_object, want
 from retrain.types import Completion
 
+T = TypeVar("T")
 PROTOBUF = "application/x-protobuf"
 SCHEME = "tinker://"
-_ENOUGH = 4096
-"""Tokens of a completion when neither the request nor the model sets a limit."""
 
 
 def forward_backward_request(body: bytes) -> ForwardBackward:
-    """The JSON form of the protobuf request; `forward` is an endpoint of its own there."""
+    """The JSON form of the protobuf request; it has a separate endpoint for `forward`."""
     return _request(json_object(body), "forward_backward_input", forward_only=False)
 
 
@@ -55,102 +47,45 @@ def forward_request(body: bytes) -> ForwardBackward:
     return _request(json_object(body), "forward_input", forward_only=True)
 
 
-def rows(call: ForwardBackward, limits: Limits) -> list[Row]:
-    """What is to be trained; raises ServiceError on anything that doesn't fit the loss."""
-    expected = known_loss(call.loss, TINKER_LOSSES)
-    if not call.data:
-        raise invalid("there is no data: expected one datum at least")
-    return [
-        training_row(
-            index,
-            list(datum.tokens),
-            {n: Values(t.data, t.dtype, t.dimensions) for n, t in datum.inputs.items()},
-            expected,
-            limits,
-        )
-        for index, datum in enumerate(call.data)
-    ]
-
-
-def prompt_tokens(prompt: Json) -> list[int]:
-    """The tokens of a list of text chunks; raises ServiceError on images and audio."""
-    tokens: list[int] = []
-    for chunk in want(prompt, "chunks", list):
-        if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
-            raise invalid("only chunks of the type encoded_text are served")
-        tokens += want(chunk, "tokens", list)
-    return tokens
-
-
-def sampling_params(body: Json, prompt_length: int, context: int | None) -> SamplingParams:
-    """A completion without max_tokens may fill the context."""
-    stop = body.get("stop")
+def sampling_params(body: Json, prompt: Sequence[int], limits: Limits) -> SamplingParams:
+    given = want(body, "sampling_params", dict, {})
+    stop = given.get("stop")
     if stop == []:
-        raise invalid("stop: [] (never stop) is not served: leave stop out, and set max_tokens")
+        raise invalid("stop: [] (never stop) is not supported; remove stop and set max_tokens")
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(type(one) in (str, int) for one in stops):
-        raise invalid("stop must be a text, a list of texts or a list of token ids")
-    room = _ENOUGH if context is None else max(1, context - prompt_length)
-    return SamplingParams(
-        max_tokens=want(body, "max_tokens", int, room),
-        temperature=want(body, "temperature", float, 1.0),
-        top_p=want(body, "top_p", float, 1.0),
-        top_k=max(0, want(body, "top_k", int, -1)),
-        stop=tuple(one for one in stops if isinstance(one, str)),
-        stop_token_ids=tuple(one for one in stops if isinstance(one, int)),
-        seed=want(body, "seed", int, None),
-    )
+        raise invalid(f"stop: got {shown(stop)}, expected a string or a list of strings or ids")
+    texts = [one for one in stops if isinstance(one, str)]
+    ids = [one for one in stops if isinstance(one, int)]
+    return bodies.sampling_params(given, prompt, limits, texts, ids)
 
 
-def place_of(path: str) -> Place:
-    """What `tinker://MODEL/KIND/NAME` names; raises ServiceError when it's no such path."""
+def place_of(path: str, kind: str | None = None) -> Place:
+    """The checkpoint that `tinker://MODEL/KIND/NAME` names, of the given kind."""
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
         raise invalid(
-            f"{path!r} is no path: expected {SCHEME}MODEL/weights/NAME or .../sampler_weights/NAME"
+            f"path: got {path!r}, expected {SCHEME}MODEL/weights/NAME or .../sampler_weights/NAME"
         )
-    model_id, kind, name = parts
-    return Place(model_id, "weights" if kind == "weights" else "sampler_weights", name)
+    place = Place(parts[0], "weights" if parts[1] == "weights" else "sampler_weights", parts[2])
+    if kind is not None and place.kind != kind:
+        use = "sampling" if place.kind == "sampler_weights" else "training"
+        raise invalid(f"path: got {path!r}, which is for {use}, expected {SCHEME}MODEL/{kind}/NAME")
+    return place
 
 
 def path_of(place: Place) -> str:
     return SCHEME + "/".join(place)
 
 
-def adam_params(body: Json) -> Adam:
-    """AdamW's fields; raises ServiceError on unknown ones and on values that make no step."""
-    given = dict(body)
-    given.pop("type", None)
-    if unknown := sorted(set(given) - set(Adam.__slots__)):
-        raise invalid(f"adam_params has unknown fields {unknown}: it takes {list(Adam.__slots__)}")
-    finite("adam_params", given, dict.fromkeys(given, 0.0))
-    adam = Adam(**given)
-    if adam.beta1 >= 1 or adam.beta2 >= 1:
-        raise invalid(f"beta1 {adam.beta1} and beta2 {adam.beta2} must be below 1")
-    return adam
-
-
-def tuning(lora: Json) -> Tuning:
-    rank = want(lora, "rank", int, Tuning().rank)
-    if not 0 <= rank <= 1024:
-        raise invalid(f"lora_config.rank is {rank}: expected 1 to 1024, or 0 for the full weights")
-    return Tuning(
-        rank=rank,
-        attention=want(lora, "train_attn", bool, True),
-        mlp=want(lora, "train_mlp", bool, True),
-        unembed=want(lora, "train_unembed", bool, True),
-        seed=want(lora, "seed", int, 0),
-    )
-
-
 def check_optimizer(body: Json) -> None:
     kind = want(body, "optimizer_config", dict, {}).get("type", "adamw")
     if kind != "adamw":
-        raise invalid(f"the optimizer {kind!r} is not served: expected 'adamw'")
+        raise invalid(f"optimizer {kind!r} is not supported, expected 'adamw'")
 
 
 def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
-    """The loss's keys in our words."""
+    """The settings of a loss under our names."""
     known = {
         "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
@@ -158,14 +93,14 @@ def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
     }.get(loss, {})
     if unknown := sorted(set(given) - set(known)):
         expected = ", ".join(known) or "no keys"
-        raise invalid(f"loss_fn_config of {loss!r} has unknown keys {unknown}: it takes {expected}")
-    finite("loss_fn_config", given, dict.fromkeys(given, 0.0))
+        raise invalid(f"loss_fn_config of {loss!r} has unknown keys {unknown}, expected {expected}")
+    check_non_negative("loss_fn_config", given)
     merged = {**known, **{key: float(value) for key, value in given.items()}}
     if "clip_low_threshold" not in merged:
         return merged
     low, high = merged["clip_low_threshold"], merged["clip_high_threshold"]
     if not low <= 1 <= high:
-        raise invalid(f"clip thresholds {low} and {high} must have 1 between them")
+        raise invalid(f"clip thresholds: got {low} and {high}, expected one <= 1 and one >= 1")
     return {"epsilon": 1 - low, "epsilon_high": high - 1}
 
 
@@ -206,25 +141,18 @@ def future(job: Job) -> dict[str, Any]:
 def try_again(job: Job) -> Json:
     reply = {"type": "try_again", "request_id": job.id, "queue_state": "active"}
     if job.state == "waiting":
-        reply["queue_state_reason"] = "a request with a lower seq_id has not come yet"
+        reply["queue_state_reason"] = "a request with a lower seq_id has not arrived yet"
     return reply
 
 
 def save_options(body: Json) -> dict[str, Any]:
-    return {"seconds": ttl(body), "metadata": want(body, "user_metadata", dict, {})}
-
-
-def ttl(body: Json) -> float | None:
-    seconds = want(body, "ttl_seconds", int, None)
-    if seconds is not None and seconds < 1:
-        raise invalid(f"ttl_seconds is {seconds}: expected 1 or more, or null to keep it")
-    return seconds
+    return {"seconds": bodies.ttl(body), "metadata": want(body, "user_metadata", dict, {})}
 
 
 def place_in_url(request: Request) -> Place:
     given = request.path_params
     if given["kind"] not in KINDS:
-        raise invalid(f"{given['kind']!r} is no kind of checkpoint: expected one of {KINDS}")
+        raise invalid(f"kind of checkpoint: got {given['kind']!r}, expected one of {KINDS}")
     return Place(given["model_id"], given["kind"], given["name"])
 
 
@@ -233,30 +161,24 @@ def checkpoint(saved: Saved) -> Json:
     return {
         "checkpoint_id": f"{place.kind}/{place.name}",
         "checkpoint_type": "training" if place.kind == "weights" else "sampler",
-        "time": iso(saved.created_at),
+        "time": bodies.iso(saved.created_at),
         "tinker_path": path_of(place),
         "size_bytes": saved.size_bytes,
         "public": False,
-        "expires_at": None if saved.expires_at is None else iso(saved.expires_at),
+        "expires_at": bodies.iso(saved.expires_at),
         "user_metadata": dict(saved.metadata) or None,
     }
 
 
-def page(request: Request) -> tuple[int, int]:
+def page(request: Request, name: str, items: Sequence[T], show: Callable[[T], Json]) -> Response:
+    """The part of `items` that `offset` and `limit` in the URL ask for."""
     try:
-        first = int(request.query_params.get("offset", 0))
-        count = int(request.query_params.get("limit", 100))
+        first = max(0, int(request.query_params.get("offset", 0)))
+        count = max(1, int(request.query_params.get("limit", 100)))
     except ValueError:
         raise invalid("limit and offset must be integers") from None
-    return max(0, first), max(1, count)
-
-
-def cursor(first: int, count: int, total: int) -> Json:
-    return {"offset": first, "limit": count, "total_count": total}
-
-
-def iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+    cursor = {"offset": first, "limit": count, "total_count": len(items)}
+    return JSONResponse({name: list(map(show, items[first : first + count])), "cursor": cursor})
 
 
 def _request(body: Json, key: str, *, forward_only: bool) -> ForwardBackward:
@@ -264,26 +186,11 @@ def _request(body: Json, key: str, *, forward_only: bool) -> ForwardBackward:
     return ForwardBackward(
         model_id=want(body, "model_id", str),
         seq_id=want(body, "seq_id", int),
-        data=[_datum(datum) for datum in want(given, "data", list)],
+        data=[bodies.datum_of(datum) for datum in want(given, "data", list)],
         loss=want(given, "loss_fn", str),
         config=want(given, "loss_fn_config", dict, {}),
         forward_only=forward_only,
     )
-
-
-def _datum(datum: Json) -> Datum:
-    inputs = want(datum, "loss_fn_inputs", dict)
-    tokens = prompt_tokens(want(datum, "model_input", dict))
-    return Datum(tokens, {name: _tensor(tensor) for name, tensor in inputs.items()})
-
-
-def _tensor(tensor: Json) -> Tensor:
-    if tensor.get("sparse_crow_indices") is not None:
-        raise invalid("sparse tensors are not served: send them dense")
-    shape = want(tensor, "shape", list, None)
-    dtype = cast(Dtype, want(tensor, "dtype", str))  # validation compares it
-    data: Sequence[float] = want(tensor, "data", list)
-    return Tensor(data, dtype, None if shape is None else tuple(shape))
 
 
 def _as_json(result: ForwardBackwardOutput | SampleResult) -> Json:
@@ -297,10 +204,7 @@ def _as_json(result: ForwardBackwardOutput | SampleResult) -> Json:
             reply["prompt_logprobs"] = result.prompt_logprobs
         return reply
     outputs = [
-        {
-            name: {"data": t.data, "dtype": t.dtype, "shape": list(t.dimensions)}
-            for name, t in output.items()
-        }
+        {name: tensor_to_json(tensor) for name, tensor in output.items()}
         for output in result.outputs
     ]
     return {

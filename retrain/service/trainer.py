@@ -1,14 +1,14 @@
-"""One model in training: gradients that accumulate, AdamW steps, and its weights as tensors.
+"""One model in training: accumulated gradients, AdamW steps, and its weights as tensors.
 
-- Losses are the shared ones (engine.losses), summed over tokens; gradients add up over calls until
-  `optim_step` applies and clears them. A call that fails adds nothing: the gradients are put back.
-- LoRA leaves the base weights alone, so that all models share them. Attention and MLP projections
-  get their matrices by name, and with `unembed` the output layer too; a tied output layer is untied
-  first, or its delta would change the embedding. Without `unembed` a model of random weights can't
-  learn which token to say: its output layer is noise that nothing else can turn.
+- Losses are the shared ones (engine.losses), summed over tokens. Gradients add up over calls until
+  `optim_step` applies and clears them. A call that fails adds nothing.
+- LoRA leaves the base weights unchanged, so that all models share them. Attention and MLP
+  projections get their matrices by name, and with `unembed` so does the output layer. A tied output
+  layer is untied first, since its delta would otherwise change the embedding. Without `unembed` a
+  model of random weights can't learn which token to say: its output layer is noise.
 - Rank 0 trains the full weights, in a copy.
-- Weight decay leaves biases and the gains of norms alone, as transformers' trainer does, so that a
-  run means the same on TRL.
+- As in transformers' Trainer, weight decay skips biases and the gains of norms, so that a run means
+  the same on TRL.
 
 Everything here is synchronous and belongs to one thread.
 """
@@ -28,13 +28,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from retrain.engine.lengths import of_like_length
 from retrain.engine.losses import shared_loss, token_logprobs
-from retrain.service.errors import ServiceError, invalid
+from retrain.service.errors import invalid
 
 LORA_ALPHA = 32
-"""The services that we speak for have no alpha on the wire; this is the value they use."""
+"""The value of the hosted services, whose protocols have no field for alpha."""
 LOGITS_AT_ONCE = 2**29
-"""Numbers that one micro-batch's logits may have (2 GiB in float32)."""
+"""Maximum size of a micro-batch's logits (2 GiB in float32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Tuning:
     mlp: bool = True
     unembed: bool = True
     seed: int = 0
-    """Of the LoRA matrices' initial values."""
+    """Of the initial LoRA matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What a forward pass gives back."""
+    """The result of a forward pass."""
 
     logprobs: list[list[float]]
-    """Of each row's targets, (N,) a row."""
+    """Of each row's targets, (N,) per row."""
     loss: float
     tokens: float
     """Targets with mask 1."""
@@ -74,7 +75,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """AdamW's fields, sent with every step; `grad_clip_norm` 0 clips nothing."""
+    """AdamW's hyperparameters, sent with every step; `grad_clip_norm` 0 doesn't clip."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -85,10 +86,10 @@ class Adam:
 
 
 class Trainer:
-    """Trains a model that is made of `base`; the base's own weights never change."""
+    """Trains a model made from `base`, whose own weights never change."""
 
     def __init__(self, base: PreTrainedModel, tuning: Tuning) -> None:
-        """Raises ServiceError when the model has none of the layers that `tuning` asks for."""
+        """Raises ServiceError if the model has none of the layers of `tuning`."""
         self.tuning = tuning
         self.steps = 0
         self.model: torch.nn.Module
@@ -96,21 +97,21 @@ class Trainer:
             self.model = _with_lora(untied(base), tuning)
         else:
             self.model = copy.deepcopy(base).requires_grad_(True)
-        self.model.eval()  # no dropout: the log-probs must be those that the sampler's are held to
+        self.model.eval()  # no dropout: the log-probs must equal the sampler's
         self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self._optimizer = self._fresh_optimizer()
         self._device = base.device
         self._vocabulary = int(_embedding(base).weight.shape[0])
 
     def forward(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
-        """The same numbers as `forward_backward`, and no gradients."""
+        """The same numbers as `forward_backward`, without gradients."""
         with torch.no_grad():
             return self._passed(rows, loss, config)
 
     def forward_backward(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
-        """Adds the loss's gradient to what has accumulated.
+        """Add the gradient of the loss to the accumulated gradients.
 
-        Raises ServiceError when the loss is NaN or infinite; nothing is then added.
+        Raises ServiceError, and adds nothing, if the loss is NaN or infinite.
         """
         before = [p.grad.clone() if p.grad is not None else None for p in self._trained.values()]
         try:
@@ -121,18 +122,18 @@ class Trainer:
             raise
 
     def optim_step(self, adam: Adam) -> dict[str, float]:
-        """Applies the accumulated gradients and clears them; reports the norm before clipping.
+        """Apply and clear the accumulated gradients; returns the norm before clipping.
 
-        Raises ServiceError when there is no gradient, or one that is NaN or infinite; the weights
-        are then as they were, and the gradients cleared.
+        Raises ServiceError, and leaves the weights unchanged, if there is no gradient or its norm
+        is NaN or infinite. In the latter case the gradients are cleared.
         """
         if all(parameter.grad is None for parameter in self._trained.values()):
-            raise invalid("there is no gradient to apply: call forward_backward before optim_step")
+            raise invalid("there is no gradient to apply; call forward_backward before optim_step")
         limit = adam.grad_clip_norm or math.inf
         norm = float(clip_grad_norm_(self._trained.values(), limit))
         if not math.isfinite(norm):
             self._optimizer.zero_grad()
-            raise invalid(f"the gradient's norm is {norm}: it was cleared, no step was taken")
+            raise invalid(f"gradient norm: got {norm}, expected a finite number; no step taken")
         for group in self._optimizer.param_groups:
             group.update(
                 lr=adam.learning_rate,
@@ -146,28 +147,26 @@ class Trainer:
         return {"grad_norm": norm, "learning_rate": adam.learning_rate}
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the trained weights, on the CPU; LoRA's in PEFT's names."""
+        """A copy of the trained weights on the CPU; LoRA weights have PEFT's names."""
         return {
             name.replace(".default.", "."): parameter.detach().cpu().clone()
             for name, parameter in self._trained.items()
         }
 
     def optimizer_state(self) -> dict[str, Any]:
-        """A copy of AdamW's moments and step counts, on the CPU."""
+        """A copy of AdamW's moments and step counts on the CPU."""
         state = self._optimizer.state_dict()["state"]
         moments = {i: {k: v.cpu().clone() for k, v in one.items()} for i, one in state.items()}
         return {"state": moments, "steps": self.steps}
 
     def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
-        """Continues from a copy; without the optimizer's it starts afresh, as for a new task.
+        """Continue from a copy; without an optimizer state, AdamW starts anew.
 
-        Raises ServiceError when the tensors don't fit this model.
+        Raises ServiceError if the tensors don't fit this model.
         """
         named = {name.replace(".default.", "."): p for name, p in self._trained.items()}
         if {n: p.shape for n, p in named.items()} != {n: w.shape for n, w in weights.items()}:
-            raise invalid(
-                "the checkpoint was made with another tuning (rank or layers) than this model has"
-            )
+            raise invalid("the checkpoint has another rank or other trained layers than this model")
         with torch.no_grad():
             for name, parameter in named.items():
                 parameter.copy_(weights[name])
@@ -188,7 +187,8 @@ class Trainer:
     def _passed(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
         logprobs: list[list[float]] = [[]] * len(rows)
         total = tokens = 0.0
-        for batch in self._micro_batches(rows):
+        limit = max(1, LOGITS_AT_ONCE // self._vocabulary)
+        for batch in of_like_length([len(row.tokens) for row in rows], limit):
             part, found = self._micro_batch([rows[i] for i in batch], loss, config)
             total, tokens = total + part, tokens + sum(sum(rows[i].mask) for i in batch)
             for index, values in zip(batch, found.tolist(), strict=True):
@@ -215,7 +215,7 @@ class Trainer:
             self._padded([row.mask for row in rows]),
         )
         if not torch.isfinite(value):
-            raise invalid(f"the {loss} loss is {value.item()}: check logprobs and advantages")
+            raise invalid(f"{loss} loss: got {value.item()}; check logprobs and advantages")
         if torch.is_grad_enabled():
             value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return float(value.detach()), logprobs.detach()
@@ -226,21 +226,9 @@ class Trainer:
         tensors = [torch.tensor(one, dtype=dtype or torch.float32) for one in values]
         return pad_sequence(tensors, batch_first=True).to(self._device)
 
-    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Row numbers, rows of like length together, as many as LOGITS_AT_ONCE allows."""
-        limit = max(1, LOGITS_AT_ONCE // self._vocabulary)
-        batch: list[int] = []
-        for index in sorted(range(len(rows)), key=lambda i: len(rows[i].tokens)):
-            if batch and (len(batch) + 1) * len(rows[index].tokens) > limit:
-                yield batch
-                batch = []
-            batch.append(index)
-        if batch:
-            yield batch
-
 
 def untied(base: PreTrainedModel) -> PreTrainedModel:
-    """The same modules anew, on the very same weight tensors but for a tied output layer's."""
+    """A copy that shares all weight tensors except that of a tied output layer."""
     shared = [*base.parameters(), *base.buffers()]
     model: PreTrainedModel = copy.deepcopy(base, {id(tensor): tensor for tensor in shared})
     head, embedding = _head(model), _embedding(model)
@@ -253,12 +241,12 @@ def untied(base: PreTrainedModel) -> PreTrainedModel:
 def merged_weights(
     model: PreTrainedModel, weights: Mapping[str, Tensor], rank: int
 ) -> dict[str, Tensor]:
-    """State of `model` (untied) with trained `weights` in it: W + alpha/rank B A for LoRA's."""
+    """The state of `model` (untied) with trained `weights`: W + alpha/rank B A for LoRA."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if not rank:
         full = {name: tensor.to(model.device) for name, tensor in weights.items()}
         head, embedding = (_weight_name(model, one(model)) for one in (_head, _embedding))
-        if head not in full:  # of tied weights only the first name was trained
+        if head not in full:  # only the first name of tied weights was trained
             full[head] = full[embedding]
         return {**state, **full}
     for name, a in weights.items():
@@ -276,10 +264,8 @@ def _with_lora(model: PreTrainedModel, tuning: Tuning) -> torch.nn.Module:
 
     targets = [name for name, wanted in _layers(model, tuning) if wanted]
     if not targets:
-        raise ServiceError(
-            400, "invalid_request", "this tuning trains nothing: switch on a kind of layer"
-        )
-    # peft asks for a name that transformers has renamed; where warnings are errors it would fail.
+        raise invalid("this model trains nothing; enable at least one kind of layer")
+    # peft uses a name that transformers deprecates; it would fail where warnings are errors.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
     config = LoraConfig(r=tuning.rank, lora_alpha=LORA_ALPHA, target_modules=targets, bias="none")
     with torch.random.fork_rng(devices=[]):
@@ -289,7 +275,7 @@ def _with_lora(model: PreTrainedModel, tuning: Tuning) -> torch.nn.Module:
 
 
 def _layers(model: PreTrainedModel, tuning: Tuning) -> Iterator[tuple[str, bool]]:
-    """Every linear layer's name, and whether `tuning` wants it trained."""
+    """The name of each linear layer, and whether `tuning` trains it."""
     head = _head(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):

@@ -1,10 +1,9 @@
 """The Weaver protocol: REST resources, and operations that are polled.
 
-- Training requests of a model run in the order in which they arrive: its clients send one after the
-  other, and may burn a `seq_id` without sending it. A number that is sent again is answered by the
-  operation that it started first.
-- Losses are sums over tokens. Asking for an operation waits a little for its end, so that a
-  thousand samples in flight aren't a storm of polls.
+- A model's training requests run in the order of arrival: its clients send one after the other and
+  may skip a `seq_id`. A number that is sent again gets the operation that it started first.
+- Losses are sums over tokens. A request for an operation waits a few seconds for its end, so that
+  a thousand samples in flight don't cause a storm of polls.
 """
 
 from __future__ import annotations
@@ -18,20 +17,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from retrain.service import bodies
 from retrain.service import weaver_wire as wire
 from retrain.service.core import Service
-from retrain.service.errors import conflict, invalid
+from retrain.service.errors import invalid
 from retrain.service.jobs import Job, Work
 from retrain.service.state import Model, SamplingSession
 from retrain.service.store import Place
-from retrain.service.tinker_wire import prompt_tokens
-from retrain.service.validation import check_tokens
 from retrain.service.web import Handler, Json, decoded, json_object, read_body, want
 
 LONGEST_LOOK = 5.0
-"""Seconds that a look at an operation may last; the clients give up after 60."""
-_ENOUGH = 4096
-"""Tokens of a completion when neither the request nor the model sets a limit."""
+"""Seconds that a poll of an operation may wait; clients time out after 60."""
+_UNSUPPORTED = (
+    "topk_prompt_logprobs",
+    "return_sampling_mask",
+    "return_moe_topk_indices",
+    "score_centering",
+)
+"""Options of a sample request."""
 JsonCall = Callable[[Request, Json, bytes], Awaitable[Response]]
 
 
@@ -95,7 +98,7 @@ class WeaverProtocol:
 
     async def _metrics(self, request: Request, _body: Json, _raw: bytes) -> Response:
         self._service.session(request.path_params["session_id"])
-        return JSONResponse({})  # a run keeps its own metrics
+        return JSONResponse({})  # not kept: a run keeps its own metrics
 
     async def _supported_models(self, _: Request) -> Response:
         tokenizer = {"tokenizer": {"path": self._service.model_folder}}
@@ -141,8 +144,7 @@ class WeaverProtocol:
 
     async def _terminate(self, request: Request, _body: Json, _raw: bytes) -> Response:
         model = self._model(request)
-        await self._service.on_engine(lambda: None)  # what was asked before is done first
-        self._service.drop_model(model)
+        await self._service.retire(model)
         return JSONResponse({"id": model.id, "status": "stopped"})
 
     # Training
@@ -158,8 +160,8 @@ class WeaverProtocol:
         key = "forward_backward_input" if backward else "forward_input"
         call = await asyncio.to_thread(wire.training_call, body, model.id, key, service.limits)
         if backward and call.loss == "forward_logprob":
-            raise invalid("forward_logprob has no gradient: call forward with it")
-        plain = call.loss in ("surrogate", "forward_logprob")  # weights, or none, times log-probs
+            raise invalid("forward_logprob has no gradient; use it with forward")
+        plain = call.loss in ("surrogate", "forward_logprob")  # both are weights times log-probs
         loss = "cross_entropy" if plain else call.loss
 
         async def work() -> Json:
@@ -183,7 +185,7 @@ class WeaverProtocol:
     # Checkpoints
 
     async def _export_sampler(self, request: Request, body: Json, raw: bytes) -> Response:
-        model, seconds = self._model(request), wire.ttl(body)
+        model, seconds = self._model(request), bodies.ttl(body)
         name = want(body, "path", str, None) or f"sampler-{uuid.uuid4().hex}"
         place = self._new_place(model, "sampling", name)
 
@@ -195,10 +197,10 @@ class WeaverProtocol:
         return self._numbered(model, seq_id, raw, Job("export_sampler"), work)
 
     async def _save(self, request: Request, body: Json, _raw: bytes) -> Response:
-        model, seconds = self._model(request), wire.ttl(body)
+        model, seconds = self._model(request), bodies.ttl(body)
         kind = want(body, "type", str)
         if kind not in wire.SAVE_TYPES:
-            raise invalid(f"type is {kind!r}: expected one of {wire.SAVE_TYPES}")
+            raise invalid(f"type: got {kind!r}, expected one of {wire.SAVE_TYPES}")
         name = want(body, "name", str, None) or f"checkpoint-{uuid.uuid4().hex}"
         place, optimizer = self._new_place(model, kind, name), kind == "weight_and_optimizer"
 
@@ -212,8 +214,7 @@ class WeaverProtocol:
         model = self._model(request)
         place = wire.place_of(want(body, "path", str))
         optimizer = want(body, "include_optimizer", bool)
-        saved = await asyncio.to_thread(self._service.store.find, place)
-        self._service.check_saved(saved, optimizer=optimizer)
+        await self._service.checkpoint(place, optimizer=optimizer)
 
         async def work() -> Json:
             await self._service.load(model, place, optimizer=optimizer)
@@ -229,9 +230,9 @@ class WeaverProtocol:
     async def _set_ttl(self, request: Request, body: Json, _raw: bytes) -> Response:
         place = wire.place_of(want(body, "path", str))
         if place.model_id != request.path_params["model_id"]:
-            raise invalid(f"{body['path']!r} belongs to another model than the path's")
+            raise invalid(f"path: got {body['path']!r}, which belongs to another model")
         store = self._service.store
-        saved = await asyncio.to_thread(store.expire_at, place, wire.ttl(body))
+        saved = await asyncio.to_thread(store.expire_at, place, bodies.ttl(body))
         return JSONResponse(wire.checkpoint(saved))
 
     def _new_place(self, model: Model, kind: str, name: str) -> Place:
@@ -243,19 +244,13 @@ class WeaverProtocol:
 
     async def _create_sampler(self, request: Request, body: Json, _raw: bytes) -> Response:
         session = self._service.session(request.path_params["session_id"])
-        path, base = want(body, "model_path", str, None), want(body, "base_model", str, None)
-        if path is None and base is None:
-            raise invalid("model_path or base_model is missing: give one of them")
+        path, base = bodies.weights_to_sample(body)
         if base is not None:
             self._service.check_base(base)
         place = None if path is None else wire.place_of(path)
         number = want(body, "sampling_session_seq_id", int)
         sampler_id = str(uuid.uuid5(uuid.UUID(session.id), f"sampler {number}"))
-        made = self._service.samplers.get(sampler_id)
-        if made is None:
-            made = self._service.create_sampler(session, sampler_id, place, path)
-        elif made.place != place:
-            raise conflict(f"sampling_session_seq_id {number} was used before, for other weights")
+        made = self._service.open_sampler(session, sampler_id, place, path)
         return JSONResponse(self._described(made), status_code=201)
 
     async def _get_sampler(self, request: Request) -> Response:
@@ -275,15 +270,11 @@ class WeaverProtocol:
 
     async def _sample(self, request: Request, body: Json, _raw: bytes) -> Response:
         sampler = self._sampler(request)
-        if want(body, "topk_prompt_logprobs", int, 0):
-            raise invalid("topk_prompt_logprobs is not served: leave it out")
-        for name in ("return_sampling_mask", "return_moe_topk_indices", "score_centering"):
-            if body.get(name):
-                raise invalid(f"{name} is not served: leave it out")
-        prompt = self._prompt(body)
-        context = self._service.limits.context
-        room = _ENOUGH if context is None else max(1, context - len(prompt))
-        params, count = wire.sampling_params(body, room), want(body, "num_samples", int, 1)
+        bodies.check_unsupported(body, _UNSUPPORTED)
+        limits = self._service.limits
+        prompt = bodies.prompt_of(body, limits)
+        params = wire.sampling_params(body, prompt, limits)
+        count = want(body, "num_samples", int, 1)
         with_prompt = want(body, "prompt_logprobs", bool, False)
 
         async def work() -> Json:
@@ -296,19 +287,14 @@ class WeaverProtocol:
         return _accepted(self._service.jobs.start(Job("sample", size=len(prompt) + count), work))
 
     async def _logprobs(self, request: Request, body: Json, _raw: bytes) -> Response:
-        sampler, prompt = self._sampler(request), self._prompt(body)
+        sampler, prompt = self._sampler(request), bodies.prompt_of(body, self._service.limits)
         if want(want(body, "loss_fn_config", dict, {}), "temperature", float, 1.0) != 1:
-            raise invalid("log-probs are served at temperature 1")
+            raise invalid("loss_fn_config.temperature: only 1 is supported for log-probs")
 
         async def work() -> Json:
             return {"result": {"prompt_logprobs": await self._service.logprobs(sampler, prompt)}}
 
         return _accepted(self._service.jobs.start(Job("logprobs", size=len(prompt)), work))
-
-    def _prompt(self, body: Json) -> list[int]:
-        prompt = prompt_tokens(want(body, "prompt", dict))
-        check_tokens("the prompt", prompt, self._service.limits)
-        return prompt
 
     # Addressing
 
@@ -320,7 +306,7 @@ class WeaverProtocol:
 
     def _numbered(self, model: Model, seq_id: int, raw: bytes, job: Job, work: Work) -> Response:
         if seq_id < 1:
-            raise invalid(f"seq_id is {seq_id}: a model's requests are numbered from 1")
+            raise invalid(f"seq_id: got {seq_id}, expected 1 or more")
         return _accepted(model.lane.submit(seq_id, raw, job, work, ordered=False))
 
 

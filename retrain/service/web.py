@@ -1,4 +1,4 @@
-"""HTTP without a protocol: bodies in, errors out, the key, the limits."""
+"""HTTP for both protocols: request bodies, error responses, the API key, size limits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from retrain.service.errors import ServiceError, invalid
 T = TypeVar("T")
 Json = Mapping[str, Any]  # an object as it came off the wire
 IN_THREAD = 64 * 1024
-"""Bytes from which a body is decoded in a thread, so that the event loop stays free."""
+"""Larger bodies, in bytes, are decoded in a thread to keep the event loop free."""
 _REQUIRED: Any = object()  # no default
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, decompressed; raises ServiceError (413) when it's larger than `limit` bytes."""
+    """The decompressed body; raises ServiceError (413) if it has more than `limit` bytes."""
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -32,17 +32,17 @@ async def read_body(request: Request, limit: int) -> bytes:
             if len(body) > limit:
                 raise _too_large(limit)
     except ClientDisconnect:
-        raise invalid("the connection ended before the body did") from None
+        raise invalid("the connection closed before the end of the body") from None
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
         return await asyncio.to_thread(_unzstd, bytes(body), limit)
     if encoding != "identity":
-        raise ServiceError(415, "unsupported_encoding", f"Content-Encoding {encoding!r}: send zstd")
+        raise _unsupported(f"Content-Encoding: got {encoding!r}, expected zstd")
     return bytes(body)
 
 
 async def decoded(parse: Callable[[bytes], T], body: bytes) -> T:
-    """`parse(body)`, in a thread when it's long; what doesn't parse is a ServiceError (400)."""
+    """`parse(body)`, in a thread if it is large; raises ServiceError (400) if it fails."""
     try:
         if len(body) > IN_THREAD:
             return await asyncio.to_thread(parse, body)
@@ -52,7 +52,7 @@ async def decoded(parse: Callable[[bytes], T], body: bytes) -> T:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Raises ValueError unless the body is a JSON object, or empty; NaN is no JSON."""
+    """Raises ValueError unless the body is empty or a JSON object; NaN is not valid JSON."""
     value = json.loads(body, parse_constant=_no_constant) if body else {}
     if not isinstance(value, dict):
         raise ValueError("expected a JSON object")
@@ -66,23 +66,23 @@ def want(body: Json, name: str, kind: type[T], default: None) -> T | None: ...
 @overload
 def want(body: Json, name: str, kind: type[T], default: T) -> T: ...
 def want(body: Json, name: str, kind: type[T], default: Any = _REQUIRED) -> T | None:
-    """`body[name]`, a `kind`; absent or null is the default, or a ServiceError (400) without one.
+    """`body[name]` of type `kind`; if missing or null, the default or else a ServiceError (400).
 
-    An integer is a float too, but a boolean is no number.
+    An integer is also a float; a boolean is not a number.
     """
     value: Any = body.get(name)
     if value is None:
         if default is _REQUIRED:
-            raise invalid(f"{name} is missing: expected {_article(kind)}")
-        return default  # type: ignore[no-any-return]  # a T or None, say the overloads
+            raise invalid(f"{name} is missing, expected {_article(kind)}")
+        return default  # type: ignore[no-any-return]  # T or None by the overloads
     wide: Any = (int, float) if kind is float else kind  # isinstance takes both
     if not isinstance(value, wide) or (isinstance(value, bool) and kind is not bool):
-        raise invalid(f"{name} is {shown(value)}: expected {_article(kind)}")
-    return value  # type: ignore[no-any-return]  # it was checked just above
+        raise invalid(f"{name}: got {shown(value)}, expected {_article(kind)}")
+    return value  # type: ignore[no-any-return]  # checked above
 
 
 def failure(error: ServiceError) -> JSONResponse:
-    """One body for both protocols: Tinker's clients read `detail`, Weaver's the others."""
+    """The error body of both protocols: Tinker's clients read `detail`, Weaver's the rest."""
     content = {
         "error": error.code,
         "message": str(error),
@@ -93,7 +93,7 @@ def failure(error: ServiceError) -> JSONResponse:
 
 
 async def answer_error(_: Request, error: Exception) -> Response:
-    """Starlette's handler of every exception: a client always gets the same kind of body."""
+    """Starlette's handler for all exceptions: clients always get the same error body."""
     if isinstance(error, HTTPException):
         code = "not_found" if error.status_code == 404 else "invalid_request"
         error = ServiceError(error.status_code, code, error.detail)
@@ -103,7 +103,7 @@ async def answer_error(_: Request, error: Exception) -> Response:
 
 
 class KeyCheck:
-    """ASGI middleware: without the key nothing is answered but whether the service lives."""
+    """ASGI middleware: without the key, only the health check works."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._key = app, key.encode()
@@ -126,29 +126,31 @@ def _unzstd(body: bytes, limit: int) -> bytes:
     try:
         import zstandard
     except ImportError:
-        raise ServiceError(
-            415, "unsupported_encoding", "zstd needs zstandard on the service: send the body plain"
-        ) from None
+        raise _unsupported("zstd needs zstandard on the service; send it uncompressed") from None
     try:
         with zstandard.ZstdDecompressor().stream_reader(body) as reader:
             plain: bytes = reader.read(limit + 1)
     except zstandard.ZstdError as error:
-        raise invalid(f"the body is no zstd: {error}") from None
+        raise invalid(f"the body is not valid zstd: {error}") from None
     if len(plain) > limit:
         raise _too_large(limit)
     return plain
 
 
+def _unsupported(message: str) -> ServiceError:
+    return ServiceError(415, "unsupported_encoding", message)
+
+
 def _too_large(limit: int) -> ServiceError:
     return ServiceError(
-        413, "too_large", f"the body has more than {limit} bytes: send less at once"
+        413, "too_large", f"the body has more than {limit} bytes; send less data per request"
     )
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not allowed: numbers must be finite")
+    raise ValueError(f"got {name}, expected finite numbers")
 
 
 def _article(kind: type[Any]) -> str:
-    names = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
+    names = {str: "a string", int: "an integer", float: "a number", bool: "a boolean"}
     return names.get(kind, "a list" if kind is list else "an object")
