@@ -440,7 +440,7 @@ async def test_cuda_that_is_absent_is_a_config_error():
 
 
 async def test_an_argument_that_trl_refuses_is_a_config_error():
-    with pytest.raises(ConfigError, match="TRL refuses this backend"):
+    with pytest.raises(ConfigError, match="TRL rejects this backend"):
         async with adapter(args={"optim": "adamm"}):
             pass
 

@@ -189,7 +189,7 @@ class PipeTrainer(GRPOTrainer):
             rows["tool_mask"],
             streams,
         )
-        self.record.add_shared(sums)
+        self.record.add(sums)
         return loss
 
     def _bonus_in_force(self) -> float:
