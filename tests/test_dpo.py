@@ -155,7 +155,7 @@ def test_equal_pairs_are_told_at_the_start(tmp_path):
     ("algorithm", "message"),
     [
         ({"beta": 0}, "beta is 0.0: expected a number above 0"),
-        ({"loss_config": {"beta": 0.2}}, "algorithm.loss_config.beta: it is algorithm.beta here"),
+        ({"loss_config": {"beta": 0.2}}, "algorithm.loss_config.beta: that is algorithm.beta here"),
         ({"normalisation": "token"}, "algorithm.normalisation: got 'token', but the loss dpo"),
         ({"pair_by": "score"}, "has no answer, response or completion to score"),
     ],

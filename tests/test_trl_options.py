@@ -169,7 +169,7 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
         (
             "mine.py:keyed",
             {},
-            "four tensors: write it as (logprobs, old_logprobs, advantages, mask)",
+            "four tensors; define it as (logprobs, old_logprobs, advantages, mask)",
         ),
         ("mine.py:Class", {}, "algorithm.loss: Class in "),
         ("mine.py:right", {"beta": 1}, "algorithm.loss_config: got beta, but a loss of your own"),
