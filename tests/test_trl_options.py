@@ -94,7 +94,7 @@ def test_a_key_that_args_cannot_carry_says_where_it_is_set(key, advice):
 
 
 def test_lora_on_the_output_head_is_refused():
-    with pytest.raises(ValidationError, match="TRL refuses LoRA on lm_head"):
+    with pytest.raises(ValidationError, match="TRL does not support LoRA on lm_head"):
         TrlOptions(lora={"target_modules": ["q_proj", "lm_head"]})
 
 

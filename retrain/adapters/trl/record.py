@@ -1,6 +1,6 @@
-"""What one optimizer step tells: sums over its micro-batches, from numbers the loss has computed.
+"""The metrics of one optimizer step: sums over its micro-batches, of numbers from the loss.
 
-No forward pass is made for a metric. Means are over the trained tokens of the whole batch.
+No metric needs a forward pass of its own. Means are over the trained tokens of the whole batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FROM_TRL = {
     "kl": "kl/reference",
     "aux_loss": "aux_loss",
 }
-"""TRL's means over a micro-batch's tokens that are worth keeping, by our names."""
+"""The metrics of TRL to keep, means over a micro-batch's tokens, with our names."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class StepRecord:
     grad_norm: float = 0.0
     """Before clipping."""
     learning_rate: float = 0.0
-    """Of this step, before the schedule moves on."""
+    """Of this step, before the schedule changes it."""
     ratio_max: float = 0.0
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
