@@ -4,9 +4,9 @@
     python -m benchmarks.trl_adapter --shape qwen3-0.6b --device cuda --groups 8 --tokens 256
 
 TRL alone is a GRPOTrainer that gets ready-made tensors instead of generating: its forward,
-backward, clipping, optimizer, schedule and loop, without its padding and scoring. The adapter's step is one
-`update(batch)`, from plain lists to metrics. Blocks of steps alternate, so that other load on the
-machine slows both. The bar is 15 ms per step.
+backward, clipping, optimizer, schedule and loop, without its padding and scoring. The adapter's
+step is one `update(batch)`, from plain lists to metrics. Blocks of steps alternate, so that other
+load on the machine slows both. The bar is 15 ms per step.
 """
 
 from __future__ import annotations

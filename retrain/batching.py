@@ -189,7 +189,7 @@ def normalised(batch: Batch, by: Normalisation, divisor: float = 1.0) -> Batch:
 
 
 def as_shared(batch: Batch, max_tokens: int) -> Batch:
-    """A batch whose loss is TRL's as the loss and normalisation that it equals (`Loss.shared`).
+    """A batch of one of TRL's losses as a batch of the shared loss that it equals (`Loss.shared`).
 
     `max_tokens` is the completion length that dr_grpo divides by.
     """

@@ -1,4 +1,4 @@
-"""The table of losses: one row per loss, from which every backend derives what it needs.
+"""The table of losses: one row per loss, with every fact that a backend or a check needs.
 
 To add a loss that is a function of log-probs, write its formula and a row of `LOSSES` in this file.
 It then runs on every backend: `engine.losses` applies the formula to tensors, and
@@ -46,19 +46,20 @@ class Loss:
     """One row of the table."""
 
     formula: Formula | None = None
-    """None: only TRL computes it. It is called with `Ops` and the values of the loss's keys, and
+    """None: only TRL computes it. Otherwise one of two functions, where `keys` has the values of
+    the loss's keys:
 
-    - for a loss of tokens with (lp, old, r, A). It returns the loss, dL/dlp, and whether clipping
-      changed the token (None: this loss does not clip);
-    - for a loss of pairs with the chosen row's gain minus the rejected row's; a row's gain is
-      sum(lp - reference). It returns the loss of a pair of weight 1, its derivative, and the margin
-      to report."""
+    - of a token, (ops, keys, lp, old, r, A). It returns the loss, dL/dlp, and whether clipping
+      changed them (None: this loss does not clip).
+    - of a pair, (ops, keys, difference), where the difference is the chosen row's gain minus the
+      rejected row's, and a row's gain is its sum(lp - reference). It returns the loss of a pair of
+      weight 1, its derivative, and the margin to report."""
     keys: Mapping[str, float | None] = field(default_factory=dict)
     """Its keys in `algorithm.loss_config`, with their defaults. None is TRL's own default; for
     `epsilon_high` it is the value of `epsilon`."""
     reads: Literal["ratio", "weights", "pairs"] = "ratio"
-    """`ratio`: it learns from rewards, corrected by r. `weights`: it learns from examples, the
-    advantages are weights, and old and r are None. `pairs`: it learns from pairs of examples."""
+    """`ratio`: it learns from rewards, corrected by r. `weights`: it learns from examples, whose
+    weights are the advantages, and ignores old and r. `pairs`: it learns from pairs of examples."""
     unbounded: bool = False
     """Its gradient grows with r without a limit, which makes old samples dangerous."""
     scaled: tuple[str, ...] = ()
@@ -163,7 +164,7 @@ LOSSES: dict[str, Loss] = {
     # arXiv:2602.10693
     "vespo": _of_trl("sum", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""Every loss that `algorithm.loss` can name, beside a user's own function."""
+"""The losses by name. `algorithm.loss` can also name a function of the user's."""
 
 _CUSTOM = Loss()
 _FOREIGN = Loss(normalises_itself=True)
@@ -172,8 +173,8 @@ _FOREIGN = Loss(normalises_itself=True)
 def row_of(name: str) -> Loss:
     """The row of a loss.
 
-    A function of the user's (`module:function`) is a token loss that is normalised like the others;
-    a name that only a user's own backend knows carries its own normalisation.
+    A function of the user's (`module:function`) is a loss of tokens, normalised like the others. A
+    name that only a user's own backend knows normalises itself.
     """
     return LOSSES.get(name) or (_CUSTOM if ":" in name else _FOREIGN)
 
@@ -184,7 +185,7 @@ def native_to(service: str) -> frozenset[str]:
 
 
 def shared_name(name: str) -> str:
-    """The loss of this table that `name` is on a backend without TRL."""
+    """The name of the loss that `name` equals, apart from normalisation; or `name` itself."""
     shared = row_of(name).shared
     return shared[0] if shared else name
 
@@ -201,13 +202,13 @@ def settings(name: str, config: Mapping[str, Any]) -> dict[str, float]:
 
 def clip_bounds(values: Keys) -> tuple[float, float] | None:
     """The lowest and highest ratio under a loss with these keys; None: it does not clip."""
-    return _bounds(values) if "epsilon" in values else None
+    return _bounds(values) if "epsilon_high" in values else None
 
 
 def check_keys(name: str, config: Mapping[str, Any]) -> None:
     """Raises ConfigError on an unknown loss or key, or a value that is not a number.
 
-    The values of TRL's own losses are checked by TRL.
+    TRL checks the values of its own losses.
     """
     if name not in LOSSES:
         near, known = _nearest(name, LOSSES), ", ".join(sorted(LOSSES))

@@ -274,7 +274,7 @@ async def test_a_checkpoint_of_step_0_and_one_after_the_last_step_can_be_loaded(
 
 async def test_loading_what_is_not_there_says_so(tmp_path):
     async with adapter() as trl:
-        with pytest.raises(AdapterError, match="no checkpoint in .*; use an older one"):
+        with pytest.raises(AdapterError, match=r"no checkpoint in .*; use an older one"):
             await trl.load(AdapterState(tmp_path, {"checkpoint": "checkpoint-3", "version": 3}))
 
 
