@@ -1,12 +1,12 @@
-"""What a step of the TRL adapter costs over TRL alone on the same rows, in one run.
+"""What a step of the TRL adapter costs more than TRL alone on the same rows, in one run.
 
     python -m benchmarks.trl_adapter
     python -m benchmarks.trl_adapter --shape qwen3-0.6b --device cuda --groups 8 --tokens 256
 
-TRL alone is a GRPOTrainer that is handed tensors made beforehand instead of generating: its
-forward, backward, clipping, optimizer, schedule and loop, without its padding and scoring. The
-adapter's step goes from `update(batch)` of plain lists to its metrics, and back. Blocks of steps
-alternate, so that a busy neighbour slows both. The bar is 15 ms a step.
+TRL alone is a GRPOTrainer that gets ready-made tensors instead of generating: its forward,
+backward, clipping, optimizer, schedule and loop, without its padding and scoring. The adapter's
+step is one `update(batch)`, from plain lists to metrics. Blocks of steps alternate, so that other
+load on the machine slows both. The bar is 15 ms per step.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ async def compare(arguments: argparse.Namespace, folder: str, samples: Sequence[
 
 
 class Alone:
-    """TRL's own trainer in a thread, that makes so many steps when told to."""
+    """TRL's own trainer in a thread; `run` makes the given number of steps."""
 
     def __init__(
         self, options: TrlOptions, config: RunConfig, folder: str, samples: Sequence[Sample]
@@ -134,7 +134,7 @@ class Alone:
 
 
 def native(samples: Sequence[Sample], device: torch.device) -> dict[str, torch.Tensor]:
-    """The rows as TRL keeps them: one advantage a row."""
+    """The rows in TRL's form: one advantage per row."""
     tensors = {k: v.to(device) for k, v in collate(samples, 0).items()}
     tensors["advantages"] = tensors["advantages"].amax(-1) + tensors["advantages"].amin(-1)
     tensors["num_items_in_batch"] = tensors["tool_mask"].sum()
@@ -142,7 +142,7 @@ def native(samples: Sequence[Sample], device: torch.device) -> dict[str, torch.T
 
 
 def rows(arguments: argparse.Namespace, vocabulary: int) -> list[Sample]:
-    """Groups that share a prompt, with lengths between half of `tokens` and all."""
+    """Groups that share a prompt, with lengths from half of `tokens` to `tokens`."""
     rng = random.Random(0)
     made = []
     for group in range(arguments.groups):
@@ -166,12 +166,12 @@ def rows(arguments: argparse.Namespace, vocabulary: int) -> list[Sample]:
 
 
 def report(ours: Sequence[float], theirs: Sequence[float]) -> None:
-    print(f"{'':12}{'ms a step':>12}{'least':>10}")
+    print(f"{'':12}{'ms per step':>12}{'least':>10}")
     for name, seconds in (("TRL alone", theirs), ("TrlAdapter", ours)):
         print(f"{name:12}{statistics.median(seconds) * 1e3:12.1f}{min(seconds) * 1e3:10.1f}")
     over = statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) * 1e3
     verdict = "met" if over <= BAR_MS else "missed"
-    print(f"the adapter costs {over:+.1f} ms a step, bar {BAR_MS:.0f} ms {verdict}")
+    print(f"the adapter costs {over:+.1f} ms per step, bar {BAR_MS:.0f} ms {verdict}")
 
 
 def parse() -> argparse.Namespace:
@@ -179,10 +179,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--size", type=int, default=8, help="rows a group")
+    parser.add_argument("--size", type=int, default=8, help="rows per group")
     parser.add_argument("--prompt", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=5, help="a block")
+    parser.add_argument("--steps", type=int, default=5, help="steps per block")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()

@@ -1,49 +1,51 @@
 """Scored groups -> Samples -> one Batch: pure functions, no torch.
 
-A turn whose prompt extends everything before it, token by token, joins the running sample; where
-the chat template rewrote history, a new sample starts. So every trained token stands after exactly
-the tokens that the sampler saw, with the log-prob and version that it returned.
+A turn whose prompt extends all previous tokens is appended to the current sample. Where the chat
+template rewrote history, a new sample starts. So every trained token follows exactly the tokens
+that the sampler saw, with the log-prob and version that the sampler returned.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retrain.algorithms.base import Credit
 from retrain.algorithms.functional import kl_estimates
 from retrain.errors import RunError, shown
 from retrain.losses import Normalisation, row_of, settings
-from retrain.types import Batch, Denominators, Group, Sample, Trajectory
+from retrain.types import Batch, Completion, Denominators, Group, Sample, Trajectory
 
 
 def fitting(
     groups: Sequence[Group], returned: Sequence[Sequence[Credit]], owner: str
 ) -> list[Sequence[Credit]]:
-    """`returned`, what `owner` gave as advantages; RunError unless one is there a trajectory."""
+    """`returned`, the advantages from `owner`, checked to have one entry per trajectory.
+
+    Raises RunError otherwise.
+    """
     expected = [len(group.trajectories) for group in groups]
     try:
         credits = list(returned)
-        got = [len(credit) for credit in credits]
+        lengths = [len(credit) for credit in credits]
     except TypeError as error:
         raise RunError(
-            f"{owner}: advantages returned {shown(returned)}, expected a list for each group that "
-            "holds a number for each of its trajectories"
+            f"{owner}: advantages returned {shown(returned)}, expected one list per group, with "
+            "one entry per trajectory"
         ) from error
-    if len(got) != len(expected):
+    if lengths != expected:
         raise RunError(
-            f"{owner}: advantages returned {len(got)} lists, expected {len(expected)}: one for "
-            "each group"
+            f"{owner}: advantages returned {_lists(lengths)}, expected {_lists(expected)}: one "
+            "list per group, with one entry per trajectory"
         )
-    for number, (many, wanted) in enumerate(zip(got, expected, strict=True)):
-        if many != wanted:
-            raise RunError(
-                f"{owner}: advantages returned a list of {many} for group {number}, expected "
-                f"{wanted}: one for each of its trajectories"
-            )
     return credits
+
+
+def _lists(lengths: Sequence[int]) -> str:
+    more = ", ..." if len(lengths) > 8 else ""
+    return f"{len(lengths)} lists of lengths {', '.join(map(str, lengths[:8]))}{more}"
 
 
 def make_samples(
@@ -56,14 +58,14 @@ def make_samples(
     samples: list[Sample] = []
     for number, (group, group_credit) in enumerate(zip(groups, credits, strict=True)):
         rollouts = zip(group.trajectories, group_credit, strict=True)
-        made = [
-            sample
-            for index, (trajectory, credit) in enumerate(rollouts)
-            for sample in segments(trajectory, credit, f"{group.prompt.id}#{index}")
-        ]
-        if paired:
-            made = [_with_stream(s, "pair_ids", [float(number)] * len(s.token_ids)) for s in made]
-        samples += made
+        for index, (trajectory, credit) in enumerate(rollouts):
+            made = segments(trajectory, credit, f"{group.prompt.id}#{index}")
+            if paired:
+                made = [
+                    replace(s, streams={"pair_ids": [float(number)] * len(s.token_ids)})
+                    for s in made
+                ]
+            samples += made
     return samples
 
 
@@ -85,13 +87,12 @@ def batch_of(
 def penalised(
     samples: Sequence[Sample], reference: Sequence[Sequence[float]], coefficient: float
 ) -> tuple[list[Sample], float]:
-    """A KL penalty as credit, and the KL: A_t - coefficient x (log p_t - log ref_t).
+    """The samples with a KL penalty, A_t - coefficient x (log p_t - log ref_t), and the mean KL.
 
     p_t is the sampler's and ref_t the reference's probability of the sampled token: the penalty of
-    Ziegler et al. 2019 (arXiv:1909.08593, eq. 2), charged to the token that causes it. Its policy
-    gradient is that of the sum over positions of KL(p || ref), the contexts held fixed, whatever
-    the loss. The KL that is told is the mean of x - 1 - log x, x = ref_t / p_t, over the sampled
-    tokens: estimator k3 of http://joschu.net/blog/kl-approx.html, never negative.
+    Ziegler et al. 2019 (arXiv:1909.08593, eq. 2), charged to the token that causes it. For every
+    loss its policy gradient is that of the sum over positions of KL(p || ref), with the contexts
+    held constant. The mean KL is over the sampled tokens, by the estimator `k3`.
     """
     charged, distances = [], []
     for sample, logprobs in zip(samples, reference, strict=True):
@@ -105,81 +106,68 @@ def penalised(
 
 
 def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample]:
-    """The samples of one rollout: one, or one more for each rewriting of its history.
+    """The samples of one rollout: one, and another for each time its history was rewritten.
 
-    `credit` is one advantage, or one for each sampled token, turn after turn.
+    `credit` is one advantage, or one per sampled token, turn after turn.
     """
-    flat = None if isinstance(credit, (int, float)) else list(credit)
-    if flat is not None and len(flat) != (sampled := trajectory.sampled_tokens):
+    sampled = trajectory.sampled_tokens
+    advantages = [float(credit)] * sampled if isinstance(credit, (int, float)) else list(credit)
+    if len(advantages) != sampled:
         raise ValueError(
-            f"rollout {run_id} has {sampled} sampled tokens, but {len(flat)} advantages: "
-            "one number, or one for each sampled token, is expected"
+            f"rollout {run_id} has {sampled} sampled tokens, but {len(advantages)} advantages; "
+            "expected one number, or one per sampled token"
         )
     made: list[_Segment] = []
     used = 0
     for turn in trajectory.turns:
-        prompt, completion = list(turn.prompt_ids), turn.completion
+        prompt, count = list(turn.prompt_ids), len(turn.completion.token_ids)
         if not made or prompt[: len(made[-1].token_ids)] != made[-1].token_ids:
             made.append(_Segment())
-        count = len(completion.token_ids)
-        advantages = [float(credit)] * count if flat is None else flat[used : used + count]  # type: ignore[arg-type]  # a float when flat is None
+        made[-1].extend(prompt, turn.completion, advantages[used : used + count])
         used += count
-        made[-1].extend(prompt, completion.token_ids, completion.logprobs, advantages)
-        made[-1].versions += [completion.version] * count
-    return [s.sample(trajectory.prompt.id, run_id) for s in made if any(s.loss_mask)]
+    return [
+        Sample(
+            s.token_ids,
+            s.loss_mask,
+            s.logprobs,
+            s.advantages,
+            s.versions,
+            group_id=trajectory.prompt.id,
+            run_id=run_id,
+        )
+        for s in made
+        if any(s.loss_mask)
+    ]
 
 
-def _with_stream(sample: Sample, name: str, values: Sequence[float]) -> Sample:
-    return replace(sample, streams={**sample.streams, name: values})
-
-
+@dataclass(slots=True)
 class _Segment:
     """A sample under construction."""
 
-    __slots__ = ("advantages", "logprobs", "loss_mask", "token_ids", "versions")
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.loss_mask: list[int] = []
-        self.logprobs: list[float] = []
-        self.advantages: list[float] = []
-        self.versions: list[int] = []
-
-    def extend(
-        self,
-        prompt: list[int],
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        advantages: Sequence[float],
-    ) -> None:
+    def extend(self, prompt: list[int], completion: Completion, advantages: list[float]) -> None:
         """Append the prompt's new tokens, masked, and the completion's."""
-        given = len(prompt) - len(self.token_ids)
-        self.token_ids = [*prompt, *token_ids]
-        self.loss_mask += [0] * given + [1] * len(token_ids)
-        self.logprobs += [0.0] * given + list(logprobs)
-        self.advantages += [0.0] * given + list(advantages)
-        self.versions += [-1] * given
-
-    def sample(self, group_id: str, run_id: str) -> Sample:
-        return Sample(
-            self.token_ids,
-            self.loss_mask,
-            self.logprobs,
-            self.advantages,
-            self.versions,
-            group_id=group_id,
-            run_id=run_id,
-        )
+        given, sampled = len(prompt) - len(self.token_ids), len(completion.token_ids)
+        self.token_ids = [*prompt, *completion.token_ids]
+        self.loss_mask += [0] * given + [1] * sampled
+        self.logprobs += [0.0] * given + list(completion.logprobs)
+        self.advantages += [0.0] * given + advantages
+        self.versions += [-1] * given + [completion.version] * sampled
 
 
 def normalised(batch: Batch, by: Normalisation, divisor: float = 1.0) -> Batch:
-    """Fold a normaliser into the advantages of a loss that is linear in them.
+    """The batch with an average folded into its advantages; every loss itself is a sum over tokens.
 
-    Losses are sums over tokens. A mean over tokens (`token`), over sequences of means over their
-    tokens (`sequence`), or over sequences of sums (`batch`) is that sum with scaled advantages. The
-    keys in `Loss.scaled` are scaled too, which a factor per sequence cannot do.
+    `token` is the mean over tokens, `sequence` the mean over sequences of the mean over each one's
+    tokens, `batch` the mean over sequences of the sum over each one's tokens.
 
-    Raises ValueError for a loss with such keys by `sequence`.
+    Raises ValueError for `sequence` with a loss that has keys to scale too (`Loss.scaled`): they
+    cannot have a factor per sequence.
     """
     tokens, sequences = (max(1, n) for n in batch.denominators)
     scaled = row_of(batch.loss).scaled
@@ -201,7 +189,7 @@ def normalised(batch: Batch, by: Normalisation, divisor: float = 1.0) -> Batch:
 
 
 def as_shared(batch: Batch, max_tokens: int) -> Batch:
-    """A batch whose loss is TRL's as the loss and normalisation that it equals (`Loss.shared`).
+    """A batch of one of TRL's losses as a batch of the shared loss that it equals (`Loss.shared`).
 
     `max_tokens` is the completion length that dr_grpo divides by.
     """

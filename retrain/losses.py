@@ -1,4 +1,4 @@
-"""The table of losses: one row per loss, from which every backend derives what it needs.
+"""The table of losses: one row per loss, with every fact that a backend or a check needs.
 
 To add a loss that is a function of log-probs, write its formula and a row of `LOSSES` in this file.
 It then runs on every backend: `engine.losses` applies the formula to tensors, and
@@ -23,6 +23,8 @@ from retrain.errors import ConfigError, shown
 Normalisation = Literal["token", "sequence", "batch"]
 """What a loss is averaged over: tokens, sequences of token means, or sequences of token sums."""
 
+TrlMean = Literal["rows", "tokens", "sum"]
+
 N = Any  # a float or a torch tensor: formulas use only operators and `Ops`
 Keys = Mapping[str, float]
 Result = tuple[N, N, N]
@@ -44,19 +46,20 @@ class Loss:
     """One row of the table."""
 
     formula: Formula | None = None
-    """None: only TRL computes it. It is called with `Ops` and the values of the loss's keys, and
+    """None: only TRL computes it. Otherwise one of two functions, where `keys` has the values of
+    the loss's keys:
 
-    - for a loss of tokens with (lp, old, r, A). It returns the loss, dL/dlp, and whether clipping
-      changed the token (None: this loss does not clip);
-    - for a loss of pairs with the chosen row's gain minus the rejected row's; a row's gain is
-      sum(lp - reference). It returns the loss of a pair of weight 1, its derivative, and the margin
-      to report."""
+    - of a token, (ops, keys, lp, old, r, A). It returns the loss, dL/dlp, and whether clipping
+      changed them (None: this loss does not clip).
+    - of a pair, (ops, keys, difference), where the difference is the chosen row's gain minus the
+      rejected row's, and a row's gain is its sum(lp - reference). It returns the loss of a pair of
+      weight 1, its derivative, and the margin to report."""
     keys: Mapping[str, float | None] = field(default_factory=dict)
     """Its keys in `algorithm.loss_config`, with their defaults. None is TRL's own default; for
     `epsilon_high` it is the value of `epsilon`."""
     reads: Literal["ratio", "weights", "pairs"] = "ratio"
-    """`ratio`: it learns from rewards, corrected by r. `weights`: it learns from examples, the
-    advantages are weights, and old and r are None. `pairs`: it learns from pairs of examples."""
+    """`ratio`: it learns from rewards, corrected by r. `weights`: it learns from examples, whose
+    weights are the advantages, and ignores old and r. `pairs`: it learns from pairs of examples."""
     unbounded: bool = False
     """Its gradient grows with r without a limit, which makes old samples dangerous."""
     scaled: tuple[str, ...] = ()
@@ -69,7 +72,7 @@ class Loss:
     """It is also divided by sampling.max_tokens."""
     services: tuple[str, ...] = ()
     """The services that compute it themselves."""
-    trl_mean: Literal["rows", "tokens", "sum"] | None = None
+    trl_mean: TrlMean | None = None
     """What TRL averages a micro-batch over before the batch's share is applied. `sum`: TRL divides
     by `num_items_in_batch`, which is the whole batch's. None: TRL does not compute it."""
 
@@ -115,33 +118,25 @@ def _bounds(keys: Keys) -> tuple[float, float]:
     return 1 - keys["epsilon"], 1 + keys["epsilon_high"]
 
 
-def _of_trl(*names: str) -> dict[str, None]:
-    """The keys of one of TRL's losses: those that all of them read, and `names`."""
+def _of_trl(trl_mean: TrlMean, *names: str, **facts: Any) -> Loss:  # facts: further fields
+    """One of TRL's own losses, with the keys that all of them have and `names`."""
     common = (
-        "beta",
-        "use_bias_correction_kl",
-        "off_policy_mask_threshold",
-        "entropy_coef",
-        "use_adaptive_entropy",
-        "entropy_coef_min",
-        "entropy_coef_max",
-        "entropy_coef_delta",
+        *("beta", "use_bias_correction_kl", "off_policy_mask_threshold", "entropy_coef"),
+        *("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
         "entropy_target",
     )
-    return dict.fromkeys((*common, *names))
+    keys = dict.fromkeys((*common, *names))
+    return Loss(keys=keys, normalises_itself=True, trl_mean=trl_mean, **facts)
 
 
-_CLIP = ("epsilon", "epsilon_high", "delta", "importance_sampling_level")
+_LEVEL = "importance_sampling_level"
+_CLIP = ("epsilon", "epsilon_high", "delta", _LEVEL)
 
 LOSSES: dict[str, Loss] = {
     "importance_sampling": Loss(
         formula=_importance_sampling, unbounded=True, services=("tinker", "weaver")
     ),
-    "ppo": Loss(
-        formula=_ppo,
-        keys={"epsilon": 0.2, "epsilon_high": None},
-        services=("tinker",),
-    ),
+    "ppo": Loss(formula=_ppo, keys={"epsilon": 0.2, "epsilon_high": None}, services=("tinker",)),
     "cispo": Loss(
         formula=_cispo,
         keys={"epsilon": 1.0, "epsilon_high": 4.0},
@@ -150,39 +145,26 @@ LOSSES: dict[str, Loss] = {
     ),
     "cross_entropy": Loss(formula=_cross_entropy, reads="weights", services=("tinker", "weaver")),
     "dro": Loss(formula=_dro, keys={"beta": 0.05}, scaled=("beta",), services=("tinker",)),
-    # Each pair's weight, the size of its advantages, already holds the mean over pairs.
+    # The size of a pair's advantages is its weight, which already holds the mean over pairs.
     "dpo": Loss(formula=_dpo, keys={"beta": 0.1}, reads="pairs", normalises_itself=True),
-    # TRL's own losses
-    "grpo": Loss(  # Shao et al. 2024, arXiv:2402.03300, eq. 3
-        keys=_of_trl(*_CLIP), normalises_itself=True, shared=("ppo", "sequence"), trl_mean="rows"
+    # arXiv:2402.03300, eq. 3
+    "grpo": _of_trl("rows", *_CLIP, shared=("ppo", "sequence")),
+    # arXiv:2503.14476, eq. 8
+    "dapo": _of_trl("sum", *_CLIP, shared=("ppo", "token")),
+    # A mean over a micro-batch's tokens, so over the whole batch it is dapo
+    "bnpo": _of_trl("tokens", *_CLIP, shared=("ppo", "token")),
+    # arXiv:2503.20783
+    "dr_grpo": _of_trl(
+        "rows", *_CLIP, "max_completion_length", shared=("ppo", "batch"), over_max_tokens=True
     ),
-    "dapo": Loss(  # Yu et al. 2025, arXiv:2503.14476, eq. 8
-        keys=_of_trl(*_CLIP), normalises_itself=True, shared=("ppo", "token"), trl_mean="sum"
-    ),
-    "bnpo": Loss(  # a mean over a micro-batch's tokens; over the whole batch it is dapo
-        keys=_of_trl(*_CLIP), normalises_itself=True, shared=("ppo", "token"), trl_mean="tokens"
-    ),
-    "dr_grpo": Loss(  # Liu et al. 2025, arXiv:2503.20783
-        keys=_of_trl(*_CLIP, "max_completion_length"),
-        normalises_itself=True,
-        shared=("ppo", "batch"),
-        over_max_tokens=True,
-        trl_mean="rows",
-    ),
-    "luspo": Loss(  # arXiv:2602.05261
-        keys=_of_trl(*_CLIP), normalises_itself=True, trl_mean="rows"
-    ),
-    "sapo": Loss(  # arXiv:2511.20347
-        keys=_of_trl("importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg"),
-        normalises_itself=True,
-        trl_mean="rows",
-    ),
-    "vespo": Loss(  # arXiv:2602.10693
-        keys=_of_trl("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        normalises_itself=True,
-        trl_mean="sum",
-    ),
+    # arXiv:2602.05261
+    "luspo": _of_trl("rows", *_CLIP),
+    # arXiv:2511.20347
+    "sapo": _of_trl("rows", _LEVEL, "sapo_temperature_pos", "sapo_temperature_neg"),
+    # arXiv:2602.10693
+    "vespo": _of_trl("sum", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
+"""The losses by name. `algorithm.loss` can also name a function of the user's."""
 
 _CUSTOM = Loss()
 _FOREIGN = Loss(normalises_itself=True)
@@ -191,8 +173,8 @@ _FOREIGN = Loss(normalises_itself=True)
 def row_of(name: str) -> Loss:
     """The row of a loss.
 
-    A function of the user's (`module:function`) is a token loss that is normalised like the others;
-    a name that only a user's own backend knows carries its own normalisation.
+    A function of the user's (`module:function`) is a loss of tokens, normalised like the others. A
+    name that only a user's own backend knows normalises itself.
     """
     return LOSSES.get(name) or (_CUSTOM if ":" in name else _FOREIGN)
 
@@ -203,24 +185,16 @@ def native_to(service: str) -> frozenset[str]:
 
 
 def shared_name(name: str) -> str:
-    """The loss of this table that `name` is on a backend without TRL."""
+    """The name of the loss that `name` equals, apart from normalisation; or `name` itself."""
     shared = row_of(name).shared
     return shared[0] if shared else name
 
 
 def settings(name: str, config: Mapping[str, Any]) -> dict[str, float]:
-    """The keys of a loss that has a formula, with defaults filled in.
-
-    Raises ConfigError on an unknown loss or key.
-    """
-    row = LOSSES.get(name)
-    if row is None or row.formula is None:
-        known = [known for known, row in LOSSES.items() if row.formula]
-        raise ConfigError(
-            f"no loss is called {name!r}{_nearest(name, known)}; expected one of {', '.join(known)}"
-        )
-    _check_names(name, config)
-    merged = {**row.keys, **{key: value for key, value in config.items() if value is not None}}
+    """The values of the keys of a loss that has a formula; raises ConfigError as `check_keys`."""
+    check_keys(name, config)
+    given = {key: value for key, value in config.items() if value is not None}
+    merged = {**LOSSES[name].keys, **given}
     if merged.get("epsilon_high", 0.0) is None:
         merged["epsilon_high"] = merged["epsilon"]
     return {key: float(value) for key, value in merged.items()}
@@ -228,38 +202,27 @@ def settings(name: str, config: Mapping[str, Any]) -> dict[str, float]:
 
 def clip_bounds(values: Keys) -> tuple[float, float] | None:
     """The lowest and highest ratio under a loss with these keys; None: it does not clip."""
-    return _bounds(values) if "epsilon" in values else None
+    return _bounds(values) if "epsilon_high" in values else None
 
 
 def check_keys(name: str, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError on an unknown loss, on a key that it lacks, and on a wrong value.
+    """Raises ConfigError on an unknown loss or key, or a value that is not a number.
 
-    The values of TRL's own losses are checked by TRL.
+    TRL checks the values of its own losses.
     """
     if name not in LOSSES:
-        raise ConfigError(
-            f"no loss is called {name!r}{_nearest(name, LOSSES)}; "
-            f"expected one of {', '.join(sorted(LOSSES))}"
-        )
-    _check_names(name, config)
+        near, known = _nearest(name, LOSSES), ", ".join(sorted(LOSSES))
+        raise ConfigError(f"no loss is called {name!r}{near}; expected one of {known}")
+    row = LOSSES[name]
     for key, value in config.items():
-        if LOSSES[name].formula is None or value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e30:
-            raise ConfigError(
-                f"algorithm.loss_config.{key}: got {shown(value)}, expected a number >= 0"
-            )
-
-
-def _check_names(name: str, config: Mapping[str, Any]) -> None:
-    known = LOSSES[name].keys
-    for key in config:
-        if key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no keys"
-            raise ConfigError(
-                f"algorithm.loss_config.{key}: the loss {name!r} has no such key"
-                f"{_nearest(key, known)}; {takes}"
-            )
+        where = f"algorithm.loss_config.{key}"
+        if key not in row.keys:
+            takes = f"it takes {', '.join(row.keys) or 'no keys'}"
+            near = _nearest(key, row.keys)
+            raise ConfigError(f"{where}: the loss {name!r} has no such key{near}; {takes}")
+        wrong = isinstance(value, bool) or not isinstance(value, (int, float, type(None)))
+        if row.formula and (wrong or not math.isfinite(value or 0.0)):
+            raise ConfigError(f"{where}: got {shown(value)}, expected a number")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

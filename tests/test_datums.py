@@ -73,5 +73,5 @@ def test_all_streams_of_a_datum_have_one_length(sample: Sample) -> None:
 
 def test_a_sample_of_one_token_is_refused() -> None:
     lonely = Sample([5], [1], [-0.1], [1.0], [0], group_id="0.3.0")
-    with pytest.raises(ValueError, match=r"group '0\.3\.0' has 1 tokens: at least two"):
+    with pytest.raises(ValueError, match=r"group '0\.3\.0' has 1 tokens, expected at least 2"):
         shift(lonely)

@@ -111,5 +111,5 @@ def test_lengths_that_differ_are_refused() -> None:
         gae([1, 2], [1])
     with pytest.raises(ValueError, match="1 values for 2 rewards"):
         n_step_returns([1, 2], 1, 0.5, values=[1])
-    with pytest.raises(ValueError, match="at least one step"):
+    with pytest.raises(ValueError, match="n: got 0, expected at least 1"):
         n_step_returns([1, 2], 0, 0.5)

@@ -486,9 +486,15 @@ def test_a_group_without_a_turn_has_no_oldest_version():
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (lambda groups: [[0.0] * 4], "returned 1 lists, expected 4: one for each group"),
-        (lambda groups: [[0.0]] * 4, "returned a list of 1 for group 0, expected 4: one for each"),
-        (lambda groups: [0.0] * 4, "returned [0.0, 0.0, 0.0, 0.0], expected a list for each"),
+        (
+            lambda groups: [[0.0] * 4],
+            "returned 1 lists of lengths 4, expected 4 lists of",
+        ),
+        (
+            lambda groups: [[0.0]] * 4,
+            "returned 4 lists of lengths 1, 1, 1, 1, expected 4 lists of",
+        ),
+        (lambda groups: [0.0] * 4, "returned [0.0, 0.0, 0.0, 0.0], expected one list per group"),
     ],
 )
 async def test_advantages_that_dont_fit_are_told_with_their_algorithm(tmp_path, wrong, told):

@@ -406,11 +406,11 @@ class Options(AdapterOptions):
         ({"algorithm": {"loss": "my.py:loss"}}, "does not support a loss of your own"),
         ({"algorithm": {"loss": "dro", "normalisation": "sequence"}}, "can't be normalised by seq"),
         ({"algorithm": {"group_size": 1}}, "algorithm.group_size: got 1, but grpo compares"),
-        ({"sampling": {"top_k": 5}}, "sampling.top_k: got 5, but the limited.py backend can't"),
+        ({"sampling": {"top_k": 5}}, "sampling.top_k: got 5, but the limited.py backend does not"),
         ({"sampling": {"stop": ["x"]}}, "sampling.stop: got ('x',), but the limited.py backend"),
         ({"staleness": {"target": 2}}, "staleness.max: is 4, but the limited.py backend allows"),
         ({"train": {"seed": 13}}, "backend: told by problems()"),
-        ({"rewards": []}, "rewards: missing, and the environment echo gives none"),
+        ({"rewards": []}, "rewards: missing, and the step of the environment echo returns no"),
         (
             {
                 "algorithm": {"loss": "importance_sampling"},

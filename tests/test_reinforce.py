@@ -73,5 +73,5 @@ def test_replacing_flat_groups_is_refused_where_the_batch_is_compared(tmp_path):
         algorithm={"type": "reinforce", "group_size": 1},
         train={"no_signal": "refill"},
     )
-    with pytest.raises(ConfigError, match="to reinforce a group with equal rewards is no group"):
+    with pytest.raises(ConfigError, match="reinforce learns from groups with equal rewards"):
         assemble(config)

@@ -373,7 +373,7 @@ def test_options_that_no_service_takes_are_told_in_the_words_of_a_config(kind: s
         ({"url": "hosted"}, {}, "TINKER_API_KEY is not set"),
         ({"warmup_steps": 9}, {"train": {"total_train_steps": 5}}, "longer than the run"),
         ({}, {"checkpoint": {"merge_lora": True}}, "merge_lora has no effect"),
-        ({}, {"algorithm": {"loss": "ppo", "loss_config": {"delta": 1}}}, "no key 'delta'"),
+        ({}, {"algorithm": {"loss": "ppo", "loss_config": {"delta": 1}}}, "'ppo' has no such key"),
         ({"lora": {"train_mlp": False, "train_attn": False, "train_unembed": False}}, {},
          "nothing would be trained"),
     ],

@@ -563,7 +563,7 @@ def test_what_is_no_environment_is_refused_before_anything_loads(environment, no
 
 def test_an_environment_that_gives_no_reward_is_refused(nothing_loads):
     with pytest.raises(
-        ConfigError, match=r"gives none in its step.*; let its step return a reward"
+        ConfigError, match=r"returns no reward, so nothing can be learned; return one from its step"
     ):
         grpo().fit(ROWS, environment=Environment)
 

@@ -94,7 +94,7 @@ def test_a_key_that_args_cannot_carry_says_where_it_is_set(key, advice):
 
 
 def test_lora_on_the_output_head_is_refused():
-    with pytest.raises(ValidationError, match="TRL refuses LoRA on lm_head"):
+    with pytest.raises(ValidationError, match="TRL does not support LoRA on lm_head"):
         TrlOptions(lora={"target_modules": ["q_proj", "lm_head"]})
 
 
@@ -169,7 +169,7 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
         (
             "mine.py:keyed",
             {},
-            "four tensors: write it as (logprobs, old_logprobs, advantages, mask)",
+            "four tensors; define it as (logprobs, old_logprobs, advantages, mask)",
         ),
         ("mine.py:Class", {}, "algorithm.loss: Class in "),
         ("mine.py:right", {"beta": 1}, "algorithm.loss_config: got beta, but a loss of your own"),

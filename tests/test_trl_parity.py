@@ -209,13 +209,17 @@ def test_a_shared_loss_equals_a_plain_forward_and_backward(loss, loss_config, tm
     batch = kit.batch(samples, loss, **loss_config)
     value, grads, metrics = whole_batch(trainer, batch, rows=3)
     model = load_model(kit.model_folder())
-    expected, sums = shared_loss(loss, loss_config, *plain_logprobs(model, samples))
+    logprobs, old, advantages, mask = plain_logprobs(model, samples)
+    expected, sums = shared_loss(loss, loss_config, logprobs, old, advantages, mask)
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-5)
     assert_equal_gradients(gradients(model), grads)
-    if "clipped_sum" in sums:
-        assert metrics["clip_fraction"] == sums["clipped_sum"] / sums["tokens"]
-        assert metrics["kl/sampler_trainer"] == pytest.approx(sums["kl_sum"] / sums["tokens"])
+    assert ("clip_fraction" in metrics) == (loss in ("ppo", "cispo"))
+    if "clip_fraction" in metrics:
+        assert metrics["clip_fraction"] == sums["clip_fraction"] / mask.sum().item()
+    gaps = (logprobs - old)[mask > 0]
+    kl = (gaps.exp() - 1 - gaps).mean().item()
+    assert metrics["kl/sampler_trainer"] == pytest.approx(kl, rel=1e-4)
 
 
 def test_cross_entropy_is_the_weighted_negative_log_likelihood(tmp_path):

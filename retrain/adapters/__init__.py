@@ -1,1 +1,1 @@
-"""Who executes a batch and serves the samples: one folder per backend, one face (base.py)."""
+"""Backends that train a batch and serve samples: one folder each, one interface (base.py)."""

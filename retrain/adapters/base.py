@@ -1,7 +1,7 @@
-"""The face of a backend: an Adapter updates the weights and serves samples of them.
+"""The interface of a backend: an Adapter updates the weights and serves samples of them.
 
-A backend's `options.py` holds what a config may say about it and its Capabilities; it imports
-nothing heavy, so that `--dry-run` and the start-up checks load no model code.
+A backend's `options.py` holds its config keys and its Capabilities. It imports nothing heavy, so
+that `--dry-run` and the checks at the start load no model code.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from retrain.types import Batch, Metrics
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can honour; a config that asks for more is refused at start-up."""
+    """What a backend supports; a config that needs more is an error at the start."""
 
     losses: frozenset[str]
-    """Names that `algorithm.loss` may have, wherever the loss is computed."""
+    """The names that `algorithm.loss` may have."""
     custom_losses: bool = False
     """It can train a user's own function of log-probs."""
     scores: bool = False
     """`Adapter.logprobs` works, which algorithm.kl_penalty and held-out losses need."""
     max_staleness: int | None = None
-    """None: no limit."""
+    """The highest `staleness.max` that it supports; None: no limit."""
     sampling: frozenset[str] = frozenset(
         {"max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed"}
     )
     """Fields of SamplingParams that have an effect."""
     scored_as_sampled: frozenset[str] = frozenset()
-    """Those of them that shape the trainer's own log-probs too, so that the ratio starts at 1."""
+    """Those that the trainer also applies to its own log-probs, so that the ratio starts at 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """What `save` left behind: files in `folder`, and small JSON-able facts beside them."""
+    """The result of `save`: files in `folder`, and small values that JSON can hold."""
 
     folder: Path
     data: Mapping[str, Any] = field(default_factory=dict)  # JSON values
@@ -52,24 +52,24 @@ class AdapterState:
 class Adapter(ABC):
     """Updates the weights and serves samples of them; an async context manager.
 
-    Entering loads or connects, leaving frees every thread, connection and remote session.
-    The pipe awaits one of update, publish, save and load at a time, beside any number of samples.
-    Every method raises AdapterError when the backend fails.
+    Entering it loads or connects. Leaving it frees every thread, connection and remote session.
+    The pipe awaits one of update, publish, save and load at a time, and any number of samples
+    meanwhile. Every method raises AdapterError when the backend fails.
     """
 
     capabilities: Capabilities
     sampler: Sampler
     tokenizer: Tokenizer
     context_length: int
-    """Tokens that prompt and completion may have together."""
+    """The maximum number of tokens of prompt and completion together."""
 
     @abstractmethod
     async def update(self, batch: Batch) -> Metrics:
-        """One optimizer step; reports `loss`, `grad_norm` and `learning_rate` at least."""
+        """One optimizer step; returns at least `loss`, `grad_norm` and `learning_rate`."""
 
     @abstractmethod
     async def publish(self) -> int:
-        """Make the sampler serve the present weights; their version, one higher each time."""
+        """Make the sampler serve the present weights; returns their version, one more each time."""
 
     @abstractmethod
     async def save(self, folder: Path) -> AdapterState:
@@ -77,28 +77,28 @@ class Adapter(ABC):
 
     @abstractmethod
     async def load(self, state: AdapterState) -> None:
-        """Continue from `state`; the sampler serves it and the version is the saved one."""
+        """Continue from `state`: the sampler serves its weights, under the saved version."""
 
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False
     ) -> list[list[float]]:
-        """The log-prob of each token given those before it, at temperature 1; a first one's is 0.0.
+        """The log-prob of each token given those before it, at temperature 1; 0.0 for the first.
 
-        Under the weights that the sampler serves; with `reference` under those that the run
-        started from, after a resume too.
+        The weights are those that the sampler serves or, with `reference`, those that the run
+        started from, also after a resume.
         """
-        raise AdapterError(f"{type(self).__name__} computes no log-probs of given tokens")
+        raise AdapterError(f"{type(self).__name__} does not compute log-probs of given tokens")
 
     async def forget(self, state: AdapterState) -> None:  # noqa: B027 - a default, not a forgotten body
-        """The checkpoint is about to be deleted: free what a service keeps of it."""
+        """Free what a service keeps of a checkpoint that is about to be deleted."""
 
     def hurry(self) -> None:  # noqa: B027 - a default, not a forgotten body
-        """The run is to stop soon: what isn't there is not to be waited for."""
+        """The run is shutting down: stop waiting for what has not arrived."""
 
     async def export(self, folder: Path) -> Path | str | None:
-        """Write the model for others to load; where it is: the folder, or a service's own path.
+        """Write the model for others to load; returns the folder, or a service's own path.
 
-        Called once the last checkpoint is written, or loaded.
+        The pipe calls it after it has written or loaded the last checkpoint.
         """
         return None
 
@@ -117,7 +117,7 @@ class Adapter(ABC):
 class AdapterOptions(BaseModel):
     """A backend's keys in the YAML. Its module imports nothing heavy.
 
-    `backend.type` names such a class: `trl`, `tinker`, `weaver`, or a user's `path.py:MyOptions`.
+    `backend.type` names a subclass: `trl`, `tinker`, `weaver`, or a user's `path.py:MyOptions`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -128,9 +128,9 @@ class AdapterOptions(BaseModel):
     (options, config)."""
 
     def capabilities(self) -> Capabilities:
-        """What this backend can honour under these options."""
-        raise NotImplementedError(f"{type(self).__name__} must say its capabilities()")
+        """What this backend supports with these options."""
+        raise NotImplementedError(f"{type(self).__name__} does not define capabilities()")
 
     def problems(self, config: RunConfig) -> list[str]:
-        """What of `config` this backend refuses beyond its capabilities; empty when all is well."""
+        """Messages about what else in `config` this backend does not support."""
         return []

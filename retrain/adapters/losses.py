@@ -1,7 +1,7 @@
 """The loss that a run trains, and a user's own function of log-probs, checked before a model loads.
 
-A loss of one's own is `module:function` or `path.py:function` in `algorithm.loss`; engine.losses
-says what it is given and returns.
+A loss of your own is `module:function` or `path.py:function` in `algorithm.loss`; see
+`engine.losses.CustomLoss` for its arguments and its result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WHERE = "algorithm.loss"
 
 
 def run_loss(config: RunConfig) -> str:
-    """The config's loss, or else its algorithm's own."""
+    """The config's loss, or else its algorithm's default."""
     if config.algorithm.loss is not None:
         return config.algorithm.loss
     kind = Kind("algorithm", Algorithm)
@@ -28,7 +28,7 @@ def run_loss(config: RunConfig) -> str:
 
 
 def loss_keys(config: RunConfig) -> dict[str, Any]:
-    """The loss's own keys. `force` is the pipe's: it allows old samples under an unclipped loss."""
+    """The loss's own keys. `force` is for the run: it allows old samples with an unclipped loss."""
     return {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
 
 
@@ -36,7 +36,7 @@ def custom_loss(config: RunConfig) -> Callable[..., Any] | None:
     """The user's function (an engine.losses.CustomLoss, which names torch types); None: a name.
 
     Raises PluginError when it isn't found or can't be called with four tensors, ConfigError when
-    it is given keys.
+    `loss_config` has keys for it.
     """
     loss = run_loss(config)
     if ":" not in loss:
@@ -47,8 +47,8 @@ def custom_loss(config: RunConfig) -> Callable[..., Any] | None:
     _check_signature(function, loss)
     if keys := loss_keys(config):
         raise ConfigError(
-            f"algorithm.loss_config: got {', '.join(keys)}, but a loss of your own takes no keys: "
-            "give its arguments defaults"
+            f"algorithm.loss_config: got {', '.join(keys)}, but a loss of your own takes no keys; "
+            "give its arguments default values"
         )
     return function
 
@@ -56,16 +56,16 @@ def custom_loss(config: RunConfig) -> Callable[..., Any] | None:
 def _check_signature(function: Callable[..., Any], loss: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some builtins tell none
+    except ValueError:  # some built-in functions have none
         return
     try:
         signature.bind(*range(4))
     except TypeError:
         raise PluginError(
             f"{_WHERE}: {loss} is {loss.rpartition(':')[2]}{signature}, which can't be called with "
-            f"four tensors: write it as {ARGUMENTS}"
+            f"four tensors; define it as {ARGUMENTS}"
         ) from None
 
 
 class LossFunction:
-    """No class is a loss: only functions are."""
+    """A placeholder for `Kind`: a loss is a function, never a class."""

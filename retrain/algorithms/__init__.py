@@ -1,1 +1,1 @@
-"""Who gets credit: one pure file per algorithm, with its equation and its paper."""
+"""Algorithms turn rewards into advantages: one pure file each, with its equation and paper."""

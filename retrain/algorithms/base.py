@@ -1,4 +1,4 @@
-"""The face of an algorithm: who gets credit. Pure: no I/O, no torch, no state between batches."""
+"""The interface of an algorithm. Pure: no I/O, no torch, no state between batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from retrain.prompts import PromptSource
 from retrain.types import Group
 
 Credit = float | Sequence[float]
-"""A trajectory's advantage: one number, or one a sampled token (turn after turn)."""
+"""A trajectory's advantage: one number, or one per sampled token, turn after turn."""
 
 Source = Literal["rollouts", "demonstrations", "pairs"]
 
@@ -22,25 +22,25 @@ class Algorithm(ABC):
     """
 
     loss: ClassVar[str] = "dapo"
-    """What the adapter executes unless `algorithm.loss` says otherwise."""
+    """The loss that the adapter executes unless `algorithm.loss` names another."""
     min_group_size: ClassVar[int] = 2
-    """Smaller groups carry no signal, and are refused at start-up."""
+    """A smaller `algorithm.group_size` is an error at the start: it carries no signal."""
     source: ClassVar[Source] = "rollouts"
-    """What it trains on: episodes that the model plays, or the data set's rows as they stand. Rows
-    need no environment, no reward and no sampler, and a group holds what one row shows."""
+    """What it trains on: rollouts of the model, or the answers in the rows of the data set. Rows
+    need no environment, no reward and no sampler, and a group holds the answers of one row."""
     compares: ClassVar[Literal["group", "batch"]] = "group"
-    """Where its baseline comes from: a group with equal rewards teaches nothing, unless the whole
-    batch is compared."""
+    """What its baseline is computed over. Nothing is learned from a group with equal rewards,
+    unless the baseline is the batch's."""
     max_length: int | None = None
-    """Rows of more tokens are left out and counted; None: the model's context decides."""
+    """Rows with more tokens are dropped and counted; None: the model's context is the limit."""
 
     @property
     def loss_config(self) -> Mapping[str, Any]:  # the loss's own keys
-        """Keys of the loss that the algorithm itself sets."""
+        """The keys of the loss that the algorithm sets itself."""
         return {}
 
     def rows(self, prompts: PromptSource) -> PromptSource:
-        """The rows in the form that it trains on; calling it again changes nothing.
+        """The rows in the form that it trains on; idempotent.
 
         Raises PromptError on rows that can't be used.
         """
@@ -50,6 +50,6 @@ class Algorithm(ABC):
     def advantages(self, groups: Sequence[Group]) -> Sequence[Sequence[Credit]]:
         """The credit of each trajectory of each group, in order.
 
-        The groups hold scored trajectories alone. Raises ValueError on a reward that is not
-        finite, naming the group and the trajectory.
+        The groups hold only scored trajectories. Raises ValueError with the group and the
+        trajectory when a reward is not finite.
         """

@@ -4,11 +4,11 @@
            log sigmoid( beta [ log p(w|x)/ref(w|x) - log p(l|x)/ref(l|x) ] )
 
 with w the chosen and l the rejected answer to x, log-probs summed over an answer's tokens, and ref
-the weights that the run started from: the loss of the first step is ln 2. The sign of an advantage
-tells the chosen from the rejected, its size is the pair's weight 1/P.
+the weights that the run started from, so the loss of the first step is ln 2. An advantage is
+positive for the chosen and negative for the rejected answer; its size is the pair's weight 1/P.
 
-A row is `prompt`, `chosen` and `rejected`. Where a data set scores single responses (HelpSteer2),
-`pair_by` names the score: of each prompt the best response is paired with the worst.
+A row has `prompt`, `chosen` and `rejected`. For a data set with scores of single responses
+(HelpSteer2), `pair_by` names the score: each prompt's best response is paired with its worst.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DPO(Algorithm):
         self, beta: float = 0.1, pair_by: str | None = None, max_length: int | None = None
     ) -> None:
         if not (math.isfinite(beta) and beta > 0):
-            raise ValueError(f"beta is {beta}: expected a number above 0")
+            raise ValueError(f"beta: got {beta}, expected a number > 0")
         self.beta = beta
         self.pair_by = pair_by
         self.max_length = max_length
@@ -55,8 +55,8 @@ class DPO(Algorithm):
         for group in groups:
             if len(group.trajectories) != 2:
                 raise ValueError(
-                    f"group {group.prompt.id} has {len(group.trajectories)} answers: a pair, the "
-                    "chosen and the rejected one, is expected"
+                    f"group {group.prompt.id} has {len(group.trajectories)} answers, expected a "
+                    "pair: the chosen and the rejected one"
                 )
         weight = 1.0 / max(1, len(groups))
         return [[weight, -weight] for _ in groups]

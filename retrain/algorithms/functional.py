@@ -1,7 +1,7 @@
 """Advantage formulas as plain functions of numbers: float64, two passes, no torch.
 
-A *flat* set of rewards (max - min within 1e-8 of the largest magnitude, or of 1) carries no signal:
-its advantages are exactly 0, whatever rounding would make of them.
+Rewards are *flat* when max - min is at most 1e-8 times the largest magnitude (or 1): they carry no
+signal, and their advantages are exactly 0, without a rounding error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Baseline = Literal["mean", "leave_one_out"]
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
 FLAT = 1e-8
 LARGEST = 1e30
-"""Rewards beyond it are refused: a loss in float32 could not take them, which ends at 3e38."""
+"""The largest valid reward; a loss in float32, whose maximum is 3e38, would overflow."""
 
 
 def is_flat(rewards: Sequence[float], tolerance: float = FLAT) -> bool:
-    """Whether the rewards are all equal, up to rounding; also true of none and of one."""
+    """Whether all rewards are equal, up to rounding; true for fewer than two rewards."""
     if len(rewards) < 2:
         return True
     low, high = min(rewards), max(rewards)
@@ -26,9 +26,9 @@ def is_flat(rewards: Sequence[float], tolerance: float = FLAT) -> bool:
 
 
 def std(values: Sequence[float], ddof: int = 1) -> float:
-    """Standard deviation over n - ddof, of a sample by default; 0.0 of `ddof` values or fewer.
+    """Standard deviation over n - ddof; 0.0 for `ddof` values or fewer.
 
-    By `hypot`, whose squares don't overflow.
+    It uses `hypot`, whose squares do not overflow.
     """
     count = len(values)
     if count <= ddof:
@@ -38,19 +38,19 @@ def std(values: Sequence[float], ddof: int = 1) -> float:
 
 
 def check_finite(rewards: Sequence[float], group: str) -> None:
-    """Raises ValueError naming the first reward that is NaN or beyond LARGEST."""
+    """Raises ValueError with the first reward that is NaN or exceeds LARGEST."""
     for index, value in enumerate(rewards):
         if not abs(value) <= LARGEST:
             raise ValueError(
-                f"trajectory {index} of group {group} has reward {value}: a reward must be finite, "
-                f"at most {LARGEST:g}; mark a failed rollout by its outcome instead"
+                f"trajectory {index} of group {group} has reward {value}, expected a finite number "
+                f"of at most {LARGEST:g}; mark a failed rollout by its outcome instead"
             )
 
 
 def centred(rewards: Sequence[float], baseline: Baseline = "mean") -> list[float]:
-    """r_i - b_i with b the mean of all, or of the others (leave-one-out, Kool et al. 2019).
+    """r_i - b_i, where b_i is the mean of all, or of the others (leave-one-out, Kool et al. 2019).
 
-    Leave-one-out is n / (n - 1) times the other. Zeros for a flat set.
+    Leave-one-out is n / (n - 1) times the former. Zeros for flat rewards.
     """
     count = len(rewards)
     if is_flat(rewards):
@@ -70,15 +70,15 @@ def group_relative(
 ) -> list[float]:
     """GRPO's advantage (Shao et al. 2024, eq. 3): (r - mean) / (std + eps), ddof 1.
 
-    With `run_ids`, entries of one id are segments of one rollout: each rollout counts once, by the
-    mean of its segments' rewards, and its segments share its advantage.
+    With `run_ids`, entries with one id are segments of one rollout. Each rollout counts once, with
+    the mean reward of its segments, and its segments share its advantage.
     """
     if run_ids is None:
         deltas = centred(rewards, baseline)
         divisor = std(rewards) + eps if scale else 1.0
         return [delta / divisor for delta in deltas]
     if len(run_ids) != len(rewards):
-        raise ValueError(f"{len(run_ids)} run_ids for {len(rewards)} rewards: one each is expected")
+        raise ValueError(f"got {len(run_ids)} run_ids for {len(rewards)} rewards; expected as many")
     segments: dict[Hashable, list[float]] = {}
     for run, value in zip(run_ids, rewards, strict=True):
         segments.setdefault(run, []).append(value)
@@ -92,10 +92,10 @@ def group_relative(
 def kl_estimates(
     logprobs: Sequence[float], reference: Sequence[float], estimator: KLEstimator = "k1"
 ) -> list[float]:
-    """Each token's estimate of KL(p || ref) from a token that p sampled, d = log p - log ref.
+    """Each token's estimate of KL(p || ref) from a token that p sampled, with d = log p - log ref.
 
-    `k1` is d, unbiased and of either sign; `abs` |d|; `k2` d^2 / 2; `k3` exp(-d) - 1 + d, unbiased
-    and never negative (http://joschu.net/blog/kl-approx.html). Beyond d = -50 `k3` stays finite.
+    `k1` is d, unbiased and of either sign. `abs` is |d|. `k2` is d^2 / 2. `k3` is exp(-d) - 1 + d,
+    unbiased and never negative (http://joschu.net/blog/kl-approx.html); it is finite for every d.
     """
     gaps = [lp - ref for lp, ref in zip(logprobs, reference, strict=True)]
     if estimator == "k1":
@@ -110,10 +110,7 @@ def kl_estimates(
 
 
 def token_rewards(reward: float, loss_mask: Sequence[int]) -> list[float]:
-    """A rollout's reward as one per token: all of it on the last trained token, (T,).
-
-    Zeros where no token is trained.
-    """
+    """A rollout's reward as one per token, (T,): the last trained token gets it, the others 0."""
     rewards = [0.0] * len(loss_mask)
     for index in range(len(loss_mask) - 1, -1, -1):
         if loss_mask[index]:
@@ -133,11 +130,11 @@ def gae(
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
 
     A_t = sum_l (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t. `last_value` is the
-    value of the state after the last reward, 0.0 where the episode ended there. A_t + V_t are the
-    returns that a value function is fitted to.
+    value of the state after the last reward, 0.0 if the episode ended there. A value function is
+    fitted to the returns A_t + V_t.
     """
     if len(values) != len(rewards):
-        raise ValueError(f"{len(values)} values for {len(rewards)} rewards: one each is expected")
+        raise ValueError(f"got {len(values)} values for {len(rewards)} rewards, expected one each")
     advantages = [0.0] * len(rewards)
     following, after = 0.0, last_value
     for t in range(len(rewards) - 1, -1, -1):
@@ -149,14 +146,14 @@ def gae(
 def n_step_returns(
     rewards: Sequence[float], n: int, gamma: float, values: Sequence[float] | None = None
 ) -> list[float]:
-    """G_t = sum_{j<n} gamma^j r_{t+j}, cut where the episode ends (Sutton & Barto 2018, eq. 7.1).
+    """G_t = sum_{j<n} gamma^j r_{t+j}, to the end of the episode (Sutton & Barto 2018, eq. 7.1).
 
-    With `values`, gamma^n V_{t+n} is added where the episode goes on after the n steps.
+    With `values`, gamma^n V_{t+n} is added unless the episode ended within the n steps.
     """
     if n < 1:
-        raise ValueError(f"n: got {n}, expected at least one step")
+        raise ValueError(f"n: got {n}, expected at least 1")
     if values is not None and len(values) != len(rewards):
-        raise ValueError(f"{len(values)} values for {len(rewards)} rewards: one each is expected")
+        raise ValueError(f"got {len(values)} values for {len(rewards)} rewards, expected one each")
     returns = []
     for t in range(len(rewards)):
         total = math.fsum(gamma**j * reward for j, reward in enumerate(rewards[t : t + n]))

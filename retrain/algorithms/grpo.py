@@ -1,9 +1,9 @@
-"""GRPO: a rollout's credit is its reward relative to its group's (Shao et al. 2024, eq. 3)
+"""GRPO: an advantage is a reward relative to those of its group (Shao et al. 2024, eq. 3)
 
     A_i = (r_i - mean(r)) / (std(r) + eps)          std with ddof 1
 
-`baseline: leave_one_out` compares with the mean of the others, which makes A_i independent of
-r_i's own noise in the baseline. `scale: batch` divides by the whole batch's std, `none` by 1
+`baseline: leave_one_out` subtracts the mean of the other rewards, so the noise of r_i is not in its
+own baseline. `scale: batch` divides by the std of the whole batch. `scale: none` does not divide
 (Dr. GRPO, Liu et al. 2025: the group's std favours prompts that are very easy or very hard).
 """
 

@@ -1,10 +1,10 @@
 """REINFORCE with the batch's mean reward as baseline (Williams 1992, section 2, eq. 4)
 
-    A_i = r_i - mean(r)              over all rollouts of the batch, whatever their prompts
+    A_i = r_i - mean(r)              over all rollouts of the batch, for all prompts together
 
-`scale: batch` divides by the batch's std (ddof 1) + 1e-8, so that the step's size doesn't depend
-on the reward's unit. One rollout a prompt is enough; a batch whose rewards are all equal has no
-signal, and its advantages are exactly 0.
+`scale: batch` divides by the batch's std (ddof 1) + 1e-8, so that the step's size does not depend
+on the reward's unit. One rollout per prompt is enough. If all rewards of a batch are equal, its
+advantages are exactly 0.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning: the model learns to say what the demonstrations say.
+"""Supervised fine-tuning: the model imitates demonstrations.
 
     loss = -1/N sum_t log p(y_t | x, y_<t)        over the N assistant tokens of the batch
 
-Cross-entropy with the weight 1 on every token of an assistant's turn, the token that ends the turn
-included, and 0 elsewhere (Ouyang et al. 2022, section 3.5, step 1). A row is `prompt` and `answer`
-(or `response`, or `completion`), or `messages` whose assistant turns are all trained.
+Cross-entropy with weight 1 on every token of an assistant's turn, including the token that ends the
+turn, and 0 elsewhere (Ouyang et al. 2022, section 3.5, step 1). A row has `prompt` and `answer` (or
+`response`, or `completion`), or `messages`, of which all assistant turns are trained.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether the parts of a run fit each other: what a backend can't honour is an error at the start.
+"""Whether the parts of a run fit together: reports at the start what a backend does not support.
 
-Pure functions of the config and of what the parts say about themselves.
+Pure functions of the config and of what the parts declare about themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from retrain.environment import Environment
 from retrain.errors import ConfigError, shown
 from retrain.losses import Normalisation, row_of
 
+NEUTRAL = (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0))
+"""The sampling settings that change the distribution, with the values that do not change it."""
+
 
 def check_compatible(
     algorithm: Algorithm,
@@ -22,9 +25,9 @@ def check_compatible(
     config: RunConfig,
     environment: type[Environment],
 ) -> tuple[str, Normalisation | None, Capabilities]:
-    """The loss, its normalisation and what the backend can do.
+    """The loss, its normalisation and the backend's capabilities.
 
-    Raises ConfigError with everything that doesn't fit together.
+    Raises ConfigError with all problems.
     """
     capabilities = options.capabilities()
     loss = config.algorithm.loss or algorithm.loss
@@ -35,18 +38,13 @@ def check_compatible(
         *_staleness(loss, config, capabilities),
         *_kl_penalty(loss, algorithm, config, capabilities),
         *_no_signal(algorithm, config),
+        *_group_size(algorithm, config),
         *options.problems(config),
     ]
     if algorithm.source != "rollouts":
         problems += _examples(algorithm, loss, config, capabilities)
     else:
         problems += _rewards(loss, config, environment)
-    if config.algorithm.group_size < algorithm.min_group_size:
-        problems.append(
-            f"algorithm.group_size: got {config.algorithm.group_size}, but "
-            f"{config.algorithm.type} compares rollouts of one prompt: expected at least "
-            f"{algorithm.min_group_size}"
-        )
     if problems:
         raise ConfigError(*problems)
     if row_of(loss).normalises_itself:
@@ -55,31 +53,31 @@ def check_compatible(
 
 
 def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:
-    """What is allowed, but seldom meant."""
+    """What is allowed, but rarely intended."""
     yield from _stall(config.deadlines)
     sampling = config.sampling
     if sampling.temperature == 0 and config.algorithm.group_size > 1:
         yield (
             "sampling.temperature is 0: the rollouts of a group are equal unless the environment "
-            "differs, and equal rewards teach nothing"
+            "differs, and nothing is learned from equal rewards"
         )
     if row_of(loss).reads != "ratio" or sampling.temperature == 0:
         return
     shaped = [
         f"{name} {getattr(sampling, name)}"
-        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0))
+        for name, neutral in NEUTRAL
         if getattr(sampling, name) != neutral and name not in capabilities.scored_as_sampled
     ]
     if shaped:
         yield (
             f"sampling with {', '.join(shaped)}: {loss} weighs tokens by the ratio of the "
-            "trainer's probability to the sampler's, and this backend's trainer doesn't shape its "
-            "own, so the ratio is off 1 even for fresh samples; watch kl/sampler_trainer"
+            "trainer's probability to the sampler's. This backend's trainer does not apply these "
+            "settings, so the ratio is not 1 even for fresh samples; watch kl/sampler_trainer"
         )
 
 
 def _stall(deadlines: DeadlinesConfig) -> Iterator[str]:
-    """While one call is waited for nothing else may move, and then the stall comes first."""
+    """During one long call nothing else may progress, so the stall limit is reached first."""
     longer = {
         name: limit
         for name, limit in deadlines
@@ -88,9 +86,9 @@ def _stall(deadlines: DeadlinesConfig) -> Iterator[str]:
     if longer:
         yield (
             f"deadlines.stall is {deadlines.stall:g} s, less than deadlines."
-            f"{', '.join(f'{name} ({limit:g})' for name, limit in longer.items())}: a call that "
-            "may take longer can end the whole run before its own deadline does; raise stall to at "
-            f"least {max(longer.values()):g}, or lower the others"
+            f"{', '.join(f'{name} ({limit:g})' for name, limit in longer.items())}: a longer call "
+            "can end the run before it reaches its own deadline; raise stall to at least "
+            f"{max(longer.values()):g}, or lower the others"
         )
 
 
@@ -112,15 +110,13 @@ def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[
 
 
 def _normalisation(loss: str, config: RunConfig) -> Iterator[str]:
-    wanted = config.algorithm.normalisation
-    if wanted is None:
-        return
-    if row_of(loss).normalises_itself:
+    wanted, row = config.algorithm.normalisation, row_of(loss)
+    if wanted is not None and row.normalises_itself:
         yield (
             f"algorithm.normalisation: got {wanted!r}, but the loss {loss} has its own "
             "normalisation; remove it, or use the loss ppo"
         )
-    if row_of(loss).scaled and wanted == "sequence":
+    if wanted == "sequence" and row.scaled:
         yield (
             f"algorithm.normalisation: {loss} can't be normalised by sequence; use token or batch"
         )
@@ -132,8 +128,8 @@ def _sampling(config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
         value = getattr(config.sampling, name)
         if value != getattr(plain, name) and name not in capabilities.sampling:
             yield (
-                f"sampling.{name}: got {shown(value)}, but the {config.backend.type} backend can't "
-                "honour it: remove it"
+                f"sampling.{name}: got {shown(value)}, but the {config.backend.type} backend does "
+                "not support it; remove it"
             )
 
 
@@ -149,79 +145,87 @@ def _staleness(loss: str, config: RunConfig, capabilities: Capabilities) -> Iter
         yield f"algorithm.loss_config.force: got {shown(force)}, expected true or false"
     elif row_of(loss).unbounded and config.staleness.target > 1 and not force:
         yield (
-            f"staleness.target: got {config.staleness.target}, but {loss} does not "
-            "clip its ratio, which explodes on old samples: choose the loss ppo or cispo, a target "
-            "of at most 1, or say algorithm.loss_config.force: true"
+            f"staleness.target: got {config.staleness.target}, but {loss} does not clip its ratio, "
+            "which can be extreme for old samples; use the loss ppo or cispo, use a target of at "
+            "most 1, or set algorithm.loss_config.force: true"
         )
 
 
 def _kl_penalty(
     loss: str, algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
 ) -> Iterator[str]:
-    """The penalty compares plain log-probs: those of the sampler with the reference's."""
-    settings, sampling = config.algorithm, config.sampling
+    """The penalty compares unshaped log-probs: the sampler's and the reference's."""
+    settings = config.algorithm
     if not settings.kl_penalty:
         return
     where = f"algorithm.kl_penalty: got {settings.kl_penalty}, but"
     if algorithm.source != "rollouts":
-        yield f"{where} {settings.type} samples nothing that could be charged for it: remove it"
+        yield f"{where} {settings.type} samples no tokens to penalise; remove it"
     if not capabilities.scores:
-        yield f"{where} the {config.backend.type} backend has no reference log-probs: remove it"
+        yield f"{where} the {config.backend.type} backend has no reference log-probs; remove it"
     if settings.loss_config.get("beta") and row_of(loss).formula is None:
-        yield f"{where} algorithm.loss_config.beta is a KL to the same reference: keep one of them"
-    if (sampling.temperature, sampling.top_p, sampling.top_k) != (1.0, 1.0, 0):
+        yield f"{where} algorithm.loss_config.beta is a KL to the same reference; remove one"
+    if any(getattr(config.sampling, name) != neutral for name, neutral in NEUTRAL):
         yield (
-            f"{where} it compares the sampled distribution with the reference's plain one: set "
+            f"{where} it compares the sampled distribution with the reference's unshaped one; set "
             "sampling.temperature to 1, top_p to 1 and top_k to 0"
         )
 
 
 def _no_signal(algorithm: Algorithm, config: RunConfig) -> Iterator[str]:
-    if config.train.no_signal == "refill" and (
-        algorithm.source != "rollouts" or algorithm.compares == "batch"
-    ):
+    whole_batch = algorithm.source != "rollouts" or algorithm.compares == "batch"
+    if config.train.no_signal == "refill" and whole_batch:
         yield (
-            f"train.no_signal: got 'refill', but to {config.algorithm.type} a group with equal "
-            "rewards is no group without a signal: set it to keep"
+            f"train.no_signal: got 'refill', but {config.algorithm.type} learns from groups with "
+            "equal rewards too; set it to keep"
+        )
+
+
+def _group_size(algorithm: Algorithm, config: RunConfig) -> Iterator[str]:
+    if config.algorithm.group_size < algorithm.min_group_size:
+        yield (
+            f"algorithm.group_size: got {config.algorithm.group_size}, but "
+            f"{config.algorithm.type} compares the rollouts of one prompt; expected at least "
+            f"{algorithm.min_group_size}"
         )
 
 
 def _examples(
     algorithm: Algorithm, loss: str, config: RunConfig, capabilities: Capabilities
 ) -> Iterator[str]:
-    """What has no effect where rows of the data set are trained as they stand."""
+    """Sections without an effect when the rows of the data set are trained."""
     settings, plain = config.algorithm, RunConfig(prompts=config.prompts)
-    trains = f"has no effect beside algorithm {settings.type}, which trains on {algorithm.source}"
+    where = f"has no effect: algorithm {settings.type} trains on {algorithm.source} of the data set"
     if config.environment != plain.environment:
-        yield f"environment: {config.environment.type} {trains} of the data set: remove it"
+        yield f"environment: {config.environment.type} {where}; remove it"
     if config.rewards:
-        yield f"rewards: {config.rewards[0].type} {trains} of the data set: remove it"
+        yield f"rewards: {config.rewards[0].type} {where}; remove it"
     if config.sampling != plain.sampling:
-        yield f"sampling: it {trains} of the data set: remove it (see algorithm.max_length)"
+        yield f"sampling: it {where}; remove it (see algorithm.max_length)"
     size = {"demonstrations": 1, "pairs": 2}[algorithm.source]
     if settings.group_size not in (plain.algorithm.group_size, size):
         yield (
-            f"algorithm.group_size: {settings.group_size} {trains}, {size} of a row: remove it; "
-            "train.groups_per_step is the batch size"
+            f"algorithm.group_size: {settings.group_size} {where}, {size} per row; remove it "
+            "(train.groups_per_step is the batch size)"
         )
     if loss != algorithm.loss:
-        yield f"algorithm.loss: got {loss!r}, but {settings.type} is {algorithm.loss}: remove it"
+        yield f"algorithm.loss: got {loss!r}, but {settings.type} uses {algorithm.loss}; remove it"
     for key in sorted(algorithm.loss_config.keys() & settings.loss_config.keys()):
-        yield f"algorithm.loss_config.{key}: it is algorithm.{key} here"
+        yield f"algorithm.loss_config.{key}: that is algorithm.{key} here"
     if config.eval is not None and not capabilities.scores:
-        yield f"eval: the {config.backend.type} backend can't score given tokens: remove it"
+        yield f"eval: the {config.backend.type} backend can't score given tokens; remove it"
 
 
 def _rewards(loss: str, config: RunConfig, environment: type[Environment]) -> Iterator[str]:
-    silent = environment.step is Environment.step
-    if row_of(loss).reads == "pairs":
+    reads = row_of(loss).reads
+    if reads == "pairs":
         yield (
             f"algorithm.loss: {loss} compares given answers, but {config.algorithm.type} trains on "
             "rollouts; set algorithm.type to dpo"
         )
-    elif not config.rewards and silent and row_of(loss).reads == "ratio":
+    if reads == "ratio" and not config.rewards and environment.step is Environment.step:
         yield (
-            "rewards: missing, and the environment "
-            f"{config.environment.type} gives none in its step: nothing would be learnt; let "
-            "its step return a reward, or add e.g. `rewards: [{type: my_reward.py:my_function}]`"
+            f"rewards: missing, and the step of the environment {config.environment.type} returns "
+            "no reward, so nothing can be learned; return one from its step, or add e.g. "
+            "`rewards: [{type: my_reward.py:my_function}]`"
         )

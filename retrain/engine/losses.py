@@ -8,6 +8,7 @@ mask is 0 contributes exactly nothing to the loss and to the gradient, whatever 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from retrain.errors import NonFiniteError, UserCodeError, blame, shown
+from retrain.errors import ConfigError, NonFiniteError, UserCodeError, blame, shown
 from retrain.losses import Formula, pair_rows, row_of, settings
 
 CustomLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -35,7 +36,10 @@ def shared_loss(
     mask: Tensor,
     streams: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Tensor, Sums]:
-    """The loss `name` summed over tokens, and sums for the metrics (see `loss_metrics`).
+    """The loss `name` summed over tokens, and sums over tokens or pairs for the metrics.
+
+    A loss that clips has the sum `clip_fraction`, over tokens; a loss of pairs `dpo/margin` (of the
+    implicit rewards) and `dpo/accuracy`, over `pairs`.
 
     All tensors are (B, T), float32, the mask 0 or 1. A loss that reads weights ignores
     `old_logprobs`. A loss of pairs reads `streams["reference_logprobs"]` and pairs rows by
@@ -51,37 +55,15 @@ def shared_loss(
         _kept(logprobs, keep), _kept(old_logprobs, keep), _kept(advantages, keep), keep, streams
     )
     if callable(name):
-        loss, sums = _custom(name, rows, mask)
-    else:
-        keys, row = settings(name, config), row_of(name)
-        assert row.formula is not None  # `settings` rejects a loss without one
-        compute = _pairwise if row.reads == "pairs" else _tokenwise
-        with torch.no_grad():
-            values, slopes, sums = compute(row.formula, keys, rows, row.reads == "ratio")
-        loss = _Differentiated.apply(rows.logprobs, values, slopes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return loss, {"tokens": float(keep.sum()), **sums}
-
-
-def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means from the sums of one or more `shared_loss` calls, added key by key.
-
-    `ratio/mean`, `clip_fraction` and `kl/sampler_trainer` (mean of r - 1 - log r, the non-negative
-    estimator of KL(sampler || trainer)) for losses with a ratio; `dpo/margin` (of the implicit
-    rewards) and `dpo/accuracy`, means over pairs, for losses of pairs.
-    """
-    tokens, pairs = sums.get("tokens", 0.0), sums.get("pairs", 0.0)
-    means = {
-        label: sums[key] / count
-        for key, label, count in (
-            ("ratio_sum", "ratio/mean", tokens),
-            ("clipped_sum", "clip_fraction", tokens),
-            ("kl_sum", "kl/sampler_trainer", tokens),
-            ("margin_sum", "dpo/margin", pairs),
-            ("correct_sum", "dpo/accuracy", pairs),
-        )
-        if key in sums and count
-    }
-    return {**means, "tokens/trained": tokens}
+        return _custom(name, rows, mask), {}
+    keys, row = settings(name, config), row_of(name)
+    if row.formula is None:
+        raise ConfigError(f"the loss {name!r} is TRL's own; only TRL computes it")
+    compute = _pairwise if row.reads == "pairs" else _tokenwise
+    with torch.no_grad():
+        values, slopes, sums = compute(partial(row.formula, _Tensors, keys), rows)
+    loss: Tensor = _Differentiated.apply(rows.logprobs, values, slopes)  # type: ignore[no-untyped-call]  # torch's
+    return loss, sums
 
 
 def custom_surrogate(
@@ -90,16 +72,15 @@ def custom_surrogate(
     old_logprobs: Sequence[Sequence[float]],
     advantages: Sequence[Sequence[float]],
     masks: Sequence[Sequence[float]],
-) -> tuple[float, list[list[float]], dict[str, float]]:
-    """A user's loss at log-probs from elsewhere, dL/dlogp of each token, and `loss_metrics`.
+) -> tuple[float, list[list[float]]]:
+    """A user's loss at log-probs from elsewhere, and dL/dlogp of each token.
 
     The rows are ragged; `loss` gets them padded to (B, T), in float32, with mask 0 on the padding.
     Raises UserCodeError as `shared_loss` does, NonFiniteError on NaN or infinity.
     """
     learner = _padded(logprobs).requires_grad_()
-    value, sums = shared_loss(
-        loss, {}, learner, _padded(old_logprobs), _padded(advantages), _padded(masks)
-    )
+    given = (_padded(old_logprobs), _padded(advantages), _padded(masks))
+    value, _ = shared_loss(loss, {}, learner, *given)
     (gradients,) = torch.autograd.grad(value, learner)
     if not torch.isfinite(value) or not torch.isfinite(gradients).all():
         raise NonFiniteError(
@@ -107,7 +88,7 @@ def custom_surrogate(
             "for logarithms of 0 and divisions by 0"
         )
     rows = [row[: len(own)] for row, own in zip(gradients.tolist(), logprobs, strict=True)]
-    return float(value.detach()), rows, loss_metrics(sums)
+    return float(value.detach()), rows
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, *, chunk_tokens: int = 4096) -> Tensor:
@@ -161,40 +142,32 @@ class _Differentiated(torch.autograd.Function):
         return gradient * slopes, None, None
 
 
-def _tokenwise(
-    formula: Formula, keys: Mapping[str, float], rows: _Rows, has_ratio: bool
-) -> tuple[Tensor, Tensor, Sums]:
-    """The loss and the slope of each token, (B, T), and sums for the metrics."""
-    old = rows.old if has_ratio else None
-    ratio = (rows.logprobs - rows.old).exp() if has_ratio else None
-    values, slopes, clipped = formula(_Tensors, keys, rows.logprobs, old, ratio, rows.advantages)
-    sums = {} if ratio is None else _ratio_sums(rows, ratio, clipped)
+def _tokenwise(formula: Formula, rows: _Rows) -> tuple[Tensor, Tensor, Sums]:
+    """The loss and the slope of each token, (B, T)."""
+    ratio = (rows.logprobs - rows.old).exp()
+    values, slopes, clipped = formula(rows.logprobs, rows.old, ratio, rows.advantages)
+    sums = {} if clipped is None else {"clip_fraction": float((clipped & rows.keep).sum())}
     return _kept(values, rows.keep), _kept(slopes, rows.keep), sums
 
 
-def _pairwise(
-    formula: Formula, keys: Mapping[str, float], rows: _Rows, has_ratio: bool
-) -> tuple[Tensor, Tensor, Sums]:
-    """The loss of each pair, the slope of each token, (B, T), and sums for the metrics."""
+def _pairwise(formula: Formula, rows: _Rows) -> tuple[Tensor, Tensor, Sums]:
+    """The loss of each pair, and the slope of each token, (B, T)."""
     if "reference_logprobs" not in rows.streams:
         raise ValueError("the batch lacks the stream 'reference_logprobs', which pairs need")
     gains = (rows.logprobs - _kept(rows.streams["reference_logprobs"], rows.keep)).sum(-1)
-    weights = rows.advantages.abs().amax(-1)
     pairs = pair_rows(_pair_ids(rows), rows.advantages.sum(-1).tolist())
     chosen, rejected = torch.tensor(pairs, device=gains.device).unbind(-1)
-    values, slopes, margins = formula(_Tensors, keys, gains[chosen] - gains[rejected])
+    values, slopes, margins = formula(gains[chosen] - gains[rejected])
+    weights = rows.advantages.abs().amax(-1)
     weight = (weights[chosen] + weights[rejected]) / 2
     by_row = torch.zeros_like(gains)
     by_row[chosen], by_row[rejected] = weight * slopes, -weight * slopes
-    return (
-        weight * values,
-        _kept(by_row[:, None].expand_as(rows.logprobs), rows.keep),
-        {
-            "pairs": float(len(chosen)),
-            "margin_sum": float(margins.sum()),
-            "correct_sum": float((margins > 0).sum()),
-        },
-    )
+    sums = {
+        "pairs": float(len(pairs)),
+        "dpo/margin": float(margins.sum()),
+        "dpo/accuracy": float((margins > 0).sum()),
+    }
+    return weight * values, _kept(by_row[:, None].expand_as(rows.keep), rows.keep), sums
 
 
 def _pair_ids(rows: _Rows) -> list[float]:
@@ -206,7 +179,7 @@ def _pair_ids(rows: _Rows) -> list[float]:
     return found
 
 
-def _custom(loss: CustomLoss, rows: _Rows, mask: Tensor) -> tuple[Tensor, Sums]:
+def _custom(loss: CustomLoss, rows: _Rows, mask: Tensor) -> Tensor:
     what = f"loss '{getattr(loss, '__name__', type(loss).__name__)}'"
     try:
         value = loss(rows.logprobs, rows.old, rows.advantages, mask)
@@ -222,19 +195,7 @@ def _custom(loss: CustomLoss, rows: _Rows, mask: Tensor) -> tuple[Tensor, Sums]:
             f"{what} returned {value.item()}, which has no gradient: it must depend on `logprobs`, "
             "without detach(), item() or no_grad()"
         )
-    with torch.no_grad():
-        sums = _ratio_sums(rows, (rows.logprobs - rows.old).exp(), None)
-    return value.reshape(()), sums
-
-
-def _ratio_sums(rows: _Rows, ratio: Tensor, clipped: Tensor | None) -> Sums:
-    """Sums over the kept tokens."""
-    kl = _kept(ratio - 1 - (rows.logprobs - rows.old), rows.keep)
-    return {
-        "ratio_sum": float(_kept(ratio, rows.keep).sum()),
-        "clipped_sum": 0.0 if clipped is None else float((clipped & rows.keep).sum()),
-        "kl_sum": float(kl.sum()),
-    }
+    return value.reshape(())
 
 
 def _kept(values: Tensor, keep: Tensor) -> Tensor:

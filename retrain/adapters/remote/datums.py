@@ -1,14 +1,13 @@
-"""Samples as a remote service takes them: shifted by one, so that position t predicts target t.
+"""Samples in the form that remote services take: shifted by one, so position t predicts target t.
 
-One function, `shift`, is the only place where tokens and targets are lined up, for every loss and
-both services. With T tokens in the sample every stream of the datum has T - 1 values:
+`shift` is the only place that aligns tokens and targets, for every loss and both services. For a
+sample of T tokens every stream of the datum has T - 1 values:
 
     inputs[t]  = token_ids[t]          the context that predicts
     targets[t] = token_ids[t + 1]      what is predicted
     logprobs[t], advantages[t], mask[t] and each further stream belong to targets[t]
 
-so a value always keeps to the token that it was made for. The first token of a sample has no
-context and is never a target.
+The first token of a sample has no context and is never a target.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ class Datum:
 
     @property
     def trained(self) -> bool:
-        """Whether any target carries a loss."""
+        """Whether any target has mask 1."""
         return any(self.mask)
 
 
 def shift(sample: Sample) -> Datum:
     """The datum of one sample.
 
-    Values under a mask of 0 become 0.0, so that a service which knows no mask trains the same
-    tokens. Raises ValueError when the sample has fewer than two tokens: nothing to predict.
+    Values become 0.0 where the mask is 0, so that a service without a mask trains the same tokens.
+    Raises ValueError when the sample has fewer than two tokens.
     """
     if len(sample.token_ids) < 2:
         raise ValueError(
-            f"a sample of group {sample.group_id!r} has {len(sample.token_ids)} tokens: at least "
-            "two are needed, one to predict from and one to predict"
+            f"a sample of group {sample.group_id!r} has {len(sample.token_ids)} tokens, expected "
+            "at least 2: one to predict from, and one to predict"
         )
     mask = [1.0 if kept else 0.0 for kept in sample.loss_mask[1:]]
     return Datum(

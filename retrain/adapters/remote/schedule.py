@@ -1,4 +1,4 @@
-"""The learning rate of each step, for the services that take it with every optimizer step."""
+"""The learning rate of each step, for services that get it with every optimizer step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Schedule = Literal["constant", "linear", "cosine"]
 def learning_rate(
     step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int
 ) -> float:
-    """The rate of optimizer step `step` (from 0), as in transformers' schedulers of these names.
+    """The rate of optimizer step `step` (from 0), as by transformers' scheduler of this name.
 
-    It rises from 0 to `peak` over `warmup_steps`, then stays (constant) or falls to 0 at
-    `total_steps`, along a line or half a cosine.
+    It rises from 0 to `peak` over `warmup_steps`. Then it is constant, or decays to 0 at
+    `total_steps`, linearly or along half a cosine.
     """
     if step < warmup_steps:
         return peak * step / warmup_steps

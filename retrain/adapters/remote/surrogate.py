@@ -17,7 +17,7 @@ from typing import Any
 from retrain.adapters.losses import custom_loss
 from retrain.adapters.remote.datums import Datum
 from retrain.config import RunConfig
-from retrain.errors import NonFiniteError
+from retrain.errors import ConfigError, NonFiniteError
 from retrain.losses import FLOATS, Formula, pair_rows, row_of, settings
 from retrain.types import Batch, Metrics
 
@@ -49,7 +49,7 @@ async def valued(
         return await asyncio.to_thread(surrogate, batch.loss, batch.loss_config, logprobs, datums)
     from retrain.engine.losses import custom_surrogate  # imports torch, for a user's own loss only
 
-    value, gradients, metrics = await asyncio.to_thread(
+    value, gradients = await asyncio.to_thread(
         custom_surrogate,
         custom,
         logprobs,
@@ -57,7 +57,7 @@ async def valued(
         [datum.advantages for datum in datums],
         [datum.mask for datum in datums],
     )
-    return Surrogate(value, gradients, metrics)
+    return Surrogate(value, gradients, _drift(logprobs, datums))
 
 
 def surrogate(
@@ -75,9 +75,9 @@ def surrogate(
     Raises ConfigError on an unknown loss or key, ValueError on log-probs that do not fit the datums
     or on rows that do not form pairs, NonFiniteError when the loss is NaN or infinite.
     """
-    keys = settings(loss, config)
-    row = row_of(loss)
-    assert row.formula is not None  # `settings` rejects a loss without one
+    keys, row = settings(loss, config), row_of(loss)
+    if row.formula is None:
+        raise ConfigError(f"the loss {loss!r} is TRL's own; no service computes it")
     _check_lengths(logprobs, datums)
     formula = partial(row.formula, FLOATS, keys)
     compute = _pairwise if row.reads == "pairs" else _tokenwise

@@ -1,8 +1,8 @@
 """The local backend: TRL's GRPOTrainer in a worker thread, and a sampler with its own weights.
 
-`update` hands a batch to the thread and waits for its optimizer step; `publish` copies the weights
-at the boundary between two steps and gives them to the sampler; `save` and `load` are TRL's own
-checkpoints, so that a resumed run repeats the uninterrupted one bit by bit.
+`update` passes a batch to the thread and waits for its optimizer step. `publish` copies the weights
+between two steps and gives them to the sampler. `save` and `load` use TRL's own checkpoints, so a
+resumed run equals the uninterrupted one bit by bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CLOSE_SECONDS = 60.0
 
 
 class TrlAdapter(Adapter):
-    """Trains `config.model` on this machine, on CUDA when there is one."""
+    """Trains `config.model` on this machine, on CUDA if available."""
 
     sampler: LocalSampler
 
@@ -47,7 +47,7 @@ class TrlAdapter(Adapter):
         self._reference_turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        """Load the model twice (to train, and to sample); the trainer's thread does the work.
+        """Load the model twice, to train and to sample, in the trainer's thread.
 
         Raises ConfigError when the model, the device or an argument can't be used.
         """
@@ -89,12 +89,12 @@ class TrlAdapter(Adapter):
     async def update(self, batch: Batch) -> Metrics:
         """One optimizer step over the whole batch, micro-batch by micro-batch.
 
-        Raises ValueError when no token is to be trained or the loss is not the run's, and
+        Raises ValueError when there is no token to train or the loss is not the run's, and
         NonFiniteError when a loss or gradient is NaN or infinite (the weights are then unchanged).
         """
         if batch.loss != self.plan.name:
             raise ValueError(
-                f"the batch's loss is {batch.loss!r}, but the run's {self.plan.name!r}"
+                f"the batch's loss is {batch.loss!r}, but the run's is {self.plan.name!r}"
             )
         check_samples(batch.samples)
         metrics: Metrics = await self._submit(Job(batch=batch))
@@ -107,15 +107,15 @@ class TrlAdapter(Adapter):
         return self._version
 
     async def save(self, folder: Path) -> AdapterState:
-        """TRL's checkpoint, in a folder of its own below `folder`."""
+        """Write TRL's checkpoint to a separate folder below `folder`."""
         name = await self._in_thread(lambda: self._save(folder), needs_optimizer=True)
         return AdapterState(folder, {"checkpoint": name, "version": self._version})
 
     async def load(self, state: AdapterState) -> None:
-        """Continue from `state`; before the first update alone."""
+        """Continue from `state`; only before the first update."""
         checkpoint = state.folder / str(state.data["checkpoint"])
         if not checkpoint.is_dir():
-            raise AdapterError(f"there is no checkpoint in {checkpoint}: choose an older one")
+            raise AdapterError(f"no checkpoint in {checkpoint}; use an older one")
         await self._submit(Job(checkpoint=checkpoint))
         weights = await self._in_thread(lambda: snapshot(self._thread.trainer.model))
         self._version = int(state.data["version"])
@@ -124,7 +124,7 @@ class TrlAdapter(Adapter):
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False
     ) -> list[list[float]]:
-        """The reference is the model as it is in its folder, loaded when it is first asked for."""
+        """The reference is the model in its folder, loaded at the first call that needs it."""
         scorer = await self._start() if reference else self.sampler
         return await scorer.logprobs_of(sequences)
 
@@ -141,7 +141,7 @@ class TrlAdapter(Adapter):
         return self._reference
 
     async def export(self, folder: Path) -> Path:
-        """A Hugging Face folder with the tokenizer; of LoRA alone unless checkpoint.merge_lora."""
+        """Write a Hugging Face folder with the tokenizer; only LoRA's, unless merge_lora is set."""
         await self._in_thread(lambda: self._export(folder))
         return folder
 
@@ -165,14 +165,14 @@ class TrlAdapter(Adapter):
         )
 
     def _save(self, folder: Path) -> str:
-        """Raises CheckpointError: of a full disk, torch tells where its archive broke off alone."""
+        """Raises CheckpointError, since torch's own error does not say that the disk is full."""
         try:
             return str(self._thread.trainer.save_to(folder))
         except RuntimeError as error:
             free = shutil.disk_usage(folder).free / 1e6
             raise CheckpointError(
-                f"the checkpoint could not be written: {error}. {free:,.1f} MB are free on the "
-                f"disk of {folder}: make room, then go on with --resume"
+                f"could not write the checkpoint: {error}. {free:,.1f} MB are free on the disk of "
+                f"{folder}; free some space, then continue with --resume"
             ) from error
 
     def _export(self, folder: Path) -> None:

@@ -1,9 +1,8 @@
-"""From the run's description to a model, TRL's arguments and the trainer.
+"""From the run's config to a model, TRL's arguments and the trainer.
 
-The reference model of a KL term is TRL's own: TRL reads it again from the folder that the
-trained model was loaded from. The sampler's copy is loaded apart from the trainer's: TRL patches
-the trained model's forward with a closure over that very model, so that a deepcopy of it would go
-on reading the trained weights.
+TRL loads the reference model of a KL term itself, from the folder of the trained model. The
+sampler's model is loaded separately too: TRL patches the trained model's forward with a closure
+over that model, so a deepcopy of it would still read the trained weights.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from retrain.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how precisely the model computes."""
+    """The device and the precision of the model."""
 
     device: torch.device
     autocast: bool
     """bfloat16 arithmetic over float32 weights."""
     frozen_dtype: torch.dtype
-    """Of weights that are not trained: the sampler's copy, and LoRA's base."""
+    """The type of weights that are not trained: the sampler's copy, and the base of LoRA."""
 
 
 def place(options: TrlOptions) -> Placement:
-    """Resolve `auto`; raises ConfigError when CUDA is asked for and absent."""
+    """Resolve `auto`; raises ConfigError when the config asks for a missing CUDA device."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "backend.device is cuda, but torch sees no CUDA device: set it to cpu or auto, or "
+            "backend.device: got cuda, but torch finds no CUDA device; set it to cpu or auto, or "
             "install a CUDA build of torch"
         )
     device = torch.device(choose_device() if options.device == "auto" else options.device)
@@ -61,9 +60,9 @@ def build_trainer(
     scratch: Path,
     feed: Feed,
 ) -> PipeTrainer:
-    """The trainer of a run, its model loaded from `folder`; it writes nothing but to `scratch`.
+    """The trainer of a run, with the model in `folder`; it only writes to `scratch`.
 
-    Raises ConfigError when TRL refuses the arguments.
+    Raises ConfigError when TRL rejects the arguments.
     """
     hush()
     placement = place(options)
@@ -94,9 +93,9 @@ def grpo_args(
     placement: Placement,
     scratch: Path,
 ) -> GRPOConfig:
-    """TRL's arguments: one placeholder batch a step; no generation, logging or saving of its own.
+    """TRL's arguments: one placeholder batch per step, and no generation, logging or saving.
 
-    Temperature 0 samples greedily and reports log-probs at temperature 1: TRL scores at 1 then.
+    For temperature 0 the sampler is greedy and reports log-probs at temperature 1, so TRL uses 1.
     """
     cuda = placement.device.type == "cuda"
     recompute = options.gradient_checkpointing
@@ -113,7 +112,7 @@ def grpo_args(
         bf16=placement.autocast,
         activation_checkpointing=cuda if recompute == "auto" else recompute,
         temperature=config.sampling.temperature or 1.0,
-        per_device_train_batch_size=2,  # TRL asks for two generations at least; see _placeholder
+        per_device_train_batch_size=2,  # TRL needs at least two generations; see _placeholder
         num_generations=2,
         shuffle_dataset=False,
         ignore_data_skip=True,
@@ -125,7 +124,7 @@ def grpo_args(
         **{**plan.args, **options.args},
     )
     if args.n_gpu > 1:
-        args._n_gpu = 1  # Trainer would take nn.DataParallel, which TRL refuses: use one card
+        args._n_gpu = 1  # one GPU: Trainer would use nn.DataParallel, which TRL rejects
     return args
 
 
@@ -137,12 +136,12 @@ def _cut(options: TrlOptions, placement: Placement) -> MicroBatches:
 
 
 def _placeholder(config: RunConfig) -> Dataset:
-    """One empty prompt a step: it drives Trainer's loop, and is never read."""
+    """One empty prompt per step, which drives Trainer's loop and is never read."""
     return Dataset.from_dict({"prompt": [""] * max(1, config.train.total_train_steps)})
 
 
 def hush() -> None:
-    """Keep the terminal to the run's own lines: no progress bars, no deprecations inside peft."""
+    """Keep other output off the terminal: progress bars, and deprecations inside peft."""
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings(
         "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
@@ -150,8 +149,8 @@ def hush() -> None:
 
 
 def _never_called(**_: object) -> list[float]:
-    """TRL asks for a reward; the pipe's rewards came before the batch did."""
-    raise AssertionError("TRL must not score: rewards are the pipe's")
+    """TRL requires a reward function, but the pipe has scored the rollouts already."""
+    raise AssertionError("TRL must not score: the pipe does")
 
 
 def _lora(options: LoraOptions | None) -> LoraConfig | None:

@@ -1,4 +1,4 @@
-"""The `backend:` keys of `type: trl`, and what this backend can honour. Imports no torch."""
+"""The `backend:` keys of `type: trl`, and what this backend supports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Schedule = Literal[
 
 
 class LoraOptions(BaseModel):
-    """Low-rank adapters (arXiv:2106.09685), by peft; without them all weights are trained."""
+    """Low-rank adapters (arXiv:2106.09685), by peft; without this key all weights are trained."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -41,15 +41,16 @@ class LoraOptions(BaseModel):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The probability of dropout before the adapters."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the modules that get one; `all-linear`: every linear layer but the output head."""
+    """Names of the modules with an adapter; `all-linear`: every linear layer except the output
+    head."""
 
     @field_validator("target_modules")
     @classmethod
     def _no_head(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if "lm_head" in value:  # in the string form it is a regular expression that names the head
             raise ValueError(
-                "TRL refuses LoRA on lm_head: it multiplies by the head's own weight, so an "
-                "adapter there would never be trained; leave lm_head out"
+                "TRL does not support LoRA on lm_head: it multiplies by the head's own weight, so "
+                "an adapter there would never be trained; remove lm_head"
             )
         return value
 
@@ -71,25 +72,26 @@ class TrlOptions(AdapterOptions):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
+    """Gradients are scaled down to this norm; 0: no limit."""
     lora: LoraOptions | None = None
     """Train low-rank adapters; by default all weights are trained."""
     micro_batch_rows: Annotated[int, Field(ge=1)] | None = None
-    """Sequences a forward pass; None: as many as `micro_batch_tokens` admits."""
+    """Sequences per forward pass; None: as many as `micro_batch_tokens` allows."""
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Tokens a forward pass, padding included; a longer sequence goes alone. `auto`: 2,048 on the
-    CPU (fastest from 1,024 to 2,048, measured), 16,384 on CUDA."""
+    """Tokens per forward pass, including padding; a longer sequence gets its own. `auto`: 2,048 on
+    the CPU (1,024 to 2,048 are the fastest, measured), 16,384 on CUDA."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA when there is one."""
+    """`auto`: CUDA if available."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the arithmetic: float32 on the CPU, bfloat16 on CUDA; trained weights stay in float32."""
+    """The type of the arithmetic; `auto`: float32 on the CPU, bfloat16 on CUDA. Trained weights
+    stay in float32."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
-    """Recompute activations in the backward pass to save memory; `auto`: on CUDA alone."""
+    """Recompute activations in the backward pass to save memory; `auto`: only on CUDA."""
     threads: Annotated[int, Field(ge=1)] = 1
-    """OpenMP threads of the trainer and of the sampler, each: on a busy machine more of them spin
-    and wait (measured: 20 times slower)."""
+    """OpenMP threads of the trainer, and of the sampler. On a busy machine more threads wait for
+    each other (measured: 20 times slower)."""
     max_rows: Annotated[int, Field(ge=1)] = 256
-    """Sequences that the sampler decodes at once."""
+    """The maximum number of sequences that the sampler decodes at once."""
     args: dict[str, Any] = Field(default_factory=dict)  # values of whatever type TRL gives a key
     """Further keys of TRL's GRPOConfig, such as `optim` or `adam_beta2`."""
 
@@ -111,7 +113,7 @@ class TrlOptions(AdapterOptions):
         )
 
     def problems(self, config: RunConfig) -> list[str]:
-        """A key of the loss without effect; that a loss isn't one is told with what there is."""
+        """Wrong keys of the loss; `check_compatible` reports an unknown loss."""
         loss = config.algorithm.loss
         if loss and ":" not in loss and loss not in self.capabilities().losses:
             return []

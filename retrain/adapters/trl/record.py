@@ -1,6 +1,6 @@
-"""What one optimizer step tells: sums over its micro-batches, from numbers the loss has computed.
+"""The metrics of one optimizer step: sums over its micro-batches, of numbers from the loss.
 
-No forward pass is made for a metric. Means are over the trained tokens of the whole batch.
+No metric needs a forward pass of its own. Means are over the trained tokens of the whole batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from retrain.engine.losses import loss_metrics
 from retrain.types import Batch, Metrics
 
 _FROM_TRL = {
@@ -22,12 +21,7 @@ _FROM_TRL = {
     "kl": "kl/reference",
     "aux_loss": "aux_loss",
 }
-"""TRL's means over a micro-batch's tokens that are worth keeping, by our names."""
-
-_MEASURED = frozenset({"tokens", "kl_sum", "ratio_sum"})
-"""Sums that `measure` takes for every loss alike."""
-_SHARED = frozenset({"clipped_sum", "pairs", "margin_sum", "correct_sum"})
-"""Further sums of `engine.losses`, which its `loss_metrics` turns into means."""
+"""The metrics of TRL to keep, means over a micro-batch's tokens, with our names."""
 
 
 @dataclass(slots=True)
@@ -39,7 +33,7 @@ class StepRecord:
     grad_norm: float = 0.0
     """Before clipping."""
     learning_rate: float = 0.0
-    """Of this step, before the schedule moves on."""
+    """Of this step, before the schedule changes it."""
     ratio_max: float = 0.0
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -55,42 +49,40 @@ class StepRecord:
         ratio = log_ratio.exp() * mask
         found = {
             "tokens": mask.sum(),
-            "kl_sum": (ratio - mask - log_ratio).sum(),
+            "kl/sampler_trainer": (ratio - mask - log_ratio).sum(),
             "entropy": (entropies * mask).sum(),
-            "ratio_sum": ratio.sum(),
-            "ratio_max": ratio.max(),
+            "ratio/mean": ratio.sum(),
+            "ratio/max": ratio.max(),
         }
-        told = dict(
-            zip(found, torch.stack([v.float() for v in found.values()]).tolist(), strict=True)
-        )
-        self.ratio_max = max(self.ratio_max, told.pop("ratio_max"))
-        for name, value in told.items():
-            self.sums[name] += value
+        values = torch.stack([value.float() for value in found.values()]).tolist()
+        sums = dict(zip(found, values, strict=True))
+        self.ratio_max = max(self.ratio_max, sums.pop("ratio/max"))
+        self.add(sums)
 
-    def add_trl(self, told: Mapping[str, Sequence[float]], tokens: int) -> None:
+    def add_trl(self, means: Mapping[str, Sequence[float]], tokens: int) -> None:
         """TRL's own metrics of one micro-batch."""
         for theirs, ours in _FROM_TRL.items():
-            if theirs in told:
-                self.sums[ours] += told[theirs][-1] * tokens
+            if theirs in means:
+                self.sums[ours] += means[theirs][-1] * tokens
 
-    def add_shared(self, sums: Mapping[str, float]) -> None:
-        """What a shared loss told of one micro-batch, less what `measure` takes."""
-        for name in _SHARED & sums.keys():
-            self.sums[name] += sums[name]
+    def add(self, sums: Mapping[str, float]) -> None:
+        """Sums over the tokens of one micro-batch, or of `dpo/...` over its `pairs`."""
+        for name, value in sums.items():
+            self.sums[name] += value
 
     def metrics(self) -> Metrics:
-        """The whole step's."""
-        tokens = max(1.0, self.sums["tokens"])
+        """The metrics of the whole step."""
+        tokens, pairs = max(1.0, self.sums["tokens"]), self.sums["pairs"]
         means = {
-            name: total / tokens
+            name: total / (pairs if name.startswith("dpo/") else tokens)
             for name, total in self.sums.items()
-            if name not in _MEASURED | _SHARED
+            if name not in ("tokens", "pairs")
         }
         return {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             **means,
-            **loss_metrics(self.sums),
+            "tokens/trained": self.sums["tokens"],
             "ratio/max": self.ratio_max,
         }

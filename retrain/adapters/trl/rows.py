@@ -1,17 +1,16 @@
 """Samples -> the tensor dicts that TRL's loss reads, micro-batch by micro-batch.
 
-Each token of a batch is trained exactly once: a micro-batch is a set of whole samples, those
-without a token to train are left out (they contribute nothing to any loss, only padding), and rows
-are sorted by length so that little is padded. A micro-batch is cut into prompt and completion at
-one column, the earliest trained token of its rows: no row is padded on the left, so positions are
-the sampler's own whatever the model's position encoding. What of a longer prompt falls behind the
-cut is masked, like the other tokens that the model did not sample.
+Each token of a batch is trained exactly once: a micro-batch is a set of whole samples. Samples
+without a token to train are dropped, since they would only add padding, and rows are sorted by
+length to need little padding. A micro-batch is split into prompt and completion at one column, the
+earliest trained token of its rows. So no row is padded on the left, and positions are the sampler's
+for every position encoding. The part of a longer prompt after the split is masked, like the other
+tokens that the model did not sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ Rows = dict[str, Tensor]
 
 
 def check_samples(samples: Sequence[Sample]) -> None:
-    """Raises ValueError when there is nothing to train, or a token that nothing precedes."""
+    """Raises ValueError when there is no token to train, or when a first token is to be trained."""
     if not any(any(sample.loss_mask) for sample in samples):
         raise ValueError(
             f"a batch of {len(samples)} samples has no token to train: every loss_mask is 0"
@@ -31,17 +30,17 @@ def check_samples(samples: Sequence[Sample]) -> None:
     for sample in samples:
         if sample.loss_mask and sample.loss_mask[0]:
             raise ValueError(
-                f"a sample of group {sample.group_id!r} trains its first token, which nothing "
-                "precedes: give the prompt at least one token (a beginning-of-sequence token)"
+                f"a sample of group {sample.group_id!r} trains its first token, which has no "
+                "context; give the prompt at least one token, e.g. a beginning-of-sequence token"
             )
 
 
 def micro_batches(
     samples: Sequence[Sample], *, rows: int | None, tokens: int, paired: bool = False
 ) -> list[list[Sample]]:
-    """Cut into parts of at most `rows` samples and `tokens` padded tokens, longest last.
+    """Split into parts of at most `rows` samples and `tokens` padded tokens, longest last.
 
-    `paired` keeps the rows of a dpo pair together (by the stream `pair_ids`, else 0-1, 2-3, ...).
+    `paired` keeps the two rows of a pair together (by the stream `pair_ids`, else 0-1, 2-3, ...).
     """
     parts: list[list[Sample]] = []
     for unit in sorted(_units(samples, paired), key=_longest):
@@ -82,7 +81,7 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> Rows:
 
 
 def group_ids(samples: Iterable[Sample]) -> str:
-    """The groups of these samples for a message, the first eight in full."""
+    """The groups of these samples for a message, at most eight."""
     names = list(dict.fromkeys(sample.group_id for sample in samples))
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
@@ -93,16 +92,11 @@ def _units(samples: Sequence[Sample], paired: bool) -> Iterator[list[Sample]]:
     if not paired:
         yield from ([sample] for sample in samples if any(sample.loss_mask))
         return
-    keyed = sorted(
-        ((_pair(sample, row), row) for row, sample in enumerate(samples)), key=lambda pair: pair
-    )
-    for _, members in groupby(keyed, key=lambda pair: pair[0]):
-        yield [samples[row] for _, row in members]
-
-
-def _pair(sample: Sample, row: int) -> float:
-    ids = sample.streams.get("pair_ids")
-    return max(ids) if ids else row // 2
+    pairs: dict[float, list[Sample]] = {}
+    for row, sample in enumerate(samples):
+        ids = sample.streams.get("pair_ids")
+        pairs.setdefault(max(ids) if ids else row // 2, []).append(sample)
+    yield from pairs.values()
 
 
 def _longest(samples: Sequence[Sample]) -> int:
@@ -121,8 +115,8 @@ def _stream(samples: Sequence[Sample], name: str) -> Tensor:
     for sample in samples:
         if name not in sample.streams:
             raise ValueError(
-                f"a sample of group {sample.group_id!r} lacks the stream {name!r}, which others of "
-                "its batch have: give it to all or to none"
+                f"a sample of group {sample.group_id!r} lacks the stream {name!r}, which other "
+                "samples of its batch have; give it to all or to none"
             )
     return _padded((sample.streams[name] for sample in samples), 0.0)
 
@@ -132,5 +126,5 @@ def _check_finite(name: str, values: Tensor, samples: Sequence[Sample]) -> None:
     if not bool(good.all()):
         bad = [sample for sample, fine in zip(samples, good.tolist(), strict=True) if not fine]
         raise NonFiniteError(
-            f"{name} of groups {group_ids(bad)} is NaN or infinite: the batch was not trained"
+            f"{name} of groups {group_ids(bad)} is NaN or infinite; the batch was not trained"
         )

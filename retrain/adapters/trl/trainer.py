@@ -1,16 +1,16 @@
-"""TRL's GRPOTrainer, fed by the pipe: TRL keeps loss, optimizer, schedule, clipping, checkpoint.
+"""TRL's GRPOTrainer with the pipe's batches: TRL keeps optimizer, schedule, clipping, checkpoint.
 
-Overridden: `training_step` (waits for a batch and walks over its micro-batches), `_prepare_inputs`
-(hands a micro-batch on, so that TRL neither generates nor shuffles), `_compute_loss` (TRL's own
-losses go to super, the shared ones to `engine.losses`), and what would write to the terminal, the
-network or the run's folder.
+It overrides `training_step` (waits for a batch and iterates over its micro-batches),
+`_prepare_inputs` (returns a micro-batch, so that TRL neither generates nor shuffles),
+`_compute_loss` (`super` computes TRL's own losses, `engine.losses` the others), and methods that
+would write to the terminal, the network or the run's folder.
 
 Invariants:
-- Micro-batches add up: loss and gradients are those of the whole batch, whatever the split. TRL
-  averages over a micro-batch; `_scale` turns that into its share of the whole (`Loss.trl_mean`).
-- A NaN is found before the optimizer moves a weight: `_whole_batch` checks the loss,
+- Micro-batches add up: loss and gradients are those of the whole batch, however it is split. TRL
+  averages over a micro-batch; `_scale` makes it a share of the whole batch (`Loss.trl_mean`).
+- A NaN is found before the optimizer changes a weight: `_whole_batch` checks the loss,
   `_get_grad_norm` the gradients.
-- Dropout draws from (seed, step) alone, so that a resumed run repeats it.
+- Dropout depends only on (seed, step), so that a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ STREAM = "stream:"
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """How a batch is cut (see `rows.micro_batches`)."""
+    """How a batch is split (see `rows.micro_batches`)."""
 
     rows: int | None
     tokens: int
 
 
 class Feed(Protocol):
-    """Where batches come from."""
+    """The source of batches."""
 
     def next_batch(self) -> Batch:
-        """Block until there is a batch; may raise, which ends the training."""
+        """Block until there is a batch; an exception ends the training."""
 
     def check_stop(self) -> None:
-        """Raises when the training is to end between two micro-batches."""
+        """Raise an exception if the training is to end before the next micro-batch."""
 
     def finish_step(self, metrics: Metrics) -> None:
         """The batch's optimizer step is done."""
@@ -86,8 +86,8 @@ class PipeTrainer(GRPOTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Wait for the pipe's batch; accumulate the gradients of all its micro-batches.
 
-        The batch is awaited here, not in the data loader: accelerate's loader fetches one batch
-        ahead, which would add a version of staleness and deadlock at staleness 0.
+        The data loader can't wait for it: accelerate's loader fetches one batch ahead, which would
+        add a version of staleness, and a deadlock at staleness 0.
         """
         batch = self.feed.next_batch()
         self.record = StepRecord(batch)
@@ -111,8 +111,8 @@ class PipeTrainer(GRPOTrainer):
             loss = super().training_step(model, rows, None)
             if not math.isfinite(loss.item()):
                 raise NonFiniteError(
-                    f"the loss of groups {group_ids(samples)} is {loss.item()}: the weights are "
-                    "unchanged; look at these groups' log-probs and advantages"
+                    f"the loss of groups {group_ids(samples)} is {loss.item()}; the weights are "
+                    "unchanged; check these groups' log-probs and advantages"
                 )
             total += loss
         return total
@@ -143,14 +143,14 @@ class PipeTrainer(GRPOTrainer):
     def _native_loss(self, model: Any, rows: Rows) -> Tensor:
         """TRL's loss of a micro-batch, as its share of the whole batch's.
 
-        The policy term is scaled by `_scale`; the entropy bonus and the router's loss are means
-        over tokens in every loss type, so their share is that of the tokens.
+        `_scale` scales the policy term. The entropy bonus and the router's loss are means over
+        tokens for every loss type, so they are scaled by the micro-batch's share of the tokens.
         """
         tokens, whole = int(self._mask.sum()), self.record.batch.denominators.tokens
         # The advantages of a shared loss (cispo) already hold its normalisation: TRL is to sum.
         divisor = float(whole) if LOSSES[self.plan.name].normalises_itself else 1.0
         rows["num_items_in_batch"] = torch.tensor(divisor, device=self.args.device)
-        coefficient = self._bonus_in_force()  # TRL may move it for the next step
+        coefficient = self._bonus_in_force()  # TRL may change it for the next step
         self._metrics["train"].clear()
         loss = super()._compute_loss(model, rows)
         self.record.add_trl(self._metrics["train"], tokens)
@@ -189,7 +189,7 @@ class PipeTrainer(GRPOTrainer):
             rows["tool_mask"],
             streams,
         )
-        self.record.add_shared(sums)
+        self.record.add(sums)
         return loss
 
     def _bonus_in_force(self) -> float:
@@ -216,7 +216,7 @@ class PipeTrainer(GRPOTrainer):
         )
 
     def _reference_logprobs(self, model: Any, rows: Rows) -> Tensor:
-        """Of the frozen initial model: the batch's own stream, or a forward without gradient."""
+        """The frozen initial model's: the batch's own stream, or a forward without gradients."""
         given = rows.get(STREAM + "reference_logprobs")
         if given is not None:
             return given
@@ -229,22 +229,22 @@ class PipeTrainer(GRPOTrainer):
     # --- the end of a step
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Called after clipping and before the optimizer: the last moment to refuse a NaN."""
+        """Checks the gradients: TRL calls this after clipping and before the optimizer."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.record.grad_norm = float(norm)
         self.record.learning_rate = float(self._get_learning_rate())
         if not math.isfinite(self.record.grad_norm):
             raise NonFiniteError(
                 f"the gradient norm is {self.record.grad_norm} over groups "
-                f"{group_ids(self.record.batch.samples)}: the weights are unchanged; a lower "
-                "learning_rate, or dtype float32, usually helps"
+                f"{group_ids(self.record.batch.samples)}; the weights are unchanged; try a lower "
+                "learning_rate, or dtype float32"
             )
         return norm
 
     # --- checkpoints
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The checkpoint's moments and step count; the rates and the schedule are this run's."""
+        """Loads the optimizer's moments and the step count; rates and schedule are this run's."""
         ours = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
@@ -266,7 +266,7 @@ class PipeTrainer(GRPOTrainer):
                 group["lr"] = rate
 
     def save_to(self, folder: Path) -> str:
-        """Write TRL's checkpoint below `folder`; its name there."""
+        """Write TRL's checkpoint below `folder`; returns its name there."""
         before, self.args.output_dir = self.args.output_dir, str(folder)
         try:
             self._save_checkpoint(self.model, trial=None)
@@ -276,20 +276,20 @@ class PipeTrainer(GRPOTrainer):
         (folder / name / TRAINING_ARGS_NAME).unlink()  # a pickle that holds this machine's paths
         return name
 
-    # --- silence: the pipe reports, and a run's folder holds only what the pipe puts there
+    # --- no output of TRL's own: the pipe reports, and writes the run's folder
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Nothing: metrics go through `StepRecord`."""
+        """Does nothing: `StepRecord` holds the metrics."""
 
     def _send_telemetry(self) -> None:
-        """Nothing leaves this machine."""
+        """Does nothing: no data leaves this machine."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """No README beside a checkpoint."""
+        """Does nothing: a checkpoint needs no README."""
 
 
 class _StepEnd(TrainerCallback):
-    """Reports a step when the optimizer, the schedule and the step count have moved."""
+    """Reports a step after the optimizer, the schedule and the step count have changed."""
 
     def __init__(self, trainer: PipeTrainer) -> None:
         self._trainer = trainer

@@ -1,14 +1,13 @@
-"""The thread that `trainer.train()` runs in, and the queue that leads there.
+"""The thread that runs `trainer.train()`, and the queue of its jobs.
 
 One daemon thread does everything that touches the trained weights, in the order of submission. A
-batch is handed to TRL's loop; any other job runs while that loop waits for its next batch, which is
-the boundary between two optimizer steps. TRL's loop starts lazily, at the first job that needs its
-optimizer, so that a checkpoint can be given to it first, and jobs are still served when it has made
-its last step.
+batch goes to TRL's loop. Any other job runs while that loop waits for its next batch, between two
+optimizer steps. TRL's loop starts at the first job that needs its optimizer, so that a checkpoint
+can be loaded first. After its last step the thread still runs jobs.
 
 Invariants:
-- Every future that was given out is resolved: `_close` fails the rest, whatever ended the thread.
-- The thread never outlives its owner: it looks each second whether `alive()`, and `stop` wakes it.
+- Every future is resolved: whatever ends the thread, `_close` fails the remaining ones.
+- The thread never outlives its owner: it checks `alive()` every second, and `stop` wakes it.
 - Of several trainers in a process one works at a time (`PROCESS_STATE`): the others' threads wait.
 """
 
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -32,7 +31,7 @@ HEALTH_CHECK_SECONDS = 1.0
 
 
 class Stopped(Exception):
-    """Ends TRL's loop from inside: the owner has left."""
+    """Ends TRL's loop from inside, because the owner stopped the thread."""
 
 
 @dataclass(slots=True)
@@ -47,7 +46,7 @@ class Job:
 
 
 class TrainerThread:
-    """Owns the trainer: `build(self)` makes it, in the thread."""
+    """Owns the trainer, which `build(self)` creates in the thread."""
 
     def __init__(
         self, build: Callable[[TrainerThread], Any], *, alive: Callable[[], bool], threads: int
@@ -74,12 +73,12 @@ class TrainerThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread at the next boundary of a step or micro-batch; `ended` tells when."""
+        """End the thread after the present step or micro-batch; then `ended` is resolved."""
         self._stop.set()
         self._jobs.put(None)
 
     def join(self) -> None:
-        """Wait until the thread is gone; once it has `ended`, it has nothing left to do."""
+        """Wait for the end of the thread; after `ended` it has nothing left to do."""
         self._thread.join()
 
     def submit(self, job: Job) -> Future[Any]:
@@ -93,14 +92,10 @@ class TrainerThread:
     # --- called by the trainer, in the thread
 
     def next_batch(self) -> Batch:
-        """Serve jobs until one is a batch; raises Stopped when the owner has left."""
+        """Run jobs until one is a batch; raises Stopped when the owner stopped the thread."""
         self._loaded()
-        while True:
-            job = self._take()
-            if job.batch is not None:
-                self._batch = job
-                return job.batch
-            self._serve(job)
+        self._batch = self._until(lambda job: job.batch is not None)
+        return cast(Batch, self._batch.batch)
 
     def finish_step(self, metrics: Metrics) -> None:
         """The batch's optimizer step is done."""
@@ -109,7 +104,7 @@ class TrainerThread:
         job.future.set_result(metrics)
 
     def check_stop(self) -> None:
-        """Raises Stopped when the owner has left."""
+        """Raises Stopped when the owner stopped the thread."""
         if self._stop.is_set() or not self._alive():
             raise Stopped
 
@@ -128,48 +123,49 @@ class TrainerThread:
             self._after_training()
         except Stopped:
             pass
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the owner is told
+        except BaseException as error:  # noqa: BLE001 - the owner gets it, whatever it is
             self._cause = error
         finally:
             self.trainer = None
             self._close()
 
     def _before_training(self) -> str | None:
-        """Serve jobs until one needs the optimizer; the checkpoint to start from, if any."""
-        while True:
-            job = self._take()
-            if job.checkpoint is not None:
-                self._loading = job
-                return str(job.checkpoint)
-            if job.needs_optimizer:
-                self._held = job
-                return None
-            self._serve(job)
+        """Run jobs until one needs the optimizer; returns the checkpoint to start from, if any."""
+        job = self._until(lambda job: job.checkpoint is not None or job.needs_optimizer)
+        if job.checkpoint is None:
+            self._held = job
+            return None
+        self._loading = job
+        return str(job.checkpoint)
 
     def _after_training(self) -> None:
         """TRL's loop has made its last step: save, publish and export are still possible."""
         self._loaded()
-        steps = self.trainer.state.max_steps
         while True:
-            job = self._take()
-            if job.batch is None:
-                self._serve(job)
-                continue
-            job.future.set_exception(
-                AdapterError(
-                    f"a batch came after the last of {steps} steps: raise train.total_train_steps, "
-                    "which the learning-rate schedule needs too"
-                )
+            job = self._until(lambda job: job.batch is not None)
+            error = AdapterError(
+                f"got a batch after the last of {self.trainer.state.max_steps} steps; raise "
+                "train.total_train_steps, which the learning-rate schedule needs too"
             )
+            job.future.set_exception(error)
+
+    def _until(self, wanted: Callable[[Job], bool]) -> Job:
+        """Run jobs until one is `wanted`, which is returned."""
+        while not wanted(job := self._take()):
+            try:
+                job.future.set_result(_call(job))
+            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+                job.future.set_exception(error)
+        return job
 
     def _loaded(self) -> None:
-        """TRL's loop waits at a step's boundary: the checkpoint, if one was given, is in place."""
+        """TRL's loop waits between two steps: it has loaded the checkpoint, if there is one."""
         if self._loading is not None:
             job, self._loading = self._loading, None
             job.future.set_result(None)
 
     def _take(self) -> Job:
-        """The next job that nobody has cancelled."""
+        """The next job that is not cancelled."""
         while True:
             held, self._held = self._held, None
             job = held or self._wait()
@@ -188,15 +184,8 @@ class TrainerThread:
         finally:
             PROCESS_STATE.acquire()
 
-    def _serve(self, job: Job) -> None:
-        """Run a call; its failure is its caller's, the trainer goes on."""
-        try:
-            job.future.set_result(_call(job))
-        except BaseException as error:  # noqa: BLE001 - it belongs to the caller
-            job.future.set_exception(error)
-
     def _close(self) -> None:
-        """Tell everybody who waits that the thread has ended, and why."""
+        """Fail every future that is still waited for, with the reason."""
         with self._lock:
             self._closed = True
             left = [job for job in (self._batch, self._held, self._loading) if job is not None]
@@ -211,23 +200,23 @@ class TrainerThread:
         self.ended.set_result(None)
 
     def _first_error(self) -> BaseException:
-        """For those who waited when it happened: the error itself, if it is one of ours."""
+        """For jobs that were under way: the error itself, if it is one of ours."""
         cause = self._cause
         if cause is None or isinstance(cause, RetrainError):
-            return cause or AdapterError("the trainer was closed before it could do this")
+            return cause or AdapterError("the trainer was closed before it did this")
         error = AdapterError(f"the trainer failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         return error
 
     def _later_error(self) -> AdapterError:
-        """For those who come afterwards."""
+        """For jobs that were submitted afterwards."""
         why = f"it failed with {self._cause!r}" if self._cause else "it was closed"
-        error = AdapterError(f"the trainer has ended, {why}: continue from the last checkpoint")
+        error = AdapterError(f"the trainer has ended: {why}; continue from the last checkpoint")
         error.__cause__ = self._cause
         return error
 
 
 def _call(job: Job) -> Any:
     if job.call is None:
-        raise AdapterError("a checkpoint can be loaded before the first update alone")
+        raise AdapterError("a checkpoint can only be loaded before the first update")
     return job.call()
