@@ -175,7 +175,7 @@ class _Rollout:
         params = replace(shared.params, max_tokens=max_tokens, seed=self._seed())
         started = time.perf_counter()
         completions = await adapter_call(
-            f"sampling prompt {self.trajectory.prompt.id}",
+            f"the sampler, with prompt {self.trajectory.prompt.id},",
             shared.sampler.sample(prompt_ids, params, n),
             shared.deadlines.sample,
             "sample",
