@@ -126,7 +126,7 @@ class Checkpoints:
         return [self.path(s) for s in self.steps() if s not in kept and self.path(s) != best]
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint: its manifest first, so that a rest of it counts as incomplete."""
+        """Delete a checkpoint: its manifest first, so that what is left counts as incomplete."""
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 

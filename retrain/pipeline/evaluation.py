@@ -147,7 +147,7 @@ async def held_out_loss(
 
     For demonstrations this is the mean over all assistant tokens, with its exponential as the
     perplexity. For pairs it is the mean over pairs, with the share of pairs in which the chosen
-    answer gains more on the reference than the rejected one. Failed rows are only counted.
+    answer gains more over the reference than the rejected one. Failed rows are only counted.
     """
     losses: list[float] = []
     tokens, right, failed = 0, 0, 0
@@ -187,7 +187,7 @@ async def _assistant_logprobs(
 def _margins(
     logprobs: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
 ) -> list[float]:
-    """By how much each chosen answer gains more on the reference than the rejected one after it."""
+    """Per pair, the gain of the chosen answer over the reference, less that of the rejected one."""
     gains = [
         math.fsum(now) - math.fsum(then) for now, then in zip(logprobs, reference, strict=True)
     ]
