@@ -111,7 +111,7 @@ class MockAdapter(Adapter):
         self.version = state.data["version"]
 
     async def _wait(self, draws: Sequence[float]) -> None:
-        """Wait for the slowest completion; with a capacity, each occupies a slot for its own time."""
+        """Wait for the slowest completion; with a capacity, each occupies a slot meanwhile."""
         slots = self._slots
         if slots is None:
             await asyncio.sleep(self._latency(max(draws)))
