@@ -1,4 +1,4 @@
-"""An engine without a model: seeded completions after a seeded latency; updates only count.
+"""An engine without a model: seeded completions after a seeded latency.
 
 `backend: {type: benchmarks/mock_engine.py:MockOptions, latency: 0.3}` runs the whole pipe on it.
 """
@@ -33,7 +33,7 @@ class MockOptions(AdapterOptions):
     latency: float = 0.0
     sigma: float = 0.5
     capacity: int | None = None
-    """Completions under way at once; None: no limit."""
+    """Completions in flight at once; None means no limit."""
     update: float = 0.0
     """Seconds of an update."""
     publish: float = 0.0
@@ -45,7 +45,7 @@ class MockOptions(AdapterOptions):
 
 
 class CharacterTokenizer:
-    """One token a character, for `chat: none`."""
+    """One token per character, for `chat: none`."""
 
     eos_token_id: int | None = 0
     chat_template: Any = None  # the protocol's type
@@ -61,7 +61,7 @@ class CharacterTokenizer:
 
 
 class MockAdapter(Adapter):
-    """Each version has one probability of saying the prompt's first letter; updates raise it."""
+    """Each version has a probability of sampling the prompt's first letter; updates raise it."""
 
     def __init__(self, options: MockOptions, config: RunConfig) -> None:
         self.options = options
@@ -110,7 +110,7 @@ class MockAdapter(Adapter):
         self.version = state.data["version"]
 
     async def _wait(self, draws: Sequence[float]) -> None:
-        """Until the slowest is done; with a capacity, each holds a slot for its own time."""
+        """Wait for the slowest completion; with a capacity, each occupies a slot meanwhile."""
         slots = self._slots
         if slots is None:
             await asyncio.sleep(self._latency(max(draws)))
@@ -123,13 +123,13 @@ class MockAdapter(Adapter):
         await asyncio.gather(*map(hold, draws))
 
     def _latency(self, drawn: float) -> float:
-        """The lognormal latency that a standard normal draw stands for."""
+        """The lognormal latency for a standard normal draw."""
         return self._median * math.exp(self.options.sigma * drawn)
 
     def _completions(
         self, right: int, params: SamplingParams, n: int, draw: random.Random
     ) -> list[Completion]:
-        """Up to four letters each, `right` with the skill that is served."""
+        """Up to four letters each; `right` has the served skill as its probability."""
         count = min(4, params.max_tokens)
         others = (1 - self.served_skill) / len(LETTERS)
         weights = [self.served_skill, *[others] * len(LETTERS)]
@@ -142,7 +142,7 @@ class MockAdapter(Adapter):
 
 
 def mock_config(folder: Path, **changes: Mapping[str, Any]) -> RunConfig:
-    """A run of the echo task on the mock engine; `changes` replace whole keys of sections."""
+    """The config of the echo task on the mock engine; `changes` replace keys of its sections."""
     sections: dict[str, Any] = {
         "model": "tiny",
         "prompts": {

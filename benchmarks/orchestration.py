@@ -1,9 +1,9 @@
-"""What the pipe itself costs: CPU a rollout, loop lag, and the fraction of the asynchronous limit.
+"""Measure the cost of the pipe: CPU per rollout, loop lag, and the fraction of the async limit.
 
     python -m benchmarks.orchestration [--quick] [--latency 0.3]
 
 A mock engine answers after a seeded lognormal latency; rewards are async; the full run directory is
-written. Bars: <= 60 us CPU a rollout at 1,000 and 10,000 in flight (90 with a plain function as
+written. Bars: <= 60 us CPU per rollout at 1,000 and 10,000 in flight (90 with a plain function as
 reward), loop lag p99 <= 10 ms at 1,000; fraction of the limit >= 0.97 at S=4, D=8.
 
 The limit of a step of B groups of G rollouts on C engine slots, with a mean latency l, an update of
@@ -39,7 +39,7 @@ def share(completion: str, answer: str) -> float:
 
 
 class Lag(Callback):
-    """Samples by how much the loop is late, every 10 ms, once the first steps are done."""
+    """Samples the lag of the event loop every 10 ms."""
 
     def __init__(self) -> None:
         self.late: list[float] = []
@@ -63,7 +63,7 @@ class Lag(Callback):
 
 
 class Window(Callback):
-    """CPU and wall time between two steps: without start-up and the drain at the end."""
+    """CPU and wall time between two steps, without start-up and the drain at the end."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
@@ -93,7 +93,7 @@ def run(
     plain_reward: bool = False,
     **engine: Any,  # any: MockOptions' keys
 ) -> tuple[Window, Lag]:
-    """One run on the mock engine; the window leaves out a first and a last part."""
+    """One run on the mock engine. The window excludes its first and last steps."""
     folder = Path(tempfile.mkdtemp())
     lag, window = Lag(), Window(min(steps - 1, 2 * (target + 1)), steps - 1)
     name = "share" if plain_reward else "share_async"
@@ -122,7 +122,7 @@ def run(
 
 
 def cost(quick: bool, latency: float) -> None:
-    """CPU a rollout and loop lag, by rollouts in flight."""
+    """Print CPU per rollout and loop lag, by rollouts in flight."""
     print(f"{'in flight':>10} {'S':>2} {'reward':>6} {'us CPU/rollout':>15} {'lag p99 ms':>11}")
     for in_flight, target, plain in (
         (1000, 1, False), (1000, 1, True), (1000, 4, False), (10_000, 1, False), (10_000, 1, True),
@@ -139,7 +139,7 @@ def cost(quick: bool, latency: float) -> None:
 
 
 def limit(quick: bool) -> None:
-    """The fraction of the limit, B=64 G=8 C=512, lognormal sigma 1."""
+    """Print the fraction of the limit at B=64 G=8 C=512, lognormal sigma 1."""
     mean, steps = 0.5, 40 if quick else 100
     publish = mean / 20
     print(f"\n{'S':>2} {'D':>2} {'fraction':>9} {'dropped':>8} {'staleness':>10}")

@@ -1,23 +1,23 @@
-"""The whole pipe beside TRL's GRPOTrainer on the same task, where an environment takes its time.
+"""Compare the whole pipe with TRL's GRPOTrainer on the same task, with a slow environment.
 
     python -m benchmarks.pipe_beside_trl [--latencies 0 100 500] [--rounds 3]
 
-The echo task of the quickstart on the model `tiny`: 16 prompts x 8 rollouts x 4 tokens a step,
-one OpenMP thread for each worker of every arm. A rollout waits for its latency once:
+The task is the echo task of the quickstart on the model `tiny`: 16 prompts x 8 rollouts x 4 tokens
+per step, with one OpenMP thread per worker. Each rollout waits for the latency once:
 
 - `trl, gathering`: in an async reward function that waits for its whole batch at once, the best
   that a user of TRL can write.
 - `trl, environments`: in a tool of its environment_factory. TRL awaits one row after the other, so
-  few steps are measured, after warm-up steps without latency. A model this small never writes a
-  tool call: a response template takes every reply's text for the tool's argument, and a chat
-  template leaves the tool out of the prompt, so that the tokens are those of the other arms. TRL
-  drops the tool's answer, which would go beyond max_completion_length, so that no second turn is
-  sampled. A reply without text calls nothing and waits for nothing.
-- `ours, S=n`: in Environment.step, by `train()` itself with its run directory.
+  only a few steps are measured, after warm-up steps without latency. A model this small never
+  writes a tool call, so a response template makes every reply the argument of the tool, and a chat
+  template removes the tool from the prompt: the tokens equal those of the other arms. TRL drops the
+  answer of the tool, which would exceed max_completion_length, so no second turn is sampled. An
+  empty reply calls nothing and waits for nothing.
+- `ours, S=n`: in Environment.step, by `train()` with its run directory.
 
-Times are of steps in the middle of a run: warm-up, start and end are left out. Arms take turns;
-ratios, of wall time, are medians of the rounds. Bars at 100 ms and S=2: 2x faster than S=0 and than
-`gathering`, 20x than `environments`.
+Only steps in the middle of a run are timed. The arms take turns; ratios are those of wall time,
+medians of the rounds. Bars at 100 ms and S=2: 2x faster than S=0 and than `gathering`, 20x faster
+than `environments`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WARM_UP = 5
 STALENESS = (0, 1, 2, 4)
 GATHERING, ENVIRONMENTS = "trl, gathering", "trl, environments"
 BARS = ((GATHERING, 2.0), (ENVIRONMENTS, 20.0), ("ours, S=0", 2.0))
-"""At 100 ms: by how much S=2 is to be faster."""
+"""At 100 ms: how many times faster S=2 must be."""
 
 EVERY_REPLY_CALLS = {
     "start_anchor": "<|assistant|>",
@@ -77,7 +77,7 @@ WITHOUT_TOOLS = "{%- set tools = none %}" + CHAT_TEMPLATE
 
 
 def slot_match(text: str, answer: str) -> float:
-    """The quickstart's reward."""
+    """The reward of the quickstart."""
     return sum(a == b for a, b in zip(answer, text, strict=False)) / len(answer)
 
 
@@ -96,15 +96,15 @@ class Waiting(Environment):
 
 
 class Step(NamedTuple):
-    """What a step costs, in milliseconds."""
+    """The cost of a step in milliseconds."""
 
     wall: float
     cpu: float
-    """Of all threads of this process: a busy neighbour hardly changes it."""
+    """Of all threads of this process; other load on the machine hardly changes it."""
 
 
 class Clock(Callback):
-    """Notes when each step ends."""
+    """Records when each step ends."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
@@ -113,7 +113,7 @@ class Clock(Callback):
         self.ends.append((time.perf_counter(), time.process_time()))
 
     def per_step(self, steps: int) -> Step:
-        """The mean of so many after the warm-up."""
+        """The mean of `steps` steps after the warm-up."""
         before, after = self.ends[WARM_UP - 1], self.ends[WARM_UP + steps - 1]
         return Step(*(1e3 * (b - a) / steps for a, b in zip(before, after, strict=True)))
 
@@ -151,7 +151,7 @@ def our_config(latency: float, staleness: int, steps: int, run_dir: Path) -> Run
 
 
 class TrlClock(TrainerCallback):
-    """The same, for TRL."""
+    """The same for TRL."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -174,7 +174,7 @@ def gathering(latency: float, steps: int) -> Step:
 
 
 def environments(latency: float, steps: int) -> Step:
-    """TRL, with one environment a row, whose tool waits."""
+    """TRL, with one environment per row, whose tool waits."""
     clock = Clock()
 
     class Echo:
@@ -202,7 +202,7 @@ def environments(latency: float, steps: int) -> Step:
 
 
 def measure_trl(steps: int, clock: Clock | None = None, **arguments: Any) -> Step:
-    """A step of a fresh GRPOTrainer; `arguments` are its own."""
+    """A step of a new GRPOTrainer with these `arguments`."""
     clock = clock or Clock()
     folder = tiny_folder()
     arguments.setdefault("processing_class", load_tokenizer(folder))
@@ -220,7 +220,7 @@ def measure_trl(steps: int, clock: Clock | None = None, **arguments: Any) -> Ste
 
 
 def trl_args(folder: str, steps: int) -> GRPOConfig:
-    """The quickstart's settings, without what makes TRL slower on a CPU."""
+    """The settings of the quickstart, without those that make TRL slower on a CPU."""
     return GRPOConfig(
         output_dir=folder,
         max_steps=steps,
@@ -241,7 +241,7 @@ def trl_args(folder: str, steps: int) -> GRPOConfig:
 
 
 def trl_rows() -> Dataset:
-    """One step's prompts, over and over."""
+    """The prompts of one step."""
     letters = LETTERS * (PROMPTS // len(LETTERS))
     return Dataset.from_dict(
         {
@@ -260,9 +260,9 @@ class Arm:
 
     name: str
     run: Callable[[float, int], Step]
-    """Measures a step, from a latency in seconds and a number of steps."""
+    """Takes the latency in seconds and the number of steps; returns the cost of a step."""
     sequential: bool = False
-    """It awaits one row after the other: few steps are enough, and all there is time for."""
+    """It awaits one row after the other: there is only time for a few steps."""
 
 
 ARMS = (
@@ -278,7 +278,7 @@ def main() -> None:
     hush()
     print(
         f"tiny, {device_name('cpu')}, {os.cpu_count()} cores, TRL on {arguments.trl_threads} "
-        f"thread(s), ours on one a worker; {PROMPTS} x {SIZE} rollouts of {TOKENS} tokens"
+        f"thread(s), ours on one per worker; {PROMPTS} x {SIZE} rollouts of {TOKENS} tokens"
     )
     for latency in arguments.latencies:
         report(latency, compare(latency, arguments))
@@ -291,7 +291,7 @@ def compare(latency: int, arguments: argparse.Namespace) -> dict[str, list[Step]
         for arm in ARMS:
             slow = arm.sequential and latency > 0
             if slow and number:
-                continue  # one round of it takes minutes
+                continue  # one round takes minutes
             steps = arguments.sequential_steps if slow else arguments.steps
             found[arm.name].append(arm.run(latency / 1e3, steps))
     return found
@@ -299,7 +299,7 @@ def compare(latency: int, arguments: argparse.Namespace) -> dict[str, list[Step]
 
 def report(latency: int, found: dict[str, list[Step]]) -> None:
     print(f"\n{latency} ms of latency; load of the machine {os.getloadavg()[0]:.1f}")
-    print(f"{'':20}{'ms a step':>12}{'least':>10}{'CPU ms':>10}{GATHERING:>18}{ENVIRONMENTS:>20}")
+    print(f"{'':20}{'ms per step':>12}{'least':>10}{'CPU ms':>10}{GATHERING:>18}{ENVIRONMENTS:>20}")
     for name, steps in found.items():
         walls = [step.wall for step in steps]
         cpu = median(step.cpu for step in steps)

@@ -18,28 +18,28 @@ from retrain.types import Metrics, Prompt, Ticket
 
 async def learn(parts: Parts) -> list[Metrics]:
     """Train as `parts.config` says; return the metrics of each step."""
-    config, history = parts.config, []
+    config = parts.config
+    history: list[Metrics] = []
     async with parts.open_adapter() as adapter:  # loads the model
         chat = Chat(adapter.tokenizer, template=parts.chat_template)
         rollouts = Rollouts(config, adapter.sampler, chat, adapter.context_length)
         prompts = in_order(parts)
         for _ in range(config.train.total_train_steps):
-            groups = []
+            groups = []  # a group: several rollouts of one prompt
             for prompt in islice(prompts, config.train.groups_per_step):
-                # a group: several rollouts of one prompt, each in its own environment
                 environments = [parts.environment() for _ in range(config.algorithm.group_size)]
-                group = await rollouts.play(prompt, environments)
-                await parts.scorer.score(group)
+                group = await rollouts.play(prompt, environments)  # sampled tokens, turn by turn
+                await parts.scorer.score(group)  # a reward per rollout
                 groups.append(group)
-            credits = parts.algorithm.advantages(groups)  # who gets credit
+            advantages = parts.algorithm.advantages(groups)  # which rollouts get credit
             batch = batch_of(
-                make_samples(groups, credits),
+                make_samples(groups, advantages),
                 loss=parts.loss,
                 loss_config=parts.loss_config,
                 normalisation=parts.normalisation,
             )
             history.append(await adapter.update(batch))  # loss, gradient, optimizer
-            await adapter.publish()  # from here on, the new weights are sampled
+            await adapter.publish()  # the next rollouts are sampled from the new weights
     return history
 
 

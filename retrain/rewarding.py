@@ -90,10 +90,8 @@ class FunctionReward(RewardCalculator):
         return self.function(*args, **{**self.bound, **kwargs})
 
     async def calculate(self, trajectory: Trajectory) -> Verdict:
-        result = self.call(trajectory)
-        if self.is_async or inspect.isawaitable(result):
-            result = await result
-        verdict: Verdict = result
+        returned = self.call(trajectory)
+        verdict: Verdict = await returned if inspect.isawaitable(returned) else returned
         return verdict
 
     def call(self, trajectory: Trajectory) -> Any:

@@ -145,10 +145,6 @@ class Group:
         """The trajectories with the outcome `ok`."""
         return [t for t in self.trajectories if t.outcome == "ok"]
 
-    def only_scored(self) -> Group:
-        """The group without the trajectories that failed."""
-        return Group(self.prompt, self.scored)
-
     @property
     def oldest_version(self) -> int | None:
         """The lowest version among the sampled tokens; None if nothing was sampled."""

@@ -222,7 +222,7 @@ async def test_p6_whatever_a_reward_does_is_its_rollouts_matter(tmp_path, kind, 
     failed = [row for row in rollouts_of(tmp_path) if row["outcome"] != "ok"]
     assert failed
     assert {row["outcome"] for row in failed} == {"infra_error"}
-    whose = ("reward '", "numbers of at most 1e+30 are expected")
+    whose = ("reward '", "expected numbers of at most 1e+30")
     assert all(any(words in row["error"] for words in whose) for row in failed)
     assert not any("deadlines" in row["error"] for row in failed), "its own, not our deadline"
     assert all(len(row["error"]) < 400 for row in failed)

@@ -201,7 +201,7 @@ async def test_a_checkpoint_that_fails_leaves_the_one_before_it(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": {"group_size": 2}}, r"algorithm\.group_size: was 4, is 2\. Ch"),
+        ({"algorithm": {"group_size": 2}}, r"algorithm\.group_size: was 4, is 2\. Undo"),
         ({"model": "other"}, "model: was 'tiny', is 'other'"),
         ({"train": {"groups_per_step": 2}}, r"train\.groups_per_step: was 4, is 2"),
     ],

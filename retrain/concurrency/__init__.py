@@ -1,1 +1,1 @@
-"""Deadlines, threads and the watchdog: every await has an owner and an end."""
+"""Deadlines, threads and the watchdog: every await has an owner and a deadline."""

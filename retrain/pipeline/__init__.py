@@ -1,4 +1,4 @@
-"""The pipe: its stages, the run under way, and what survives a crash."""
+"""The pipe: its stages, the state of a run, what it records, and its checkpoints."""
 
 from retrain.pipeline.stages import train
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -126,7 +126,7 @@ class Checkpoints:
         return [self.path(s) for s in self.steps() if s not in kept and self.path(s) != best]
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint: its manifest first, so that a rest of it counts as incomplete."""
+        """Delete a checkpoint: its manifest first, so that what is left counts as incomplete."""
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -197,20 +197,19 @@ SCORING = ("environment", "rewards", "algorithm", "chat")
 """Keys that the rewards of finished groups depend on."""
 
 
-def changes(saved: Mapping[str, Any], config: RunConfig, keys: Iterable[str]) -> list[str]:
+def changes(saved: Mapping[str, Any], config: RunConfig, keys: Sequence[str]) -> list[str]:
     """The differences below `keys` between a saved config and this one, one line per key."""
-    present = config.model_dump(mode="json")
     return [
         f"{path}: was {shown(old)}, is {shown(new)}"
-        for key in keys
-        for path, old, new in _differences(_at(saved, key), _at(present, key), key)
+        for path, old, new in _differences(saved, config.model_dump(mode="json"))
+        if any(f"{path}.".startswith(f"{key}.") for key in keys)
     ]
 
 
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     """The dotted keys whose values differ, except `run_dir`."""
-    present = config.model_dump(mode="json")
-    return [path for path, *_ in _differences(saved, present) if path != "run_dir"]
+    differences = _differences(saved, config.model_dump(mode="json"))
+    return [path for path, *_ in differences if path != "run_dir"]
 
 
 def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
@@ -302,13 +301,6 @@ def _problem(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"can't read its manifest ({error})"
     return None
-
-
-def _at(config: Mapping[str, Any], dotted: str) -> Any:
-    value: Any = config
-    for key in dotted.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -92,43 +92,29 @@ class Evaluation:
         section, prompts = self.config.eval, self.parts.eval_prompts
         assert section is not None
         assert prompts is not None
-        if self.parts.algorithm.source != "rollouts":
-            beta = self.parts.loss_config.get("beta")
-            return await held_out_loss(prompts, self.make_slot(1), self.score, beta=beta)
-        groups = await play_all(
-            prompts,
-            lambda: self.make_slot(section.samples),
-            concurrency=self.config.train.groups_per_step,
-            record=lambda group: self.record.evaluated_group(group, step),
-        )
-        return rewards_of(groups, section)
+        if self.parts.algorithm.source == "rollouts":
+            return rewards_of(await self._play(step, prompts, section.samples), section)
+        beta = self.parts.loss_config.get("beta")
+        return await held_out_loss(prompts, self.make_slot(1), self.score, beta=beta)
 
+    async def _play(self, step: int, prompts: PromptSource, samples: int) -> list[Group]:
+        """One group per prompt. Raises what the sampler raises."""
+        rows = iter(range(len(prompts)))
+        groups: list[Group] = []
 
-async def play_all(
-    prompts: PromptSource,
-    make_slot: Callable[[], Slot | Playback],
-    *,
-    concurrency: int,
-    record: Callable[[Group], None],
-) -> list[Group]:
-    """One group per prompt. Raises what the sampler raises."""
-    rows = iter(range(len(prompts)))
-    groups: list[Group] = []
+        async def worker() -> None:
+            slot = self.make_slot(samples)
+            try:
+                for row in rows:
+                    groups.append(await slot.play(prompts.prompt(Ticket(EPOCH, row))))
+                    self.record.evaluated_group(groups[-1], step)
+            finally:
+                await slot.close()
 
-    async def worker() -> None:
-        slot = make_slot()
-        try:
-            for row in rows:
-                group = await slot.play(prompts.prompt(Ticket(EPOCH, row)))
-                groups.append(group)
-                record(group)
-        finally:
-            await slot.close()
-
-    async with asyncio.TaskGroup() as workers:
-        for index in range(min(concurrency, len(prompts))):
-            workers.create_task(worker(), name=f"evaluate#{index}")
-    return groups
+        async with asyncio.TaskGroup() as workers:
+            for index in range(min(self.config.train.groups_per_step, len(prompts))):
+                workers.create_task(worker(), name=f"evaluate#{index}")
+        return groups
 
 
 def rewards_of(groups: Sequence[Group], config: EvalConfig) -> Metrics:
@@ -161,7 +147,7 @@ async def held_out_loss(
 
     For demonstrations this is the mean over all assistant tokens, with its exponential as the
     perplexity. For pairs it is the mean over pairs, with the share of pairs in which the chosen
-    answer gains more on the reference than the rejected one. Failed rows are only counted.
+    answer gains more over the reference than the rejected one. Failed rows are only counted.
     """
     losses: list[float] = []
     tokens, right, failed = 0, 0, 0
@@ -201,7 +187,7 @@ async def _assistant_logprobs(
 def _margins(
     logprobs: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
 ) -> list[float]:
-    """By how much each chosen answer gains more on the reference than the rejected one after it."""
+    """Per pair, the gain of the chosen answer over the reference, less that of the rejected one."""
     gains = [
         math.fsum(now) - math.fsum(then) for now, then in zip(logprobs, reference, strict=True)
     ]

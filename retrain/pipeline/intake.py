@@ -43,7 +43,7 @@ class Intake:
     def stop(self) -> None:
         """Make `take` return None, at once if it is waiting."""
         self._stopped = True
-        with suppress(asyncio.QueueFull):  # the reader of a full queue is awake
+        with suppress(asyncio.QueueFull):  # a full queue wakes the reader itself
             self._done.put_nowait(None)
 
     async def take(self, version: int) -> list[Group] | None:

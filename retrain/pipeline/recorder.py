@@ -1,7 +1,7 @@
-"""The only writer of a run's events, rows and counters.
+"""The only writer of the events, rows and counters of a run.
 
-Each method writes one kind of event of events.jsonl, and what belongs to it in metrics.jsonl,
-rollouts.jsonl and the tally of the console.
+Each method writes one kind of event to events.jsonl, together with its row of metrics.jsonl or
+rollouts.jsonl and its counters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from retrain.types import Batch, Group, Metrics, Ticket
 
 
 class Recorder:
-    """Writes into `run_dir` what a run of `algorithm` does."""
+    """Writes to `run_dir` what a run with `algorithm` does."""
 
     def __init__(self, run_dir: RunDirectory, algorithm: Algorithm) -> None:
         self.run_dir = run_dir
@@ -39,7 +39,7 @@ class Recorder:
         self.run_dir.event("issued", ticket=str(ticket))
 
     def played(self, group: Group, started: float) -> None:
-        """A group was played and scored. Of an example only the outcome is written."""
+        """A group was played and scored. For an example, only the outcome is written."""
         trajectories, ticket = group.trajectories, group.prompt.id
         self.run_dir.event(
             "rollout" if self._sampled else "example",
@@ -58,7 +58,7 @@ class Recorder:
         self.run_dir.rollouts(group)
 
     def dropped(self, group: Group, cause: str, again: Ticket | None) -> None:
-        """A group that was taken is not trained; `again` is its prompt's next ticket, if any."""
+        """A group is not trained; `again` is the new ticket of its prompt if it is reissued."""
         self.meter.group(group, cause)
         reissued = {} if again is None else {"again": str(again)}
         self.run_dir.event("dropped", ticket=group.prompt.id, cause=cause, **reissued)
@@ -98,7 +98,7 @@ class Recorder:
     # --- evaluations
 
     def evaluated_group(self, group: Group, step: int) -> None:
-        """A held-out group was played; it counts for no step's reward."""
+        """A held-out group was played. It doesn't count for the reward of a step."""
         if self._sampled:
             self.run_dir.rollouts(group, step=step)
         self.progress()
@@ -116,7 +116,7 @@ class Recorder:
     # --- checkpoints
 
     def snapshot(self, step: int) -> None:
-        """The run is as the checkpoint of `step` holds it."""
+        """The state that the checkpoint of `step` holds was taken."""
         self.run_dir.event("snapshot", step=step)
 
     def checkpoint(self, step: int, path: Path) -> None:
@@ -124,22 +124,23 @@ class Recorder:
         self.run_dir.flush()
 
     def incomplete(self, checkpoint: str) -> None:
-        """A resume skipped a checkpoint."""
+        """A resume skipped an incomplete checkpoint."""
         self.run_dir.event("torn", checkpoint=checkpoint)
         self.fault(f"skipped the incomplete checkpoint {checkpoint}")
 
     def resumed(self, step: int, **fields: object) -> None:
+        """The run continues after `step`."""
         self.run_dir.event("resumed", from_step=step, **fields)
 
     def reread(self, step: int, changed: list[str]) -> None:
-        """Take the history up to `step` from the files; `changed` keys of the config differ."""
+        """Read the history up to `step` from the files; `changed` are the changed config keys."""
         self.history = [row for row in read_metrics(self.run_dir.path) if row["step"] <= step]
         self.run_dir.changed = changed
 
     # --- the end, and what goes wrong
 
     def fault(self, error: str) -> None:
-        """Something failed that touches no rollout, such as an environment's `close`."""
+        """Something failed that affects no rollout, such as the `close` of an environment."""
         self.run_dir.event("fault", error=error)
         self.run_dir.tally.errors[error] += 1
 
@@ -151,15 +152,15 @@ class Recorder:
         self.run_dir.flush()
 
     def report(self) -> None:
-        """Write report.html from what the files hold."""
+        """Write report.html from the files."""
         try:
             write_report(self.run_dir.path)
         except (ConfigError, RunError, OSError) as error:
             self.fault(f"report.html: {error}")
 
     def last_words(self, message: str) -> None:
-        """The process is about to end. Called by the watchdog's thread."""
+        """The watchdog is about to end the process, and calls this in its thread."""
         self.run_dir.event("stalled", message=message)
         self.run_dir.flush()
-        sys.stderr.write(f"retrain: {message}. {self.run_dir.path} is intact: --resume goes on.\n")
+        sys.stderr.write(f"retrain: {message}. Continue {self.run_dir.path} with --resume.\n")
         sys.stderr.flush()

@@ -61,11 +61,10 @@ async def train(
         try:
             with _watched(run):
                 status = await _open_and_drive(run, opening, resume, start_from)
-        except asyncio.CancelledError as error:
-            status, failure = "interrupted", error
-            raise
         except BaseException as error:
             failure = error
+            if isinstance(error, asyncio.CancelledError):
+                status = "interrupted"
             raise
         finally:
             parts.scorer.close()
@@ -224,8 +223,9 @@ async def step(run: Run) -> bool:
     if groups is None:
         return False
     noted = await run.parts.learner.review(groups)
-    batch, has_credit, kl = await credit(run, groups)
-    metrics = await update(run, groups, batch)
+    scored = [Group(group.prompt, group.scored) for group in groups]
+    batch, has_credit, kl = await credit(run, scored)
+    metrics = await update(run, scored, batch)
     if run.sampled:
         await publish(run)
     row = run.record.step(
@@ -252,13 +252,12 @@ async def take(run: Run) -> list[Group] | None:
     return None if run.stopping else await run.intake.take(run.version)
 
 
-async def credit(run: Run, groups: Sequence[Group]) -> tuple[Batch, bool, Metrics]:
+async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool, Metrics]:
     """The batch of the groups, whether any rollout got credit, and the KL if it is penalised.
 
     Raises NoSignalError when no token was sampled, RunError for a wrong number of advantages.
     """
     parts, kl = run.parts, Metrics()
-    scored = [group.only_scored() for group in groups]
     returned = parts.algorithm.advantages(scored)
     credits = fitting(scored, returned, f"the algorithm {type(parts.algorithm).__name__}")
     samples = make_samples(scored, credits, paired=row_of(parts.loss).reads == "pairs")
@@ -282,8 +281,7 @@ async def update(run: Run, groups: Sequence[Group], batch: Batch) -> Metrics:
     number, tickets = run.step + 1, [group.prompt.id for group in groups]
     run.record.batch(number, tickets, batch)
     started = time.time()
-    call = run.parts.learner.update([group.only_scored() for group in groups], batch)
-    metrics = await run.within("update", call)
+    metrics = await run.within("update", run.parts.learner.update(groups, batch))
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
     run.step = number

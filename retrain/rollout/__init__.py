@@ -1,4 +1,4 @@
-"""Playing groups of rollouts: a group, its slot, and the playback of given rows."""
+"""Play groups of rollouts, or the rows of a data set: group, slot and playback."""
 
 from retrain.rollout.group import Rollouts
 from retrain.rollout.playback import Playback

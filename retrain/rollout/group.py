@@ -67,20 +67,15 @@ class Rollouts:
 
     def _begin(self, rollouts: Sequence[_Rollout]) -> None:
         """Tokenise the opening messages, equal ones once."""
-        begun: list[tuple[_Rollout, Conversation]] = []
-        for rollout in rollouts:
-            if not rollout.alive:
-                continue
-            for other, conversation in begun:
-                if rollout.opening == other.opening and rollout.tools == other.tools:
-                    rollout.conversation = conversation.fork()
-                    break
-            else:
+        begun: list[_Rollout] = []
+        for rollout in [r for r in rollouts if r.alive]:
+            equal = (o for o in begun if o.opening == rollout.opening and o.tools == rollout.tools)
+            if (other := next(equal, None)) is None:
                 rollout.begin()
-                if rollout.alive:
-                    begun.append((rollout, rollout.conversation.fork()))
-        for rollout in rollouts:
+            else:
+                rollout.conversation = other.conversation.fork()
             if rollout.alive:
+                begun.append(rollout)
                 rollout.check_room()
 
     async def _first_turns(self, rollouts: Sequence[_Rollout]) -> None:
@@ -170,25 +165,24 @@ class _Rollout:
     async def sample(self, n: int = 1) -> list[Completion]:
         """Sample `n` next turns. Raises DeadlineError, AdapterError and what the sampler raises."""
         shared, prompt_ids = self.shared, self.conversation.prompt_ids
-        room = shared.context_length - len(prompt_ids)
-        max_tokens = min(shared.params.max_tokens, room)
+        max_tokens = min(shared.params.max_tokens, shared.context_length - len(prompt_ids))
         params = replace(shared.params, max_tokens=max_tokens, seed=self._seed())
         started = time.perf_counter()
         completions = await adapter_call(
-            f"sampling prompt {self.trajectory.prompt.id}",
+            f"the sampler, with prompt {self.trajectory.prompt.id},",
             shared.sampler.sample(prompt_ids, params, n),
             shared.deadlines.sample,
             "sample",
         )
         self._took("sample", started)
-        if not isinstance(completions, list | tuple) or len(completions) != n:
-            listed = isinstance(completions, list | tuple)
-            got = f"{len(completions)} completions" if listed else type(completions).__name__
-            raise AdapterError(
-                f"the sampler {type(shared.sampler).__name__}: sample(n={n}) returned {got}, "
-                f"expected a list of {n}. Fix the sampler."
-            )
-        return completions
+        listed = isinstance(completions, list | tuple)
+        if listed and len(completions) == n:
+            return completions
+        got = f"{len(completions)} completions" if listed else type(completions).__name__
+        raise AdapterError(
+            f"the sampler {type(shared.sampler).__name__}: sample(n={n}) returned {got}, "
+            f"expected a list of {n}. Fix the sampler."
+        )
 
     async def _step(self, action: Action) -> StepResult | None:
         """The result of the environment's `step`; None when the episode ends here."""

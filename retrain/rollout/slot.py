@@ -18,6 +18,9 @@ from retrain.rewarding import Scorer
 from retrain.rollout.group import Rollouts
 from retrain.types import Group, Outcome, Prompt, Trajectory
 
+Failure = tuple[Outcome, str]
+"""The outcome and the error of a rollout."""
+
 
 class Slot:
     """Plays and scores groups of `size` rollouts, one group after the other."""
@@ -41,11 +44,16 @@ class Slot:
 
     async def play(self, prompt: Prompt) -> Group:
         """Play and score one group. Raises only what the sampler raises."""
-        failed = await self._fill(prompt)
-        if failed is not None:
-            return Group(prompt, [failed, *self._unplayed(prompt, failed)])
+        if failure := await self._fill():
+            outcome, error = failure
+            size = len(self._environments)
+            failed = [
+                Trajectory(prompt, outcome=outcome, info={"error": error}) for _ in range(size)
+            ]
+            return Group(prompt, failed)
         group = await self._rollouts.play(prompt, [e for e in self._environments if e is not None])
-        await self._replace_failed(group)
+        outcomes = enumerate(t.outcome for t in group.trajectories)
+        await self._drop([i for i, o in outcomes if o in ("infra_error", "timeout")])
         await self._scorer.score(group)
         return group
 
@@ -53,24 +61,24 @@ class Slot:
         """Close all instances at the same time, each within its deadline."""
         await self._drop(range(len(self._environments)))
 
-    async def _fill(self, prompt: Prompt) -> Trajectory | None:
-        """Make the missing instances; return the failed rollout if one can't be made."""
+    async def _fill(self) -> Failure | None:
+        """Make the missing instances; return why one can't be made."""
         missing = [i for i, kept in enumerate(self._environments) if kept is None]
         if not missing:
             return None
         async with asyncio.TaskGroup() as setups:
-            made = [setups.create_task(self._set_up(prompt, index)) for index in missing]
-        return next((failed for task in made if (failed := task.result())), None)
+            made = [setups.create_task(self._set_up(index)) for index in missing]
+        return next((failure for task in made if (failure := task.result())), None)
 
-    async def _set_up(self, prompt: Prompt, index: int) -> Trajectory | None:
-        """Make and set up one instance; return the failed rollout if that fails."""
+    async def _set_up(self, index: int) -> Failure | None:
+        """Make and set up one instance; return why that fails."""
         name = "the environment"
         try:
             environment = self._make()
         except BaseException as error:
             if not is_theirs(error):
                 raise
-            return _failed(prompt, "infra_error", str(blame(name, error)))
+            return "infra_error", str(blame(name, error))
         name = type(environment).__name__
         if type(environment).setup is Environment.setup:
             self._environments[index] = environment
@@ -81,18 +89,8 @@ class Slot:
                 await user_call(f"{name}.setup", environment.setup, self._deadlines.setup, "setup")
             except UserCodeError as error:
                 await self._drop([index])
-                outcome: Outcome = "timeout" if isinstance(error, LateError) else "infra_error"
-                return _failed(prompt, outcome, str(error))
+                return "timeout" if isinstance(error, LateError) else "infra_error", str(error)
         return None
-
-    def _unplayed(self, prompt: Prompt, failed: Trajectory) -> list[Trajectory]:
-        return [
-            _failed(prompt, failed.outcome, failed.info["error"]) for _ in self._environments[1:]
-        ]
-
-    async def _replace_failed(self, group: Group) -> None:
-        outcomes = [trajectory.outcome for trajectory in group.trajectories]
-        await self._drop([i for i, o in enumerate(outcomes) if o in ("infra_error", "timeout")])
 
     async def _drop(self, places: Iterable[int]) -> None:
         """Remove and close the instances at these indices."""
@@ -112,7 +110,3 @@ class Slot:
     @property
     def _deadlines(self) -> DeadlinesConfig:
         return self._rollouts.deadlines
-
-
-def _failed(prompt: Prompt, outcome: Outcome, error: str) -> Trajectory:
-    return Trajectory(prompt, outcome=outcome, info={"error": error})

@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from retrain.errors import shown
 from retrain.protocols.tinker.values import Datum, Tensor

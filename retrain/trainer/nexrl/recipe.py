@@ -32,7 +32,7 @@ from retrain.types import Batch, Group, Metrics
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A trainer, and the run that it is the trainer of."""
+    """A trainer and the config of its run."""
 
     trainer: BaseTrainer
     config: RunConfig
@@ -40,7 +40,7 @@ class Recipe:
     async def train(
         self, *, callbacks: Sequence[Callback] = (), resume: bool = False
     ) -> TrainingResult:
-        """Run it; see `pipeline.train`."""
+        """Train; see `pipeline.train`."""
         parts = replace(assemble(self.config), learner=TrainerLearner(self.trainer))
         return await train(self.config, callbacks=callbacks, resume=resume, parts=parts)
 
@@ -58,8 +58,8 @@ def load_recipe(config: str | Path | Mapping[str, Any]) -> Recipe:
         section = as_section({"name": file.stem, **mapping}).found_in(file.resolve().parent)
     if "prompts" not in section:
         raise ConfigError(
-            "prompts: missing; a recipe needs what the model is trained on beside `trainer:`, e.g. "
-            "`prompts: {type: file, path: prompts.jsonl}`, and its `environment` and `rewards`"
+            "prompts: missing. A recipe needs `prompts`, `environment` and `rewards` beside "
+            "`trainer:`, for example `prompts: {type: file, path: prompts.jsonl}`."
         )
     trainer = build_trainer(section)
     return Recipe(trainer, trainer.run_config)
