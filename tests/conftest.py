@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread, fixed examples, cheap garbage collection, slow tests first.
+"""What all tests share: one torch thread, fixed examples, cheap collections, slow tests first.
 
 Property tests draw the same examples in each run; `--hypothesis-profile=default` draws new ones.
 Accelerate collects all garbage whenever TRL's loop starts, and each collection would walk through
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the slow tests first, so that no process waits at the end for another's long test."""
     gc.enable()
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Also after a test that has set another number."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from backends_kit import FULL, LORA, run_of, updated
 from pipe_kit import events
 
@@ -28,11 +27,6 @@ RUN = {
     "train": {"total_train_steps": 3, "groups_per_step": 3, "order": "in_order"},
 }
 BACKENDS = [FULL["trl"], LORA["tinker"], FULL["weaver"]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def pair(number: int, *lengths: int) -> Group:

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from backends_kit import FULL, LORA, run_of
 
 from retrain.assembly import assemble
@@ -28,11 +27,6 @@ RUN = {
     "sampling": {"max_tokens": 4},
     "train": {"total_train_steps": 3, "groups_per_step": 8, "order": "in_order"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def test_a_token_pays_for_what_it_is_likelier_than_under_the_reference():

@@ -20,7 +20,6 @@ from retrain.engine.losses import (
 )
 from retrain.errors import ConfigError, UserCodeError
 
-torch.set_num_threads(1)
 LN = math.log
 
 

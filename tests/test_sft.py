@@ -54,11 +54,6 @@ def plain_loss(rows) -> float:
     return total / count
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("backend", [FULL["trl"], LORA["tinker"], FULL["weaver"]],
                          ids=lambda b: b["type"])  # fmt: skip
 async def test_the_first_loss_is_the_plain_cross_entropy_of_the_assistants_tokens(

@@ -13,7 +13,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from retrain.engine.weights import check_weights, copy_weights, digest, snapshot
 from retrain.errors import AdapterError
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(  # peft asks transformers by an old name
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
