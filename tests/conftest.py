@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -22,10 +23,37 @@ settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's, for `-n auto`
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: many tests wait, for a deadline or for another process."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the slow tests first, so that no process waits at the end for another's long test."""
+    """Begin with the slow tests, so that no process waits in the end for another's long one.
+
+    pytest-xdist gives every process an even share of the list, in its order: each share begins
+    with its part of the slow tests. A slow test with many cases is many short tests.
+    """
     gc.enable()
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    cases = Counter(function_of(item) for item in items)
+    slow, quick = [], []
+    for item in items:
+        alone = item.get_closest_marker("slow") and cases[function_of(item)] < 10
+        (slow if alone else quick).append(item)
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ordered: list[pytest.Item] = []
+    for number in range(processes):
+        part = slow[number::processes]
+        share = (len(items) - len(ordered)) // (processes - number)
+        more = max(share - len(part), 0)
+        ordered += part + quick[:more]
+        del quick[:more]
+    items[:] = ordered + quick
+
+
+def function_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.fixture(autouse=True)

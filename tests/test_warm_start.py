@@ -43,8 +43,9 @@ def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
     rows = history("calculator")
     rewards = [row["reward/mean"] for row in rows]
     tenth = len(rewards) // 10
-    assert sum(rewards[:tenth]) / tenth < 0.25
-    assert sum(rewards[-tenth:]) / tenth > 0.45
+    first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+    assert first < 0.25
+    assert last > max(0.3, 2 * first)
     scored, turns = rows[-1]["rollouts/ok"], rows[-1]["rollouts/turns"]
     assert turns > 1.9 * scored, "a call and an answer each, not products by heart"
 

@@ -24,8 +24,6 @@ DATA = (
     "retrain/quickstart/data/echo.jsonl",
 )
 
-pytestmark = pytest.mark.slow
-
 
 def called(command: Sequence[str], folder: Path, **environment: str) -> str:
     done = subprocess.run(
