@@ -38,14 +38,13 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
 @pytest.mark.slow
 def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
     assert main([str(ROOT / "configs" / "calculator_sft.yaml")]) == 0
-    first_steps = "train.total_train_steps=60"  # of 150, after which the reward is 0.9
+    first_steps = "train.total_train_steps=100"  # of 150, after which the reward is 0.9
     assert main([str(ROOT / "configs" / "calculator.yaml"), first_steps]) == 0
     rows = history("calculator")
     rewards = [row["reward/mean"] for row in rows]
     tenth = len(rewards) // 10
-    first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
-    assert first < 0.25
-    assert last > max(0.3, 2 * first)
+    assert sum(rewards[:tenth]) / tenth < 0.25
+    assert sum(rewards[-tenth:]) / tenth > 0.6
     scored, turns = rows[-1]["rollouts/ok"], rows[-1]["rollouts/turns"]
     assert turns > 1.9 * scored, "a call and an answer each, not products by heart"
 
