@@ -243,6 +243,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch):
+    """No knob is for the page at a run's end, which would take a fifth of the time."""
+    monkeypatch.setattr("retrain.pipeline.run.write_report", lambda folder: folder)
+
+
 @pytest.fixture(scope="module")
 def another(tmp_path_factory):
     """The built-in model with another chat template."""

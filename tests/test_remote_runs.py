@@ -91,6 +91,7 @@ EXAMPLES = ("train.order=in_order", "train.groups_per_step=8", "train.total_trai
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # eight processes, some one after the other
 def test_runs_outlive_the_kill_of_their_service_and_train_nothing_twice(tmp_path):
     clean, killed = tmp_path / "clean", tmp_path / "killed"
     with on_a_port(clean / "service") as url:

@@ -36,6 +36,7 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # the longest of all
 def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
     assert main([str(ROOT / "configs" / "calculator_sft.yaml")]) == 0
     first_steps = "train.total_train_steps=100"  # of 150, after which the reward is 0.9
