@@ -13,7 +13,7 @@ train: $(VENV)/.train  ## a tiny model learns the echo task on the CPU
 remote: $(VENV)/.remote  ## install what the tinker and weaver backends need
 
 test: $(VENV)/.test  ## the whole suite, in a few processes
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: $(VENV)/.test  ## lint, format, types
 	$(BIN)/ruff check .

@@ -12,6 +12,8 @@ from typing import Any
 
 from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
+from retrain.observe.run_dir import read_metrics
+from retrain.pipeline import train
 from retrain.types import Batch, Metrics
 
 ADAM = {"learning_rate": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.0}
@@ -36,6 +38,28 @@ def run_of(folder: Path, backend: dict[str, Any], **sections: Any) -> RunConfig:
         "run_dir": str(folder),
     }
     return parse_config({**base, **sections})
+
+
+async def histories(
+    folder: Path, backends: dict[str, dict[str, Any]], sections: dict[str, Any]
+) -> list[list[Metrics]]:
+    """The metrics of one run on each of the backends."""
+    return [
+        (await train(run_of(folder / name, backend, **sections))).history
+        for name, backend in backends.items()
+    ]
+
+
+async def whole_and_resumed(
+    folder: Path, backend: dict[str, Any], sections: dict[str, Any], *, stop: int, steps: int
+) -> list[list[Metrics]]:
+    """The metrics of a run, and of the same run stopped after some steps and resumed."""
+    for name, totals in (("whole", [steps]), ("resumed", [stop, steps])):
+        for total in totals:
+            limited = {**sections, "train": {**sections["train"], "total_train_steps": total}}
+            config = run_of(folder / name, backend, **limited)
+            await train(config, resume=total != totals[0])
+    return [read_metrics(folder / name) for name in ("whole", "resumed")]
 
 
 async def updated(config: RunConfig, *batches: Batch) -> list[Metrics]:

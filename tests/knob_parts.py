@@ -12,6 +12,7 @@ from retrain import Environment, RewardCalculator, StepResult
 from retrain.observe.callbacks import Callback
 
 COUNTS: Counter[str] = Counter()
+SLOW = 0.05
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def counted(what: str) -> Iterator[None]:
 
 
 class Scene(Environment):
-    """Some turns; what is named `slow` takes a fifth of a second, what is named `broken` raises.
+    """Some turns; what is named `slow` takes `SLOW` seconds, what is named `broken` raises.
 
     The first rollouts of the prompt "a=" wait until so many steps are `trained`, or so many turns
     of others are `played`.
@@ -67,7 +68,7 @@ class Scene(Environment):
         if stage == self.broken:
             raise ValueError(f"{stage} is broken")
         if stage == self.slow:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(SLOW)
 
 
 class Letters(RewardCalculator):
@@ -78,7 +79,7 @@ class Letters(RewardCalculator):
 
     async def calculate(self, trajectory: Any) -> float:
         with counted("rewards"):
-            await asyncio.sleep(0.2 if self.slow else 0)
+            await asyncio.sleep(SLOW if self.slow else 0)
         return 0.0 if self.flat else sum(map(ord, trajectory.completion)) % 97 / 97
 
 

@@ -1,11 +1,30 @@
 """What the tests of the pipe share."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from benchmarks.mock_engine import MockAdapter, MockOptions
 from retrain.assembly import assemble
 from retrain.observe.run_dir import read_events
+
+ROOT = Path(__file__).parent.parent
+
+
+def played(folder: Path, script: str, prefix=()) -> subprocess.CompletedProcess:
+    """The script as a process of its own, whose argument is the folder's `run`."""
+    file = folder / "main.py"
+    file.write_text(script)
+    return subprocess.run(
+        [*prefix, sys.executable, str(file), str(folder / "run")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
 
 
 def slot_share(completion: str, answer: str) -> float:

@@ -247,7 +247,6 @@ BACKENDS = {"lora": ("tinker", "weaver", "trl"), "full": ("weaver", "trl")}
 @pytest.mark.parametrize("adam", [ADAM, GRADIENT], ids=["adam", "gradient"])
 @pytest.mark.parametrize("tuning", BACKENDS)
 async def test_every_backend_trains_what_plain_torch_trains(tuning, adam, loss, tmp_path):
-    torch.set_num_threads(1)
     start = await start_of(tmp_path / "start", tuning)
     wanted = plain(start, adam, loss)
     assert any(float(moved.abs().max()) > 10 * TOLERANCE for moved in wanted.moved.values())

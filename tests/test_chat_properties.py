@@ -7,7 +7,7 @@ special tokens, halves of UTF-8 characters, nothing at all) and of canonical one
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -157,6 +157,22 @@ def open_conversation(draw: st.DrawFn, pair: Pair) -> Conversation:
     return pair.chat.begin(opening, pair.tools)
 
 
+def played(
+    data: st.DataObject,
+    pair: Pair,
+    ids_of: Callable[[st.DrawFn, Pair], list[int]] = sampled,
+    turns: int = 3,
+) -> Iterator[tuple[Conversation, list[int], Completion, list[Message]]]:
+    """A conversation after each turn: its prompt before it, the reply, and what was observed."""
+    conversation = open_conversation(data.draw, pair)
+    for version in range(data.draw(st.integers(1, turns))):
+        before, reply = conversation.prompt_ids, say(pair, ids_of(data.draw, pair), version)
+        conversation.reply(reply)
+        observed = data.draw(observations(pair.ascii_only))
+        conversation.observe(observed)
+        yield conversation, before, reply, observed
+
+
 @pytest.mark.parametrize("name", NAMES)
 @relaxed
 @given(data=st.data())
@@ -164,14 +180,10 @@ def test_a_prompt_extends_the_sampled_ids_or_is_the_template_s_own_rendering(
     name: str, data: st.DataObject
 ) -> None:
     chosen = pair(name)
-    conversation = open_conversation(data.draw, chosen)
-    for _ in range(data.draw(st.integers(1, 3))):
-        before, ids = conversation.prompt_ids, sampled(data.draw, chosen)
-        conversation.reply(say(chosen, ids))
-        conversation.observe(data.draw(observations(chosen.ascii_only)))
+    for conversation, before, reply, _ in played(data, chosen):
         rendered = chosen.rendered(conversation.messages)
         anew = chosen.tokenizer.inner.encode(rendered, add_special_tokens=False)
-        assert extends([*before, *ids], conversation.prompt_ids) or (
+        assert extends([*before, *reply.token_ids], conversation.prompt_ids) or (
             chosen.rewrites and conversation.prompt_ids == anew
         )
 
@@ -183,13 +195,8 @@ def test_the_text_behind_the_sampled_ids_is_the_end_of_the_template_s_rendering(
     name: str, data: st.DataObject
 ) -> None:
     chosen = pair(name)
-    conversation = open_conversation(data.draw, chosen)
-    for _ in range(data.draw(st.integers(1, 3))):
-        before, ids = conversation.prompt_ids, sampled(data.draw, chosen)
-        conversation.reply(say(chosen, ids))
-        observation = data.draw(observations(chosen.ascii_only))
-        conversation.observe(observation)
-        behind = conversation.prompt_ids[len(before) + len(ids) :]
+    for conversation, before, reply, observation in played(data, chosen):
+        behind = conversation.prompt_ids[len(before) + len(reply.token_ids) :]
         text = chosen.tokenizer.decode(behind)
         assert chosen.rendered(conversation.messages).endswith(text)
         assert all(m["content"] in text for m in observation)
@@ -203,15 +210,15 @@ def test_canonical_replies_make_exactly_the_template_s_rendering(
 ) -> None:
     chosen = pair(name)
     tokenizer = chosen.tokenizer.inner
-    conversation = open_conversation(data.draw, chosen)
     letters = st.characters(min_codepoint=33, max_codepoint=126)
-    for _ in range(data.draw(st.integers(1, 3))):
-        said = data.draw(st.text(letters, max_size=20).filter(lambda text: "<" not in text))
+
+    def canonical(draw: st.DrawFn, _: Pair) -> list[int]:
+        said = draw(st.text(letters, max_size=20).filter(lambda text: "<" not in text))
         ids = tokenizer.encode(said, add_special_tokens=False)
-        if data.draw(st.booleans()) and name != "none":
-            ids.append(chosen.chat.stop_token_ids[-1])
-        conversation.reply(say(chosen, ids))
-        conversation.observe(data.draw(observations(chosen.ascii_only)))
+        ended = draw(st.booleans()) and name != "none"
+        return [*ids, chosen.chat.stop_token_ids[-1]] if ended else ids
+
+    for conversation, *_ in played(data, chosen, canonical):
         assert tokenizer.decode(conversation.prompt_ids) == chosen.rendered(conversation.messages)
 
 
@@ -238,14 +245,14 @@ def test_a_canonical_tool_call_makes_exactly_the_template_s_rendering(
 @given(data=st.data())
 def test_sampled_text_is_never_encoded(name: str, data: st.DataObject) -> None:
     chosen = pair(name)
-    conversation = open_conversation(data.draw, chosen)
-    chosen.tokenizer.encoded.clear()
-    for _ in range(data.draw(st.integers(1, 3))):
-        ids = [*split(chosen, NONCE), *sampled(data.draw, chosen)]
-        conversation.reply(say(chosen, ids))
-        conversation.observe(data.draw(observations(chosen.ascii_only)))
-    assert chosen.tokenizer.encoded
-    assert not any(NONCE in text for text in chosen.tokenizer.encoded)
+
+    def marked(draw: st.DrawFn, pair: Pair) -> list[int]:
+        pair.tokenizer.encoded.clear()
+        return [*split(pair, NONCE), *sampled(draw, pair)]
+
+    for _ in played(data, chosen, marked):
+        assert chosen.tokenizer.encoded
+        assert not any(NONCE in text for text in chosen.tokenizer.encoded)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -255,13 +262,8 @@ def test_masks_logprobs_and_versions_of_the_samples_are_those_of_the_sampled_tok
     name: str, data: st.DataObject
 ) -> None:
     chosen = pair(name)
-    conversation = open_conversation(data.draw, chosen)
-    trajectory = Trajectory(Prompt("0.0.0", conversation.messages))
-    for version in range(data.draw(st.integers(1, 4))):
-        completion = say(chosen, sampled(data.draw, chosen), version)
-        trajectory.turns.append(Turn(conversation.prompt_ids, completion))
-        conversation.reply(completion)
-        conversation.observe(data.draw(observations(chosen.ascii_only)))
+    turns = [Turn(before, reply) for _, before, reply, _ in played(data, chosen, turns=4)]
+    trajectory = Trajectory(Prompt("0.0.0", []), turns)
     samples = segments(trajectory, 1.0, "0.0.0#0")
     trained = [
         (token, logprob, version)

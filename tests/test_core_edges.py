@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import math
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -40,7 +39,7 @@ from retrain.rewarding import (
 )
 from retrain.run import exit_code
 from retrain.types import Group, Prompt, Trajectory
-from tests.pipe_kit import events, kept_adapter, parts_with, rollouts_of, slot_share
+from tests.pipe_kit import events, kept_adapter, parts_with, played, rollouts_of, slot_share
 
 ENGINE = "benchmarks.mock_engine:MockOptions"
 
@@ -877,7 +876,6 @@ def test_flat_groups_at_the_top_reward_are_solved_at_zero_too(seen, last, solved
 
 # --- the process ---------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parent.parent
 RUN = """
 import asyncio, os, signal, sys, threading, time
 from pathlib import Path
@@ -910,17 +908,7 @@ sys.exit(exit_code(lambda: drive(train(config, callbacks=[Act()])) and 0))
 
 
 def play(tmp_path, *, step="pass", act="pass", prefix=(), **deadlines):
-    script = tmp_path / "main.py"
-    script.write_text(RUN.format(step=step, act=act, deadlines=deadlines))
-    return subprocess.run(
-        [*prefix, sys.executable, str(script), str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        check=False,
-    )
+    return played(tmp_path, RUN.format(step=step, act=act, deadlines=deadlines), prefix)
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])

@@ -5,15 +5,13 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
-from backends_kit import FULL, LORA, run_of, updated
+from backends_kit import FULL, LORA, histories, run_of, updated, whole_and_resumed
 from pipe_kit import events
 
 from retrain.algorithms.dpo import DPO
 from retrain.assembly import assemble
 from retrain.batching import batch_of, make_samples
 from retrain.errors import ConfigError
-from retrain.observe.run_dir import read_metrics
 from retrain.pipeline import train
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
@@ -28,11 +26,6 @@ RUN = {
     "train": {"total_train_steps": 3, "groups_per_step": 3, "order": "in_order"},
 }
 BACKENDS = [FULL["trl"], LORA["tinker"], FULL["weaver"]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def pair(number: int, *lengths: int) -> Group:
@@ -82,11 +75,8 @@ async def test_the_first_loss_is_ln_2_and_the_margin_grows(tmp_path, backend):
 
 @pytest.mark.parametrize("backends", [FULL, LORA], ids=["full", "lora"])
 async def test_later_steps_agree_between_backends_that_tune_the_same_weights(tmp_path, backends):
-    losses = {}
-    for name, backend in backends.items():
-        config = run_of(tmp_path / name, backend, **RUN)
-        losses[name] = [row["loss"] for row in (await train(config)).history]
-    one, other = losses.values()
+    found = await histories(tmp_path, backends, RUN)
+    one, other = ([row["loss"] for row in rows] for rows in found)
     assert one == pytest.approx(other, abs=1e-4)
     assert one[-1] < 0.65
 
@@ -125,12 +115,8 @@ async def test_pairs_stay_whole_in_micro_batches_and_add_up_to_the_batch(tmp_pat
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b["type"])
 async def test_after_a_resume_the_reference_is_still_where_the_run_started(tmp_path, backend):
-    for name, steps in (("whole", [3]), ("parts", [2, 3])):
-        for number, total in enumerate(steps):
-            sections = {**RUN, "train": {**RUN["train"], "total_train_steps": total}}
-            config = run_of(tmp_path / name, backend, **sections)
-            await train(config, resume=number > 0)
-    whole, parts = ([row["loss"] for row in read_metrics(tmp_path / n)] for n in ("whole", "parts"))
+    found = await whole_and_resumed(tmp_path, backend, RUN, stop=2, steps=3)
+    whole, parts = ([row["loss"] for row in rows] for rows in found)
     assert parts == pytest.approx(whole, abs=1e-6)
     assert parts[2] < 0.68, "against the resumed weights it would be ln 2 again"
 

@@ -3,14 +3,11 @@
 import math
 
 import pytest
-import torch
-from backends_kit import FULL, LORA, run_of
+from backends_kit import FULL, LORA, histories, run_of, whole_and_resumed
 
 from retrain.assembly import assemble
 from retrain.batching import penalised
 from retrain.errors import ConfigError
-from retrain.observe.run_dir import read_metrics
-from retrain.pipeline import train
 from retrain.rewarding import reward
 from retrain.types import Sample
 
@@ -30,11 +27,6 @@ RUN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def test_a_token_pays_for_what_it_is_likelier_than_under_the_reference():
     sample = Sample([7, 8, 9], [0, 1, 1], [0.0, -1.0, -2.0], [0.0, 0.5, 0.5], [-1, 0, 0])
     [charged], kl = penalised([sample], [[0.0, -1.5, -1.0]], 0.1)
@@ -50,11 +42,8 @@ def test_at_the_reference_nothing_is_paid():
 
 @pytest.mark.parametrize("backends", [FULL, LORA], ids=["full", "lora"])
 async def test_backends_that_tune_the_same_weights_charge_the_same(tmp_path, backends):
-    told = {}
-    for name, backend in backends.items():
-        config = run_of(tmp_path / name, backend, **RUN)
-        told[name] = [(r["kl/reference"], r["loss"]) for r in (await train(config)).history]
-    one, other = told.values()
+    found = await histories(tmp_path, backends, RUN)
+    one, other = ([(row["kl/reference"], row["loss"]) for row in rows] for rows in found)
     assert one[0] == pytest.approx((0.0, other[0][1]), abs=1e-4)
     assert one[1][0] > 1e-4
     assert one[1] == pytest.approx(other[1], abs=1e-4)
@@ -62,13 +51,8 @@ async def test_backends_that_tune_the_same_weights_charge_the_same(tmp_path, bac
 
 @pytest.mark.parametrize("backend", [FULL["trl"], LORA["tinker"]], ids=lambda b: b["type"])
 async def test_after_a_resume_the_reference_is_still_where_the_run_started(tmp_path, backend):
-    for name, steps in (("whole", [3]), ("parts", [2, 3])):
-        for number, total in enumerate(steps):
-            sections = {**RUN, "train": {**RUN["train"], "total_train_steps": total}}
-            await train(run_of(tmp_path / name, backend, **sections), resume=number > 0)
-    whole, parts = (
-        [row["kl/reference"] for row in read_metrics(tmp_path / n)] for n in ("whole", "parts")
-    )
+    found = await whole_and_resumed(tmp_path, backend, RUN, stop=2, steps=3)
+    whole, parts = ([row["kl/reference"] for row in rows] for rows in found)
     assert parts == pytest.approx(whole, abs=1e-6)
     assert parts[2] > 1e-4
 

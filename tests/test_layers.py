@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -47,11 +48,15 @@ ALLOWED = {
 }
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> dict[str, list[str]]:
+    """Each module of the package, and the modules that it imports."""
+    found = {}
     for path in sorted(ROOT.rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if name != "__init__":
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+            found[name] = list(imports(ast.parse(path.read_text(encoding="utf-8"))))
+    return found
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
@@ -69,14 +74,15 @@ def imports(tree: ast.Module) -> Iterator[str]:
                 yield node.module
 
 
+@cache
 def is_module(name: str) -> bool:
     path = ROOT.parent.joinpath(*name.split("."))
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def within(tree: ast.Module) -> Iterator[str]:
-    """The modules of retrain that a module imports, without `retrain.`."""
-    for name in imports(tree):
+def within(imported: list[str]) -> Iterator[str]:
+    """The modules of retrain among those imported, without `retrain.`."""
+    for name in imported:
         if name.startswith("retrain."):
             yield name.removeprefix("retrain.")
 
@@ -96,15 +102,15 @@ def row(module: str) -> int:
 def test_imports_point_down() -> None:
     wrong = [
         f"retrain.{name} imports retrain.{imported}"
-        for name, tree in modules()
-        for imported in within(tree)
+        for name, names in modules().items()
+        for imported in within(names)
         if room(imported) != room(name) and row(imported) >= row(name)
     ]
     assert not wrong
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    graph = {name: set(within(tree)) for name, tree in modules()}
+    graph = {name: set(within(names)) for name, names in modules().items()}
     with pytest.raises(CycleError):  # the check itself finds circles
         TopologicalSorter({**graph, "types": {"run"}}).prepare()
     TopologicalSorter(graph).prepare()
@@ -113,9 +119,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_the_pipe_knows_adapters_by_their_base_class() -> None:
     wrong = [
         f"retrain.{name} imports retrain.{imported}"
-        for name, tree in modules()
+        for name, names in modules().items()
         if room(name) in ("assembly", "pipeline")
-        for imported in within(tree)
+        for imported in within(names)
         if room(imported) in ("adapters", "engine", "service") and imported != "adapters.base"
     ]
     assert not wrong
@@ -125,8 +131,8 @@ def test_the_pipe_knows_adapters_by_their_base_class() -> None:
 def test_heavy_libraries_are_named_only_in_their_rooms(library: str) -> None:
     wrong = [
         name
-        for name, tree in modules()
-        if any(imported.partition(".")[0] == library for imported in imports(tree))
+        for name, names in modules().items()
+        if any(imported.partition(".")[0] == library for imported in names)
         if not any(f"{name}.".startswith(f"{room}.") for room in ALLOWED[library])
     ]
     assert not wrong
@@ -135,8 +141,8 @@ def test_heavy_libraries_are_named_only_in_their_rooms(library: str) -> None:
 def test_nothing_imports_the_batteries() -> None:
     wrong = [
         f"retrain.{name} imports {imported}"
-        for name, tree in modules()
-        for imported in imports(tree)
+        for name, names in modules().items()
+        for imported in names
         if imported.partition(".")[0] in ("environments", "rewards")
     ]
     assert not wrong

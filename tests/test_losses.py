@@ -17,7 +17,6 @@ from retrain.errors import ConfigError, UserCodeError
 from retrain.losses import LOSSES
 from retrain.types import Batch, Denominators
 
-torch.set_num_threads(1)
 LN = math.log
 TOKEN_LOSSES = [n for n, row in LOSSES.items() if row.formula and row.reads != "pairs"]
 

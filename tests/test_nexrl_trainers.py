@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,6 @@ from retrain.trainer.nexrl.__main__ import main
 
 LOCAL = {"backend": "tinker", "url": "local"}
 ROWS = [{"prompt": f"{letter}=", "answer": letter * 2} for letter in "abcd"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Counting(BaseTrainer):

@@ -212,71 +212,46 @@ def test_closing_twice_does_nothing(tmp_path: Path) -> None:
 # what a resume voids
 
 
-def events(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:
+VOIDED = {
+    "what came after the snapshot of a checkpoint": (
+        "issued:a update:1 snapshot:1 issued:b checkpoint:1 update:2 resumed:1 update:2",
+        "issued:a update:1 snapshot:1 resumed:1 update:2",
+    ),
+    "also when the checkpoint event was lost": (
+        "update:1 snapshot:1 issued:b resumed:1",
+        "update:1 snapshot:1 resumed:1",
+    ),
+    "a newer checkpoint than the one resumed from": (
+        "snapshot:1 update:2 snapshot:2 update:3 resumed:1",
+        "snapshot:1 resumed:1",
+    ),
+    "what a second resume does again, not what the first one kept": (
+        "update:1 snapshot:1 update:2 resumed:1 update:2 resumed:1",
+        "update:1 snapshot:1 resumed:1",
+    ),
+    "everything, by a resume from the beginning": ("issued:a update:1 resumed:0", "resumed:0"),
+    "without a snapshot, what came after the checkpoint event": (
+        "update:1 checkpoint:1 issued:b resumed:1",
+        "update:1 checkpoint:1 resumed:1",
+    ),
+    "without either, what came from the first later step on": (
+        "update:1 batch:2 update:2 resumed:1",
+        "update:1 resumed:1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", VOIDED)
+def test_a_resume_voids(what: str) -> None:
+    written, left = VOIDED[what]
     field = {"resumed": "from_step", "issued": "ticket"}
-    return [{"event": kind, field.get(kind, "step"): value} for kind, value in pairs]
-
-
-def kept(*pairs: tuple[str, Any]) -> list[tuple[str, Any]]:
-    return [tuple(list(event.values())[:2]) for event in surviving(events(*pairs))]
-
-
-def test_what_came_after_the_snapshot_of_a_checkpoint_is_void() -> None:
-    assert kept(
-        ("issued", "a"),
-        ("update", 1),
-        ("snapshot", 1),
-        ("issued", "while it was saved"),
-        ("checkpoint", 1),
-        ("update", 2),
-        ("resumed", 1),
-        ("update", 2),
-    ) == [("issued", "a"), ("update", 1), ("snapshot", 1), ("resumed", 1), ("update", 2)]
-
-
-def test_a_snapshot_counts_although_its_checkpoint_event_was_lost() -> None:
-    assert kept(("update", 1), ("snapshot", 1), ("issued", "b"), ("resumed", 1)) == [
-        ("update", 1),
-        ("snapshot", 1),
-        ("resumed", 1),
+    pairs = [word.split(":") for word in written.split()]
+    events = [
+        {"event": kind, field.get(kind, "step"): int(value) if value.isdigit() else value}
+        for kind, value in pairs
     ]
-
-
-def test_a_resume_from_an_older_checkpoint_voids_the_newer_one() -> None:
-    assert kept(("snapshot", 1), ("update", 2), ("snapshot", 2), ("update", 3), ("resumed", 1)) == [
-        ("snapshot", 1),
-        ("resumed", 1),
-    ]
-
-
-def test_a_second_resume_keeps_what_the_first_one_kept() -> None:
-    assert kept(
-        ("update", 1),
-        ("snapshot", 1),
-        ("update", 2),
-        ("resumed", 1),
-        ("update", 2),
-        ("resumed", 1),
-    ) == [("update", 1), ("snapshot", 1), ("resumed", 1)]
-
-
-def test_a_resume_from_the_beginning_voids_everything() -> None:
-    assert kept(("issued", "a"), ("update", 1), ("resumed", 0)) == [("resumed", 0)]
-
-
-def test_without_a_snapshot_the_checkpoint_event_is_the_cut() -> None:
-    assert kept(("update", 1), ("checkpoint", 1), ("issued", "b"), ("resumed", 1)) == [
-        ("update", 1),
-        ("checkpoint", 1),
-        ("resumed", 1),
-    ]
-
-
-def test_without_either_the_first_later_step_is_the_cut() -> None:
-    assert kept(("update", 1), ("batch", 2), ("update", 2), ("resumed", 1)) == [
-        ("update", 1),
-        ("resumed", 1),
-    ]
+    kept = [list(event.values())[:2] for event in surviving(events)]
+    assert " ".join(f"{kind}:{value}" for kind, value in kept) == left
 
 
 def test_steps_done_again_replace_the_rows_of_the_first_time(tmp_path: Path) -> None:

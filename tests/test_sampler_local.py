@@ -35,7 +35,6 @@ from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams
 from retrain.types import Completion
 
-torch.set_num_threads(1)
 TOKENIZER = tiny_tokenizer()
 A, B, C = TOKENIZER.encode("abc")
 SEEDED = SamplingParams(max_tokens=12, seed=5)

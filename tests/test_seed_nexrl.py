@@ -9,11 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
-import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +60,6 @@ prompts: {json.dumps(ROWS)}
 train: {{groups_per_step: 4}}
 """
 """That of a supervised one, which plays nothing."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -908,18 +897,19 @@ def test_custom_trainer_prepare_batch():
 """
 
 
-@pytest.mark.slow  # a process of its own, which imports torch
-def test_the_pages_unit_test_passes_under_pytest(workspace: Path) -> None:
+def test_the_pages_unit_test_passes_under_pytest(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     write("recipe/my_task/__init__.py", "")
     write("recipe/my_task/my_trainer.py", MY_TRAINER)
     write("recipe/my_task/test_my_trainer.py", TEST_MY_TRAINER)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "recipe/my_task"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    monkeypatch.setattr(sys, "path", [str(workspace), *sys.path])  # as `python -m pytest` does
+    without = [
+        word for name in ("cacheprovider", "xdist", "asyncio") for word in ("-p", f"no:{name}")
+    ]
+    code = pytest.main(["-q", *without, "recipe/my_task"])
+    assert code == 0, capfd.readouterr()
+    assert "1 passed" in capfd.readouterr().out
 
 
 TEST_CONFIG = """

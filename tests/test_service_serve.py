@@ -12,7 +12,7 @@ import torch
 
 from retrain.errors import install_command
 from retrain.service.serve import main
-from tests.service_kit import Tinker, as_process, passed
+from tests.service_kit import Tinker, as_process, in_process, passed
 
 
 @pytest.mark.slow
@@ -29,15 +29,11 @@ async def test_a_killed_service_comes_back_with_its_checkpoints(tmp_path):
             await tinker.submit("save_weights", 6, path="torn")
             process.kill()
     assert process.wait() == -signal.SIGKILL
-    with as_process(tmp_path) as (process, url):
-        async with httpx.AsyncClient(base_url=url) as http:
-            tinker = Tinker(http, None)
-            session = (await tinker.post("create_session", {}))["session_id"]
-            body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
-            loaded = await tinker.result(await tinker.post("load_weights", body))
-            assert await tinker.logprobs(1, loaded["model_id"]) == expected
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
+    async with in_process(tmp_path) as tinker:
+        session = (await tinker.post("create_session", {}))["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        loaded = await tinker.result(await tinker.post("load_weights", body))
+        assert await tinker.logprobs(1, loaded["model_id"]) == expected
     assert not list(tmp_path.glob(".draft-*"))
 
 

@@ -23,7 +23,6 @@ ADAM = Adam(3e-3, 0.8, 0.97, 1e-8, 0.1, 0.5)
 
 @pytest.fixture(scope="module")
 def base():
-    torch.set_num_threads(1)
     return load_model(tiny_folder()).requires_grad_(False)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from backends_kit import FULL, LORA, run_of
+from backends_kit import FULL, LORA, histories, run_of, whole_and_resumed
 from pipe_kit import events
 from torch.nn.functional import cross_entropy
 
@@ -54,11 +54,6 @@ def plain_loss(rows) -> float:
     return total / count
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("backend", [FULL["trl"], LORA["tinker"], FULL["weaver"]],
                          ids=lambda b: b["type"])  # fmt: skip
 async def test_the_first_loss_is_the_plain_cross_entropy_of_the_assistants_tokens(
@@ -72,11 +67,8 @@ async def test_the_first_loss_is_the_plain_cross_entropy_of_the_assistants_token
 
 @pytest.mark.parametrize("backends", [FULL, LORA], ids=["full", "lora"])
 async def test_later_steps_agree_between_backends_that_tune_the_same_weights(tmp_path, backends):
-    losses = {}
-    for name, backend in backends.items():
-        config = run_of(tmp_path / name, backend, **SFT)
-        losses[name] = [row["loss"] for row in (await train(config)).history]
-    one, other = losses.values()
+    found = await histories(tmp_path, backends, SFT)
+    one, other = ([row["loss"] for row in rows] for rows in found)
     assert one == pytest.approx(other, abs=1e-4)
 
 
@@ -113,13 +105,9 @@ async def test_an_evaluation_is_the_held_out_loss_and_chooses_the_best_checkpoin
 
 
 async def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
-    train_of = {"groups_per_step": 2, "order": "in_order"}
-    for name, steps in (("whole", [4]), ("parts", [2, 4])):
-        for number, total in enumerate(steps):
-            sections = {**SFT, "train": {**train_of, "total_train_steps": total}}
-            config = run_of(tmp_path / name, FULL["trl"], **sections)
-            await train(config, resume=number > 0)
-    whole, parts = ([row["loss"] for row in read_metrics(tmp_path / n)] for n in ("whole", "parts"))
+    run = {**SFT, "train": {"groups_per_step": 2, "order": "in_order"}}
+    found = await whole_and_resumed(tmp_path, FULL["trl"], run, stop=2, steps=4)
+    whole, parts = ([row["loss"] for row in rows] for rows in found)
     assert parts == whole
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from retrain.observe.run_dir import read_metrics
 from retrain.run import main
@@ -13,7 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
 
 
@@ -38,14 +36,16 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # the longest of all
 def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
     assert main([str(ROOT / "configs" / "calculator_sft.yaml")]) == 0
-    assert main([str(ROOT / "configs" / "calculator.yaml")]) == 0
+    first_steps = "train.total_train_steps=100"  # of 150, after which the reward is 0.9
+    assert main([str(ROOT / "configs" / "calculator.yaml"), first_steps]) == 0
     rows = history("calculator")
     rewards = [row["reward/mean"] for row in rows]
     tenth = len(rewards) // 10
-    assert sum(rewards[:tenth]) / tenth < 0.4
-    assert sum(rewards[-tenth:]) / tenth > 0.8
+    assert sum(rewards[:tenth]) / tenth < 0.25
+    assert sum(rewards[-tenth:]) / tenth > 0.6
     scored, turns = rows[-1]["rollouts/ok"], rows[-1]["rollouts/turns"]
     assert turns > 1.9 * scored, "a call and an answer each, not products by heart"
 

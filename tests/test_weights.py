@@ -14,7 +14,6 @@ from retrain.engine.weights import check_weights, copy_weights, snapshot
 from retrain.errors import AdapterError
 from tests.weights_kit import digest
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(  # peft asks transformers by an old name
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )

@@ -20,8 +20,6 @@ INSIDE = {"configs": "*.yaml", "data": "*.jsonl", "environments": "*.py", "rewar
 """Folders of the checkout that the wheel has inside the package, and their files."""
 DATA = {"retrain/py.typed", "retrain/observe/report.html"}
 
-pytestmark = pytest.mark.slow
-
 
 def called(command: Sequence[str], folder: Path, **environment: str) -> str:
     done = subprocess.run(
