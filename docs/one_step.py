@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 from retrain.assembly import Parts
-from retrain.batching import make_batch
+from retrain.batching import batch_of, make_samples
 from retrain.chat import Chat
 from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts
@@ -32,9 +32,9 @@ async def learn(parts: Parts) -> list[Metrics]:
                 await parts.scorer.score(group)  # a reward per rollout
                 groups.append(group)
             advantages = parts.algorithm.advantages(groups)  # which rollouts get credit
-            batch = make_batch(
-                groups,
-                advantages,
+            samples = make_samples(groups, advantages)  # tokens, loss mask, advantages
+            batch = batch_of(
+                samples,
                 loss=parts.loss,
                 loss_config=parts.loss_config,
                 normalisation=parts.normalisation,
