@@ -32,8 +32,9 @@ async def learn(parts: Parts) -> list[Metrics]:
                 await parts.scorer.score(group)  # a reward per rollout
                 groups.append(group)
             advantages = parts.algorithm.advantages(groups)  # which rollouts get credit
+            samples = make_samples(groups, advantages)  # tokens, loss mask, advantages
             batch = batch_of(
-                make_samples(groups, advantages),
+                samples,
                 loss=parts.loss,
                 loss_config=parts.loss_config,
                 normalisation=parts.normalisation,

@@ -302,7 +302,7 @@ def test_a_data_module_is_torn_down_when_the_run_can_not_begin(nothing_loads):
         def teardown(self, stage):
             calls.append(stage)
 
-    with pytest.raises(ConfigError, match="gives none in its step"):
+    with pytest.raises(ConfigError, match="returns no reward, so nothing can be learned"):
         grpo().fit(Module(), environment=Environment)
     assert calls == ["fit"]
 
@@ -711,7 +711,7 @@ def test_a_first_ctrl_c_checkpoints_and_is_raised():
     ("callbacks", "text"),
     [
         ([Callback], r"got the class Callback, expected an instance; write Callback\(\)"),
-        ([object()], "let its class inherit from Callback"),
+        ([object()], "derive its class from Callback"),
         (Callback, "expected a list of Callback instances"),
         (Callback(), "expected a list of Callback instances"),
     ],
