@@ -39,13 +39,12 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
 @pytest.mark.timeout(300)  # the longest of all
 def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
     assert main([str(ROOT / "configs" / "calculator_sft.yaml")]) == 0
-    first_steps = "train.total_train_steps=100"  # of 150, after which the reward is 0.9
-    assert main([str(ROOT / "configs" / "calculator.yaml"), first_steps]) == 0
+    assert main([str(ROOT / "configs" / "calculator.yaml")]) == 0
     rows = history("calculator")
     rewards = [row["reward/mean"] for row in rows]
     tenth = len(rewards) // 10
-    assert sum(rewards[:tenth]) / tenth < 0.25
-    assert sum(rewards[-tenth:]) / tenth > 0.6
+    assert sum(rewards[:tenth]) / tenth < 0.4
+    assert sum(rewards[-tenth:]) / tenth > 0.8
     scored, turns = rows[-1]["rollouts/ok"], rows[-1]["rollouts/turns"]
     assert turns > 1.9 * scored, "a call and an answer each, not products by heart"
 
