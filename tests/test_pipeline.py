@@ -462,7 +462,7 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
     held_out = [r for r in rollouts_of(tmp_path) if r["ticket"].startswith("-1.")]
     assert len(held_out) == 3 * 3 * 2
     told = closing(result, tally, 1.0)
-    assert ("", "and 18 of evaluation, 0 failed") in told
+    assert ("", "18 in evaluations, 0 failed") in told
     [(_, text)] = [line for line in told if line[0] == "rollouts"]
     [fact] = [f for f in digest(tmp_path)["facts"] if f["label"] == "rollouts"]
     assert text.startswith(f"{fact['value']} scored, 0 failed")

@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from retrain.errors import shown
 from retrain.protocols.tinker.values import Datum, Tensor
@@ -118,7 +119,7 @@ def check_tokens(where: str, tokens: Sequence[int], limits: Limits) -> None:
     _check_range(f"{where}: tokens", tokens, limits)
 
 
-def check_non_negative(where: str, values: Mapping[str, object]) -> None:
+def check_non_negative(where: str, values: Mapping[str, Any]) -> None:  # JSON values
     """Raise ServiceError unless all values are finite numbers >= 0."""
     for name, value in values.items():
         if type(value) not in (int, float) or not (0 <= value < math.inf):
