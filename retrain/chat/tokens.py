@@ -1,7 +1,7 @@
-"""The tokenizer's side of a conversation: the template's texts to ids, and where a turn ends.
+"""The tokens of a conversation: encodes the template's text and finds where a turn ends.
 
-Only texts of the template and the environment are ever encoded here. A turn's end is sampled once
-or added once, never both.
+Only text of the template and the environment is encoded here. The end of a turn is either sampled
+or added, never both.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ class WeaverProtocol:
 
     async def _create_session(self, _: Request, body: Json, _raw: bytes) -> Response:
         session = self._service.create_session()
-        told = {key: body[key] for key in ("tags", "user_metadata", "sdk_version") if key in body}
+        given = {key: body[key] for key in ("tags", "user_metadata", "sdk_version") if key in body}
         policy = {k: body[k] for k in ("scheduling_policy",) if body.get(k) is not None}
-        return JSONResponse({"id": session.id, **told, **policy}, status_code=201)
+        return JSONResponse({"id": session.id, **given, **policy}, status_code=201)
 
     async def _get_session(self, request: Request) -> Response:
         return JSONResponse({"id": self._service.session(request.path_params["session_id"]).id})
