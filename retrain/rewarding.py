@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 from retrain.algorithms.functional import LARGEST
 from retrain.concurrency.deadlines import is_theirs, user_call
@@ -90,9 +90,10 @@ class FunctionReward(RewardCalculator):
         return self.function(*args, **{**self.bound, **kwargs})
 
     async def calculate(self, trajectory: Trajectory) -> Verdict:
-        returned = self.call(trajectory)
-        verdict: Verdict = await returned if inspect.isawaitable(returned) else returned
-        return verdict
+        verdict: Any = self.call(trajectory)
+        if self.is_async or inspect.isawaitable(verdict):
+            verdict = await verdict
+        return cast(Verdict, verdict)
 
     def call(self, trajectory: Trajectory) -> Any:
         """What the function returns: a verdict, or an awaitable of one."""

@@ -57,14 +57,15 @@ class Meter:
         counts[dropped] += 1
         counts["failed rollouts"] += len(group.trajectories) - len(scored)
         counts["flat"] += self._by_group and len(scored) > 1 and is_flat(rewards)
+        turns = sampled = total = 0
         for trajectory in group.trajectories:
-            if not trajectory.turns:
-                continue
-            last, sampled = trajectory.turns[-1], trajectory.sampled_tokens
-            counts["turns"] += len(trajectory.turns)
-            counts["sampled"] += sampled
-            # The last prompt holds the earlier turns' replies.
-            counts["prompt"] += len(last.prompt_ids) + len(last.completion.token_ids) - sampled
+            if trajectory.turns:
+                last = trajectory.turns[-1]
+                turns += len(trajectory.turns)
+                sampled += trajectory.sampled_tokens
+                # the last prompt contains all earlier turns
+                total += len(last.prompt_ids) + len(last.completion.token_ids)
+        counts.update({"turns": turns, "sampled": sampled, "prompt": total - sampled})
 
     def row(
         self,

@@ -69,11 +69,12 @@ class Rollouts:
         """Tokenise the opening messages, equal ones once."""
         begun: list[_Rollout] = []
         for rollout in [r for r in rollouts if r.alive]:
-            equal = (o for o in begun if o.opening == rollout.opening and o.tools == rollout.tools)
-            if (other := next(equal, None)) is None:
-                rollout.begin()
+            for other in begun:
+                if other.opening == rollout.opening and other.tools == rollout.tools:
+                    rollout.conversation = other.conversation.fork()
+                    break
             else:
-                rollout.conversation = other.conversation.fork()
+                rollout.begin()
             if rollout.alive:
                 begun.append(rollout)
                 rollout.check_room()
