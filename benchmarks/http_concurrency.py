@@ -34,9 +34,9 @@ from retrain.adapters.tinker import (
     SampleOptions,
     SampleResult,
     TinkerClient,
-    messages,
 )
-from retrain.pipeline import _rare_collections
+from retrain.pipeline.stages import _rare_collections
+from retrain.protocols.tinker import messages
 
 PROMPT = list(range(100, 164))
 COMPLETION = 64

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -125,3 +126,16 @@ def first_of(items: Sequence[str], separator: str = ", ", limit: int = 8) -> str
     """The first `limit` items as an error tells them, and how many more there are."""
     more = [f"and {len(items) - limit} more"] if len(items) > limit else []
     return separator.join([*items[:limit], *more])
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an optional dependency set, `pip install 'retrain-rl[remote]'`.
+
+    In a checkout it installs from the checkout: `pip install -e '.[remote]'`. Every message that
+    names an extra calls this, since `retrain` on the public index is another project.
+    """
+    root = Path(__file__).resolve().parent.parent
+    with suppress(OSError):
+        if 'name = "retrain-rl"' in (root / "pyproject.toml").read_text(encoding="utf-8"):
+            return f"pip install -e '{'.' if root == Path.cwd() else root}[{extra}]'"
+    return f"pip install 'retrain-rl[{extra}]'"

@@ -22,7 +22,7 @@ from retrain.adapters.weaver import TrainingRow, WeaverClient
 from retrain.engine.weights import digest
 from retrain.protocols.tinker.values import Datum, Tensor
 from retrain.service.app import ServiceApp
-from retrain.transport.transport import RetryPolicy
+from retrain.transport.retries import RetryPolicy
 from tests.service_kit import CROSS_ENTROPY, TOKENS, on_a_port
 
 STEPS = 3

@@ -31,7 +31,8 @@ from retrain.adapters.tinker.training import plain_model_name
 from retrain.adapters.weaver import WeaverClient
 from retrain.errors import AdapterError, ConfigError, DeadlineError
 from retrain.protocols.tinker.values import ForwardBackwardOutput
-from retrain.transport.transport import RemoteError, RetryPolicy
+from retrain.transport.refusals import RemoteError
+from retrain.transport.retries import RetryPolicy
 from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
@@ -40,7 +41,7 @@ PEERS = {"hosted": HOSTED, "skyrl": SKYRL, "open_rl": OPEN_RL}
 
 
 def tinker(server: TinkerServer, **keys: Any) -> TinkerClient:
-    keys = {"transport": server.transport(), "policy": SOON, "api_key": "tml-k", **keys}
+    keys = {"http": server.transport(), "policy": SOON, "api_key": "tml-k", **keys}
     if not server.peer.proto:
         keys["wire"] = "json"
     return TinkerClient("http://server", **keys)
@@ -110,7 +111,7 @@ async def test_no_fault_applies_a_training_call_twice_or_loses_it(
 ) -> None:
     server = TinkerServer()
     transport = Faulty(server.transport())
-    async with tinker(server, transport=transport) as client:
+    async with tinker(server, http=transport) as client:
         model = await client.create_model("org/base")
         for name in ("forward_backward", "optim_step", "save_weights", "retrieve_future"):
             getattr(transport, when)[name] += [fault, fault]
@@ -128,7 +129,7 @@ async def test_calls_made_at_once_arrive_in_the_order_of_the_calls() -> None:
     server = TinkerServer()
     transport = Faulty(server.transport())
     transport.before["forward_backward"] += [httpx.Response(429), httpx.ReadError("lost")]
-    async with tinker(server, transport=transport) as client:
+    async with tinker(server, http=transport) as client:
         model = await client.create_model("org/base")
         await asyncio.gather(
             model.forward_backward([datum(3, 4)], "cross_entropy"),
@@ -144,7 +145,7 @@ async def test_calls_made_at_once_arrive_in_the_order_of_the_calls() -> None:
 async def test_a_model_whose_call_may_or_may_not_have_been_accepted_is_not_used_again() -> None:
     server = TinkerServer()
     transport = Faulty(server.transport())
-    async with tinker(server, transport=transport) as client:
+    async with tinker(server, http=transport) as client:
         model = await client.create_model("org/base")
         transport.after["optim_step"] += [httpx.ReadError("lost")] * SOON.attempts
         with pytest.raises(RemoteError, match="lost"):
@@ -156,7 +157,7 @@ async def test_a_model_whose_call_may_or_may_not_have_been_accepted_is_not_used_
 async def test_a_refused_call_takes_no_seq_id() -> None:
     server = TinkerServer()
     transport = Faulty(server.transport())
-    async with tinker(server, transport=transport) as client:
+    async with tinker(server, http=transport) as client:
         model = await client.create_model("org/base")
         transport.before["save_weights"] += [httpx.Response(422, json={"detail": "bad name"})]
         with pytest.raises(RemoteError, match="bad name"):
@@ -169,7 +170,7 @@ async def test_half_a_batch_makes_the_model_unusable() -> None:
     server = TinkerServer(Peer(flags={"fwdbwd_max_chunk_len": 1}))
     transport = Faulty(server.transport())
     refusal = httpx.Response(422, json={"detail": "no"})
-    async with tinker(server, transport=transport) as client:
+    async with tinker(server, http=transport) as client:
         model = await client.create_model("org/base")
         data = [datum(3, 4), datum(3, 4)]
 
@@ -265,7 +266,7 @@ async def test_a_lost_training_result_is_an_error_and_a_lost_sample_is_sampled_a
 async def test_a_sample_that_may_have_been_lost_is_sent_again_as_the_same_request() -> None:
     server = TinkerServer()
     transport = Faulty(server.transport())
-    async with tinker(server, transport=transport) as client:
+    async with tinker(server, http=transport) as client:
         model = await client.create_model("org/base")
         sampler = await client.sampler_of(model)
         transport.after["asample"] += [httpx.ReadError("lost"), httpx.Response(500)]
@@ -278,7 +279,7 @@ async def test_a_sample_that_may_have_been_lost_is_sent_again_as_the_same_reques
 async def test_a_full_service_pauses_every_sample_and_loses_none() -> None:
     server = TinkerServer()
     transport = Faulty(server.transport())
-    async with tinker(server, transport=transport) as client:
+    async with tinker(server, http=transport) as client:
         model = await client.create_model("org/base")
         sampler = await client.sampler_of(model)
         full = httpx.Response(429, headers={"Retry-After": "0.01"})
@@ -328,7 +329,7 @@ async def test_a_session_that_the_service_ended_gets_no_more_heartbeats(
     server = TinkerServer()
     transport = Faulty(server.transport())
     transport.before["session_heartbeat"] += [httpx.Response(410)]
-    async with tinker(server, transport=transport) as client:
+    async with tinker(server, http=transport) as client:
         await asyncio.wait(client._tasks)
     assert "was ended by the service" in caplog.text
 
@@ -360,7 +361,7 @@ async def test_a_token_is_traded_for_the_key_and_renewed_when_it_expires() -> No
         return httpx.Response(200, json={"session_id": "s", "base_model": "b"})
 
     server = TinkerServer()
-    async with tinker(server, transport=httpx.MockTransport(answer)) as client:
+    async with tinker(server, http=httpx.MockTransport(answer)) as client:
         await client.checkpoint("tinker://x")
     assert [pair for pair in seen if pair[0] in ("token", "weights_info")] == [
         ("token", "tml-k"),
@@ -383,7 +384,7 @@ async def test_another_server_is_told_at_once() -> None:
             seen.append(request.url.path.rpartition("/")[2])
             return reply
 
-        client = TinkerClient("http://x", transport=httpx.MockTransport(answer), policy=SOON)
+        client = TinkerClient("http://x", http=httpx.MockTransport(answer), policy=SOON)
         with pytest.raises(RemoteError, match=f"{told}; is this a Tinker server"):
             await client.__aenter__()
         tries = 1 if reply is unknown else 3
@@ -393,7 +394,7 @@ async def test_another_server_is_told_at_once() -> None:
 async def test_an_outage_is_outlasted_as_long_as_there_is_time() -> None:
     server = TinkerServer()
     faulty = Faulty(server.transport())
-    async with tinker(server, transport=faulty, policy=RetryPolicy(first=0.0)) as client:
+    async with tinker(server, http=faulty, policy=RetryPolicy(first=0.0)) as client:
         sampler = await client.sampling_session(base_model="org/base")
         for name in ("asample", "retrieve_future"):
             faulty.before[name] += [httpx.ConnectError("refused")] * 40

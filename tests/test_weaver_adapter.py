@@ -21,7 +21,7 @@ from retrain.batching import normalised
 from retrain.config import RunConfig, parse_config
 from retrain.errors import AdapterError, CheckpointError, NonFiniteError
 from retrain.sampler import SamplingParams
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Completion, Denominators, Sample
 from tests.fake_weaver import KEY, VOCABULARY, FakeWeaver, log_softmax
 

@@ -15,7 +15,8 @@ from retrain.adapters.weaver.options import WeaverOptions
 from retrain.config import Plugin, RunConfig
 from retrain.errors import ConfigError, NonFiniteError
 from retrain.sampler import SamplingParams
-from retrain.transport.transport import RemoteError, RetryPolicy
+from retrain.transport.refusals import RemoteError
+from retrain.transport.retries import RetryPolicy
 from tests.fake_weaver import KEY, FakeWeaver, Fault, serve
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=20.0)
@@ -496,7 +497,7 @@ async def test_a_wrong_key_is_told_and_never_shown(
     with pytest.raises(RemoteError, match="check the API key") as caught:
         await weaver.__aenter__()
     assert caught.value.status == 401
-    shown = f"{weaver!r} {weaver.transport!r} {caught.value} {caught.value!r} {caplog.text}"
+    shown = f"{weaver!r} {weaver._http!r} {caught.value} {caught.value!r} {caplog.text}"
     assert secret not in shown
 
 

@@ -40,7 +40,7 @@ from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError
 from retrain.sampler import Tokenizer
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Metrics
 
 if TYPE_CHECKING:
@@ -62,13 +62,13 @@ class RemoteAdapter(Adapter):
         options: RemoteOptions,
         config: RunConfig,
         *,
-        transport: httpx.AsyncBaseTransport | None = None,
+        http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`transport` carries the requests in place of the network."""
+        """`http` carries the requests in place of the network; see `HttpClient`."""
         self.options = options
         self.config = config
         self.capabilities = options.capabilities()
-        self._transport = transport
+        self._http = http
         self._version = 0
         self._step = 0
         self._saved: str | None = None
@@ -81,8 +81,8 @@ class RemoteAdapter(Adapter):
         RemoteError when the service refuses.
         """
         async with AsyncExitStack() as stack:
-            if self.local and self._transport is None:
-                self._transport = await stack.enter_async_context(in_process(self.config))
+            if self.local and self._http is None:
+                self._http = await stack.enter_async_context(in_process(self.config))
             await self._open(stack)
             self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
             self.context_length = await self._context_length()

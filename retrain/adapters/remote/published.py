@@ -16,7 +16,7 @@ from typing import Protocol
 
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 from retrain.types import Completion, StopReason
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ class TinkerAdapter(RemoteAdapter):
         await self._client.delete(str(state.data["path"]))
 
     def hurry(self) -> None:
-        self._client.hurry()
+        self._client.stop_retrying()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
@@ -43,7 +43,7 @@ class TinkerAdapter(RemoteAdapter):
             tags=[*self.options.tags, *filter(None, [self.config.name])],
             project=self.options.project,
             result_timeout=max(deadlines.sample, deadlines.update, deadlines.publish),
-            transport=self._transport,
+            http=self._http,
         )
         self._client = await stack.enter_async_context(client)
         self._model = await self._client.create_model(

@@ -27,13 +27,9 @@ from retrain.adapters.tinker.connection import (
 )
 from retrain.adapters.tinker.sampling import SamplingClient
 from retrain.adapters.tinker.training import LoraConfig, TrainingClient
-from retrain.transport.transport import (
-    NO_RETRY,
-    Call,
-    RemoteError,
-    RetryPolicy,
-    Transport,
-)
+from retrain.transport.client import Call, HttpClient
+from retrain.transport.refusals import RemoteError
+from retrain.transport.retries import NO_RETRY, RetryPolicy
 from retrain.transport.vendors import TINKER
 
 if TYPE_CHECKING:
@@ -92,7 +88,7 @@ class TinkerClient:
         project: str | None = None,
         policy: RetryPolicy | None = None,
         result_timeout: float = 3600.0,
-        transport: httpx.AsyncBaseTransport | None = None,
+        http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`url` defaults to TINKER_BASE_URL, then the hosted service; the key to TINKER_API_KEY.
 
@@ -103,17 +99,17 @@ class TinkerClient:
         """
         url = url or os.environ.get("TINKER_BASE_URL") or TINKER.url
         key = TINKER.api_key(url, api_key)
-        self._transport = Transport(
+        self._http = HttpClient(
             url,
             headers={"User-Agent": f"AsyncTinker/Python {SDK_VERSION}"},
             secrets={"X-API-Key": key} if key else {},
             policy=policy,
-            transport=transport,
+            http=http,
             vendor=TINKER,
         )
         self._key = key
         self._renewal = asyncio.Lock()
-        self._connection = Connection(self._transport, wire=wire, result_timeout=result_timeout)
+        self._connection = Connection(self._http, wire=wire, result_timeout=result_timeout)
         self._session: dict[str, Any] = {
             "tags": list(tags),
             "user_metadata": {},
@@ -128,7 +124,7 @@ class TinkerClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
-        return f"TinkerClient({self._transport.url!r}, session_id={self.session_id!r})"
+        return f"TinkerClient({self._http.url!r}, session_id={self.session_id!r})"
 
     @property
     def flags(self) -> Flags:
@@ -138,7 +134,7 @@ class TinkerClient:
     @property
     def retries(self) -> Mapping[str, int]:
         """Attempts that were repeated, by cause."""
-        return self._transport.retries
+        return self._http.retries
 
     async def __aenter__(self) -> Self:
         try:
@@ -147,11 +143,11 @@ class TinkerClient:
                 "create_session", "session_id", self._session
             )
         except BaseException:
-            await self._transport.close()
+            await self._http.close()
             raise
         for level, name in ((20, "info"), (30, "warning"), (40, "error")):
             if reply.get(f"{name}_message"):
-                log.log(level, "%s: %s", self._transport.url, reply[f"{name}_message"])
+                log.log(level, "%s: %s", self._http.url, reply[f"{name}_message"])
         self._tasks.append(asyncio.create_task(self._beat(), name="tinker heartbeat"))
         return self
 
@@ -168,16 +164,16 @@ class TinkerClient:
             await self._connection.drain(GOODBYE)
             await self._finish(error)
         finally:
-            await self._transport.close()
+            await self._http.close()
 
-    def hurry(self) -> None:
+    def stop_retrying(self) -> None:
         """The end is near: outlast no failures of the service for long any more."""
-        self._transport.hurry()
+        self._http.stop_retrying()
 
     async def supported_models(self) -> list[SupportedModel]:
         """The models that the service has."""
         call = Call("GET", "api/v1/get_server_capabilities")
-        body = await self._transport.send(call, json_object)
+        body = await self._http.send(call, json_object)
         return [
             SupportedModel(str(model["model_name"]), model.get("max_context_length"))
             for model in body.get("supported_models") or ()
@@ -252,7 +248,7 @@ class TinkerClient:
         where = f"{urllib.parse.quote(model_id)}/checkpoints/{urllib.parse.quote(rest)}"
         call = Call("DELETE", f"api/v1/training_runs/{where}")
         try:
-            await self._transport.send(call, lambda reply: None)
+            await self._http.send(call, lambda reply: None)
         except RemoteError as error:
             if error.status != 404:
                 raise
@@ -322,7 +318,7 @@ class TinkerClient:
         config = await self._post_if_known("client/config", body)
         if Flags.read(config).pjwt_auth_enabled and self._key:
             await self._renew_token()
-            self._transport.refresh = self._renew_token
+            self._http.refresh = self._renew_token
         dynamic = await self._post_if_known("client/dynamic_config", body)
         self._connection.configure(Flags.read(config, dynamic))
 
@@ -336,13 +332,13 @@ class TinkerClient:
 
     async def _renew_token(self) -> None:
         """Trade the key for a token; those who wait for the same renewal share it."""
-        expired = self._transport.secrets["X-API-Key"]
+        expired = self._http.secrets["X-API-Key"]
         async with self._renewal:
-            if self._transport.secrets["X-API-Key"] == expired:
+            if self._http.secrets["X-API-Key"] == expired:
                 key = {"X-API-Key": self._key}
                 token, _ = await self._connection.ask("auth/token", "jwt", {}, headers=key)
-                self._transport.hide(token)
-                self._transport.secrets["X-API-Key"] = token
+                self._http.hide(token)
+                self._http.secrets["X-API-Key"] = token
 
     async def _beat(self) -> None:
         heard = time.monotonic()

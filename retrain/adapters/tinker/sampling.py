@@ -18,7 +18,8 @@ from retrain.adapters.tinker.connection import Connection, Future, Kind
 from retrain.errors import AdapterError, DeadlineError
 from retrain.protocols.tinker import messages, payloads
 from retrain.protocols.tinker.values import SampleResult
-from retrain.transport.transport import NO_RETRY, Patience, RemoteError
+from retrain.transport.refusals import RemoteError
+from retrain.transport.retries import NO_RETRY, RetryBudget
 
 SAMPLE = Kind("Sample", payloads.sample_from_json, messages.decode_sample)
 LOST_RESULTS = 3
@@ -109,7 +110,7 @@ class SamplingClient:
         result = await self.sample(tokens, options, prompt_logprobs=True, timeout=timeout)
         if result.prompt_logprobs is None:
             raise AdapterError(
-                f"{self._connection.transport.url} returned no prompt log-probs: "
+                f"{self._connection.http.url} returned no prompt log-probs: "
                 "it does not compute them"
             )
         logprobs = list(result.prompt_logprobs)
@@ -131,10 +132,9 @@ class SamplingClient:
 
     async def _submit(self, payload: dict[str, Any], tokens: int) -> Future[SampleResult]:
         """Hand the sample over; sent again, always as the same request, until it is accepted."""
-        transport = self._connection.transport
         pressure = self._connection.backpressure
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
-        patience: Patience | None = None
+        budget: RetryBudget | None = None
         while True:
             async with pressure.submissions.take(), pressure.weight(tokens):
                 await pressure.pause_over()
@@ -147,6 +147,6 @@ class SamplingClient:
                         pressure.pause(tokens, error.retry_after)
                         pause = 0.0
                     else:
-                        patience = patience or Patience(transport, transport.policy)
-                        pause = patience.pause(error)
+                        budget = budget or self._connection.http.retry_budget()
+                        pause = budget.pause(error)
             await asyncio.sleep(pause)

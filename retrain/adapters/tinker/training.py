@@ -28,7 +28,8 @@ from retrain.protocols.tinker.values import (
     ForwardBackwardOutput,
     LossConfig,
 )
-from retrain.transport.transport import Call, RemoteError
+from retrain.transport.client import Call
+from retrain.transport.refusals import RemoteError
 
 T = TypeVar("T")
 

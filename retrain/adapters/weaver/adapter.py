@@ -26,7 +26,7 @@ from retrain.adapters.weaver.wire import (
     TrainingRow,
 )
 from retrain.sampler import SamplingParams
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Metrics
 
 
@@ -40,14 +40,14 @@ class WeaverAdapter(RemoteAdapter):
         await _expire(self._model, str(state.data["path"]), str(state.data["model_id"]))
 
     def hurry(self) -> None:
-        self._client.hurry()
+        self._client.stop_retrying()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
         client = WeaverClient(
             self.options.service_url,
             api_key="" if self.local else None,
-            transport=self._transport,
+            http=self._http,
             deadline=max(
                 deadlines.sample, deadlines.update, deadlines.publish, deadlines.checkpoint
             ),

@@ -23,7 +23,9 @@ from retrain.adapters.weaver.connection import Connection, clean_up, or_undo, un
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.operations import Pace
 from retrain.adapters.weaver.sampling import SamplingSession
-from retrain.transport.transport import RemoteError, RetryPolicy, Transport
+from retrain.transport.client import HttpClient
+from retrain.transport.refusals import RemoteError
+from retrain.transport.retries import RetryPolicy
 from retrain.transport.vendors import WEAVER
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class WeaverClient:
         url: str = WEAVER.url,
         *,
         api_key: str | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
         policy: RetryPolicy | None = None,
         pace: Pace | None = None,
         deadline: float = 3600.0,
@@ -83,16 +85,16 @@ class WeaverClient:
                 and project come from WEAVER_ORGANIZATION_ID and WEAVER_PROJECT_ID.
         """
         key = WEAVER.api_key(url, api_key)
-        self.transport = Transport(
+        self._http = HttpClient(
             url,
             headers={"User-Agent": f"retrain/{version('retrain')}"},
             secrets={"X-WEAVER-API-KEY": key} if key else {},
             policy=policy,
-            transport=transport,
+            http=http,
             vendor=WEAVER,
         )
         self.session_id = ""
-        self._connection = Connection(self.transport, deadline, pace or Pace(), resend)
+        self._connection = Connection(self._http, deadline, pace or Pace(), resend)
         self._heartbeat = heartbeat
         self._session = {
             "tags": list(tags),
@@ -107,14 +109,14 @@ class WeaverClient:
         self._beating: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"WeaverClient({self.transport.url!r}, session={self.session_id!r})"
+        return f"WeaverClient({self._http.url!r}, session={self.session_id!r})"
 
     async def __aenter__(self) -> Self:
         try:
             reply = await self._connection.call("POST", "sessions", self._session)
             self.session_id = understood(wire.identifier, reply)
         except BaseException:
-            await self.transport.close()
+            await self._http.close()
             raise
         self._beating = asyncio.create_task(self._beat(), name="weaver heartbeat")
         return self
@@ -143,11 +145,11 @@ class WeaverClient:
                 self._beating.cancel()
                 with suppress(asyncio.CancelledError):
                     await self._beating
-            await self.transport.close()
+            await self._http.close()
 
-    def hurry(self) -> None:
+    def stop_retrying(self) -> None:
         """The end is near: outlast no failures of the service for long any more."""
-        self.transport.hurry()
+        self._http.stop_retrying()
 
     async def create_model(
         self,

@@ -16,7 +16,8 @@ import anyio
 
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.operations import Operation, Pace, decode_json, decode_operation
-from retrain.transport.transport import Call, RemoteError, Transport
+from retrain.transport.client import Call, HttpClient
+from retrain.transport.refusals import RemoteError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ CLEAN_UP = 5.0
 class Connection:
     """Where the calls of one client go, and how long its operations may take."""
 
-    transport: Transport
+    http: HttpClient
     deadline: float = 3600.0
     """Seconds that one operation may take."""
     pace: Pace = field(default_factory=Pace)
@@ -40,7 +41,7 @@ class Connection:
         """The reply's JSON value. Repeated when the reply is lost: meant for harmless calls."""
         where = f"api/v1/{path}"
         call = Call(method, where) if payload is None else Call.json(method, where, payload)
-        return await self.transport.send(call, decode_json)
+        return await self.http.send(call, decode_json)
 
     async def submit(
         self,
@@ -59,15 +60,13 @@ class Connection:
             headers={"Content-Type": "application/json"},
             idempotent=idempotent,
         )
-        return self.watch(await self.transport.send(call, decode_operation), parse, what=what)
+        return self.watch(await self.http.send(call, decode_operation), parse, what=what)
 
     def watch(
         self, state: wire.OperationState, parse: Callable[[Any], T], *, what: str
     ) -> Operation[T]:
         """An operation that the service has told us of."""
-        return Operation(
-            self.transport, state, parse, what=what, deadline=self.deadline, pace=self.pace
-        )
+        return Operation(self.http, state, parse, what=what, deadline=self.deadline, pace=self.pace)
 
 
 async def or_undo(make: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]]) -> T:

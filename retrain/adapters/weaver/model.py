@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection
 from retrain.adapters.weaver.operations import Operation
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 
 T = TypeVar("T")
 

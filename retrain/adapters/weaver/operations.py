@@ -15,11 +15,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from retrain.adapters.weaver import wire
-from retrain.transport.exchange import Reply
-from retrain.transport.transport import Call, RemoteError, Transport
+from retrain.transport.client import Call, HttpClient
+from retrain.transport.refusals import RemoteError
+
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ class Operation(Generic[T]):
 
     def __init__(
         self,
-        transport: Transport,
+        http: HttpClient,
         state: wire.OperationState,
         parse: Callable[[Any], T],
         *,
@@ -62,7 +65,7 @@ class Operation(Generic[T]):
         """`parse` makes the result of a response; its ValueError is a malformed reply."""
         self.id = state.id
         self.what = what
-        self._transport = transport
+        self._http = http
         self._state = state
         self._parse = parse
         self._deadline = deadline
@@ -119,7 +122,7 @@ class Operation(Generic[T]):
         call = Call("GET", f"api/v1/operations/{self.id}")
         try:
             async with asyncio.timeout_at(self._loop_deadline()):
-                self._state = await self._transport.send(call, decode_operation)
+                self._state = await self._http.send(call, decode_operation)
         except TimeoutError:
             raise self._late() from None
         except RemoteError as error:
@@ -157,10 +160,10 @@ class Operation(Generic[T]):
         )
 
 
-def decode_json(response: Reply) -> Any:
+def decode_json(response: httpx.Response) -> Any:
     """The reply's JSON value, {} for an empty body."""
     return json.loads(response.content) if response.content.strip() else {}
 
 
-def decode_operation(response: Reply) -> wire.OperationState:
+def decode_operation(response: httpx.Response) -> wire.OperationState:
     return wire.operation(decode_json(response))

@@ -9,7 +9,7 @@ from typing import Any, Self
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection, clean_up
 from retrain.sampler import SamplingParams
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 
 
 class SamplingSession:
