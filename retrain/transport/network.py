@@ -7,6 +7,7 @@ serves thousands. This module imports both libraries, so it is imported when a c
 from __future__ import annotations
 
 import ipaddress
+import re
 import ssl
 import urllib.request
 from typing import Any
@@ -42,6 +43,8 @@ _AS_HTTPX: tuple[tuple[type[Exception], type[httpx.TransportError]], ...] = (
     (Exception, httpx.ReadError),
 )
 """aiohttp's errors as httpx's; the first row that fits decides."""
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")
+"""The user and password in a proxy's URL."""
 
 
 class NetworkTransport(httpx.AsyncBaseTransport):
@@ -79,7 +82,7 @@ class NetworkTransport(httpx.AsyncBaseTransport):
                 content = await reply.read()
         except (aiohttp.ClientError, OSError) as error:
             mapped = next(ours for theirs, ours in _AS_HTTPX if isinstance(error, theirs))
-            raise mapped(str(error) or type(error).__name__) from error
+            raise mapped(_CREDENTIALS.sub("//", str(error)) or type(error).__name__) from error
         return httpx.Response(reply.status, headers=reply.raw_headers, content=content)
 
     async def aclose(self) -> None:
@@ -129,13 +132,16 @@ def open_client(
     """
     if transport is not None:
         return _Client(transport=transport)
-    return _Client(
-        transport=NetworkTransport(max_connections=max_connections),
-        mounts={
-            pattern: None if proxy is None else _through(proxy, max_connections)
-            for pattern, proxy in environment_proxies().items()
-        },
-    )
+    try:
+        return _Client(
+            transport=NetworkTransport(max_connections=max_connections),
+            mounts={
+                pattern: None if proxy is None else _through(proxy, max_connections)
+                for pattern, proxy in environment_proxies().items()
+            },
+        )
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise ConfigError(f"can't use a proxy that the environment names: {error}") from error
 
 
 def environment_proxies() -> dict[str, str | None]:
@@ -170,8 +176,6 @@ def _pattern(name: str) -> str:
 def _through(proxy: str, max_connections: int) -> httpx.AsyncBaseTransport:
     if proxy.startswith(("http:", "https:")):
         return NetworkTransport(proxy=proxy, max_connections=max_connections)
-    try:  # aiohttp has no SOCKS; httpx's own pool has, where its extra is installed
-        limits = httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEPALIVE)
-        return httpx.AsyncHTTPTransport(proxy=proxy, limits=limits)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"the environment names a proxy that can't be used: {error}") from error
+    # aiohttp has no SOCKS; httpx's own pool has it, where httpx[socks] is installed.
+    limits = httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEPALIVE)
+    return httpx.AsyncHTTPTransport(proxy=proxy, limits=limits)
