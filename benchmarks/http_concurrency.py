@@ -31,8 +31,8 @@ from aiohttp import web
 
 from retrain.adapters.tinker import (
     SampledSequence,
-    SampleOptions,
     SampleResult,
+    SamplingParams,
     TinkerClient,
 )
 from retrain.pipeline.stages import _rare_collections
@@ -78,7 +78,7 @@ def serve(pipe: Connection) -> None:
 async def retrain_arm(url: str) -> AsyncIterator[Sample]:
     async with TinkerClient(url, api_key="tml-benchmark") as client:
         sampler = await client.sampling_session(base_model="base")
-        options = SampleOptions(max_tokens=COMPLETION)
+        options = SamplingParams(max_tokens=COMPLETION)
         yield lambda: sampler.sample(PROMPT, options)
 
 

@@ -19,9 +19,8 @@ from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import grad_norm
 from retrain.adapters.remote.datums import shift
 from retrain.adapters.remote.surrogate import LOSS_KEYS, surrogate
-from retrain.adapters.tinker.adapter import TinkerAdapter
+from retrain.adapters.tinker.adapter import TinkerAdapter, loss_config, row, service_metrics
 from retrain.adapters.tinker.options import TinkerOptions
-from retrain.adapters.tinker.rows import loss_config, row, service_metrics
 from retrain.adapters.tinker.serving import cut
 from retrain.assembly import assemble
 from retrain.config import Plugin, RunConfig, parse_config

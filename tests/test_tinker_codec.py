@@ -15,7 +15,6 @@ from tinker.proto import request_conv, response_conv
 from tinker.proto import tinker_public_pb2 as official
 
 from retrain.protocols.tinker import messages, payloads
-from retrain.protocols.tinker import protobuf as pb
 from retrain.protocols.tinker.values import (
     Datum,
     ForwardBackward,
@@ -227,11 +226,6 @@ def test_no_bytes_make_a_decoder_fail_otherwise(body: bytes) -> None:
     for decode in (messages.decode_request, messages.decode_output, messages.decode_sample):
         with contextlib.suppress(ValueError):
             decode(body)
-
-
-@given(st.integers(-(2**63), 2**64 - 1))
-def test_a_varint_is_read_back_as_its_64_bits(value: int) -> None:
-    assert pb.integers_of(pb.varint(value)) == [value & 0xFFFFFFFFFFFFFFFF]
 
 
 def test_a_token_that_is_no_int32_is_refused() -> None:

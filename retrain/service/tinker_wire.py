@@ -24,11 +24,12 @@ from retrain.protocols.tinker.values import (
     SampleResult,
     Tensor,
 )
+from retrain.protocols.training import AdamParams
 from retrain.sampler import SamplingParams
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.store import KINDS, Place, Saved
-from retrain.service.trainer import Adam, Passed, Row, Tuning
+from retrain.service.trainer import Passed, Row, Tuning
 from retrain.service.validation import (
     TINKER_LOSSES,
     Limits,
@@ -117,14 +118,16 @@ def path_of(place: Place) -> str:
     return SCHEME + "/".join(place)
 
 
-def adam_params(body: Json) -> Adam:
+def adam_params(body: Json) -> AdamParams:
     """AdamW's fields; raises ServiceError on unknown ones and on values that make no step."""
     given = dict(body)
     given.pop("type", None)
-    if unknown := sorted(set(given) - set(Adam.__slots__)):
-        raise invalid(f"adam_params has unknown fields {unknown}: it takes {list(Adam.__slots__)}")
+    if unknown := sorted(set(given) - set(AdamParams.__slots__)):
+        raise invalid(
+            f"adam_params has unknown fields {unknown}: it takes {list(AdamParams.__slots__)}"
+        )
     finite("adam_params", given, dict.fromkeys(given, 0.0))
-    adam = Adam(**given)
+    adam = AdamParams(**given)
     if adam.beta1 >= 1 or adam.beta2 >= 1:
         raise invalid(f"beta1 {adam.beta1} and beta2 {adam.beta2} must be below 1")
     return adam

@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from retrain.engine.losses import shared_loss, token_logprobs
+from retrain.protocols.training import AdamParams
 from retrain.service.errors import ServiceError, invalid
 
 LORA_ALPHA = 32
@@ -72,18 +73,6 @@ class Passed:
     """Targets with mask 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adam:
-    """AdamW's fields, sent with every step; `grad_clip_norm` 0 clips nothing."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-
 class Trainer:
     """Trains a model that is made of `base`; the base's own weights never change."""
 
@@ -120,7 +109,7 @@ class Trainer:
                 parameter.grad = gradient
             raise
 
-    def optim_step(self, adam: Adam) -> dict[str, float]:
+    def optim_step(self, adam: AdamParams) -> dict[str, float]:
         """Applies the accumulated gradients and clears them; reports the norm before clipping.
 
         Raises ServiceError when there is no gradient, or one that is NaN or infinite; the weights

@@ -13,12 +13,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from retrain.errors import shown
+from retrain.protocols.training import AdamParams
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.store import Place, Saved
 from retrain.service.tinker_wire import adam_params, prompt_tokens
-from retrain.service.trainer import Adam, Passed, Row, Tuning
+from retrain.service.trainer import Passed, Row, Tuning
 from retrain.service.validation import (
     WEAVER_LOSSES,
     Inputs,
@@ -72,7 +73,7 @@ def training_call(body: Json, model_id: str, key: str, limits: Limits) -> Traini
     return TrainingCall(want(payload, "seq_id", int), loss, rows, ids)
 
 
-def optimizer_call(body: Json, model_id: str) -> tuple[int, Adam]:
+def optimizer_call(body: Json, model_id: str) -> tuple[int, AdamParams]:
     """The number of the step, and AdamW's fields."""
     payload = addressed(body, model_id)
     return want(payload, "seq_id", int), adam_params(want(payload, "adam_params", dict))

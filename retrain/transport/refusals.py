@@ -9,7 +9,8 @@ import email.utils
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +58,16 @@ class RemoteError(AdapterError):
         facts += [f"request {self.request_id}" if self.request_id else ""]
         known = ", ".join(fact for fact in facts if fact)
         return f"{self.args[0]} [{known}]" if known else str(self.args[0])
+
+
+@contextmanager
+def ignored(*statuses: int) -> Iterator[None]:
+    """Ignore a refusal with one of these statuses."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.status not in statuses:
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from retrain.batching import as_shared
 from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError
+from retrain.protocols.training import AdamParams, LoraConfig
 from retrain.sampler import Tokenizer
 from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Metrics
@@ -110,7 +111,7 @@ class RemoteAdapter(Adapter):
         datums = [datum for datum in datums if datum.trained]
         if not datums:
             raise AdapterError("the batch has no token to train on")
-        rate = self._adam()["learning_rate"]
+        rate = self._adam().learning_rate
         native = batch.loss in self.options.native_losses
         with on_the_service():
             metrics = await (self._theirs if native else self._ours)(batch, datums)
@@ -238,8 +239,8 @@ class RemoteAdapter(Adapter):
             for datum, logprobs in zip(datums, scored, strict=True)
         ]
 
-    def _adam(self) -> dict[str, float]:
-        """AdamW's settings of the next step, in both protocols' names."""
+    def _adam(self) -> AdamParams:
+        """AdamW's settings of the next step."""
         options = self.options
         rate = learning_rate(
             self._step,
@@ -248,14 +249,14 @@ class RemoteAdapter(Adapter):
             warmup_steps=options.warmup_steps,
             total_steps=self.config.train.total_train_steps,
         )
-        return {
-            "learning_rate": rate,
-            "beta1": options.beta1,
-            "beta2": options.beta2,
-            "eps": options.eps,
-            "weight_decay": options.weight_decay,
-            "grad_clip_norm": options.max_grad_norm,
-        }
+        return AdamParams(
+            rate,
+            options.beta1,
+            options.beta2,
+            options.eps,
+            options.weight_decay,
+            options.max_grad_norm,
+        )
 
     # Start-up
 
@@ -270,10 +271,10 @@ class RemoteAdapter(Adapter):
         own = local_model(self.config) if self.local else self.config.model
         return self.options.base_model or own
 
-    def _lora(self) -> dict[str, Any]:
-        """The adapters' settings, in both protocols' names."""
-        wanted = self.options.lora.model_dump()
-        return wanted if wanted["seed"] is not None else {**wanted, "seed": self.config.train.seed}
+    def _lora(self) -> LoraConfig:
+        wanted = LoraConfig(**self.options.lora.model_dump())
+        seed = self.config.train.seed if wanted.seed is None else wanted.seed
+        return replace(wanted, seed=seed)
 
     def _load_tokenizer(self) -> Tokenizer:
         """The option's, or the model's: a folder, or the Hugging Face id within the service's name

@@ -14,7 +14,6 @@ import os
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,9 +25,10 @@ from retrain.adapters.tinker.connection import (
     json_object,
 )
 from retrain.adapters.tinker.sampling import SamplingClient
-from retrain.adapters.tinker.training import LoraConfig, TrainingClient
+from retrain.adapters.tinker.training import TrainingClient
+from retrain.protocols.training import LoraConfig
 from retrain.transport.client import Call, HttpClient
-from retrain.transport.refusals import RemoteError
+from retrain.transport.refusals import RemoteError, ignored
 from retrain.transport.retries import NO_RETRY, RetryPolicy
 from retrain.transport.vendors import TINKER
 
@@ -49,23 +49,6 @@ SNAPSHOT_TTL = 24 * 3600
 """Seconds that a service keeps a named snapshot, where it can't make one for a session alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class SupportedModel:
-    """A model that the service has."""
-
-    name: str
-    context_length: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What a path of saved weights says of them."""
-
-    base_model: str
-    lora_rank: int | None
-    lora: LoraConfig
-
-
 class TinkerClient:
     """A session, as an async context manager. The key never shows in a repr, a log or an error.
 
@@ -75,7 +58,7 @@ class TinkerClient:
         stepped = await model.optim_step(AdamParams(learning_rate=1e-4))
         print((await passed).metrics, await stepped)
         sampler = await tinker.sampler_of(model)
-        print(await sampler.sample(prompt, SampleOptions(max_tokens=64)))
+        print(await sampler.sample(prompt, SamplingParams(max_tokens=64)))
     """
 
     def __init__(
@@ -170,32 +153,29 @@ class TinkerClient:
         """The end is near: outlast no failures of the service for long any more."""
         self._http.stop_retrying()
 
-    async def supported_models(self) -> list[SupportedModel]:
-        """The models that the service has."""
+    async def context_lengths(self) -> dict[str, int | None]:
+        """The models that the service has, with their context lengths where it names them."""
         call = Call("GET", "api/v1/get_server_capabilities")
         body = await self._http.send(call, json_object)
-        return [
-            SupportedModel(str(model["model_name"]), model.get("max_context_length"))
+        return {
+            str(model["model_name"]): model.get("max_context_length")
             for model in body.get("supported_models") or ()
             if model.get("model_name")
-        ]
+        }
 
     async def create_model(
         self,
         base_model: str,
         lora: LoraConfig | None = None,
         *,
-        user_metadata: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> TrainingClient:
         """A fresh LoRA on `base_model`."""
-        settings = {k: v for k, v in asdict(lora or LoraConfig()).items() if v is not None}
         payload = {
             "session_id": self.session_id,
             "model_seq_id": next(self._model_seq_ids),
             "base_model": base_model,
-            "lora_config": settings,
-            "user_metadata": dict(user_metadata) if user_metadata else None,
+            "lora_config": (lora or LoraConfig()).payload(),
             "type": "create_model",
         }
         future = await self._connection.submit_json("create_model", payload, CREATE_MODEL)
@@ -228,8 +208,11 @@ class TinkerClient:
         model_id = await future.result(timeout) or f"{self.session_id}:train:{seq_id}"
         return self._added(TrainingClient(self._connection, model_id))
 
-    async def checkpoint(self, path: str) -> Checkpoint:
-        """What `path` holds; raises RemoteError with status 404 when nothing is there."""
+    async def saved_model(self, path: str) -> tuple[str, LoraConfig]:
+        """The base model and the LoRA of the weights at `path`.
+
+        Raises RemoteError with status 404 when nothing is there.
+        """
         base_model, body = await self._connection.ask(
             "weights_info", "base_model", {"tinker_path": path}
         )
@@ -238,20 +221,15 @@ class TinkerClient:
             for name in ("train_mlp", "train_attn", "train_unembed")
             if body.get(name) is not None
         }
-        rank = body.get("lora_rank")
-        lora = LoraConfig(rank=rank or LoraConfig().rank, **places)
-        return Checkpoint(base_model, rank, lora)
+        return base_model, LoraConfig(rank=body.get("lora_rank") or LoraConfig().rank, **places)
 
     async def delete(self, path: str) -> None:
         """Delete saved weights; that they are gone already is no error."""
         model_id, _, rest = path.removeprefix("tinker://").partition("/")
         where = f"{urllib.parse.quote(model_id)}/checkpoints/{urllib.parse.quote(rest)}"
         call = Call("DELETE", f"api/v1/training_runs/{where}")
-        try:
+        with ignored(404):
             await self._http.send(call, lambda reply: None)
-        except RemoteError as error:
-            if error.status != 404:
-                raise
 
     async def sampling_session(
         self, *, model_path: str | None = None, base_model: str | None = None
@@ -308,8 +286,8 @@ class TinkerClient:
     async def _create_then_load(
         self, path: str, optimizer: bool, timeout: float | None
     ) -> TrainingClient:
-        saved = await self.checkpoint(path)
-        model = await self.create_model(saved.base_model, saved.lora, timeout=timeout)
+        base_model, lora = await self.saved_model(path)
+        model = await self.create_model(base_model, lora, timeout=timeout)
         await (await model.load_weights(path, optimizer=optimizer)).result(timeout)
         return model
 

@@ -11,46 +11,19 @@ import asyncio
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from retrain.adapters.tinker.connection import Connection, Future, Kind
 from retrain.errors import AdapterError, DeadlineError
 from retrain.protocols.tinker import messages, payloads
 from retrain.protocols.tinker.values import SampleResult
+from retrain.sampler import SamplingParams
 from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import NO_RETRY, RetryBudget
 
 SAMPLE = Kind("Sample", payloads.sample_from_json, messages.decode_sample)
 LOST_RESULTS = 3
 """How often a result may get lost on the service before that is an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleOptions:
-    """How to sample, in the protocol's own terms."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    """-1 keeps all tokens."""
-    stop: Sequence[str] | Sequence[int] | None = None
-    """Texts or token ids; None stops at the model's end token, an empty list nowhere."""
-    seed: int | None = None
-
-    def payload(self) -> dict[str, Any]:
-        sent: dict[str, Any] = {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
-        if self.stop is not None:
-            sent["stop"] = list(self.stop)
-        if self.seed is not None:
-            sent["seed"] = self.seed
-        return sent
 
 
 class SamplingClient:
@@ -69,12 +42,10 @@ class SamplingClient:
     async def sample(
         self,
         prompt: Sequence[int],
-        options: SampleOptions,
+        params: SamplingParams,
         *,
         n: int = 1,
         prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
         timeout: float | None = None,
     ) -> SampleResult:
         """`n` completions of `prompt`, within `timeout` seconds.
@@ -86,10 +57,10 @@ class SamplingClient:
             "sampling_session_id": self.session_id,
             "num_samples": n,
             "prompt": payloads.prompt_to_json(prompt),
-            "sampling_params": options.payload(),
+            "sampling_params": _payload(params),
             "prompt_logprobs": prompt_logprobs,
-            "topk_prompt_logprobs": topk_prompt_logprobs,
-            "topk_sample_logprobs": topk_sample_logprobs,
+            "topk_prompt_logprobs": 0,
+            "topk_sample_logprobs": 0,
             "type": "sample",
         }
         limit = self._connection.result_timeout if timeout is None else timeout
@@ -106,8 +77,8 @@ class SamplingClient:
         self, tokens: Sequence[int], *, timeout: float | None = None
     ) -> list[float | None]:
         """The log-prob of each token after those before it; None for the first."""
-        options = SampleOptions(max_tokens=1)
-        result = await self.sample(tokens, options, prompt_logprobs=True, timeout=timeout)
+        params = SamplingParams(max_tokens=1)
+        result = await self.sample(tokens, params, prompt_logprobs=True, timeout=timeout)
         if result.prompt_logprobs is None:
             raise AdapterError(
                 f"{self._connection.http.url} returned no prompt log-probs: "
@@ -150,3 +121,18 @@ class SamplingClient:
                         budget = budget or self._connection.http.retry_budget()
                         pause = budget.pause(error)
             await asyncio.sleep(pause)
+
+
+def _payload(params: SamplingParams) -> dict[str, Any]:
+    """The protocol takes token ids or strings to stop at, not both; ids go first."""
+    sent: dict[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+    }
+    if params.stop_token_ids or params.stop:
+        sent["stop"] = list(params.stop_token_ids or params.stop)
+    if params.seed is not None:
+        sent["seed"] = params.seed
+    return sent

@@ -8,22 +8,13 @@ where there are any (the end of a turn is one), and whatever was sampled past a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from retrain.adapters.remote.published import Sampled
 from retrain.adapters.tinker.client import TinkerClient
-from retrain.adapters.tinker.sampling import SampleOptions, SamplingClient
+from retrain.adapters.tinker.sampling import SamplingClient
 from retrain.errors import AdapterError
 from retrain.protocols.tinker.values import SampledSequence
 from retrain.sampler import SamplingParams, Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One completion; see `retrain.adapters.remote.published.Sampled`."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    stop_reason: str
 
 
 class ServedWeights:
@@ -40,17 +31,9 @@ class ServedWeights:
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
-    ) -> list[Served]:
+    ) -> list[Sampled]:
         """`n` completions; raises AdapterError when the service leaves one or its log-probs out."""
-        options = SampleOptions(
-            params.max_tokens,
-            params.temperature,
-            params.top_p,
-            params.top_k or -1,
-            list(params.stop_token_ids) or list(params.stop) or None,
-            params.seed,
-        )
-        result = await self._sampler.sample(prompt_ids, options, n=n, timeout=self._deadline)
+        result = await self._sampler.sample(prompt_ids, params, n=n, timeout=self._deadline)
         if len(result.sequences) != n:
             raise AdapterError(
                 f"asked the service for {n} completions, got {len(result.sequences)}"
@@ -67,7 +50,7 @@ class ServedWeights:
             await self._client.delete(self._sampler.snapshot)
 
 
-def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer) -> Served:
+def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer) -> Sampled:
     """The sequence up to its first stop, that included."""
     if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
         raise AdapterError(
@@ -78,8 +61,8 @@ def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer)
     completed = _completed(sequence.tokens, params.stop, tokenizer)
     end = min((*stops[:1], *completed), default=None)
     if end is None:
-        return Served(sequence.tokens, sequence.logprobs, sequence.stop_reason)
-    return Served(sequence.tokens[: end + 1], sequence.logprobs[: end + 1], "stop")
+        return Sampled(sequence.tokens, sequence.logprobs, sequence.stop_reason)
+    return Sampled(sequence.tokens[: end + 1], sequence.logprobs[: end + 1], "stop")
 
 
 def _completed(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> list[int]:

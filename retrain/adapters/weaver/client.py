@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -23,6 +22,7 @@ from retrain.adapters.weaver.connection import Connection, clean_up, or_undo, un
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.operations import Pace
 from retrain.adapters.weaver.sampling import SamplingSession
+from retrain.protocols.training import LoraConfig
 from retrain.transport.client import HttpClient
 from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import RetryPolicy
@@ -32,12 +32,6 @@ if TYPE_CHECKING:
     import httpx
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SupportedModel:
-    name: str
-    tokenizer_path: str | None
 
 
 class WeaverClient:
@@ -156,22 +150,16 @@ class WeaverClient:
         base_model: str,
         *,
         training_mode: Literal["lora", "full_ft"] = "lora",
-        lora: wire.LoraConfig | None = None,
-        max_sequence_length: int | None = None,
+        lora: LoraConfig | None = None,
     ) -> WeaverModel:
-        """A model to train, at step 0; GPUs are found when it first works.
-
-        `max_sequence_length` bounds a training row, in tokens; None leaves it to the service.
-        """
+        """A model to train, at step 0; GPUs are found when it first works."""
         payload: dict[str, Any] = {
             "model_seq_id": next(self._model_seq),
             "base_model": base_model,
             "training_mode": training_mode,
         }
         if training_mode == "lora":
-            payload["lora_config"] = (lora or wire.LoraConfig()).payload()
-        if max_sequence_length is not None:
-            payload["training_max_sequence_length"] = max_sequence_length
+            payload["lora_config"] = (lora or LoraConfig()).payload()
         return await or_undo(self._create_model(payload), WeaverModel.close)
 
     async def _create_model(self, payload: dict[str, Any]) -> WeaverModel:
@@ -181,7 +169,6 @@ class WeaverClient:
             self._connection,
             understood(wire.identifier, reply),
             base_model=str(wire.read(reply, "base_model", payload["base_model"])),
-            tokenizer_path=wire.read(reply, "tokenizer_path"),
             forget=lambda id: self._models.pop(id, None),
         )
         self._models[model.id] = model
@@ -233,22 +220,6 @@ class WeaverClient:
         )
         self._samplers[session.id] = session
         return session, None if loading is None else understood(wire.operation, loading)
-
-    async def supported_models(self) -> list[SupportedModel]:
-        """The base models that the service offers."""
-        found: list[SupportedModel] = []
-        while True:
-            page = await self._connection.call(
-                "GET", f"supported-models?limit=100&offset={len(found)}"
-            )
-            items = wire.read(page, "items", [])
-            for item in items:
-                resource = wire.read(wire.read(item, "config"), "resource")
-                tokenizer = wire.read(wire.read(resource, "tokenizer"), "path")
-                found.append(SupportedModel(str(wire.read(item, "name", "")), tokenizer))
-            total = wire.read(wire.read(page, "pagination"), "total_count", len(found))
-            if not items or len(found) >= int(total):
-                return found
 
     async def _beat(self) -> None:
         """Tell the service that we live; a beat that fails is no matter, the next may not."""
