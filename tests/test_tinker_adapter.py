@@ -21,7 +21,7 @@ from retrain.adapters.remote.datums import shift
 from retrain.adapters.remote.surrogate import LOSS_KEYS, surrogate
 from retrain.adapters.tinker.adapter import TinkerAdapter, loss_config, row, service_metrics
 from retrain.adapters.tinker.options import TinkerOptions
-from retrain.adapters.tinker.serving import cut
+from retrain.adapters.tinker.sampling import cut
 from retrain.assembly import assemble
 from retrain.config import Plugin, RunConfig, parse_config
 from retrain.engine.tiny import tiny_tokenizer

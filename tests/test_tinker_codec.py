@@ -61,7 +61,6 @@ def test_the_golden_sample_response_is_read() -> None:
     assert long.logprobs == pytest.approx([-0.1, -0.2])
     assert (list(empty.tokens), empty.logprobs, empty.stop_reason) == ([], None, "stop")
     assert result.prompt_logprobs == [None, -0.5]
-    assert result.topk_prompt == [[], [(4, -0.5)]]
     assert result.cache_hit_tokens == 1
 
 
@@ -130,11 +129,10 @@ def test_what_we_write_the_official_protobuf_reads_as_what_it_writes_itself(
 def test_a_sample_result_we_write_is_read_by_the_official_sdk() -> None:
     result = SampleResult(
         [
-            SampledSequence([1, 2], [-0.5, -0.25], "length", [[(1, -0.5)], [(2, -0.25), (3, -2)]]),
+            SampledSequence([1, 2], [-0.5, -0.25], "length"),
             SampledSequence([], None, "stop"),
         ],
         prompt_logprobs=[None, -1.5],
-        topk_prompt=[[], [(7, -1.5)]],
         cache_hit_tokens=3,
     )
     body = messages.encode_sample(result)
@@ -144,7 +142,6 @@ def test_a_sample_result_we_write_is_read_by_the_official_sdk() -> None:
     assert read.sequences[0].stop_reason == "length"
     assert read.prompt_logprobs == [None, -1.5]
     assert read.prompt_cache_hit_tokens == 3
-    assert read.sequences[0].topk_logprobs == [[(1, -0.5)], [(2, -0.25), (3, -2.0)]]
     assert messages.decode_sample(body) == result
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
-from retrain.adapters.weaver.operations import Pace
+from retrain.adapters.weaver.connection import Pace
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.config import Plugin, RunConfig
 from retrain.errors import ConfigError, NonFiniteError

@@ -13,7 +13,8 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from retrain.protocols.tinker import messages
+from retrain.protocols.tinker import messages, payloads
+from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.values import (
     Datum,
     Dtype,
@@ -41,7 +42,6 @@ from retrain.service.validation import (
 from retrain.service.web import Json, json_object, want
 from retrain.types import Completion
 
-PROTOBUF = "application/x-protobuf"
 SCHEME = "tinker://"
 _ENOUGH = 4096
 """Tokens of a completion when neither the request nor the model sets a limit."""
@@ -300,10 +300,7 @@ def _as_json(result: ForwardBackwardOutput | SampleResult) -> Json:
             reply["prompt_logprobs"] = result.prompt_logprobs
         return reply
     outputs = [
-        {
-            name: {"data": t.data, "dtype": t.dtype, "shape": list(t.dimensions)}
-            for name, t in output.items()
-        }
+        {name: payloads.tensor_to_json(tensor) for name, tensor in output.items()}
         for output in result.outputs
     ]
     return {

@@ -17,7 +17,7 @@ from retrain.adapters.remote.published import Scorer
 from retrain.adapters.remote.surrogate import clip_bounds, loss_settings
 from retrain.adapters.tinker.client import TinkerClient
 from retrain.adapters.tinker.options import TinkerOptions
-from retrain.adapters.tinker.serving import ServedWeights
+from retrain.adapters.tinker.sampling import ServedWeights
 from retrain.errors import AdapterError, NonFiniteError
 from retrain.protocols.tinker import values as wire
 from retrain.types import Batch, Metrics
@@ -57,7 +57,7 @@ class TinkerAdapter(RemoteAdapter):
     async def _snapshot(self, version: int) -> ServedWeights:
         deadlines = self.config.deadlines
         sampler = await self._client.sampler_of(self._model, timeout=deadlines.publish)
-        return ServedWeights(self._client, sampler, self.tokenizer, deadlines.sample)
+        return ServedWeights(sampler, self.tokenizer, deadlines.sample, self._client.delete)
 
     async def _untrained(self) -> Scorer:
         return await self._client.sampling_session(base_model=self.base_model)

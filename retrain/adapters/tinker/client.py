@@ -122,12 +122,11 @@ class TinkerClient:
     async def __aenter__(self) -> Self:
         try:
             await self._handshake()
-            self.session_id, reply = await self._connection.ask(
-                "create_session", "session_id", self._session
-            )
+            reply = await self._connection.post("create_session", self._session, "session_id")
         except BaseException:
             await self._http.close()
             raise
+        self.session_id = reply["session_id"]
         for level, name in ((20, "info"), (30, "warning"), (40, "error")):
             if reply.get(f"{name}_message"):
                 log.log(level, "%s: %s", self._http.url, reply[f"{name}_message"])
@@ -213,15 +212,15 @@ class TinkerClient:
 
         Raises RemoteError with status 404 when nothing is there.
         """
-        base_model, body = await self._connection.ask(
-            "weights_info", "base_model", {"tinker_path": path}
-        )
+        body = await self._connection.post("weights_info", {"tinker_path": path}, "base_model")
         places = {
             name: bool(body[name])
             for name in ("train_mlp", "train_attn", "train_unembed")
             if body.get(name) is not None
         }
-        return base_model, LoraConfig(rank=body.get("lora_rank") or LoraConfig().rank, **places)
+        return body["base_model"], LoraConfig(
+            rank=body.get("lora_rank") or LoraConfig().rank, **places
+        )
 
     async def delete(self, path: str) -> None:
         """Delete saved weights; that they are gone already is no error."""
@@ -252,10 +251,10 @@ class TinkerClient:
             "model_path": model_path,
             "type": "create_sampling_session",
         }
-        session_id, _ = await self._connection.ask(
-            "create_sampling_session", "sampling_session_id", payload
+        made = await self._connection.post(
+            "create_sampling_session", payload, "sampling_session_id"
         )
-        return SamplingClient(self._connection, session_id)
+        return SamplingClient(self._connection, made["sampling_session_id"])
 
     async def sampler_of(
         self, model: TrainingClient, *, timeout: float | None = None
@@ -314,9 +313,9 @@ class TinkerClient:
         async with self._renewal:
             if self._http.secrets["X-API-Key"] == expired:
                 key = {"X-API-Key": self._key}
-                token, _ = await self._connection.ask("auth/token", "jwt", {}, headers=key)
-                self._http.hide(token)
-                self._http.secrets["X-API-Key"] = token
+                reply = await self._connection.post("auth/token", {}, "jwt", headers=key)
+                self._http.hide(reply["jwt"])
+                self._http.secrets["X-API-Key"] = reply["jwt"]
 
     async def _beat(self) -> None:
         heard = time.monotonic()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from retrain.adapters.tinker.limits import Backpressure
 from retrain.errors import DeadlineError
+from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.transport.client import Call, HttpClient
 from retrain.transport.refusals import Fault, RemoteError, error_body
 from retrain.transport.retries import NO_RETRY, RetryBudget
@@ -33,7 +34,6 @@ POLL_TIMEOUT = 45.0
 """Seconds; the service answers a poll within about 30."""
 REPORT_AFTER = 60.0
 """Seconds between two lines about a job that still waits."""
-PROTOBUF = "application/x-protobuf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +92,19 @@ class Connection:
             flags.sample_max_concurrent_requests, flags.sample_dispatch_bytes_semaphore_size
         )
 
-    async def post(self, endpoint: str, payload: Mapping[str, Any], **rest: Any) -> dict[str, Any]:
-        """The JSON reply of an endpoint; `rest` are further fields of `Call`."""
-        call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
-        return await self.http.send(call, json_object)
+    async def post(
+        self, endpoint: str, payload: Mapping[str, Any], *needed: str, **rest: Any
+    ) -> dict[str, Any]:
+        """The JSON reply of an endpoint; `rest` are further fields of `Call`.
 
-    async def ask(
-        self, endpoint: str, name: str, payload: Mapping[str, Any], **rest: Any
-    ) -> tuple[str, dict[str, Any]]:
-        """The text that the reply has under `name`, and the whole reply.
-
-        Raises RemoteError with the code `malformed` when it has none.
+        Raises RemoteError with the code `malformed` when a `needed` key is missing.
         """
-        call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
 
-        def read(reply: httpx.Response) -> tuple[str, dict[str, Any]]:
+        def read(reply: httpx.Response) -> dict[str, Any]:
             body = json_object(reply)
-            return str(body[name]), body
+            return body | {key: str(body[key]) for key in needed}
 
-        return await self.http.send(call, read)
+        return await self.http.send(_post(endpoint, payload, **rest), read)
 
     async def submit(self, call: Call, kind: Kind[T]) -> Future[T]:
         """The job that the service accepted; the call may be sent twice, so it needs a seq_id."""
@@ -121,8 +115,7 @@ class Connection:
     async def submit_json(
         self, endpoint: str, payload: Mapping[str, Any], kind: Kind[T], **rest: Any
     ) -> Future[T]:
-        call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
-        return await self.submit(call, kind)
+        return await self.submit(_post(endpoint, payload, **rest), kind)
 
     def cancel(self, request_id: str) -> None:
         """Tell the service that nobody waits for a sample, where it knows how."""
@@ -326,6 +319,7 @@ def json_object(response: httpx.Response) -> dict[str, Any]:
     return body
 
 
-def _without_none(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The service's schema is strict: what isn't set must be left out."""
-    return {name: value for name, value in payload.items() if value is not None}
+def _post(endpoint: str, payload: Mapping[str, Any], **rest: Any) -> Call:
+    """The service's schema is strict: a key that is None must be left out."""
+    given = {name: value for name, value in payload.items() if value is not None}
+    return Call.json("POST", f"api/v1/{endpoint}", given, **rest)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from retrain.adapters.remote.published import Sampled
 from retrain.adapters.tinker.connection import Connection, Future, Kind
 from retrain.errors import AdapterError, DeadlineError
 from retrain.protocols.tinker import messages, payloads
-from retrain.protocols.tinker.values import SampleResult
-from retrain.sampler import SamplingParams
+from retrain.protocols.tinker.values import SampledSequence, SampleResult
+from retrain.sampler import SamplingParams, Tokenizer
 from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import NO_RETRY, RetryBudget
 
@@ -121,6 +122,74 @@ class SamplingClient:
                         budget = budget or self._connection.http.retry_budget()
                         pause = budget.pause(error)
             await asyncio.sleep(pause)
+
+
+class ServedWeights:
+    """A `retrain.adapters.remote.published.Session` over one set of weights."""
+
+    def __init__(
+        self,
+        sampler: SamplingClient,
+        tokenizer: Tokenizer,
+        deadline: float,
+        delete: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """`deadline` is how many seconds a sample may take."""
+        self._delete = delete
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._deadline = deadline
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
+    ) -> list[Sampled]:
+        """`n` completions; raises AdapterError when the service leaves one or its log-probs out."""
+        result = await self._sampler.sample(prompt_ids, params, n=n, timeout=self._deadline)
+        if len(result.sequences) != n:
+            raise AdapterError(
+                f"asked the service for {n} completions, got {len(result.sequences)}"
+            )
+        return [cut(one, params, self._tokenizer) for one in result.sequences]
+
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
+        """The log-prob of each token after those before it; None for the first."""
+        return await self._sampler.compute_logprobs(token_ids, timeout=self._deadline)
+
+    async def close(self) -> None:
+        """Free the snapshot, where it is a checkpoint of its own; sessions end by themselves."""
+        if self._sampler.snapshot is not None:
+            await self._delete(self._sampler.snapshot)
+
+
+def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer) -> Sampled:
+    """The sequence up to its first stop, that included."""
+    if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
+        raise AdapterError(
+            "the service returned a completion without a log-prob for each token: it can't be "
+            "trained on"
+        )
+    stops = [i for i, token in enumerate(sequence.tokens) if token in params.stop_token_ids]
+    completed = _completed(sequence.tokens, params.stop, tokenizer)
+    end = min((*stops[:1], *completed), default=None)
+    if end is None:
+        return Sampled(sequence.tokens, sequence.logprobs, sequence.stop_reason)
+    return Sampled(sequence.tokens[: end + 1], sequence.logprobs[: end + 1], "stop")
+
+
+def _completed(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """The index of the token that completes the first stop string, in a list, if any does."""
+
+    def has_stop(length: int) -> bool:
+        text = tokenizer.decode(tokens[:length])
+        return any(one in text for one in stop)
+
+    if not stop or not has_stop(len(tokens)):
+        return []
+    low, high = 0, len(tokens)  # no stop within `low` tokens, one within `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if has_stop(middle) else (middle, high)
+    return [high - 1]
 
 
 def _payload(params: SamplingParams) -> dict[str, Any]:

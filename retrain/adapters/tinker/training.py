@@ -17,10 +17,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from retrain.adapters.tinker.connection import PROTOBUF, Connection, Future, Kind
+from retrain.adapters.tinker.connection import Connection, Future, Kind
 from retrain.adapters.tinker.data import check_data, merge, split
 from retrain.errors import AdapterError, ConfigError, install_command
 from retrain.protocols.tinker import messages, payloads
+from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.values import (
     Datum,
     ForwardBackward,

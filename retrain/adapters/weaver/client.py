@@ -18,9 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection, clean_up, or_undo, understood
+from retrain.adapters.weaver.connection import Connection, Pace, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
-from retrain.adapters.weaver.operations import Pace
 from retrain.adapters.weaver.sampling import SamplingSession
 from retrain.protocols.training import LoraConfig
 from retrain.transport.client import HttpClient
@@ -107,8 +106,9 @@ class WeaverClient:
 
     async def __aenter__(self) -> Self:
         try:
-            reply = await self._connection.call("POST", "sessions", self._session)
-            self.session_id = understood(wire.identifier, reply)
+            self.session_id = await self._connection.call(
+                "POST", "sessions", self._session, wire.identifier
+            )
         except BaseException:
             await self._http.close()
             raise
@@ -164,11 +164,16 @@ class WeaverClient:
 
     async def _create_model(self, payload: dict[str, Any]) -> WeaverModel:
         path = f"sessions/{self.session_id}/models"
-        reply = await self._connection.call("POST", path, payload)
+        name, id = await self._connection.call(
+            "POST",
+            path,
+            payload,
+            lambda made: (wire.read(made, "base_model"), wire.identifier(made)),
+        )
         model = WeaverModel(
             self._connection,
-            understood(wire.identifier, reply),
-            base_model=str(wire.read(reply, "base_model", payload["base_model"])),
+            id,
+            base_model=str(name or payload["base_model"]),
             forget=lambda id: self._models.pop(id, None),
         )
         self._models[model.id] = model
@@ -208,18 +213,12 @@ class WeaverClient:
     ) -> tuple[SamplingSession, wire.OperationState | None]:
         """The session, and the operation that loads its weights where there is one."""
         where = f"sessions/{self.session_id}/sampling-sessions"
-        reply = await self._connection.call("POST", where, payload)
-        made, loading = (
-            wire.read(reply, "sampling_session", reply),
-            wire.read(reply, "sync_operation"),
-        )
+        id, loading = await self._connection.call("POST", where, payload, wire.sampling_session)
         session = SamplingSession(
-            self._connection,
-            understood(wire.identifier, made),
-            forget=lambda id: self._samplers.pop(id, None),
+            self._connection, id, forget=lambda id: self._samplers.pop(id, None)
         )
         self._samplers[session.id] = session
-        return session, None if loading is None else understood(wire.operation, loading)
+        return session, loading
 
     async def _beat(self) -> None:
         """Tell the service that we live; a beat that fails is no matter, the next may not."""

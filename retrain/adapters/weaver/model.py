@@ -16,8 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection
-from retrain.adapters.weaver.operations import Operation
+from retrain.adapters.weaver.connection import Connection, Operation
 from retrain.protocols.training import AdamParams
 from retrain.transport.refusals import RemoteError, ignored
 

@@ -156,6 +156,13 @@ def identifier(payload: Any) -> str:
     return str(found)
 
 
+def sampling_session(payload: Any) -> tuple[str, OperationState | None]:
+    """The session's id, and the operation that loads its weights where there is one."""
+    loading = read(payload, "sync_operation")
+    session = read(payload, "sampling_session", payload)
+    return identifier(session), None if loading is None else operation(loading)
+
+
 def operation(payload: Any) -> OperationState:
     """What an operation's reply says; raises ValueError when it isn't one."""
     status = str(read(payload, "status", "")).lower()

@@ -24,13 +24,10 @@ from retrain.protocols.tinker.values import (
     SampleResult,
     StopReason,
     Tensor,
-    TopK,
 )
 
 PROTOBUF = "application/x-protobuf"
 """The media type of these bodies."""
-EMPTY_CELL = -99999.0
-"""The log-prob of a top-k cell that holds nothing."""
 _SCHEMA = {
     "EncodedText": "tokens:1 bytes",
     "Chunk": "encoded_text:1 EncodedText",
@@ -43,10 +40,8 @@ _SCHEMA = {
     "Batched": "data:1 bytes, offsets:2 bytes, dtype:3 int32, trailing_shape:4 int64*",
     "Record": "fields:2 {Batched}, count:3 int64",
     "Output": "kind:1 string, records:2 Record*, metrics:3 {double}",
-    "TopK": "tokens:1 bytes, logprobs:2 bytes, k:3 uint32, length:4 uint32",
-    "Sequence": "stop_reason:1 int32, tokens:2 bytes, logprobs:3 bytes?, topk:4 TopK",
-    "Sample": "sequences:1 Sequence*, prompt_logprobs:2 bytes?, topk_prompt:3 TopK, "
-    "cache_hit_tokens:4 int32",
+    "Sequence": "stop_reason:1 int32, tokens:2 bytes, logprobs:3 bytes?",
+    "Sample": "sequences:1 Sequence*, prompt_logprobs:2 bytes?, cache_hit_tokens:4 int32",
 }
 """The fields of each message, `name:number type`: `*` is repeated, `?` optional, `{}` a map from
 strings. The names are ours; the wire has only the numbers."""
@@ -133,13 +128,9 @@ def encode_sample(result: SampleResult) -> bytes:
         )
         if sequence.logprobs is not None:
             written.logprobs = _pack("f", sequence.logprobs)
-        if sequence.topk is not None:
-            written.topk.CopyFrom(_topk(sequence.topk))
     if result.prompt_logprobs is not None:
         known = [math.nan if lp is None else lp for lp in result.prompt_logprobs]
         body.prompt_logprobs = _pack("f", known)
-    if result.topk_prompt is not None:
-        body.topk_prompt.CopyFrom(_topk(result.topk_prompt))
     return _bytes(body)
 
 
@@ -152,7 +143,6 @@ def decode_sample(body: bytes) -> SampleResult:
     return SampleResult(
         [_read_sequence(sequence) for sequence in read.sequences],
         prompt_logprobs,
-        _read_topk(read.topk_prompt) if read.HasField("topk_prompt") else None,
         read.cache_hit_tokens,
     )
 
@@ -164,7 +154,6 @@ def _read_sequence(read: Message) -> SampledSequence:
         cast(list[int], _unpack("i", read.tokens)),
         _unpack("f", read.logprobs) if read.HasField("logprobs") else None,
         _STOP_REASONS[read.stop_reason],
-        _read_topk(read.topk) if read.HasField("topk") else None,
     )
 
 
@@ -211,23 +200,6 @@ def _read_batched(read: Message) -> list[Tensor]:
         Tensor(numbers[start:end], kind, ((end - start) // row if row else 0, *read.trailing_shape))
         for start, end in itertools.pairwise(ends)
     ]
-
-
-def _topk(rows: TopK) -> Message:
-    k = max(map(len, rows), default=0)
-    cells = [cell for row in rows for cell in row + [(0, EMPTY_CELL)] * (k - len(row))]
-    tokens, logprobs = [token for token, _ in cells], [logprob for _, logprob in cells]
-    return _types().TopK(
-        tokens=_pack("i", tokens), logprobs=_pack("f", logprobs), k=k, length=len(rows)
-    )
-
-
-def _read_topk(read: Message) -> TopK:
-    cells = list(zip(_unpack("i", read.tokens), _unpack("f", read.logprobs), strict=True))
-    if len(cells) != read.k * read.length:
-        raise ValueError(f"top-k: got {len(cells)} cells for {read.length} rows of {read.k}")
-    rows = [cells[i * read.k : (i + 1) * read.k] for i in range(read.length)]
-    return [[(int(token), lp) for token, lp in row if lp != EMPTY_CELL] for row in rows]
 
 
 def _pack(code: str, values: Sequence[float]) -> bytes:
