@@ -25,7 +25,13 @@ from retrain.adapters.tinker.sampling import cut
 from retrain.assembly import assemble
 from retrain.config import Plugin, RunConfig, parse_config
 from retrain.engine.tiny import tiny_tokenizer
-from retrain.errors import AdapterError, CheckpointError, ConfigError, NonFiniteError
+from retrain.errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    install_command,
+)
 from retrain.protocols.tinker import messages
 from retrain.protocols.tinker.values import (
     ForwardBackward,
@@ -382,7 +388,7 @@ def test_a_local_service_without_its_libraries_says_what_to_install(monkeypatch)
     monkeypatch.setattr("retrain.adapters.remote.options.LOCAL_NEEDS", ("no_such_library",))
     [problem] = TinkerOptions(url="local").problems(config())
     assert "local needs what is not installed (no_such_library)" in problem
-    assert "pip install 'retrain[service]'" in problem
+    assert install_command("service") in problem
     assert TinkerOptions(url="http://elsewhere").problems(config()) == []
 
 

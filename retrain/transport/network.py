@@ -81,8 +81,7 @@ class NetworkTransport(httpx.AsyncBaseTransport):
             ) as reply:
                 content = await reply.read()
         except (aiohttp.ClientError, OSError) as error:
-            mapped = next(ours for theirs, ours in _AS_HTTPX if isinstance(error, theirs))
-            raise mapped(_CREDENTIALS.sub("//", str(error)) or type(error).__name__) from error
+            raise _as_httpx(error) from error
         return httpx.Response(reply.status, headers=reply.raw_headers, content=content)
 
     async def aclose(self) -> None:
@@ -98,6 +97,11 @@ class NetworkTransport(httpx.AsyncBaseTransport):
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
         )
         return self._session
+
+
+def _as_httpx(error: Exception) -> httpx.TransportError:
+    kind = next(ours for theirs, ours in _AS_HTTPX if isinstance(error, theirs))
+    return kind(_CREDENTIALS.sub("//", str(error)) or type(error).__name__)
 
 
 class _NoCookies(httpx.Cookies):

@@ -5,6 +5,7 @@ Imports no httpx and no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
@@ -14,7 +15,7 @@ from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.adapters.remote.losses import REMOTE_LOSSES, check_loss
 from retrain.adapters.remote.schedule import Schedule
 from retrain.config import RunConfig
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, install_command
 from retrain.transport.vendors import Vendor, checked_url
 
 LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
@@ -87,30 +88,13 @@ class RemoteOptions(AdapterOptions):
 
     def problems(self, config: RunConfig) -> list[str]:
         """Keys without effect, and settings that can't work."""
-        found = []
-        missing = [name for name in LOCAL_NEEDS if find_spec(name) is None]
-        if self.url == "local" and missing:
-            found.append(
-                f"backend.url: local needs what is not installed ({', '.join(missing)}): "
-                "pip install 'retrain[service]', or name a service's url"
-            )
-        try:
-            if self.url not in ("local", "hosted"):
-                checked_url(self.url, ", `local` or `hosted`")
-        except ConfigError as error:
-            found.append(f"backend.{error}")
-        else:
-            found += self._key_problems()
-        try:
-            check_loss(config)
-        except ConfigError as error:
-            found += error.problems
+        found = [*self._service_problems(), *_raised_by(check_loss, config)]
         lora = self.lora
         if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
             found.append("backend.lora: every train_* is false, so nothing would be trained")
         if config.checkpoint.merge_lora:
             found.append(
-                "checkpoint.merge_lora has no effect: the weights stay with the service, which "
+                "checkpoint.merge_lora has no effect: the weights stay on the service, which "
                 "exports them itself"
             )
         if self.warmup_steps > config.train.total_train_steps:
@@ -120,15 +104,31 @@ class RemoteOptions(AdapterOptions):
             )
         return found
 
+    def _service_problems(self) -> list[str]:
+        """The service in this process lacks a library, or the url or the key is wrong."""
+        if self.url == "local":
+            missing = ", ".join(name for name in LOCAL_NEEDS if find_spec(name) is None)
+            problem = (
+                f"backend.url: local needs what is not installed ({missing}): "
+                f"{install_command('service')}, or set the url of a service"
+            )
+            return [problem] if missing else []
+        if self.url != "hosted":
+            found = _raised_by(checked_url, self.url, ", `local` or `hosted`")
+            if found:
+                return [f"backend.{problem}" for problem in found]
+        return _raised_by(self.vendor.api_key, self.service_url)
+
     @property
     def service_url(self) -> str:
         """Where the requests go."""
         return {"local": "http://local", "hosted": self.vendor.url}.get(self.url, self.url)
 
-    def _key_problems(self) -> list[str]:
-        try:
-            if self.url != "local":
-                self.vendor.api_key(self.service_url)
-        except ConfigError as error:
-            return list(error.problems)
-        return []
+
+def _raised_by(check: Callable[..., object], *arguments: Any) -> list[str]:
+    """The problems that a check raises as ConfigError."""
+    try:
+        check(*arguments)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
