@@ -135,7 +135,7 @@ class Remote(Around):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Any]:
         async with in_process(self.adapter.config) as service:
-            self.adapter._transport = Recorded(service, self.told, self.lose)
+            self.adapter._http = Recorded(service, self.told, self.lose)
             async with self.adapter:
                 yield self
 

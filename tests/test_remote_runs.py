@@ -79,6 +79,48 @@ def test_runs_whose_service_is_elsewhere_load_no_torch_and_leave_keep_checkpoint
             time.sleep(0.05)
 
 
+RECORDING = """
+from retrain.adapters.tinker.adapter import TinkerAdapter
+from retrain.adapters.tinker.options import TinkerOptions
+from retrain.transport.network import NetworkTransport
+
+
+class Recorder(NetworkTransport):
+    async def handle_async_request(self, request):
+        response = await super().handle_async_request(request)
+        with open("requests.log", "a") as file:
+            print(request.method, request.url.path, response.status_code, file=file)
+        return response
+
+
+class RecordedTinker(TinkerOptions):
+    adapter = "recorded.py:RecordedAdapter"
+
+
+class RecordedAdapter(TinkerAdapter):
+    def __init__(self, options, config):
+        super().__init__(options, config, http=Recorder())
+"""
+"""The example of docs/remote.md."""
+
+
+@pytest.mark.slow
+def test_a_run_takes_a_transport_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "recorded.py").write_text(RECORDING)
+    text = (
+        (CONFIGS / "tinker.yaml")
+        .read_text()
+        .replace("type: tinker", "type: recorded.py:RecordedTinker")
+    )
+    (tmp_path / "run.yaml").write_text(text.replace("../data", str(CONFIGS.parent / "data")))
+    monkeypatch.chdir(tmp_path)
+    with on_a_port(tmp_path / "service") as url:
+        few = ("train.total_train_steps=2", "train.groups_per_step=2")
+        assert main(["run.yaml", f"backend.url={url}", *few, "--run-dir", "run"]) == 0
+    lines = (tmp_path / "requests.log").read_text().splitlines()
+    assert lines.count("POST /api/v1/optim_step 200") == 2
+
+
 def listed(url: str) -> list[str]:
     """The names of the training checkpoints that the service has."""
     found = httpx.get(f"{url}/api/v1/checkpoints").json()["checkpoints"]

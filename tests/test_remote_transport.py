@@ -12,23 +12,19 @@ import httpx
 import pytest
 
 from retrain.errors import ConfigError
-from retrain.transport.refusals import error_body, retry_after
-from retrain.transport.transport import (
-    Call,
-    RemoteError,
-    RetryPolicy,
-    Transport,
-)
+from retrain.transport.client import Call, HttpClient
+from retrain.transport.refusals import RemoteError, error_body, retry_after
+from retrain.transport.retries import RetryPolicy
 from retrain.transport.vendors import TINKER, WEAVER, Vendor, checked_url
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
 Answer = Callable[[httpx.Request], httpx.Response]
 
 
-def transport(answer: Answer, **keys: object) -> Transport:
-    return Transport(
+def transport(answer: Answer, **keys: object) -> HttpClient:
+    return HttpClient(
         "http://service/base/",
-        transport=httpx.MockTransport(answer),
+        http=httpx.MockTransport(answer),
         **{"policy": SOON, **keys},  # type: ignore[arg-type] - a test passes what it varies
     )
 
@@ -164,8 +160,8 @@ async def test_an_outage_is_not_waited_out_once_the_end_is_near(
         await remote.send(Call("GET", "x"), body)
         sending = asyncio.create_task(remote.send(Call("GET", "x"), body))
         await outage.wait()
-        monkeypatch.setattr("retrain.transport.transport.SHORT", 0.0)
-        remote.hurry()
+        monkeypatch.setattr("retrain.transport.retries.SHORT", 0.0)
+        remote.stop_retrying()
         for call in (sending, remote.send(Call("GET", "x"), body)):
             with pytest.raises(RemoteError, match="could not reach"):
                 await call
@@ -321,7 +317,7 @@ async def test_a_connection_lost_after_the_request_was_sent_may_have_acted() -> 
         await reader.readuntil(b"\r\n\r\n")
         writer.close()
 
-    async with loopback(hang_up) as url, Transport(url, policy=RetryPolicy(attempts=1)) as remote:
+    async with loopback(hang_up) as url, HttpClient(url, policy=RetryPolicy(attempts=1)) as remote:
         with pytest.raises(RemoteError) as raised:
             await remote.send(Call("POST", "x", idempotent=False), body)
     assert (raised.value.code, raised.value.may_have_acted) == ("disconnect", True)
@@ -330,7 +326,7 @@ async def test_a_connection_lost_after_the_request_was_sent_may_have_acted() -> 
 async def test_a_refused_connection_cannot_have_acted() -> None:
     async with loopback(lambda reader, writer: asyncio.sleep(0)) as url:
         pass  # closed again: nobody listens on that port
-    async with Transport(url, policy=RetryPolicy(attempts=1)) as remote:
+    async with HttpClient(url, policy=RetryPolicy(attempts=1)) as remote:
         with pytest.raises(RemoteError, match="could not reach") as raised:
             await remote.send(Call("POST", "x", idempotent=False), body)
     assert (raised.value.code, raised.value.may_have_acted) == ("connect", False)
@@ -346,7 +342,7 @@ async def test_https_to_a_plain_port_is_told_at_once() -> None:
 
     async with (
         loopback(plain) as url,
-        Transport(url.replace("http", "https"), policy=SOON) as remote,
+        HttpClient(url.replace("http", "https"), policy=SOON) as remote,
     ):
         with pytest.raises(RemoteError, match="SSL"):
             await remote.send(Call("GET", "x"), body)
@@ -357,7 +353,7 @@ async def test_a_service_that_never_answered_is_given_up_soon(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that gave a good reply has the whole of the policy's time."""
-    monkeypatch.setattr("retrain.transport.transport.SHORT", 0.0)
+    monkeypatch.setattr("retrain.transport.retries.SHORT", 0.0)
     answers: list[Any] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -367,7 +363,7 @@ async def test_a_service_that_never_answered_is_given_up_soon(
         return outcome or httpx.Response(200, json={})
 
     patient = RetryPolicy(attempts=9, first=0.0, total=60.0)
-    transport = Transport("http://x", policy=patient, transport=httpx.MockTransport(answer))
+    transport = HttpClient("http://x", policy=patient, http=httpx.MockTransport(answer))
     answers += [httpx.Response(404)]  # of another server, for all we know
     with pytest.raises(RemoteError):
         await transport.send(Call("GET", "handshake"), lambda reply: reply)

@@ -16,12 +16,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from retrain.adapters.tinker import AdamParams, LoraConfig, TinkerClient
-from retrain.adapters.weaver import AdamParams as WeaverAdam
-from retrain.adapters.weaver import LoraConfig as WeaverLora
 from retrain.adapters.weaver import TrainingRow, WeaverClient
 from retrain.protocols.tinker.values import Datum, Tensor
 from retrain.service.app import ServiceApp
-from retrain.transport.transport import RetryPolicy
+from retrain.transport.retries import RetryPolicy
 from tests.service_kit import CROSS_ENTROPY, TOKENS, on_a_port
 from tests.weights_kit import digest
 
@@ -89,11 +87,11 @@ async def train_tinker(url: str) -> None:
 async def train_weaver(url: str) -> None:
     inputs = {name: value[0] for name, value in CROSS_ENTROPY.items()}
     async with WeaverClient(url, policy=QUICK, resend=True) as client:
-        model = await client.create_model("tiny", lora=WeaverLora(rank=4, seed=1))
+        model = await client.create_model("tiny", lora=LoraConfig(rank=4, seed=1))
         for _ in range(STEPS):
             rows = [TrainingRow(TOKENS[:-1], inputs)]
             passed = await model.forward_backward(rows, "cross_entropy")
-            stepped = await model.optim_step(WeaverAdam(1e-2))
+            stepped = await model.optim_step(AdamParams(1e-2))
             await passed.result()
             await stepped.result()
         await model.save_state("end", optimizer=True)

@@ -13,12 +13,13 @@ from retrain.engine.models import load_model
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.tiny import tiny_folder, tiny_tokenizer
 from retrain.losses import native_to
+from retrain.protocols.training import AdamParams
 from retrain.service import trainer as trainer_module
 from retrain.service.errors import ServiceError
-from retrain.service.trainer import Adam, Row, Trainer, Tuning, merged_weights, untied
+from retrain.service.trainer import Row, Trainer, Tuning, merged_weights, untied
 
 FULL = Tuning(rank=0)
-ADAM = Adam(3e-3, 0.8, 0.97, 1e-8, 0.1, 0.5)
+ADAM = AdamParams(3e-3, 0.8, 0.97, 1e-8, 0.1, 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +98,8 @@ def test_gradients_add_up_over_calls_whatever_the_micro_batches(base, monkeypatc
     monkeypatch.setattr(trainer_module, "LOGITS_AT_ONCE", 105 * 12)  # 12 tokens a micro-batch
     twice.forward_backward(data[:2], "ppo", {})
     twice.forward_backward(data[2:], "ppo", {})
-    assert once.optim_step(Adam())["grad_norm"] == pytest.approx(
-        twice.optim_step(Adam())["grad_norm"], rel=1e-5
+    assert once.optim_step(AdamParams())["grad_norm"] == pytest.approx(
+        twice.optim_step(AdamParams())["grad_norm"], rel=1e-5
     )
 
 
@@ -106,7 +107,7 @@ def test_a_forward_leaves_no_gradient(base):
     trained = Trainer(base, FULL)
     trained.forward(rows(), "ppo", {})
     with pytest.raises(ServiceError, match="no gradient to apply"):
-        trained.optim_step(Adam())
+        trained.optim_step(AdamParams())
 
 
 def test_a_call_that_fails_adds_nothing(base):
@@ -117,7 +118,7 @@ def test_a_call_that_fails_adds_nothing(base):
     failed.forward_backward(good, "importance_sampling", {})
     with pytest.raises(ServiceError, match="check logprobs and advantages"):
         failed.forward_backward(bad, "importance_sampling", {})
-    assert alone.optim_step(Adam()) == failed.optim_step(Adam())
+    assert alone.optim_step(AdamParams()) == failed.optim_step(AdamParams())
 
 
 def test_a_gradient_that_is_not_finite_takes_no_step(base):
@@ -126,7 +127,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(base):
     row = replace(rows(1)[0], advantages=[1e37, 0.0, 0.0], mask=[1.0, 0.0, 0.0])
     trained.forward_backward([row], "cross_entropy", {})  # finite, but not its square
     with pytest.raises(ServiceError, match="no step taken"):
-        trained.optim_step(Adam())
+        trained.optim_step(AdamParams())
     assert all(torch.equal(before[name], tensor) for name, tensor in trained.weights().items())
     assert trained.steps == 0
 
@@ -134,7 +135,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(base):
 def learn(trained: Trainer, steps: int, seed: int = 0) -> None:
     for step in range(steps):
         trained.forward_backward(rows(seed=seed + step), "cross_entropy", {})
-        trained.optim_step(Adam(1e-2))
+        trained.optim_step(AdamParams(1e-2))
 
 
 @pytest.mark.parametrize("tuning", [FULL, Tuning(rank=4)], ids=["full", "lora"])
@@ -185,7 +186,7 @@ def test_without_the_output_layer_a_random_model_learns_little(base):
         data = [replace(row, advantages=[1.0] * len(row.tokens)) for row in rows(3)]
         for _ in range(30):
             passed = trained.forward_backward(data, "cross_entropy", {})
-            trained.optim_step(Adam(5e-3))
+            trained.optim_step(AdamParams(5e-3))
         return passed.loss / passed.tokens
 
     assert loss() < 0.5 * loss(unembed=False)

@@ -19,10 +19,9 @@ from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import grad_norm
 from retrain.adapters.remote.datums import shift
 from retrain.adapters.remote.surrogate import surrogate
-from retrain.adapters.tinker.adapter import TinkerAdapter
+from retrain.adapters.tinker.adapter import TinkerAdapter, loss_config, row, service_metrics
 from retrain.adapters.tinker.options import TinkerOptions
-from retrain.adapters.tinker.rows import loss_config, row, service_metrics
-from retrain.adapters.tinker.serving import cut
+from retrain.adapters.tinker.sampling import cut
 from retrain.assembly import assemble
 from retrain.config import Plugin, RunConfig, parse_config
 from retrain.engine.tiny import tiny_tokenizer
@@ -41,7 +40,7 @@ from retrain.protocols.tinker.values import (
     SampledSequence,
 )
 from retrain.sampler import SamplingParams
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Denominators, Sample
 from tests.tinker_server import HOSTED, OPEN_RL, SKYRL, Faulty, Peer, TinkerServer, logprob
 
@@ -59,7 +58,7 @@ def adapter(server: TinkerServer, run: RunConfig | None = None, **options: Any) 
         "wire": "proto" if server.peer.proto else "json",
         **options,
     }
-    return TinkerAdapter(TinkerOptions(**options), run or config(), transport=server.transport())
+    return TinkerAdapter(TinkerOptions(**options), run or config(), http=server.transport())
 
 
 def sample(*tokens: int, prompt: int = 1, advantage: float = 1.0, **streams: float) -> Sample:
@@ -409,7 +408,7 @@ async def test_a_service_that_lost_the_model_is_told_in_the_same_words_by_every_
     server = TinkerServer()
     faulty = Faulty(server.transport())
     tinker = adapter(server)
-    tinker._transport = faulty
+    tinker._http = faulty
     async with tinker:
         calls = {
             "retrieve_future": lambda: tinker.update(batch(sample(3, 4, 5))),

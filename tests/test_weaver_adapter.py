@@ -21,7 +21,7 @@ from retrain.batching import normalised
 from retrain.config import RunConfig, parse_config
 from retrain.errors import AdapterError, CheckpointError, NonFiniteError
 from retrain.sampler import SamplingParams
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Completion, Denominators, Sample
 from tests.fake_weaver import KEY, VOCABULARY, FakeWeaver, log_softmax
 
@@ -68,7 +68,7 @@ def adapter(fake: FakeWeaver, run: RunConfig | None = None, **options: Any) -> W
     return WeaverAdapter(
         WeaverOptions(**{**OPTIONS, **options}),
         run or config(),
-        transport=httpx.ASGITransport(fake.app),
+        http=httpx.ASGITransport(fake.app),
     )
 
 
@@ -353,7 +353,7 @@ async def test_completions_cut_short_are_sampled_again(fake: FakeWeaver) -> None
             await fake.app(scope, receive, rewritten)
 
     engine = Engine()
-    made = WeaverAdapter(WeaverOptions(**OPTIONS), config(), transport=httpx.ASGITransport(engine))
+    made = WeaverAdapter(WeaverOptions(**OPTIONS), config(), http=httpx.ASGITransport(engine))
     async with made as weaver:
         (completion,) = await weaver.sampler.sample([1], SamplingParams(max_tokens=2))
     assert engine.calls == 2

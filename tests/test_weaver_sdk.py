@@ -41,7 +41,7 @@ async def ours(url: str) -> list[Any]:
         bare = [TrainingRow(TOKENS, {"target_tokens": TARGETS})]
         results.append((await (await model.forward(bare)).result()).logprobs[0])
         saved = await model.save_state("kept", optimizer=True)
-        await model.load_state(saved.path, optimizer=True)
+        await model.load_state(saved, optimizer=True)
         path = await (await model.save_for_sampler("served")).result()
         async with await client.sampling_session(path=path, model=model) as session:
             params = SamplingParams(3, 0.5, 0.9, 5, ("x",), (7,), seed=3)

@@ -76,7 +76,7 @@ def test_reports_of_tasks_are_added_or_averaged_by_their_names() -> None:
         (wire.sequences, {"result": {}}, "expected sequences"),
         (wire.sequences, {"sequences": [{"tokens": [1], "logprobs": []}]}, "1 tokens but 0"),
         (wire.prompt_logprobs, {}, "expected prompt_logprobs"),
-        (wire.checkpoint, {"id": "x"}, "a checkpoint with a path"),
+        (wire.checkpoint_path, {"id": "x"}, "a checkpoint with a path"),
     ],
 )
 def test_a_reply_that_cannot_be_read_says_what_was_expected(

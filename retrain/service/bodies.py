@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from typing import cast
 
 from retrain.protocols.tinker.values import Datum, Dtype, Tensor
+from retrain.protocols.training import AdamParams
 from retrain.sampler import SamplingParams
 from retrain.service.errors import invalid
-from retrain.service.trainer import Adam, Tuning
+from retrain.service.trainer import Tuning
 from retrain.service.validation import Inputs, Limits, check_non_negative, check_tokens
 from retrain.service.web import Json, want
 
@@ -98,14 +99,14 @@ def tuning(lora: Json, min_rank: int) -> Tuning:
     )
 
 
-def adam_params(body: Json) -> Adam:
+def adam_params(body: Json) -> AdamParams:
     """AdamW's hyperparameters."""
     given = {name: value for name, value in body.items() if name != "type"}
-    known = [field.name for field in fields(Adam)]
+    known = [field.name for field in fields(AdamParams)]
     if unknown := sorted(set(given) - set(known)):
         raise invalid(f"adam_params has unknown fields {unknown}: expected some of {known}")
     check_non_negative("adam_params", given)
-    adam = Adam(**given)
+    adam = AdamParams(**given)
     if adam.beta1 >= 1 or adam.beta2 >= 1:
         raise invalid(f"adam_params: got beta1 {adam.beta1} and beta2 {adam.beta2}, expected < 1")
     return adam

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from retrain.engine.models import choose_device, load_model, load_tokenizer, resolve_model
 from retrain.engine.sampler import LocalSampler
+from retrain.protocols.training import AdamParams
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.jobs import Jobs, Lane
 from retrain.service.samplers import SamplerPool
 from retrain.service.state import Model, SamplingSession, Session, Settings
 from retrain.service.store import Place, Saved, Store
-from retrain.service.trainer import Adam, Passed, Row, Trainer, Tuning, merged_weights, untied
+from retrain.service.trainer import Passed, Row, Trainer, Tuning, merged_weights, untied
 from retrain.service.validation import Limits
 from retrain.types import Completion
 
@@ -181,7 +182,7 @@ class Service:
 
         return await self.on_trainer(model, call)
 
-    async def optim_step(self, model: Model, adam: Adam) -> dict[str, float]:
+    async def optim_step(self, model: Model, adam: AdamParams) -> dict[str, float]:
         return await self.on_trainer(model, lambda trainer: trainer.optim_step(adam))
 
     async def save(

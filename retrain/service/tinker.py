@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from retrain.protocols.tinker import messages
+from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
 from retrain.service import bodies
 from retrain.service import tinker_wire as wire
@@ -205,7 +206,7 @@ class TinkerProtocol:
 
     async def _forward_backward(self, request: Request) -> Response:
         raw = await read_body(request, self._service.settings.max_body)
-        if request.headers.get("content-type", "").startswith(wire.PROTOBUF):
+        if request.headers.get("content-type", "").startswith(PROTOBUF):
             call = await decoded(messages.decode_request, raw)
         else:
             call = await decoded(wire.forward_backward_request, raw)
@@ -385,7 +386,7 @@ class TinkerProtocol:
             category = "user" if job.error.status < 500 else "server"
             return JSONResponse({"error": str(job.error), "category": category})
         if isinstance(job.result, (ForwardBackwardOutput, SampleResult)):
-            return wire.result(job.result, wire.PROTOBUF in request.headers.get("accept", ""))
+            return wire.result(job.result, PROTOBUF in request.headers.get("accept", ""))
         return JSONResponse(job.result)
 
     async def _cancel_future(self, body: Json, _raw: bytes) -> Json:

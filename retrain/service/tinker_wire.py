@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from retrain.errors import shown
 from retrain.protocols.tinker import messages
+from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.payloads import tensor_to_json
 from retrain.protocols.tinker.values import (
     ForwardBackward,
@@ -34,7 +35,6 @@ from retrain.service.web import Json, json_object, want
 from retrain.types import Completion
 
 T = TypeVar("T")
-PROTOBUF = "application/x-protobuf"
 SCHEME = "tinker://"
 
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from retrain.engine.lengths import of_like_length
 from retrain.engine.losses import shared_loss, token_logprobs
+from retrain.protocols.training import AdamParams
 from retrain.service.errors import invalid
 
 LORA_ALPHA = 32
@@ -73,18 +74,6 @@ class Passed:
     """Targets with mask 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Adam:
-    """AdamW's hyperparameters, sent with every step; `grad_clip_norm` 0 doesn't clip."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-
 class Trainer:
     """Trains a model made from `base`, whose own weights never change."""
 
@@ -121,7 +110,7 @@ class Trainer:
                 parameter.grad = gradient
             raise
 
-    def optim_step(self, adam: Adam) -> dict[str, float]:
+    def optim_step(self, adam: AdamParams) -> dict[str, float]:
         """Apply and clear the accumulated gradients; returns the norm before clipping.
 
         Raises ServiceError, and leaves the weights unchanged, if there is no gradient or its norm

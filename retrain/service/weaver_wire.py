@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrain.errors import shown
+from retrain.protocols.training import AdamParams
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.service import bodies
 from retrain.service.bodies import datum_of
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.store import Place, Saved
-from retrain.service.trainer import Adam, Passed, Row, Tuning
+from retrain.service.trainer import Passed, Row, Tuning
 from retrain.service.validation import WEAVER_LOSSES, Limits, known_loss, training_rows
 from retrain.service.web import Json, want
 from retrain.types import Completion
@@ -54,7 +55,7 @@ def training_call(body: Json, model_id: str, key: str, limits: Limits) -> Traini
     return TrainingCall(want(payload, "seq_id", int), loss, rows, ids)
 
 
-def optimizer_call(body: Json, model_id: str) -> tuple[int, Adam]:
+def optimizer_call(body: Json, model_id: str) -> tuple[int, AdamParams]:
     """The number of the request and AdamW's hyperparameters."""
     payload = addressed(body, model_id)
     return want(payload, "seq_id", int), bodies.adam_params(want(payload, "adam_params", dict))

@@ -1,1 +1,1 @@
-"""HTTP to a service: retries, refusals, redaction."""
+"""HTTP to a service: calls, retries, refusals, and the network under httpx's client."""

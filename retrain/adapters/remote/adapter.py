@@ -40,8 +40,9 @@ from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError
 from retrain.losses import row_of
+from retrain.protocols.training import AdamParams, LoraConfig
 from retrain.sampler import Tokenizer
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Metrics
 
 if TYPE_CHECKING:
@@ -63,13 +64,13 @@ class RemoteAdapter(Adapter):
         options: RemoteOptions,
         config: RunConfig,
         *,
-        transport: httpx.AsyncBaseTransport | None = None,
+        http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`transport` carries the requests in place of the network."""
+        """`http` carries the requests in place of the network; see `HttpClient`."""
         self.options = options
         self.config = config
         self.capabilities = options.capabilities()
-        self._transport = transport
+        self._http = http
         self._version = 0
         self._step = 0
         self._saved: str | None = None
@@ -82,8 +83,8 @@ class RemoteAdapter(Adapter):
         RemoteError when the service refuses.
         """
         async with AsyncExitStack() as stack:
-            if self.local and self._transport is None:
-                self._transport = await stack.enter_async_context(in_process(self.config))
+            if self.local and self._http is None:
+                self._http = await stack.enter_async_context(in_process(self.config))
             await self._open(stack)
             self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
             self.context_length = await self._context_length()
@@ -111,7 +112,7 @@ class RemoteAdapter(Adapter):
         datums = [datum for datum in datums if datum.trained]
         if not datums:
             raise AdapterError("the batch has no token to train on")
-        rate = self._adam()["learning_rate"]
+        rate = self._adam().learning_rate
         native = batch.loss in self.options.native_losses
         with on_the_service():
             metrics = await (self._theirs if native else self._ours)(batch, datums)
@@ -239,8 +240,8 @@ class RemoteAdapter(Adapter):
             for datum, logprobs in zip(datums, scored, strict=True)
         ]
 
-    def _adam(self) -> dict[str, float]:
-        """AdamW's settings of the next step, in both protocols' names."""
+    def _adam(self) -> AdamParams:
+        """AdamW's settings of the next step."""
         options = self.options
         rate = learning_rate(
             self._step,
@@ -249,14 +250,14 @@ class RemoteAdapter(Adapter):
             warmup_steps=options.warmup_steps,
             total_steps=self.config.train.total_train_steps,
         )
-        return {
-            "learning_rate": rate,
-            "beta1": options.beta1,
-            "beta2": options.beta2,
-            "eps": options.eps,
-            "weight_decay": options.weight_decay,
-            "grad_clip_norm": options.max_grad_norm,
-        }
+        return AdamParams(
+            rate,
+            options.beta1,
+            options.beta2,
+            options.eps,
+            options.weight_decay,
+            options.max_grad_norm,
+        )
 
     # Start-up
 
@@ -271,10 +272,10 @@ class RemoteAdapter(Adapter):
         own = local_model(self.config) if self.local else self.config.model
         return self.options.base_model or own
 
-    def _lora(self) -> dict[str, Any]:
-        """The adapters' settings, in both protocols' names."""
-        wanted = self.options.lora.model_dump()
-        return wanted if wanted["seed"] is not None else {**wanted, "seed": self.config.train.seed}
+    def _lora(self) -> LoraConfig:
+        wanted = LoraConfig(**self.options.lora.model_dump())
+        seed = self.config.train.seed if wanted.seed is None else wanted.seed
+        return replace(wanted, seed=seed)
 
     def _load_tokenizer(self) -> Tokenizer:
         """The option's, or the model's: a folder, or the Hugging Face id within the service's name

@@ -5,6 +5,7 @@ Imports no httpx and no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
@@ -102,32 +103,13 @@ class RemoteOptions(AdapterOptions):
 
     def problems(self, config: RunConfig) -> list[str]:
         """Keys without effect, and settings that can't work."""
-        found = []
-        missing = [name for name in LOCAL_NEEDS if find_spec(name) is None]
-        if self.url == "local" and missing:
-            found.append(
-                f"backend.url: local needs what is not installed ({', '.join(missing)}): "
-                f"{install_command('service')}, or name a service's url"
-            )
-        try:
-            if self.url not in ("local", "hosted"):
-                checked_url(self.url, ", `local` or `hosted`")
-        except ConfigError as error:
-            found.append(f"backend.{error}")
-        else:
-            found += self._key_problems()
-        try:
-            loss = run_loss(config)
-            if custom_loss(config) is None and loss in self.capabilities().losses:
-                check_keys(shared_name(loss), loss_keys(config))
-        except ConfigError as error:
-            found += error.problems
+        found = [*self._service_problems(), *_raised_by(self._check_loss, config)]
         lora = self.lora
         if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
             found.append("backend.lora: every train_* is false, so nothing would be trained")
         if config.checkpoint.merge_lora:
             found.append(
-                "checkpoint.merge_lora has no effect: the weights stay with the service, which "
+                "checkpoint.merge_lora has no effect: the weights stay on the service, which "
                 "exports them itself"
             )
         if self.warmup_steps > config.train.total_train_steps:
@@ -137,15 +119,36 @@ class RemoteOptions(AdapterOptions):
             )
         return found
 
+    def _check_loss(self, config: RunConfig) -> None:
+        loss = run_loss(config)
+        if custom_loss(config) is None and loss in self.capabilities().losses:
+            check_keys(shared_name(loss), loss_keys(config))
+
+    def _service_problems(self) -> list[str]:
+        """The service in this process lacks a library, or the url or the key is wrong."""
+        if self.url == "local":
+            missing = ", ".join(name for name in LOCAL_NEEDS if find_spec(name) is None)
+            problem = (
+                f"backend.url: local needs what is not installed ({missing}): "
+                f"{install_command('service')}, or set the url of a service"
+            )
+            return [problem] if missing else []
+        if self.url != "hosted":
+            found = _raised_by(checked_url, self.url, ", `local` or `hosted`")
+            if found:
+                return [f"backend.{problem}" for problem in found]
+        return _raised_by(self.vendor.api_key, self.service_url)
+
     @property
     def service_url(self) -> str:
         """Where the requests go."""
         return {"local": "http://local", "hosted": self.vendor.url}.get(self.url, self.url)
 
-    def _key_problems(self) -> list[str]:
-        try:
-            if self.url != "local":
-                self.vendor.api_key(self.service_url)
-        except ConfigError as error:
-            return list(error.problems)
-        return []
+
+def _raised_by(check: Callable[..., object], *arguments: Any) -> list[str]:
+    """The problems that a check raises as ConfigError."""
+    try:
+        check(*arguments)
+    except ConfigError as error:
+        return list(error.problems)
+    return []

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError
 from retrain.types import Completion, StopReason
 
 log = logging.getLogger(__name__)
@@ -29,17 +29,14 @@ TRIES = 3
 """Times that a prompt is sampled when its completions are cut short."""
 
 
-class Sampled(Protocol):
+@dataclass(frozen=True, slots=True)
+class Sampled:
     """One sequence as a service's client returns it."""
 
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[float]: ...
-    @property
-    def stop_reason(self) -> str:
-        """`stop`, `length` or `abort`."""
-        ...
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stop_reason: str
+    """`stop`, `length` or `abort` (the service cut it short)."""
 
 
 class Session(Protocol):

@@ -6,8 +6,8 @@ Importing it loads no httpx; that is loaded when a client is made.
 from __future__ import annotations
 
 from retrain.adapters.tinker.client import TinkerClient
-from retrain.adapters.tinker.sampling import SampleOptions, SamplingClient
-from retrain.adapters.tinker.training import AdamParams, LoraConfig, TrainingClient
+from retrain.adapters.tinker.sampling import SamplingClient
+from retrain.adapters.tinker.training import TrainingClient
 from retrain.protocols.tinker.values import (
     Datum,
     ForwardBackwardOutput,
@@ -15,16 +15,18 @@ from retrain.protocols.tinker.values import (
     SampleResult,
     Tensor,
 )
+from retrain.protocols.training import AdamParams, LoraConfig
+from retrain.sampler import SamplingParams
 
 __all__ = [
     "AdamParams",
     "Datum",
     "ForwardBackwardOutput",
     "LoraConfig",
-    "SampleOptions",
     "SampleResult",
     "SampledSequence",
     "SamplingClient",
+    "SamplingParams",
     "Tensor",
     "TinkerClient",
     "TrainingClient",

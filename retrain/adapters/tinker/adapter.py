@@ -5,6 +5,7 @@ dL/dlogp of a loss that the service lacks goes back as cross_entropy with the we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -15,10 +16,10 @@ from retrain.adapters.remote.datums import Datum
 from retrain.adapters.remote.published import Scorer
 from retrain.adapters.tinker.client import TinkerClient
 from retrain.adapters.tinker.options import TinkerOptions
-from retrain.adapters.tinker.rows import has_logprobs, loss_config, row, service_metrics, weighted
-from retrain.adapters.tinker.serving import ServedWeights
-from retrain.adapters.tinker.training import AdamParams, LoraConfig
-from retrain.errors import AdapterError
+from retrain.adapters.tinker.sampling import ServedWeights
+from retrain.errors import AdapterError, NonFiniteError
+from retrain.losses import clip_bounds, settings
+from retrain.protocols.tinker import values as wire
 from retrain.types import Batch, Metrics
 
 
@@ -32,7 +33,7 @@ class TinkerAdapter(RemoteAdapter):
         await self._client.delete(str(state.data["path"]))
 
     def hurry(self) -> None:
-        self._client.hurry()
+        self._client.stop_retrying()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
@@ -43,21 +44,20 @@ class TinkerAdapter(RemoteAdapter):
             tags=[*self.options.tags, *filter(None, [self.config.name])],
             project=self.options.project,
             result_timeout=max(deadlines.sample, deadlines.update, deadlines.publish),
-            transport=self._transport,
+            http=self._http,
         )
         self._client = await stack.enter_async_context(client)
         self._model = await self._client.create_model(
-            self.base_model, LoraConfig(**self._lora()), timeout=deadlines.publish
+            self.base_model, self._lora(), timeout=deadlines.publish
         )
 
     async def _served_context(self) -> int | None:
-        models = await self._client.supported_models()
-        return {model.name: model.context_length for model in models}.get(self.base_model)
+        return (await self._client.context_lengths()).get(self.base_model)
 
     async def _snapshot(self, version: int) -> ServedWeights:
         deadlines = self.config.deadlines
         sampler = await self._client.sampler_of(self._model, timeout=deadlines.publish)
-        return ServedWeights(self._client, sampler, self.tokenizer, deadlines.sample)
+        return ServedWeights(sampler, self.tokenizer, deadlines.sample, self._client.delete)
 
     async def _untrained(self) -> Scorer:
         return await self._client.sampling_session(base_model=self.base_model)
@@ -76,7 +76,7 @@ class TinkerAdapter(RemoteAdapter):
         limit = self.config.deadlines.update
         rows = [row(batch.loss, datum) for datum in datums]
         passing = await self._model.forward_backward(rows, batch.loss, loss_config(batch))
-        stepping = await self._model.optim_step(AdamParams(**self._adam()))
+        stepping = await self._model.optim_step(self._adam())
         output, stepped = await passing.result(limit), await stepping.result(limit)
         told = has_logprobs(output)
         metrics = {**service_metrics(output, needed=not told), **grad_norm(stepped)}
@@ -101,6 +101,50 @@ class TinkerAdapter(RemoteAdapter):
             for datum, own in zip(datums, slopes, strict=True)
         ]
         passing = await self._model.forward_backward(rows, "cross_entropy")
-        stepping = await self._model.optim_step(AdamParams(**self._adam()))
+        stepping = await self._model.optim_step(self._adam())
         await passing.result(limit)
         return grad_norm(await stepping.result(limit))
+
+
+def row(loss: str, datum: Datum) -> wire.Datum:
+    """The datum of a loss that the service computes; it knows no mask, the zeros stand for it."""
+    if loss == "cross_entropy":
+        return weighted(datum, datum.advantages)
+    inputs = {
+        "target_tokens": wire.Tensor(datum.targets, "int64"),
+        "logprobs": wire.Tensor(datum.logprobs),
+        "advantages": wire.Tensor(datum.advantages),
+    }
+    return wire.Datum(datum.inputs, inputs)
+
+
+def weighted(datum: Datum, weights: Sequence[float]) -> wire.Datum:
+    inputs = {
+        "target_tokens": wire.Tensor(datum.targets, "int64"),
+        "weights": wire.Tensor(weights),
+    }
+    return wire.Datum(datum.inputs, inputs)
+
+
+def loss_config(batch: Batch) -> dict[str, float | str]:
+    """Our keys in the protocol's: the clip's bounds are ratios there, not distances from 1."""
+    keys = settings(batch.loss, batch.loss_config)
+    bounds = clip_bounds(keys)
+    if bounds is None:
+        return dict(keys)
+    return {"clip_low_threshold": bounds[0], "clip_high_threshold": bounds[1]}
+
+
+def service_metrics(output: wire.ForwardBackwardOutput, *, needed: bool = False) -> Metrics:
+    """The service's own metrics under `service/`; with `needed` its loss is the step's."""
+    named = {f"service/{name}": value for name, value in output.metrics.items()}
+    if not needed:
+        return named
+    loss = output.metrics.get("loss:sum", output.metrics.get("loss", math.nan))
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the service returns no log-probs, and its loss is {loss}")
+    return {**named, "loss": loss}
+
+
+def has_logprobs(output: wire.ForwardBackwardOutput) -> bool:
+    return all("logprobs" in one for one in output.outputs)

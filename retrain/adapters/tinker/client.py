@@ -14,7 +14,6 @@ import os
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,14 +25,11 @@ from retrain.adapters.tinker.connection import (
     json_object,
 )
 from retrain.adapters.tinker.sampling import SamplingClient
-from retrain.adapters.tinker.training import LoraConfig, TrainingClient
-from retrain.transport.transport import (
-    NO_RETRY,
-    Call,
-    RemoteError,
-    RetryPolicy,
-    Transport,
-)
+from retrain.adapters.tinker.training import TrainingClient
+from retrain.protocols.training import LoraConfig
+from retrain.transport.client import Call, HttpClient
+from retrain.transport.refusals import RemoteError, ignored
+from retrain.transport.retries import NO_RETRY, RetryPolicy
 from retrain.transport.vendors import TINKER
 
 if TYPE_CHECKING:
@@ -53,23 +49,6 @@ SNAPSHOT_TTL = 24 * 3600
 """Seconds that a service keeps a named snapshot, where it can't make one for a session alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class SupportedModel:
-    """A model that the service has."""
-
-    name: str
-    context_length: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What a path of saved weights says of them."""
-
-    base_model: str
-    lora_rank: int | None
-    lora: LoraConfig
-
-
 class TinkerClient:
     """A session, as an async context manager. The key never shows in a repr, a log or an error.
 
@@ -79,7 +58,7 @@ class TinkerClient:
         stepped = await model.optim_step(AdamParams(learning_rate=1e-4))
         print((await passed).metrics, await stepped)
         sampler = await tinker.sampler_of(model)
-        print(await sampler.sample(prompt, SampleOptions(max_tokens=64)))
+        print(await sampler.sample(prompt, SamplingParams(max_tokens=64)))
     """
 
     def __init__(
@@ -92,7 +71,7 @@ class TinkerClient:
         project: str | None = None,
         policy: RetryPolicy | None = None,
         result_timeout: float = 3600.0,
-        transport: httpx.AsyncBaseTransport | None = None,
+        http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`url` defaults to TINKER_BASE_URL, then the hosted service; the key to TINKER_API_KEY.
 
@@ -103,17 +82,17 @@ class TinkerClient:
         """
         url = url or os.environ.get("TINKER_BASE_URL") or TINKER.url
         key = TINKER.api_key(url, api_key)
-        self._transport = Transport(
+        self._http = HttpClient(
             url,
             headers={"User-Agent": f"AsyncTinker/Python {SDK_VERSION}"},
             secrets={"X-API-Key": key} if key else {},
             policy=policy,
-            transport=transport,
+            http=http,
             vendor=TINKER,
         )
         self._key = key
         self._renewal = asyncio.Lock()
-        self._connection = Connection(self._transport, wire=wire, result_timeout=result_timeout)
+        self._connection = Connection(self._http, wire=wire, result_timeout=result_timeout)
         self._session: dict[str, Any] = {
             "tags": list(tags),
             "user_metadata": {},
@@ -128,7 +107,7 @@ class TinkerClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
-        return f"TinkerClient({self._transport.url!r}, session_id={self.session_id!r})"
+        return f"TinkerClient({self._http.url!r}, session_id={self.session_id!r})"
 
     @property
     def flags(self) -> Flags:
@@ -138,20 +117,19 @@ class TinkerClient:
     @property
     def retries(self) -> Mapping[str, int]:
         """Attempts that were repeated, by cause."""
-        return self._transport.retries
+        return self._http.retries
 
     async def __aenter__(self) -> Self:
         try:
             await self._handshake()
-            self.session_id, reply = await self._connection.ask(
-                "create_session", "session_id", self._session
-            )
+            reply = await self._connection.post("create_session", self._session, "session_id")
         except BaseException:
-            await self._transport.close()
+            await self._http.close()
             raise
+        self.session_id = reply["session_id"]
         for level, name in ((20, "info"), (30, "warning"), (40, "error")):
             if reply.get(f"{name}_message"):
-                log.log(level, "%s: %s", self._transport.url, reply[f"{name}_message"])
+                log.log(level, "%s: %s", self._http.url, reply[f"{name}_message"])
         self._tasks.append(asyncio.create_task(self._beat(), name="tinker heartbeat"))
         return self
 
@@ -168,38 +146,35 @@ class TinkerClient:
             await self._connection.drain(GOODBYE)
             await self._finish(error)
         finally:
-            await self._transport.close()
+            await self._http.close()
 
-    def hurry(self) -> None:
+    def stop_retrying(self) -> None:
         """The end is near: outlast no failures of the service for long any more."""
-        self._transport.hurry()
+        self._http.stop_retrying()
 
-    async def supported_models(self) -> list[SupportedModel]:
-        """The models that the service has."""
+    async def context_lengths(self) -> dict[str, int | None]:
+        """The models that the service has, with their context lengths where it names them."""
         call = Call("GET", "api/v1/get_server_capabilities")
-        body = await self._transport.send(call, json_object)
-        return [
-            SupportedModel(str(model["model_name"]), model.get("max_context_length"))
+        body = await self._http.send(call, json_object)
+        return {
+            str(model["model_name"]): model.get("max_context_length")
             for model in body.get("supported_models") or ()
             if model.get("model_name")
-        ]
+        }
 
     async def create_model(
         self,
         base_model: str,
         lora: LoraConfig | None = None,
         *,
-        user_metadata: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> TrainingClient:
         """A fresh LoRA on `base_model`."""
-        settings = {k: v for k, v in asdict(lora or LoraConfig()).items() if v is not None}
         payload = {
             "session_id": self.session_id,
             "model_seq_id": next(self._model_seq_ids),
             "base_model": base_model,
-            "lora_config": settings,
-            "user_metadata": dict(user_metadata) if user_metadata else None,
+            "lora_config": (lora or LoraConfig()).payload(),
             "type": "create_model",
         }
         future = await self._connection.submit_json("create_model", payload, CREATE_MODEL)
@@ -232,30 +207,28 @@ class TinkerClient:
         model_id = await future.result(timeout) or f"{self.session_id}:train:{seq_id}"
         return self._added(TrainingClient(self._connection, model_id))
 
-    async def checkpoint(self, path: str) -> Checkpoint:
-        """What `path` holds; raises RemoteError with status 404 when nothing is there."""
-        base_model, body = await self._connection.ask(
-            "weights_info", "base_model", {"tinker_path": path}
-        )
+    async def saved_model(self, path: str) -> tuple[str, LoraConfig]:
+        """The base model and the LoRA of the weights at `path`.
+
+        Raises RemoteError with status 404 when nothing is there.
+        """
+        body = await self._connection.post("weights_info", {"tinker_path": path}, "base_model")
         places = {
             name: bool(body[name])
             for name in ("train_mlp", "train_attn", "train_unembed")
             if body.get(name) is not None
         }
-        rank = body.get("lora_rank")
-        lora = LoraConfig(rank=rank or LoraConfig().rank, **places)
-        return Checkpoint(base_model, rank, lora)
+        return body["base_model"], LoraConfig(
+            rank=body.get("lora_rank") or LoraConfig().rank, **places
+        )
 
     async def delete(self, path: str) -> None:
         """Delete saved weights; that they are gone already is no error."""
         model_id, _, rest = path.removeprefix("tinker://").partition("/")
         where = f"{urllib.parse.quote(model_id)}/checkpoints/{urllib.parse.quote(rest)}"
         call = Call("DELETE", f"api/v1/training_runs/{where}")
-        try:
-            await self._transport.send(call, lambda reply: None)
-        except RemoteError as error:
-            if error.status != 404:
-                raise
+        with ignored(404):
+            await self._http.send(call, lambda reply: None)
 
     async def sampling_session(
         self, *, model_path: str | None = None, base_model: str | None = None
@@ -278,10 +251,10 @@ class TinkerClient:
             "model_path": model_path,
             "type": "create_sampling_session",
         }
-        session_id, _ = await self._connection.ask(
-            "create_sampling_session", "sampling_session_id", payload
+        made = await self._connection.post(
+            "create_sampling_session", payload, "sampling_session_id"
         )
-        return SamplingClient(self._connection, session_id)
+        return SamplingClient(self._connection, made["sampling_session_id"])
 
     async def sampler_of(
         self, model: TrainingClient, *, timeout: float | None = None
@@ -312,8 +285,8 @@ class TinkerClient:
     async def _create_then_load(
         self, path: str, optimizer: bool, timeout: float | None
     ) -> TrainingClient:
-        saved = await self.checkpoint(path)
-        model = await self.create_model(saved.base_model, saved.lora, timeout=timeout)
+        base_model, lora = await self.saved_model(path)
+        model = await self.create_model(base_model, lora, timeout=timeout)
         await (await model.load_weights(path, optimizer=optimizer)).result(timeout)
         return model
 
@@ -322,7 +295,7 @@ class TinkerClient:
         config = await self._post_if_known("client/config", body)
         if Flags.read(config).pjwt_auth_enabled and self._key:
             await self._renew_token()
-            self._transport.refresh = self._renew_token
+            self._http.refresh = self._renew_token
         dynamic = await self._post_if_known("client/dynamic_config", body)
         self._connection.configure(Flags.read(config, dynamic))
 
@@ -336,13 +309,13 @@ class TinkerClient:
 
     async def _renew_token(self) -> None:
         """Trade the key for a token; those who wait for the same renewal share it."""
-        expired = self._transport.secrets["X-API-Key"]
+        expired = self._http.secrets["X-API-Key"]
         async with self._renewal:
-            if self._transport.secrets["X-API-Key"] == expired:
+            if self._http.secrets["X-API-Key"] == expired:
                 key = {"X-API-Key": self._key}
-                token, _ = await self._connection.ask("auth/token", "jwt", {}, headers=key)
-                self._transport.hide(token)
-                self._transport.secrets["X-API-Key"] = token
+                reply = await self._connection.post("auth/token", {}, "jwt", headers=key)
+                self._http.hide(reply["jwt"])
+                self._http.secrets["X-API-Key"] = reply["jwt"]
 
     async def _beat(self) -> None:
         heard = time.monotonic()

@@ -14,19 +14,17 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from retrain.adapters.tinker.limits import Backpressure
 from retrain.errors import DeadlineError
-from retrain.transport.exchange import Reply
-from retrain.transport.refusals import Fault, error_body
-from retrain.transport.transport import (
-    NO_RETRY,
-    Call,
-    Patience,
-    RemoteError,
-    Transport,
-)
+from retrain.protocols.tinker.messages import PROTOBUF
+from retrain.transport.client import Call, HttpClient
+from retrain.transport.refusals import Fault, RemoteError, error_body
+from retrain.transport.retries import NO_RETRY, RetryBudget
+
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 Wire = Literal["proto", "json"]
@@ -36,7 +34,6 @@ POLL_TIMEOUT = 45.0
 """Seconds; the service answers a poll within about 30."""
 REPORT_AFTER = 60.0
 """Seconds between two lines about a job that still waits."""
-PROTOBUF = "application/x-protobuf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +77,8 @@ class _Pending:
 class Connection:
     """What the clients of one service share."""
 
-    def __init__(self, transport: Transport, *, wire: Wire, result_timeout: float) -> None:
-        self.transport = transport
+    def __init__(self, http: HttpClient, *, wire: Wire, result_timeout: float) -> None:
+        self.http = http
         self.wire: Wire = wire
         self.result_timeout = result_timeout
         """Seconds that a job may take, unless its caller says otherwise."""
@@ -95,39 +92,30 @@ class Connection:
             flags.sample_max_concurrent_requests, flags.sample_dispatch_bytes_semaphore_size
         )
 
-    async def post(self, endpoint: str, payload: Mapping[str, Any], **rest: Any) -> dict[str, Any]:
-        """The JSON reply of an endpoint; `rest` are further fields of `Call`."""
-        call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
-        return await self.transport.send(call, json_object)
+    async def post(
+        self, endpoint: str, payload: Mapping[str, Any], *needed: str, **rest: Any
+    ) -> dict[str, Any]:
+        """The JSON reply of an endpoint; `rest` are further fields of `Call`.
 
-    async def ask(
-        self, endpoint: str, name: str, payload: Mapping[str, Any], **rest: Any
-    ) -> tuple[str, dict[str, Any]]:
-        """The text that the reply has under `name`, and the whole reply.
-
-        Raises RemoteError with the code `malformed` when it has none.
+        Raises RemoteError with the code `malformed` when a `needed` key is missing.
         """
-        call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
 
-        def read(reply: Reply) -> tuple[str, dict[str, Any]]:
+        def read(reply: httpx.Response) -> dict[str, Any]:
             body = json_object(reply)
-            return str(body[name]), body
+            return body | {key: str(body[key]) for key in needed}
 
-        return await self.transport.send(call, read)
+        return await self.http.send(_post(endpoint, payload, **rest), read)
 
     async def submit(self, call: Call, kind: Kind[T]) -> Future[T]:
         """The job that the service accepted; the call may be sent twice, so it needs a seq_id."""
         asked = time.monotonic()
-        request_id = await self.transport.send(
-            call, lambda reply: str(json_object(reply)["request_id"])
-        )
+        request_id = await self.http.send(call, lambda reply: str(json_object(reply)["request_id"]))
         return Future(self, request_id, kind, time.monotonic() - asked)
 
     async def submit_json(
         self, endpoint: str, payload: Mapping[str, Any], kind: Kind[T], **rest: Any
     ) -> Future[T]:
-        call = Call.json("POST", f"api/v1/{endpoint}", _without_none(payload), **rest)
-        return await self.submit(call, kind)
+        return await self.submit(_post(endpoint, payload, **rest), kind)
 
     def cancel(self, request_id: str) -> None:
         """Tell the service that nobody waits for a sample, where it knows how."""
@@ -200,7 +188,7 @@ class Future(Generic[T]):
             self._abandon()
             raise DeadlineError(
                 f"{self._kind.name} {self.request_id} has no result after {limit:g} s "
-                f"(queue: {self.queue_state}); {self._connection.transport.url} still answers, so "
+                f"(queue: {self.queue_state}); {self._connection.http.url} still answers, so "
                 "it is slow or full: raise the deadline or lower the load"
             ) from error
         except asyncio.CancelledError:
@@ -209,20 +197,19 @@ class Future(Generic[T]):
         return self._result[0]
 
     async def _wait(self, started: float) -> T:
-        transport = self._connection.transport
-        patience: Patience | None = None
+        budget: RetryBudget | None = None
         iteration = quick = 0
         while True:
             asked = time.monotonic()
             try:
                 reply = await self._poll(iteration)
             except RemoteError as error:
-                patience = patience or Patience(transport, transport.policy)
-                await self._outlast(error, patience)
+                budget = budget or self._connection.http.retry_budget()
+                await self._outlast(error, budget)
                 continue
             if not isinstance(reply, _Pending):
                 return reply
-            patience, iteration = None, iteration + 1
+            budget, iteration = None, iteration + 1
             self._report(reply, started)
             # A service that doesn't hold a poll back would be asked in a hot loop.
             quick = quick + 1 if time.monotonic() - asked < 0.05 else 0
@@ -248,20 +235,20 @@ class Future(Generic[T]):
             policy=NO_RETRY,
             accept=frozenset({400, 408}),
         )
-        return await self._connection.transport.send(call, self._read)
+        return await self._connection.http.send(call, self._read)
 
-    async def _outlast(self, error: RemoteError, patience: Patience) -> None:
+    async def _outlast(self, error: RemoteError, budget: RetryBudget) -> None:
         """Wait before the next poll; raises `error` where a further poll can't help."""
         if error.code == "timeout":
             return  # the service holds polls back for longer than we wait: no failure
         if error.status in (402, 429):  # until paid, or until there is room: to the deadline
-            pause = self._connection.transport.policy.pause(3, error.retry_after)
+            pause = self._connection.http.policy.pause(3, error.retry_after)
         else:
-            pause = patience.pause(error)
+            pause = budget.pause(error)
         log.info("%s; asking again", error)
         await asyncio.sleep(pause)
 
-    def _read(self, response: Reply) -> T | _Pending:
+    def _read(self, response: httpx.Response) -> T | _Pending:
         if response.headers.get("content-type", "").startswith(PROTOBUF):
             if self._kind.from_proto is None:
                 raise ValueError(f"{self._kind.name} came as protobuf, which it never does")
@@ -277,7 +264,7 @@ class Future(Generic[T]):
             raise self._failed(response)
         return self._kind.from_json(body)
 
-    def _body(self, response: Reply) -> dict[str, Any]:
+    def _body(self, response: httpx.Response) -> dict[str, Any]:
         if response.status_code < 300:
             return json_object(response)
         try:
@@ -293,7 +280,7 @@ class Future(Generic[T]):
             retryable=True,
         )
 
-    def _failed(self, response: Reply) -> RemoteError:
+    def _failed(self, response: httpx.Response) -> RemoteError:
         body = error_body(response.content)
         fault: Fault = body.fault or ("user" if response.status_code == 400 else "unknown")
         return RemoteError(
@@ -324,7 +311,7 @@ class Future(Generic[T]):
             self._connection.cancel(self.request_id)
 
 
-def json_object(response: Reply) -> dict[str, Any]:
+def json_object(response: httpx.Response) -> dict[str, Any]:
     """The reply's JSON object; raises ValueError on anything else."""
     body = json.loads(response.content)
     if not isinstance(body, dict):
@@ -332,6 +319,7 @@ def json_object(response: Reply) -> dict[str, Any]:
     return body
 
 
-def _without_none(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The service's schema is strict: what isn't set must be left out."""
-    return {name: value for name, value in payload.items() if value is not None}
+def _post(endpoint: str, payload: Mapping[str, Any], **rest: Any) -> Call:
+    """The service's schema is strict: a key that is None must be left out."""
+    given = {name: value for name, value in payload.items() if value is not None}
+    return Call.json("POST", f"api/v1/{endpoint}", given, **rest)

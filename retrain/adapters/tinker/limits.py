@@ -87,8 +87,6 @@ class Backpressure:
         self.submissions = Budget(SUBMISSIONS)
         self.bytes = Budget(dispatch_bytes)
         self._resume = 0.0
-        self.pauses = 0
-        """How often the service turned a sample away."""
 
     def weight(self, tokens: int) -> Loan:
         """The bytes of a prompt of `tokens`, held while it is being sent."""
@@ -105,4 +103,3 @@ class Backpressure:
         """The service is full: nobody submits for a while (1 s, 5 s after a large prompt)."""
         default = 5.0 if BYTES_A_TOKEN * tokens > LARGE_PROMPT else 1.0
         self._resume = max(self._resume, time.monotonic() + (default if asked is None else asked))
-        self.pauses += 1

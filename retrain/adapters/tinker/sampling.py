@@ -10,46 +10,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from retrain.adapters.remote.published import Sampled
 from retrain.adapters.tinker.connection import Connection, Future, Kind
 from retrain.errors import AdapterError, DeadlineError
 from retrain.protocols.tinker import messages, payloads
-from retrain.protocols.tinker.values import SampleResult
-from retrain.transport.transport import NO_RETRY, Patience, RemoteError
+from retrain.protocols.tinker.values import SampledSequence, SampleResult
+from retrain.sampler import SamplingParams, Tokenizer
+from retrain.transport.refusals import RemoteError
+from retrain.transport.retries import NO_RETRY, RetryBudget
 
 SAMPLE = Kind("Sample", payloads.sample_from_json, messages.decode_sample)
 LOST_RESULTS = 3
 """How often a result may get lost on the service before that is an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleOptions:
-    """How to sample, in the protocol's own terms."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    """-1 keeps all tokens."""
-    stop: Sequence[str] | Sequence[int] | None = None
-    """Texts or token ids; None stops at the model's end token, an empty list nowhere."""
-    seed: int | None = None
-
-    def payload(self) -> dict[str, Any]:
-        sent: dict[str, Any] = {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
-        if self.stop is not None:
-            sent["stop"] = list(self.stop)
-        if self.seed is not None:
-            sent["seed"] = self.seed
-        return sent
 
 
 class SamplingClient:
@@ -68,12 +43,10 @@ class SamplingClient:
     async def sample(
         self,
         prompt: Sequence[int],
-        options: SampleOptions,
+        params: SamplingParams,
         *,
         n: int = 1,
         prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
         timeout: float | None = None,
     ) -> SampleResult:
         """`n` completions of `prompt`, within `timeout` seconds.
@@ -85,10 +58,10 @@ class SamplingClient:
             "sampling_session_id": self.session_id,
             "num_samples": n,
             "prompt": payloads.prompt_to_json(prompt),
-            "sampling_params": options.payload(),
+            "sampling_params": _payload(params),
             "prompt_logprobs": prompt_logprobs,
-            "topk_prompt_logprobs": topk_prompt_logprobs,
-            "topk_sample_logprobs": topk_sample_logprobs,
+            "topk_prompt_logprobs": 0,
+            "topk_sample_logprobs": 0,
             "type": "sample",
         }
         limit = self._connection.result_timeout if timeout is None else timeout
@@ -105,11 +78,11 @@ class SamplingClient:
         self, tokens: Sequence[int], *, timeout: float | None = None
     ) -> list[float | None]:
         """The log-prob of each token after those before it; None for the first."""
-        options = SampleOptions(max_tokens=1)
-        result = await self.sample(tokens, options, prompt_logprobs=True, timeout=timeout)
+        params = SamplingParams(max_tokens=1)
+        result = await self.sample(tokens, params, prompt_logprobs=True, timeout=timeout)
         if result.prompt_logprobs is None:
             raise AdapterError(
-                f"{self._connection.transport.url} returned no prompt log-probs: "
+                f"{self._connection.http.url} returned no prompt log-probs: "
                 "it does not compute them"
             )
         logprobs = list(result.prompt_logprobs)
@@ -131,10 +104,9 @@ class SamplingClient:
 
     async def _submit(self, payload: dict[str, Any], tokens: int) -> Future[SampleResult]:
         """Hand the sample over; sent again, always as the same request, until it is accepted."""
-        transport = self._connection.transport
         pressure = self._connection.backpressure
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
-        patience: Patience | None = None
+        budget: RetryBudget | None = None
         while True:
             async with pressure.submissions.take(), pressure.weight(tokens):
                 await pressure.pause_over()
@@ -147,6 +119,89 @@ class SamplingClient:
                         pressure.pause(tokens, error.retry_after)
                         pause = 0.0
                     else:
-                        patience = patience or Patience(transport, transport.policy)
-                        pause = patience.pause(error)
+                        budget = budget or self._connection.http.retry_budget()
+                        pause = budget.pause(error)
             await asyncio.sleep(pause)
+
+
+class ServedWeights:
+    """A `retrain.adapters.remote.published.Session` over one set of weights."""
+
+    def __init__(
+        self,
+        sampler: SamplingClient,
+        tokenizer: Tokenizer,
+        deadline: float,
+        delete: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """`deadline` is how many seconds a sample may take."""
+        self._delete = delete
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._deadline = deadline
+
+    async def sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
+    ) -> list[Sampled]:
+        """`n` completions; raises AdapterError when the service leaves one or its log-probs out."""
+        result = await self._sampler.sample(prompt_ids, params, n=n, timeout=self._deadline)
+        if len(result.sequences) != n:
+            raise AdapterError(
+                f"asked the service for {n} completions, got {len(result.sequences)}"
+            )
+        return [cut(one, params, self._tokenizer) for one in result.sequences]
+
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
+        """The log-prob of each token after those before it; None for the first."""
+        return await self._sampler.compute_logprobs(token_ids, timeout=self._deadline)
+
+    async def close(self) -> None:
+        """Free the snapshot, where it is a checkpoint of its own; sessions end by themselves."""
+        if self._sampler.snapshot is not None:
+            await self._delete(self._sampler.snapshot)
+
+
+def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer) -> Sampled:
+    """The sequence up to its first stop, that included."""
+    if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
+        raise AdapterError(
+            "the service returned a completion without a log-prob for each token: it can't be "
+            "trained on"
+        )
+    stops = [i for i, token in enumerate(sequence.tokens) if token in params.stop_token_ids]
+    completed = _completed(sequence.tokens, params.stop, tokenizer)
+    end = min((*stops[:1], *completed), default=None)
+    if end is None:
+        return Sampled(sequence.tokens, sequence.logprobs, sequence.stop_reason)
+    return Sampled(sequence.tokens[: end + 1], sequence.logprobs[: end + 1], "stop")
+
+
+def _completed(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """The index of the token that completes the first stop string, in a list, if any does."""
+
+    def has_stop(length: int) -> bool:
+        text = tokenizer.decode(tokens[:length])
+        return any(one in text for one in stop)
+
+    if not stop or not has_stop(len(tokens)):
+        return []
+    low, high = 0, len(tokens)  # no stop within `low` tokens, one within `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if has_stop(middle) else (middle, high)
+    return [high - 1]
+
+
+def _payload(params: SamplingParams) -> dict[str, Any]:
+    """The protocol takes token ids or strings to stop at, not both; ids go first."""
+    sent: dict[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+    }
+    if params.stop_token_ids or params.stop:
+        sent["stop"] = list(params.stop_token_ids or params.stop)
+    if params.seed is not None:
+        sent["seed"] = params.seed
+    return sent

@@ -17,54 +17,22 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from retrain.adapters.tinker import chunks
-from retrain.adapters.tinker.checks import check_data
-from retrain.adapters.tinker.connection import PROTOBUF, Connection, Future, Kind
+from retrain.adapters.tinker.connection import Connection, Future, Kind
+from retrain.adapters.tinker.data import check_data, merge, split
 from retrain.errors import AdapterError, ConfigError, install_command
 from retrain.protocols.tinker import messages, payloads
+from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.values import (
     Datum,
     ForwardBackward,
     ForwardBackwardOutput,
     LossConfig,
 )
-from retrain.transport.transport import Call, RemoteError
+from retrain.protocols.training import AdamParams
+from retrain.transport.client import Call
+from retrain.transport.refusals import RemoteError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class AdamParams:
-    """AdamW's settings of one step; they are sent with every step, so schedules are ours."""
-
-    learning_rate: float
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """0 is no clipping."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    """The size and the place of the trained matrices."""
-
-    rank: int = 32
-    seed: int | None = None
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What the service says of a model."""
-
-    model_name: str
-    tokenizer: str
-    """The name that a tokenizer is loaded by."""
-    lora_rank: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +54,7 @@ class Chunked:
 
     async def result(self, timeout: float | None = None) -> ForwardBackwardOutput:
         """The outputs in the order of the data; raises as `Future.result` does."""
-        return chunks.merge([await future.result(timeout) for future in self.futures])
+        return merge([await future.result(timeout) for future in self.futures])
 
 
 class TrainingClient:
@@ -98,7 +66,6 @@ class TrainingClient:
         self._next = next_seq_id
         self._turn = asyncio.Lock()  # first come, first served: the order of the calls
         self._broken = ""
-        self._saves = 0
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r}, next_seq_id={self._next})"
@@ -152,16 +119,6 @@ class TrainingClient:
         payload = {"path": path, "optimizer": optimizer}
         return await self._operation("load_weights", payload, LOAD_WEIGHTS)
 
-    async def info(self) -> ModelInfo:
-        """What the service says of this model."""
-        body = await self._connection.post(
-            "get_info", {"model_id": self.model_id, "type": "get_info"}
-        )
-        data = body.get("model_data") or {}
-        name = str(data.get("model_name") or body.get("model_name") or "")
-        tokenizer = str(data.get("tokenizer_id") or name)
-        return ModelInfo(name, plain_model_name(tokenizer), body.get("lora_rank"))
-
     async def unload(self) -> None:
         """Free the model on the service; not all of them know it."""
         payload = {"model_id": self.model_id, "type": "unload_model"}
@@ -170,7 +127,7 @@ class TrainingClient:
     async def _pass(self, data: Sequence[Datum], empty: ForwardBackward) -> Chunked:
         check_data(data, empty.loss)
         flags = self._connection.flags
-        parts = chunks.split(
+        parts = split(
             data,
             most_datums=flags.fwdbwd_max_chunk_len,
             most_bytes=flags.fwdbwd_max_chunk_bytes_count,
@@ -241,22 +198,13 @@ class TrainingClient:
         return future
 
 
-def plain_model_name(name: str) -> str:
-    """`org/model` of a name that may carry a variant (`org/model/variant`, `org/model:peft:1`).
-
-    A path on the service's machine (`/...`, `./...`, `~/...`, `C:...`) stays as it is.
-    """
-    if name[:1] in ("/", ".", "~") or name[1:2] == ":":
-        return name
-    return "/".join(name.split(":")[0].split("/")[:2])
-
-
 def _zstd(body: bytes) -> bytes:
     try:
         import zstandard
     except ImportError as error:
         raise ConfigError(
-            f"the service wants zstd, and zstandard is not installed: {install_command('remote')}"
+            "the service asks for zstd, which needs zstandard, which is not installed: "
+            f"{install_command('remote')}"
         ) from error
     return zstandard.ZstdCompressor().compress(body)
 

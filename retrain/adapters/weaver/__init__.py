@@ -4,7 +4,8 @@
 """
 
 from retrain.adapters.weaver.client import WeaverClient
-from retrain.adapters.weaver.wire import AdamParams, LoraConfig, TrainingRow
+from retrain.adapters.weaver.wire import TrainingRow
+from retrain.protocols.training import AdamParams, LoraConfig
 from retrain.sampler import SamplingParams
 
 __all__ = ["AdamParams", "LoraConfig", "SamplingParams", "TrainingRow", "WeaverClient"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from retrain.adapters.base import AdapterState
@@ -15,18 +16,12 @@ from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
 from retrain.adapters.remote.datums import Datum
 from retrain.adapters.remote.published import Scorer
 from retrain.adapters.weaver.client import WeaverClient
-from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.adapters.weaver.sampling import SamplingSession
 from retrain.adapters.weaver.wire import (
-    AdamParams,
     ForwardResult,
-    LoraConfig,
-    SampledSequence,
     TrainingRow,
 )
-from retrain.sampler import SamplingParams
-from retrain.transport.transport import RemoteError
 from retrain.types import Batch, Metrics
 
 
@@ -37,17 +32,17 @@ class WeaverAdapter(RemoteAdapter):
 
     async def forget(self, state: AdapterState) -> None:
         """Let the service drop the checkpoint; one that's gone already is well."""
-        await _expire(self._model, str(state.data["path"]), str(state.data["model_id"]))
+        await self._model.expire(str(state.data["path"]), str(state.data["model_id"]))
 
     def hurry(self) -> None:
-        self._client.hurry()
+        self._client.stop_retrying()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
         client = WeaverClient(
             self.options.service_url,
             api_key="" if self.local else None,
-            transport=self._transport,
+            http=self._http,
             deadline=max(
                 deadlines.sample, deadlines.update, deadlines.publish, deadlines.checkpoint
             ),
@@ -58,7 +53,7 @@ class WeaverAdapter(RemoteAdapter):
         self._model = await self._client.create_model(
             self.base_model,
             training_mode=self.options.training_mode,
-            lora=LoraConfig(**self._lora()),
+            lora=self._lora(),
         )
 
     async def _served_context(self) -> int | None:
@@ -66,19 +61,20 @@ class WeaverAdapter(RemoteAdapter):
         suffix = self.base_model.rpartition(":")[2]
         return int(suffix) if suffix.isdigit() else None
 
-    async def _snapshot(self, version: int) -> ServedExport:
+    async def _snapshot(self, version: int) -> SamplingSession:
         name = f"version_{version:06d}_{uuid.uuid4().hex[:8]}"
         exporting = await self._model.save_for_sampler(name, ttl_seconds=self.options.sampler_ttl)
         path = await exporting.result()
         session = await self._client.sampling_session(path=path, model=self._model)
-        return ServedExport(session, self._model, path)
+        session.after = partial(self._model.expire, path)
+        return session
 
     async def _untrained(self) -> Scorer:
         return await self._client.sampling_session(base_model=self.base_model)
 
     async def _save(self, name: str) -> Mapping[str, Any]:  # JSON values
-        saved = await self._model.save_state(name, optimizer=True)
-        return {"path": saved.path, "model_id": self._model.id}
+        path = await self._model.save_state(name, optimizer=True)
+        return {"path": path, "model_id": self._model.id}
 
     async def _restore(self, path: str) -> None:
         await self._model.load_state(path, optimizer=True)
@@ -107,7 +103,7 @@ class WeaverAdapter(RemoteAdapter):
     ) -> tuple[list[list[float]], Metrics]:
         """Log-probs and metrics of one step; the optimizer's is submitted before the passes end."""
         passes = [await self._model.forward_backward(part, loss) for part in self._requests(rows)]
-        stepping = await self._model.optim_step(AdamParams(**self._adam()))
+        stepping = await self._model.optim_step(self._adam())
         logprobs = _joined([await one.result() for one in passes])
         return logprobs, grad_norm(await stepping.result())
 
@@ -120,36 +116,6 @@ class WeaverAdapter(RemoteAdapter):
                 start, tokens = index, 0
             tokens += len(row.tokens)
         yield rows[start:]
-
-
-class ServedExport:
-    """A `retrain.adapters.remote.published.Session` whose exported weights go with it."""
-
-    def __init__(self, session: SamplingSession, model: WeaverModel, path: str) -> None:
-        self._session = session
-        self._model = model
-        self._path = path
-
-    async def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
-    ) -> list[SampledSequence]:
-        return await self._session.sample(prompt_ids, params, n)
-
-    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
-        return await self._session.compute_logprobs(token_ids)
-
-    async def close(self) -> None:
-        """Delete the session, and let the service drop the export."""
-        await self._session.close()
-        await _expire(self._model, self._path, self._model.id)
-
-
-async def _expire(model: WeaverModel, path: str, model_id: str) -> None:
-    try:
-        await model.expire(path, model_id)
-    except RemoteError as error:
-        if error.status != 404:
-            raise
 
 
 def _row(loss: str, datum: Datum) -> TrainingRow:

@@ -13,29 +13,24 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection, clean_up, or_undo, understood
+from retrain.adapters.weaver.connection import Connection, Pace, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
-from retrain.adapters.weaver.operations import Pace
 from retrain.adapters.weaver.sampling import SamplingSession
-from retrain.transport.transport import RemoteError, RetryPolicy, Transport
+from retrain.protocols.training import LoraConfig
+from retrain.transport.client import HttpClient
+from retrain.transport.refusals import RemoteError
+from retrain.transport.retries import RetryPolicy
 from retrain.transport.vendors import WEAVER
 
 if TYPE_CHECKING:
     import httpx
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SupportedModel:
-    name: str
-    tokenizer_path: str | None
 
 
 class WeaverClient:
@@ -58,7 +53,7 @@ class WeaverClient:
         url: str = WEAVER.url,
         *,
         api_key: str | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
         policy: RetryPolicy | None = None,
         pace: Pace | None = None,
         deadline: float = 3600.0,
@@ -83,16 +78,16 @@ class WeaverClient:
                 and project come from WEAVER_ORGANIZATION_ID and WEAVER_PROJECT_ID.
         """
         key = WEAVER.api_key(url, api_key)
-        self.transport = Transport(
+        self._http = HttpClient(
             url,
             headers={"User-Agent": f"retrain/{version('retrain')}"},
             secrets={"X-WEAVER-API-KEY": key} if key else {},
             policy=policy,
-            transport=transport,
+            http=http,
             vendor=WEAVER,
         )
         self.session_id = ""
-        self._connection = Connection(self.transport, deadline, pace or Pace(), resend)
+        self._connection = Connection(self._http, deadline, pace or Pace(), resend)
         self._heartbeat = heartbeat
         self._session = {
             "tags": list(tags),
@@ -107,14 +102,15 @@ class WeaverClient:
         self._beating: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"WeaverClient({self.transport.url!r}, session={self.session_id!r})"
+        return f"WeaverClient({self._http.url!r}, session={self.session_id!r})"
 
     async def __aenter__(self) -> Self:
         try:
-            reply = await self._connection.call("POST", "sessions", self._session)
-            self.session_id = understood(wire.identifier, reply)
+            self.session_id = await self._connection.call(
+                "POST", "sessions", self._session, wire.identifier
+            )
         except BaseException:
-            await self.transport.close()
+            await self._http.close()
             raise
         self._beating = asyncio.create_task(self._beat(), name="weaver heartbeat")
         return self
@@ -143,43 +139,41 @@ class WeaverClient:
                 self._beating.cancel()
                 with suppress(asyncio.CancelledError):
                     await self._beating
-            await self.transport.close()
+            await self._http.close()
 
-    def hurry(self) -> None:
+    def stop_retrying(self) -> None:
         """The end is near: outlast no failures of the service for long any more."""
-        self.transport.hurry()
+        self._http.stop_retrying()
 
     async def create_model(
         self,
         base_model: str,
         *,
         training_mode: Literal["lora", "full_ft"] = "lora",
-        lora: wire.LoraConfig | None = None,
-        max_sequence_length: int | None = None,
+        lora: LoraConfig | None = None,
     ) -> WeaverModel:
-        """A model to train, at step 0; GPUs are found when it first works.
-
-        `max_sequence_length` bounds a training row, in tokens; None leaves it to the service.
-        """
+        """A model to train, at step 0; GPUs are found when it first works."""
         payload: dict[str, Any] = {
             "model_seq_id": next(self._model_seq),
             "base_model": base_model,
             "training_mode": training_mode,
         }
         if training_mode == "lora":
-            payload["lora_config"] = (lora or wire.LoraConfig()).payload()
-        if max_sequence_length is not None:
-            payload["training_max_sequence_length"] = max_sequence_length
+            payload["lora_config"] = (lora or LoraConfig()).payload()
         return await or_undo(self._create_model(payload), WeaverModel.close)
 
     async def _create_model(self, payload: dict[str, Any]) -> WeaverModel:
         path = f"sessions/{self.session_id}/models"
-        reply = await self._connection.call("POST", path, payload)
+        name, id = await self._connection.call(
+            "POST",
+            path,
+            payload,
+            lambda made: (wire.read(made, "base_model"), wire.identifier(made)),
+        )
         model = WeaverModel(
             self._connection,
-            understood(wire.identifier, reply),
-            base_model=str(wire.read(reply, "base_model", payload["base_model"])),
-            tokenizer_path=wire.read(reply, "tokenizer_path"),
+            id,
+            base_model=str(name or payload["base_model"]),
             forget=lambda id: self._models.pop(id, None),
         )
         self._models[model.id] = model
@@ -219,34 +213,12 @@ class WeaverClient:
     ) -> tuple[SamplingSession, wire.OperationState | None]:
         """The session, and the operation that loads its weights where there is one."""
         where = f"sessions/{self.session_id}/sampling-sessions"
-        reply = await self._connection.call("POST", where, payload)
-        made, loading = (
-            wire.read(reply, "sampling_session", reply),
-            wire.read(reply, "sync_operation"),
-        )
+        id, loading = await self._connection.call("POST", where, payload, wire.sampling_session)
         session = SamplingSession(
-            self._connection,
-            understood(wire.identifier, made),
-            forget=lambda id: self._samplers.pop(id, None),
+            self._connection, id, forget=lambda id: self._samplers.pop(id, None)
         )
         self._samplers[session.id] = session
-        return session, None if loading is None else understood(wire.operation, loading)
-
-    async def supported_models(self) -> list[SupportedModel]:
-        """The base models that the service offers."""
-        found: list[SupportedModel] = []
-        while True:
-            page = await self._connection.call(
-                "GET", f"supported-models?limit=100&offset={len(found)}"
-            )
-            items = wire.read(page, "items", [])
-            for item in items:
-                resource = wire.read(wire.read(item, "config"), "resource")
-                tokenizer = wire.read(wire.read(resource, "tokenizer"), "path")
-                found.append(SupportedModel(str(wire.read(item, "name", "")), tokenizer))
-            total = wire.read(wire.read(page, "pagination"), "total_count", len(found))
-            if not items or len(found) >= int(total):
-                return found
+        return session, loading
 
     async def _beat(self) -> None:
         """Tell the service that we live; a beat that fails is no matter, the next may not."""

@@ -1,46 +1,202 @@
-"""Calls on one Weaver service: JSON in, JSON or an Operation out, and the undoing of calls.
+"""One Weaver service as its clients see it: calls, operations, and the undoing of calls.
 
-`or_undo` is what keeps a promise on cancellation: a call that makes something on the service is
-never abandoned half-way; it is waited for, for a few seconds, and what it made is removed.
+- Weaver answers slow requests with an operation: submitted by POST, then polled by GET. The first
+  poll comes soon and the pauses grow (`Pace`), so a short step is not held up and a long queue
+  costs few requests.
+- A wait ends with the result, with the operation's error, or at its deadline. A failed operation is
+  never submitted again from here: it may have changed half of a state.
+- A call that makes something on the service is never abandoned half-way: when cancelled, it gets a
+  few seconds to end, and what it made is removed (`or_undo`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.operations import Operation, Pace, decode_json, decode_operation
-from retrain.transport.transport import Call, RemoteError, Transport
+from retrain.transport.client import Call, HttpClient
+from retrain.transport.refusals import RemoteError
+
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CLEAN_UP = 5.0
-"""Seconds that undoing something on the service may take."""
+"""Seconds that removing something from the service may take."""
+REPORT_AFTER = 30.0
+"""Seconds of waiting after which the log says what the service waits for."""
+REPORT_EVERY = 60.0
+LOST_POLLS = 20
+"""Polls in a row that may find the operation's store unreachable."""
+USER_CODES = ("invalid", "unsupported", "quota", "unauthorized", "forbidden")
+"""Words in an error code that mean that the caller caused the error."""
+
+
+def _json(response: httpx.Response) -> Any:
+    """The reply's JSON value, {} for an empty body."""
+    return json.loads(response.content) if response.content.strip() else {}
+
+
+def _operation(response: httpx.Response) -> wire.OperationState:
+    return wire.operation(_json(response))
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The pauses between polls of an operation, in seconds."""
+
+    first: float = 0.02
+    factor: float = 1.5
+    cap: float = 2.0
+
+    def pause(self, poll: int) -> float:
+        """Before poll number `poll` (from 0)."""
+        return float(min(self.first * self.factor ** min(poll, 64), self.cap))
+
+
+class Operation(Generic[T]):
+    """One submitted operation; `result` waits for it, as often as asked."""
+
+    def __init__(
+        self,
+        http: HttpClient,
+        state: wire.OperationState,
+        parse: Callable[[Any], T],
+        *,
+        what: str,
+        deadline: float,
+        pace: Pace,
+    ) -> None:
+        """`parse` makes the result of a response; its ValueError is a malformed reply."""
+        self.id = state.id
+        self.what = what
+        self._http = http
+        self._state = state
+        self._parse = parse
+        self._deadline = deadline
+        self._ends = time.monotonic() + deadline
+        self._pace = pace
+
+    def __repr__(self) -> str:
+        return f"Operation({self.what!r}, id={self.id!r}, {self._state.status})"
+
+    @property
+    def settled(self) -> bool:
+        """Whether the service has finished it, well or badly, as far as we know."""
+        return self._state.status in ("done", "error")
+
+    async def result(self) -> T:
+        """What the operation gave.
+
+        Raises RemoteError when it failed, when the service can't be reached, or with the code
+        `timeout` when it isn't done before its deadline.
+        """
+        await self.settle()
+        if self._state.status == "error":
+            raise self._failed()
+        try:
+            return self._parse(self._state.response)
+        except (ValueError, TypeError) as error:
+            raise RemoteError(
+                f"{self.what}: the operation is done, but its result can't be read: {error}",
+                code="malformed",
+                may_have_acted=True,
+                request_id=self.id,
+                fault="server",
+            ) from error
+
+    async def settle(self) -> None:
+        """Wait until the operation is done or failed; raises RemoteError as `result` does."""
+        began = reported = time.monotonic()
+        polls = lost = 0
+        while not self.settled:
+            pause = self._pace.pause(polls)
+            now = time.monotonic()
+            if now + pause > self._ends:
+                raise self._late()
+            if now - began > REPORT_AFTER and now - reported > REPORT_EVERY:
+                reported = now
+                waits = self._state.waiting_for or self._state.status
+                log.warning("%s: waiting for %.0f s (%s)", self.what, now - began, waits)
+            await asyncio.sleep(pause)
+            polls += 1
+            found = await self._poll(may_be_lost=lost < LOST_POLLS)
+            lost = 0 if found else lost + 1
+
+    async def _poll(self, *, may_be_lost: bool) -> bool:
+        call = Call("GET", f"api/v1/operations/{self.id}")
+        try:
+            async with asyncio.timeout_at(self._loop_deadline()):
+                self._state = await self._http.send(call, _operation)
+        except TimeoutError:
+            raise self._late() from None
+        except RemoteError as error:
+            # The service reports a lost connection to its own store as "not found".
+            if may_be_lost and error.status == 404 and "connection" in str(error).lower():
+                return False
+            raise
+        return True
+
+    def _loop_deadline(self) -> float:
+        return asyncio.get_running_loop().time() + max(self._ends - time.monotonic(), 0.0)
+
+    def _late(self) -> RemoteError:
+        waits = self._state.waiting_for
+        return RemoteError(
+            f"{self.what} is still {self._state.status} after {self._deadline:g} s"
+            + (f": {waits}" if waits else ""),
+            code="timeout",
+            retryable=True,
+            may_have_acted=True,
+            request_id=self.id,
+            fault="server",
+        )
+
+    def _failed(self) -> RemoteError:
+        facts = self._state.error
+        stage = wire.read(facts["details"], "stage")
+        return RemoteError(
+            f"{self.what} failed{f' in {stage}' if stage else ''}: {facts['message']}",
+            code=facts["code"],
+            retryable=facts["retryable"],
+            may_have_acted=True,
+            request_id=self.id,
+            fault="user" if any(word in facts["code"] for word in USER_CODES) else "server",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
     """Where the calls of one client go, and how long its operations may take."""
 
-    transport: Transport
+    http: HttpClient
     deadline: float = 3600.0
     """Seconds that one operation may take."""
     pace: Pace = field(default_factory=Pace)
     resend: bool = False
     """The service recognises a repeated seq_id: a training call may be sent again."""
 
-    async def call(self, method: str, path: str, payload: Any = None) -> Any:
-        """The reply's JSON value. Repeated when the reply is lost: meant for harmless calls."""
+    async def call(
+        self, method: str, path: str, payload: Any = None, parse: Callable[[Any], T] = _as_is
+    ) -> T:
+        """`parse` of the reply's JSON. Sent again when the reply is lost or can't be parsed."""
         where = f"api/v1/{path}"
         call = Call(method, where) if payload is None else Call.json(method, where, payload)
-        return await self.transport.send(call, decode_json)
+        return await self.http.send(call, lambda reply: parse(_json(reply)))
 
     async def submit(
         self,
@@ -59,15 +215,13 @@ class Connection:
             headers={"Content-Type": "application/json"},
             idempotent=idempotent,
         )
-        return self.watch(await self.transport.send(call, decode_operation), parse, what=what)
+        return self.watch(await self.http.send(call, _operation), parse, what=what)
 
     def watch(
         self, state: wire.OperationState, parse: Callable[[Any], T], *, what: str
     ) -> Operation[T]:
-        """An operation that the service has told us of."""
-        return Operation(
-            self.transport, state, parse, what=what, deadline=self.deadline, pace=self.pace
-        )
+        """An operation that the service has started."""
+        return Operation(self.http, state, parse, what=what, deadline=self.deadline, pace=self.pace)
 
 
 async def or_undo(make: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]]) -> T:
@@ -95,16 +249,3 @@ async def clean_up(ending: Awaitable[object]) -> None:
             await ending
         except RemoteError as error:
             log.warning("could not clean up on the service: %s", error)
-
-
-def understood(parse: Callable[[Any], T], reply: Any) -> T:
-    """`parse(reply)`; a reply that it can't read is a RemoteError, the service's fault."""
-    try:
-        return parse(reply)
-    except ValueError as error:
-        raise RemoteError(
-            f"the service's reply can't be read: {error}",
-            code="malformed",
-            may_have_acted=True,
-            fault="server",
-        ) from error

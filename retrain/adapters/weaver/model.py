@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection
-from retrain.adapters.weaver.operations import Operation
-from retrain.transport.transport import RemoteError
+from retrain.adapters.weaver.connection import Connection, Operation
+from retrain.protocols.training import AdamParams
+from retrain.transport.refusals import RemoteError, ignored
 
 T = TypeVar("T")
 
@@ -35,13 +35,11 @@ class WeaverModel:
         id: str,
         *,
         base_model: str,
-        tokenizer_path: str | None = None,
         forget: Callable[[str], object] = lambda _: None,
     ) -> None:
         """`forget` is told the id when the model is terminated."""
         self.id = id
         self.base_model = base_model
-        self.tokenizer_path = tokenizer_path
         self._connection = connection
         self._forget = forget
         self._seq_id = 0
@@ -74,7 +72,7 @@ class WeaverModel:
         """
         return await self._pass("forward_backward", rows, loss_fn, loss_fn_config)
 
-    async def optim_step(self, adam: wire.AdamParams) -> Operation[dict[str, float]]:
+    async def optim_step(self, adam: AdamParams) -> Operation[dict[str, float]]:
         """Apply the gradients and zero them; the result is the service's metrics."""
         return await self._train(
             "optimizer-steps",
@@ -95,7 +93,7 @@ class WeaverModel:
         return await self._train(
             "export-sampler",
             lambda seq_id: wire.dumps({"seq_id": seq_id, **wanted}),
-            lambda response: wire.checkpoint(response).path,
+            wire.checkpoint_path,
             what="save_for_sampler",
         )
 
@@ -145,8 +143,8 @@ class WeaverModel:
 
     async def save_state(
         self, name: str, *, optimizer: bool = True, ttl_seconds: int | None = None
-    ) -> wire.Checkpoint:
-        """A checkpoint of the weights, with the optimizer's state or without; None keeps it."""
+    ) -> str:
+        """The path of a checkpoint, with the optimizer's state or without; None keeps it."""
         payload: dict[str, Any] = {
             "type": "weight_and_optimizer" if optimizer else "weight",
             "name": name,
@@ -157,7 +155,7 @@ class WeaverModel:
             operation = await self._connection.submit(
                 f"models/{self.id}/checkpoints",
                 wire.dumps(payload),
-                wire.checkpoint,
+                wire.checkpoint_path,
                 what=f"save_state({name!r})",
             )
             return await operation.result()
@@ -173,11 +171,6 @@ class WeaverModel:
             )
             await operation.result()
 
-    async def checkpoints(self) -> list[wire.Checkpoint]:
-        """The newest first, exports for sampling included."""
-        reply = await self._connection.call("GET", f"models/{self.id}/checkpoints")
-        return [wire.checkpoint(item) for item in wire.read(reply, "items", [])]
-
     async def expire(
         self, path: str, model_id: str | None = None, *, ttl_seconds: int | None = 1
     ) -> None:
@@ -187,16 +180,14 @@ class WeaverModel:
         """
         payload = {"path": path, "ttl_seconds": ttl_seconds}
         where = f"models/{model_id or self.id}/checkpoints/ttl"
-        await self._connection.call("PATCH", where, payload)
+        with ignored(404):
+            await self._connection.call("PATCH", where, payload)
 
     async def close(self) -> None:
         """Terminate the model on the service; one that's gone already is well."""
         self._forget(self.id)
-        try:
+        with ignored(404, 409):
             await self._connection.call("POST", f"models/{self.id}/terminate", {})
-        except RemoteError as error:
-            if error.status not in (404, 409):
-                raise
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:

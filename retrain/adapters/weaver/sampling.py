@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from retrain.adapters.remote.published import Sampled
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection, clean_up
 from retrain.sampler import SamplingParams
-from retrain.transport.transport import RemoteError
+from retrain.transport.refusals import RemoteError, ignored
 
 
 class SamplingSession:
@@ -20,6 +21,8 @@ class SamplingSession:
     ) -> None:
         """`forget` is told the id when the session is deleted."""
         self.id = id
+        self.after: Callable[[], Awaitable[None]] | None = None
+        """Frees what belongs to the session, once that is deleted."""
         self._connection = connection
         self._forget = forget
 
@@ -39,7 +42,7 @@ class SamplingSession:
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
-    ) -> list[wire.SampledSequence]:
+    ) -> list[Sampled]:
         """`n` sequences, in the service's order, empty ones kept.
 
         Raises RemoteError, with the code `malformed` when not `n` of them came.
@@ -72,11 +75,10 @@ class SamplingSession:
     async def close(self) -> None:
         """Delete the session; one that's gone already is well. Raises RemoteError."""
         self._forget(self.id)
-        try:
+        with ignored(404):
             await self._connection.call("DELETE", f"sampling-sessions/{self.id}")
-        except RemoteError as error:
-            if error.status != 404:
-                raise
+        if self.after is not None:
+            await self.after()
 
 
 def sample_payload(prompt_ids: Sequence[int], params: SamplingParams, n: int) -> dict[str, Any]:

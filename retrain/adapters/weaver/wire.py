@@ -15,36 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from retrain.adapters.remote.published import Sampled
 from retrain.errors import NonFiniteError, shown
+from retrain.protocols.training import AdamParams
 
 Json = Mapping[str, Any]  # an object as it came off the wire
-
-
-@dataclass(frozen=True, slots=True)
-class AdamParams:
-    """One optimizer step. All six always go out: the services' own defaults differ."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    grad_clip_norm: float = 1.0
-    """Largest norm of the gradient; 0 doesn't clip."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    rank: int = 32
-    seed: int | None = None
-    """Of the adapter's initial weights; None leaves it to the service."""
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-    def payload(self) -> dict[str, Any]:
-        """Without a seed when there is none."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +36,6 @@ class ForwardResult:
     logprobs: Sequence[Sequence[float]]
     """Log-prob of each target, one list (N,) a row, in the rows' order."""
     metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class SampledSequence:
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    text: str | None
-    """As the service decoded it, special tokens included; None when it sent none."""
-    stop_reason: str
-    """`stop`, `length` or `abort` (the service cut it short)."""
-    weight_version: Any = None  # whatever the service counts by
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    path: str
-    """Opaque; what `load` and a sampling session take."""
-    id: str = ""
-    name: str = ""
-    type: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +156,13 @@ def identifier(payload: Any) -> str:
     return str(found)
 
 
+def sampling_session(payload: Any) -> tuple[str, OperationState | None]:
+    """The session's id, and the operation that loads its weights where there is one."""
+    loading = read(payload, "sync_operation")
+    session = read(payload, "sampling_session", payload)
+    return identifier(session), None if loading is None else operation(loading)
+
+
 def operation(payload: Any) -> OperationState:
     """What an operation's reply says; raises ValueError when it isn't one."""
     status = str(read(payload, "status", "")).lower()
@@ -260,7 +222,7 @@ def metrics(response: Any) -> dict[str, float]:
     return joined
 
 
-def sequences(response: Any) -> list[SampledSequence]:
+def sequences(response: Any) -> list[Sampled]:
     """Every sequence of a sample, empty ones included: a prompt's n samples stay n."""
     found = read(response, "sequences", read(read(response, "result"), "sequences"))
     if not isinstance(found, list):
@@ -268,18 +230,12 @@ def sequences(response: Any) -> list[SampledSequence]:
     return [_sequence(raw) for raw in found]
 
 
-def _sequence(raw: Any) -> SampledSequence:
+def _sequence(raw: Any) -> Sampled:
     tokens = [int(token) for token in read(raw, "tokens", [])]
     logprobs = _numbers(read(raw, "logprobs", []))
     if len(tokens) != len(logprobs):
         raise ValueError(f"a sequence has {len(tokens)} tokens but {len(logprobs)} logprobs")
-    return SampledSequence(
-        tokens=tokens,
-        logprobs=logprobs,
-        text=read(raw, "text"),
-        stop_reason=str(read(raw, "stop_reason", "stop")),
-        weight_version=read(raw, "weight_version"),
-    )
+    return Sampled(tokens, logprobs, str(read(raw, "stop_reason", "stop")))
 
 
 def prompt_logprobs(response: Any) -> list[float | None]:
@@ -290,13 +246,12 @@ def prompt_logprobs(response: Any) -> list[float | None]:
     return [None if value is None else float(value) for value in found]
 
 
-def checkpoint(payload: Any) -> Checkpoint:
-    """Raises ValueError when the service names no path to load it from."""
+def checkpoint_path(payload: Any) -> str:
+    """What `load` and a sampling session take; raises ValueError when the service names none."""
     path = read(payload, "path") or read(payload, "model_path")
     if not path:
         raise ValueError(f"expected a checkpoint with a path, got {brief(payload)}")
-    name, kind = str(read(payload, "name", "")), str(read(payload, "type", ""))
-    return Checkpoint(str(path), str(read(payload, "id", "")), name, kind)
+    return str(path)
 
 
 def brief(payload: Any) -> str:

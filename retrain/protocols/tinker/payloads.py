@@ -14,7 +14,6 @@ from retrain.protocols.tinker.values import (
     SampleResult,
     StopReason,
     Tensor,
-    TopK,
 )
 
 
@@ -60,14 +59,12 @@ def sample_from_json(body: Mapping[str, Any]) -> SampleResult:
             tokens=[int(token) for token in sequence["tokens"]],
             logprobs=sequence.get("logprobs"),
             stop_reason=_stop_reason(sequence.get("stop_reason", "stop")),
-            topk=_topk_from_json(sequence.get("topk_logprobs")),
         )
         for sequence in body["sequences"]
     ]
     return SampleResult(
         sequences,
         body.get("prompt_logprobs"),
-        _topk_from_json(body.get("topk_prompt_logprobs")),
         body.get("prompt_cache_hit_tokens") or 0,
     )
 
@@ -90,9 +87,3 @@ def _stop_reason(name: str) -> StopReason:
     if name not in get_args(StopReason):
         raise ValueError(f"the stop reason {name!r} is unknown: expected stop or length")
     return cast(StopReason, name)
-
-
-def _topk_from_json(rows: Sequence[Sequence[Sequence[float]] | None] | None) -> TopK | None:
-    if rows is None:
-        return None
-    return [[(int(token), float(lp)) for token, lp in row or ()] for row in rows]

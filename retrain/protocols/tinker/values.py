@@ -87,10 +87,6 @@ class ForwardBackwardOutput:
         return [list(output["logprobs"].data) for output in self.outputs]
 
 
-TopK = list[list[tuple[int, float]]]
-"""For each position, (token id, log-prob) from the most to the least likely."""
-
-
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
     """One completion; the stop token, when it was sampled, is its last token."""
@@ -98,7 +94,6 @@ class SampledSequence:
     tokens: Sequence[int]
     logprobs: Sequence[float] | None
     stop_reason: StopReason
-    topk: TopK | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +103,4 @@ class SampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Sequence[float | None] | None = None
     """None where a token has no context, such as the first."""
-    topk_prompt: TopK | None = None
     cache_hit_tokens: int = 0

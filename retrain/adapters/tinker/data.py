@@ -1,4 +1,4 @@
-"""What the service would refuse, or silently get wrong, is refused before it is sent."""
+"""A batch on its way to the service: checked, cut into requests, and their results joined again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from retrain.protocols.tinker.values import Datum, Tensor
+from retrain.protocols.tinker.values import Datum, ForwardBackwardOutput, Tensor
 
 _RATIO = ("target_tokens", "logprobs", "advantages")
 LOSS_INPUTS: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -32,6 +32,48 @@ def check_data(data: Sequence[Datum], loss: str) -> None:
         problem = _problem(datum, LOSS_INPUTS.get(loss))
         if problem:
             raise ValueError(f"datum {index} of the batch: {problem}")
+
+
+def split(data: Sequence[Datum], *, most_datums: int, most_bytes: int) -> list[list[Datum]]:
+    """Consecutive chunks within both limits; a datum larger than `most_bytes` goes alone."""
+    chunks: list[list[Datum]] = []
+    size = 0
+    for datum in data:
+        full = chunks and (len(chunks[-1]) >= most_datums or size + datum.size > most_bytes)
+        if not chunks or full:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(datum)
+        size += datum.size
+    return chunks
+
+
+def merge(parts: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    """The result that one request would have had: outputs in order, metrics by their reduction.
+
+    A metric is named `name:reduction`: sums are added, `min` and `max` kept, and all others
+    averaged over the datums. A metric that some part lacks is dropped.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    metrics = {
+        name: _reduced(name, [(part.metrics[name], len(part.outputs)) for part in parts])
+        for name in (parts[0].metrics if parts else ())
+        if all(name in part.metrics for part in parts)
+    }
+    outputs = [output for part in parts for output in part.outputs]
+    return ForwardBackwardOutput(outputs, metrics, parts[0].kind if parts else "")
+
+
+def _reduced(name: str, weighted: Sequence[tuple[float, int]]) -> float:
+    values = [value for value, _ in weighted]
+    reduction = name.rpartition(":")[2]
+    if reduction == "sum":
+        return math.fsum(values)
+    if reduction in ("min", "max"):
+        return min(values) if reduction == "min" else max(values)
+    total = sum(max(count, 1) for _, count in weighted)
+    return math.fsum(value * max(count, 1) for value, count in weighted) / total
 
 
 def _problem(datum: Datum, expected: Sequence[str] | None) -> str:

@@ -1,0 +1,185 @@
+"""The network under an `httpx.AsyncClient`: aiohttp's connections behind httpx's transport face.
+
+httpx's own connection pool spends its time on itself once 300 requests are in flight; aiohttp's
+serves thousands. This module imports both libraries, so it is imported when a client is opened.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import ssl
+import urllib.request
+from typing import Any
+
+import aiohttp
+import httpx
+from multidict import CIMultiDict
+
+from retrain.errors import ConfigError
+
+KEEPALIVE = 4.0
+"""Seconds that an idle connection is kept: below the 5 s after which uvicorn closes its end."""
+CONNECT = 10.0
+"""Seconds that opening a connection may take."""
+TIMEOUT = httpx.Timeout(None, connect=CONNECT)
+"""Of one request; `HttpClient` limits the time of a whole attempt."""
+UNSENT = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.InvalidURL,
+    httpx.PoolTimeout,
+    httpx.ProxyError,
+    httpx.UnsupportedProtocol,
+)
+"""Errors after which no byte of the request can have reached the service."""
+_AS_HTTPX: tuple[tuple[type[Exception], type[httpx.TransportError]], ...] = (
+    (aiohttp.ConnectionTimeoutError, httpx.ConnectTimeout),
+    (aiohttp.ClientHttpProxyError, httpx.ProxyError),
+    (aiohttp.ClientConnectorError, httpx.ConnectError),
+    (aiohttp.InvalidURL, httpx.UnsupportedProtocol),
+    (aiohttp.ClientResponseError, httpx.RemoteProtocolError),
+    (aiohttp.ServerDisconnectedError, httpx.RemoteProtocolError),
+    (Exception, httpx.ReadError),
+)
+"""aiohttp's errors as httpx's; the first row that fits decides."""
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")
+"""The user and password in a proxy's URL."""
+
+
+class NetworkTransport(httpx.AsyncBaseTransport):
+    """HTTP/1.1 over aiohttp, with keep-alive; a reply is read whole before it is returned."""
+
+    def __init__(
+        self,
+        *,
+        verify: ssl.SSLContext | None = None,
+        proxy: str | None = None,
+        max_connections: int = 1000,
+    ) -> None:
+        """`verify` is by default httpx's context: SSL_CERT_FILE or SSL_CERT_DIR, else certifi's."""
+        self._verify = verify
+        self._proxy = proxy
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        session = self._session or self._open()
+        tls = request.url.scheme == "https" or (self._proxy or "").startswith("https:")
+        if tls and self._verify is None:
+            self._verify = httpx.create_ssl_context()
+        headers = CIMultiDict([(k.decode(), v.decode("latin-1")) for k, v in request.headers.raw])
+        try:
+            async with session.request(
+                request.method,
+                str(request.url),
+                headers=headers,
+                data=await request.aread() or None,
+                allow_redirects=False,
+                proxy=self._proxy,
+                ssl=self._verify or True,
+            ) as reply:
+                content = await reply.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _as_httpx(error) from error
+        return httpx.Response(reply.status, headers=reply.raw_headers, content=content)
+
+    async def aclose(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEPALIVE)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,  # httpx does it
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+        )
+        return self._session
+
+
+def _as_httpx(error: Exception) -> httpx.TransportError:
+    kind = next(ours for theirs, ours in _AS_HTTPX if isinstance(error, theirs))
+    return kind(_CREDENTIALS.sub("//", str(error)) or type(error).__name__)
+
+
+class _NoCookies(httpx.Cookies):
+    def extract_cookies(self, response: httpx.Response) -> None:
+        """Keep none."""
+
+
+_NO_COOKIES = _NoCookies()
+
+
+class _Client(httpx.AsyncClient):
+    """Without cookies, and without settings of its own that each request is merged with.
+
+    Both would cost a third of the CPU of a request.
+    """
+
+    @property  # type: ignore[misc]  # nobody sets them
+    def cookies(self) -> httpx.Cookies:
+        return _NO_COOKIES
+
+    def build_request(self, method: str, url: httpx.URL | str, **parts: Any) -> httpx.Request:
+        timeout: httpx.Timeout = parts.pop("timeout", TIMEOUT)
+        return httpx.Request(method, url, **parts, extensions={"timeout": timeout.as_dict()})
+
+
+def open_client(
+    transport: httpx.AsyncBaseTransport | None, max_connections: int
+) -> httpx.AsyncClient:
+    """A client over `transport`, by default over the network and the environment's proxies.
+
+    Raises ConfigError on a proxy of an unknown kind.
+    """
+    if transport is not None:
+        return _Client(transport=transport)
+    try:
+        return _Client(
+            transport=NetworkTransport(max_connections=max_connections),
+            mounts={
+                pattern: None if proxy is None else _through(proxy, max_connections)
+                for pattern, proxy in environment_proxies().items()
+            },
+        )
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise ConfigError(f"can't use a proxy that the environment names: {error}") from error
+
+
+def environment_proxies() -> dict[str, str | None]:
+    """httpx's URL patterns with their proxy (None: no proxy), by the environment's variables.
+
+    HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY mean what they mean to httpx, which itself
+    ignores them once a client has a transport.
+    """
+    found = urllib.request.getproxies()
+    excluded = [name for part in found.get("no", "").split(",") if (name := part.strip())]
+    if "*" in excluded:
+        return {}
+    proxies: dict[str, str | None] = {
+        f"{scheme}://": found[scheme] if "://" in found[scheme] else f"http://{found[scheme]}"
+        for scheme in ("http", "https", "all")
+        if found.get(scheme)
+    }
+    return proxies | {_pattern(name): None for name in excluded}
+
+
+def _pattern(name: str) -> str:
+    """The URL pattern of an entry of NO_PROXY: an address, or a domain with its subdomains."""
+    if "://" in name:
+        return name
+    try:
+        version = ipaddress.ip_address(name.split("/")[0]).version
+    except ValueError:
+        return f"all://{name}" if name.lower() == "localhost" else f"all://*{name}"
+    return f"all://[{name}]" if version == 6 else f"all://{name}"
+
+
+def _through(proxy: str, max_connections: int) -> httpx.AsyncBaseTransport:
+    if proxy.startswith(("http:", "https:")):
+        return NetworkTransport(proxy=proxy, max_connections=max_connections)
+    # aiohttp has no SOCKS; httpx's own pool has it, where httpx[socks] is installed.
+    limits = httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEPALIVE)
+    return httpx.AsyncHTTPTransport(proxy=proxy, limits=limits)
