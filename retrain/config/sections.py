@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from retrain.losses import Normalisation
+
 Listed = Field(strict=False)
 """A YAML list is read into a tuple; its items are checked as strictly as other values."""
 
@@ -58,7 +60,7 @@ class AlgorithmConfig(Plugin):
     """The loss that the backend computes; by default the algorithm's own."""
     loss_config: dict[str, Any] = {}
     """The keys of the loss: epsilon, epsilon_high, delta, beta, ..."""
-    normalisation: Literal["token", "sequence", "batch"] | None = None
+    normalisation: Normalisation | None = None
     """What a shared loss is averaged over, by default tokens. TRL's own losses fix it."""
     kl_penalty: Annotated[float, Field(ge=0)] = 0.0
     """Subtract kl_penalty x log(p / reference) from the advantage of each sampled token. The
