@@ -99,7 +99,7 @@ def test_a_run_outlives_the_kill_of_its_service_and_trains_nothing_twice(backend
 
     with as_process(killed / "service") as (service, url):
         run = start(backend, url, killed)
-        assert any("checkpoint in" in line for line in run.stdout or ())  # waits for the first
+        assert any("checkpoint: " in line for line in run.stdout or ())  # waits for the first
         service.kill()
     with as_process(killed / "service", port=int(url.rpartition(":")[2])):
         told, _ = run.communicate(timeout=60)

@@ -678,7 +678,7 @@ def test_a_first_ctrl_c_checkpoints_and_is_raised():
     ("callbacks", "text"),
     [
         ([Callback], r"got the class Callback, expected an instance; write Callback\(\)"),
-        ([object()], "let its class inherit from Callback"),
+        ([object()], "derive its class from Callback"),
         (Callback, "expected a list of Callback instances"),
         (Callback(), "expected a list of Callback instances"),
     ],
