@@ -41,6 +41,7 @@ async def learn(parts: Parts) -> list[Metrics]:
             )
             history.append(await adapter.update(batch))  # loss, gradient, optimizer
             await adapter.publish()  # the next rollouts are sampled from the new weights
+    parts.scorer.close()  # ends the threads of plain reward functions
     return history
 
 

@@ -143,7 +143,7 @@ def test_runs_outlive_the_kill_of_their_service_and_train_nothing_twice(tmp_path
     with as_process(killed / "service") as (service, url):
         runs = {backend: start(backend, url, killed) for backend in REMOTE}
         for run in runs.values():
-            assert any("checkpoint in" in line for line in run.stdout or ())  # waits for the first
+            assert any("checkpoint: " in line for line in run.stdout or ())  # waits for the first
             run.send_signal(signal.SIGSTOP)  # not to be done before the other is there
         service.kill()
     with as_process(killed / "service", port=int(url.rpartition(":")[2])) as (service, url):

@@ -46,7 +46,6 @@ async def test_p9_staleness_0_is_synchronous_training_bit_for_bit(tmp_path, monk
     result = await train(config)
     parts = assemble(config)
     history = await learn(parts)
-    parts.scorer.close()
     assert [row["loss"] for row in result.history] == [row["loss"] for row in history]
     assert [row["grad_norm"] for row in result.history] == [row["grad_norm"] for row in history]
     assert len(batches) == 2 * STEPS
@@ -69,7 +68,6 @@ async def test_staleness_0_equals_the_loop_whatever_order_groups_finish_in(tmp_p
     result = await train(config, parts=parts_with(config, piped))
     parts = parts_with(config, looped)
     await learn(parts)
-    parts.scorer.close()
     assert len(piped.batches) == 5
     assert piped.batches == looped.batches
     assert [row["staleness/max"] for row in result.history] == [0] * 5
