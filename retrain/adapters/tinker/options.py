@@ -1,8 +1,8 @@
-"""The `backend:` keys of `type: tinker`, and what this backend can honour. Imports no httpx."""
+"""The `backend:` keys of `type: tinker`, and its capabilities. Imports no httpx."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -10,9 +10,7 @@ from retrain.adapters.remote.options import RemoteOptions
 from retrain.transport.vendors import TINKER
 
 Native = Literal["importance_sampling", "ppo", "cispo", "dro", "cross_entropy"]
-NATIVE: frozenset[Native] = frozenset(
-    {"importance_sampling", "ppo", "cispo", "dro", "cross_entropy"}
-)
+"""The losses that the protocol has."""
 
 
 class TinkerOptions(RemoteOptions):
@@ -24,12 +22,12 @@ class TinkerOptions(RemoteOptions):
     adapter: ClassVar[str] = "retrain.adapters.tinker.adapter:TinkerAdapter"
     vendor = TINKER
 
-    native_losses: frozenset[Native] = NATIVE
+    native_losses: frozenset[Native] = frozenset(get_args(Native))
     wire: Literal["proto", "json"] = "proto"
     """`json` is for servers that don't speak protobuf."""
     checkpoint_ttl: Annotated[int, Field(ge=3600)] | None = None
-    """Seconds that the service keeps a checkpoint; None: until `checkpoint.keep` drops it."""
+    """Seconds that the service keeps a checkpoint; null: until `checkpoint.keep` deletes it."""
     project: str | None = None
-    """The id of the project that the session is accounted to."""
+    """The id of the project that the session is billed to."""
     tags: tuple[str, ...] = ()
-    """Words to find the session by."""
+    """Tags of the session, to find it by."""
