@@ -50,7 +50,7 @@ Sample = Callable[[], Awaitable[SampleResult]]
 
 
 def serve(pipe: Connection) -> None:
-    """Answer at once, with a result that was encoded beforehand."""
+    """Answer at once, with a result that is encoded in advance."""
     one = SampledSequence(list(range(COMPLETION)), [-0.5] * COMPLETION, "length")
     result = messages.encode_sample(SampleResult([one]))
     replies = {
@@ -140,7 +140,7 @@ async def httpx_arm(url: str) -> AsyncIterator[Sample]:
 
 
 async def measure(sample: Sample, in_flight: int, total: int) -> tuple[float, float]:
-    """Requests a second, and CPU milliseconds a request; two requests a sample."""
+    """Requests per second, and CPU milliseconds per request; a sample takes two requests."""
     left = total
 
     async def worker() -> None:
@@ -166,7 +166,10 @@ LEAST_RATE, MOST_CPU = 0.4, 2.5
 
 
 async def compare(url: str, levels: list[int], rounds: int, samples: int, slow: int) -> bool:
-    """Print a table; whether our client keeps to the bars. `slow` is plain httpx's last level."""
+    """Print a table; returns whether our client meets the bars.
+
+    `slow` is the last level at which plain httpx is measured.
+    """
     print(
         f"{'in flight':>9}  {'arm':8} {'requests/s':>10} {'of aiohttp':>10} {'CPU ms':>8}", end=""
     )
@@ -201,7 +204,7 @@ async def compare(url: str, levels: list[int], rounds: int, samples: int, slow: 
 
 
 def main() -> int:
-    """Print the table; 1 where a bar is missed."""
+    """Print the table; returns 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--levels", type=int, nargs="+", default=[300, 1000, 4000])
     parser.add_argument("--rounds", type=int, default=3)

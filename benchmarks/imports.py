@@ -1,7 +1,7 @@
-"""What starting costs: `import retrain`, `--help`, and a dry run of a remote config.
+"""The start-up time of `import retrain`, `--help`, and a dry run of a remote config.
 
-Wall time of fresh processes, the best of several; the interpreter's own start is the first row and
-is included in the others. Bars: 0.2, 0.5 and 0.7 s, and no torch loaded.
+Wall time of new processes, the best of several. The first row is the interpreter alone; the other
+rows include it. Bars: 0.2, 0.5 and 0.7 s, and no torch loaded.
 
     python -m benchmarks.imports
 """
@@ -28,7 +28,7 @@ _HEAVY = f"\nimport sys\nsys.stderr.write(' '.join(m for m in {HEAVY} if m in sy
 
 
 def main() -> int:
-    """Print the table; 1 where a bar is missed."""
+    """Print the table; returns 1 if a bar is missed."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "remote.yaml"
         config.write_text(REMOTE)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def measure(script: str) -> tuple[list[float], str]:
-    """Seconds of each fresh process, and the heavy modules that the script loaded.
+    """Seconds of each new process, and the heavy modules that the script loaded.
 
     Raises RuntimeError when the script fails.
     """

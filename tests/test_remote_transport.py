@@ -242,7 +242,7 @@ def test_a_key_is_checked_before_a_header_is_made_of_it(
     for bad in ("k-1\nk-2", "k-1 \u2026"):
         monkeypatch.setenv(vendor.key_variable, bad)
         for given, where in ((None, vendor.key_variable), (bad, "api_key")):
-            with pytest.raises(ConfigError, match=f"{where} holds a line break") as raised:
+            with pytest.raises(ConfigError, match=f"{where} contains a line break") as raised:
                 vendor.api_key("http://elsewhere", given)
             assert "k-1" not in str(raised.value)
 

@@ -244,7 +244,7 @@ async def test_a_checkpoint_that_the_service_dropped_is_said_to_be_gone(tmp_path
     server = TinkerServer(SKYRL)
     gone = AdapterState(tmp_path, {"path": "tinker://m/weights/x", "step": 1, "version": 1})
     async with adapter(server) as tinker:
-        with pytest.raises(CheckpointError, match="choose another checkpoint"):
+        with pytest.raises(CheckpointError, match="Choose another checkpoint"):
             await tinker.load(gone)
 
 

@@ -1,7 +1,7 @@
-"""The services that have a vendor: where each is, and which key it wants.
+"""The vendors of the protocols: the URL of each one's own service, and its API key.
 
-A key comes from the environment or from its caller. It is checked here, before a header is made of
-it, and no message holds it.
+A key comes from the environment or from the caller. It is checked here before it becomes a header,
+and appears in no message.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from retrain.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Vendor:
-    """Whose protocol is spoken; the service itself may be anybody's."""
+    """The vendor of a protocol; other services may speak it too."""
 
     name: str
     url: str
-    """Of the vendor's own service."""
+    """The URL of the vendor's own service."""
     key_variable: str
-    """The environment's name of the key."""
+    """The environment variable of the key."""
 
     def api_key(self, url: str, given: str | None = None) -> str:
-        """The key for the service at `url`: the given one, else the environment's, "" for none.
+        """The key for the service at `url`: the given one, else the environment's; "" is no key.
 
         Raises ConfigError when the environment has none for the vendor's own service, or when no
         header can carry it.
@@ -37,8 +37,8 @@ class Vendor:
         if not (key.isascii() and key.isprintable()):
             where = self.key_variable if given is None else "api_key"
             raise ConfigError(
-                f"{where} holds a line break, or another character that no header can carry: "
-                "copy the key anew"
+                f"{where} contains a line break or another character that is not allowed in a "
+                "header. Copy the key again."
             )
         return key
 
@@ -52,14 +52,14 @@ WEAVER = Vendor("Weaver", "https://weaver-console.nex-agi.cn", "WEAVER_API_KEY")
 def checked_url(url: str, beside: str = "") -> str:
     """`url` without its trailing slash; raises ConfigError unless it can be a base URL.
 
-    `beside` is what else may stand in its place.
+    `beside` names the other values that the key accepts.
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"url: got {url!r}, expected http(s)://host[:port][/path]{beside}")
     if parts.username or parts.password:
         raise ConfigError(
-            f"url: {parts.hostname} comes with a password; put the key in the environment instead"
+            f"url: the URL of {parts.hostname} contains a password: put it into the environment"
         )
     try:
         port = parts.port

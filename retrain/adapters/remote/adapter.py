@@ -1,13 +1,13 @@
 """The part of a remote backend that doesn't depend on its protocol.
 
 - A batch is one optimizer step, however many requests carry it: gradients add up on the service.
-- A native loss is one pass. Any other costs a forward pass more and goes back as dL/dlogp: the
-  service then minimises sum(dL/dlogp x logp), which has the gradient of our loss.
-- The loss and how far the learner drifted are computed here, from the log-probs that the service
-  returns, so that they mean the same on every backend.
-- `publish` swaps the sampler's session; what is in flight ends on the weights it began with.
+- A native loss takes one pass. Any other loss takes another forward pass and is sent as dL/dlogp:
+  the service then minimises sum(dL/dlogp x logp), which has the gradient of our loss.
+- The loss and the learner's drift are computed here, from the log-probs that the service returns,
+  so they mean the same on every backend.
+- `publish` swaps the sampler's session; samples in flight end on the weights they began with.
 
-A subclass speaks one protocol: it holds the client and the model.
+A subclass speaks one protocol: it has the client and the model.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     import httpx
 
 UNLIMITED = 10**8
-"""Tokens; what a tokenizer says above it means that it doesn't know."""
+"""Tokens; a tokenizer's limit above it means that there is none."""
 
 
 class RemoteAdapter(Adapter):
     """Trains `config.model` on a service."""
 
     options: RemoteOptions
-    """May be replaced between steps: each step reads it anew."""
+    """May be replaced between steps: each step reads it again."""
     sampler: PublishedSampler
 
     def __init__(
@@ -66,7 +66,7 @@ class RemoteAdapter(Adapter):
         *,
         http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`http` carries the requests in place of the network; see `HttpClient`."""
+        """`http` is an httpx client or transport to send requests with; see `HttpClient`."""
         self.options = options
         self.config = config
         self.capabilities = options.capabilities()
@@ -105,7 +105,7 @@ class RemoteAdapter(Adapter):
     async def update(self, batch: Batch) -> Metrics:
         """One optimizer step; raises NonFiniteError when the loss is NaN or infinite.
 
-        `grad_norm` is reported where the service does.
+        `grad_norm` is reported if the service reports it.
         """
         batch = as_shared(batch, self.config.sampling.max_tokens)
         datums = [shift(sample) for sample in batch.samples if len(sample.token_ids) > 1]
@@ -125,7 +125,7 @@ class RemoteAdapter(Adapter):
         return self._version
 
     async def save(self, folder: Path) -> AdapterState:
-        """A checkpoint on the service; `folder` stays empty unless that is the local one."""
+        """Save a checkpoint on the service; only the local service writes into `folder` too."""
         with on_the_service():
             saved = await self._save(f"step_{self._step:06d}_{uuid.uuid4().hex[:8]}")
         self._saved = str(saved["path"])
@@ -134,7 +134,7 @@ class RemoteAdapter(Adapter):
         return AdapterState(folder, {**saved, "step": self._step, "version": self._version})
 
     async def load(self, state: AdapterState) -> None:
-        """Continue from `state`; raises CheckpointError when the service has it no more."""
+        """Continue from `state`; raises CheckpointError when the service no longer has it."""
         path = str(state.data["path"])
         if self.local:
             await bring(self.config, state.folder)
@@ -144,28 +144,28 @@ class RemoteAdapter(Adapter):
             if error.status != 404:
                 raise
             raise CheckpointError(
-                f"the service has no checkpoint {path} (any more): {error}; choose another "
-                "checkpoint, or start a new run"
+                f"the service has no checkpoint {path}: {error}. Choose another checkpoint, or "
+                "start a new run."
             ) from error
         self._saved = path
         self._step = int(state.data["step"])
         await self._serve(int(state.data["version"]))
 
     async def export(self, folder: Path) -> str | None:
-        """The service's path of the last checkpoint: the weights stay there."""
+        """The service's path of the last checkpoint; the weights stay there."""
         return self._saved
 
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False
     ) -> list[list[float]]:
-        """The reference is the untrained model, which is what every run here starts from."""
+        """The reference is the untrained model, which every run here starts from."""
         if not reference:
             return await logprobs_of(self.sampler, sequences)
         if self._reference is None:
             self._reference = await self._untrained()
         return await logprobs_of(self._reference, sequences)
 
-    # What a protocol says in its own way
+    # Implemented by each protocol
 
     @abstractmethod
     async def _open(self, stack: AsyncExitStack) -> None:
@@ -173,11 +173,11 @@ class RemoteAdapter(Adapter):
 
     @abstractmethod
     async def _served_context(self) -> int | None:
-        """The model's context as the service has it; None where it doesn't say."""
+        """The model's context length on the service; None if the service doesn't report it."""
 
     @abstractmethod
     async def _snapshot(self, version: int) -> Session:
-        """A session that samples the present weights, whatever later steps do."""
+        """A session that samples the present weights; later steps don't change them."""
 
     @abstractmethod
     async def _untrained(self) -> Scorer:
@@ -185,30 +185,30 @@ class RemoteAdapter(Adapter):
 
     @abstractmethod
     async def _save(self, name: str) -> Mapping[str, Any]:  # JSON values
-        """Save weights and optimizer; the `path` and what else `forget` needs."""
+        """Save weights and optimizer; returns the `path` and other data that `forget` needs."""
 
     @abstractmethod
     async def _restore(self, path: str) -> None:
-        """Continue from saved weights and optimizer; RemoteError with status 404: it's gone."""
+        """Continue from saved weights and optimizer; RemoteError 404 if they no longer exist."""
 
     @abstractmethod
     async def _native(
         self, batch: Batch, datums: Sequence[Datum]
     ) -> tuple[list[list[float]] | None, Metrics]:
-        """One step of a loss of the service's own, the optimizer's submitted before the pass ends.
+        """One step of a native loss; optim_step is submitted before the pass ends.
 
-        The learner's log-probs (None: the service keeps them to itself), and the service's metrics.
+        Returns the learner's log-probs (None if the service omits them) and the service's metrics.
         """
 
     @abstractmethod
     async def _forward(self, datums: Sequence[Datum], loss: str) -> list[list[float]]:
-        """The learner's log-prob of each target; raises AdapterError where it tells none."""
+        """The learner's log-prob of each target; raises AdapterError if the service omits them."""
 
     @abstractmethod
     async def _backward(
         self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]]
     ) -> Metrics:
-        """One step down the gradient sum(slopes x logprobs); the service's metrics."""
+        """One step down the gradient of sum(slopes x logprobs); returns the service's metrics."""
 
     # One optimizer step
 
@@ -230,7 +230,7 @@ class RemoteAdapter(Adapter):
         return {**metrics, **trained.metrics, "loss": trained.loss}
 
     async def _with_reference(self, datums: Sequence[Datum]) -> Sequence[Datum]:
-        """The datums with log-probs under the untrained model, unless all have them."""
+        """The datums with log-probs under the untrained model added, unless all have them."""
         if all("reference_logprobs" in datum.streams for datum in datums):
             return datums
         sequences = [[*datum.inputs, datum.targets[-1]] for datum in datums]
@@ -263,12 +263,12 @@ class RemoteAdapter(Adapter):
 
     @property
     def local(self) -> bool:
-        """Whether the service is one inside this process."""
+        """Whether the service runs inside this process."""
         return self.options.url == "local"
 
     @property
     def base_model(self) -> str:
-        """The service's name of the model."""
+        """The model's name on the service."""
         own = local_model(self.config) if self.local else self.config.model
         return self.options.base_model or own
 
@@ -278,20 +278,20 @@ class RemoteAdapter(Adapter):
         return replace(wanted, seed=seed)
 
     def _load_tokenizer(self) -> Tokenizer:
-        """The option's, or the model's: a folder, or the Hugging Face id within the service's name
-        (`org/model/variant`, `org/model:262144`)."""
+        """That of the options, or else the model's: a folder or a Hugging Face id, which may be
+        part of a longer name (`org/model/variant`, `org/model:262144`)."""
         name = self.options.tokenizer or local_model(self.config)
         if not self.options.tokenizer and not Path(name).is_dir():
             name = "/".join(name.partition(":")[0].split("/")[:2])
         return cast(Tokenizer, load_tokenizer(name))
 
     async def _context_length(self) -> int:
-        told = self.options.context_length or await self._served_context()
-        found = told or getattr(self.tokenizer, "model_max_length", None)
+        known = self.options.context_length or await self._served_context()
+        found = known or getattr(self.tokenizer, "model_max_length", None)
         if not found or found > UNLIMITED:
             raise ConfigError(
-                f"backend.context_length: neither the service nor the tokenizer says how many "
-                f"tokens {self.base_model!r} takes: set it"
+                "backend.context_length is not set, and neither the service nor the tokenizer "
+                f"reports the context length of {self.base_model!r}. Set it."
             )
         return int(found)
 
@@ -302,7 +302,7 @@ class RemoteAdapter(Adapter):
 
 
 def grad_norm(stepped: Mapping[str, float]) -> Metrics:
-    """The gradient's norm, under whichever of its names the service reports it."""
+    """The gradient's norm from the service's metrics, under any of its names."""
     for name, value in stepped.items():
         if name.partition(":")[0].rpartition("/")[2] == "grad_norm":
             return {"grad_norm": value}

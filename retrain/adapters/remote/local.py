@@ -1,8 +1,8 @@
 """`url: local`: the training service inside this process, behind an ASGI transport.
 
-It serves the run's own model and keeps its checkpoints in the run's directory, so that a resumed
-run finds them; `keep` puts one into the run's own checkpoint too, so that another run can begin
-from it. Its torch is loaded when it starts, and for `url: local` alone.
+It serves the run's own model and keeps its checkpoints in the run's directory, where a resumed run
+finds them. `keep` also puts a checkpoint into the run's own checkpoint, so that another run can
+start from it. torch is loaded when the service starts, so only for `url: local`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 _KEPT = "local_service"
-"""The folder within a checkpoint's own."""
+"""The subfolder of a run's checkpoint."""
 
 
 def local_model(config: RunConfig) -> str:
-    """The model's name in the local service: a folder's full path, or as the config has it."""
+    """The model's name in the local service: a folder's full path, or the config's name."""
     folder = (config.base_dir / config.model).resolve()
     return str(folder) if config.model != TINY and folder.is_dir() else config.model
 
 
 @asynccontextmanager
 async def in_process(config: RunConfig) -> AsyncIterator[httpx.AsyncBaseTransport]:
-    """A transport to a service that lives as long as the block.
+    """A transport to a service that runs as long as the block.
 
-    httpx's timeouts and the app's lifespan don't work over ASGI: the clients set limits of their
-    own, and the service is entered here.
+    httpx's timeouts and the app's lifespan don't work over ASGI: the clients have their own time
+    limits, and the service is entered here.
     """
     import httpx
 
@@ -50,13 +50,13 @@ async def in_process(config: RunConfig) -> AsyncIterator[httpx.AsyncBaseTranspor
 
 
 async def keep(config: RunConfig, path: str, folder: Path) -> None:
-    """Put the service's checkpoint `path` into `folder`, as links where the disk has them."""
+    """Put the service's checkpoint `path` into `folder`, as hard links if the disk allows."""
     name = path.rpartition("/")[2]  # unique: it has a random part
     await asyncio.to_thread(_copy, _folder(config), f"*/*/{name}", folder / _KEPT)
 
 
 async def bring(config: RunConfig, folder: Path) -> None:
-    """Give the service what `keep` put into `folder`, unless it has it."""
+    """Copy what `keep` put into `folder` back to the service, unless it still has it."""
     await asyncio.to_thread(_copy, folder / _KEPT, "*/*/*", _folder(config))
 
 
@@ -73,5 +73,5 @@ def _copy(source: Path, pattern: str, target: Path) -> None:
             continue
         try:
             os.link(file, place)
-        except OSError:  # another disk, or one without links
+        except OSError:  # another disk, or a disk without links
             shutil.copy2(file, place)

@@ -1,4 +1,4 @@
-"""The `backend:` keys that the remote backends share, and what they can honour.
+"""The `backend:` keys that the remote backends share, and their capabilities.
 
 Imports no httpx and no torch.
 """
@@ -20,11 +20,11 @@ from retrain.losses import LOSSES, check_keys, shared_name
 from retrain.transport.vendors import Vendor, checked_url
 
 LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
-"""What the service inside this process imports."""
+"""The libraries that the service inside this process imports."""
 
 
 class RemoteLora(BaseModel):
-    """Low-rank adapters (arXiv:2106.09685) on all layers of a kind, or none of them."""
+    """Low-rank adapters (arXiv:2106.09685); each kind of layer has them or does not."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -32,7 +32,7 @@ class RemoteLora(BaseModel):
     rank: Annotated[int, Field(ge=1)] = 32
     """The rank of the adapters."""
     seed: int | None = None
-    """Of the initial adapters; by default train.seed."""
+    """The seed of the initial adapters; by default train.seed."""
     train_unembed: bool = True
     """Train the output layer."""
     train_mlp: bool = True
@@ -42,24 +42,24 @@ class RemoteLora(BaseModel):
 
 
 class RemoteOptions(AdapterOptions):
-    """What every remote backend is told."""
+    """The keys of every remote backend."""
 
     model_config = ConfigDict(allow_inf_nan=False)  # JSON has no such numbers
 
     extra: ClassVar[str] = "remote"
     vendor: ClassVar[Vendor]
-    """Whose protocol it is."""
+    """The vendor of the protocol."""
 
     url: str = "local"
-    """`local`: a service inside this process; `hosted`: the vendor's own; else http(s)://host."""
+    """`local`: a service inside this process; `hosted`: the vendor's; or http(s)://host."""
     base_model: str | None = None
-    """The service's name of the model, where it isn't `model`."""
+    """The service's name of the model, if it isn't `model`."""
     lora: RemoteLora = RemoteLora()
     """Which layers get low-rank adapters, and of what rank."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     """The learning rate of Adam, after the warm-up."""
     lr_scheduler: Schedule = "constant"
-    """Over train.total_train_steps."""
+    """The schedule of the learning rate over train.total_train_steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises from 0."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -71,19 +71,19 @@ class RemoteOptions(AdapterOptions):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
+    """The largest norm of the gradients; larger ones are scaled down. 0 does not clip."""
     native_losses: frozenset[str] = frozenset()
-    """Losses that the service computes. The others are computed here, from one forward pass more;
-    take out what a server lacks."""
+    """Losses that the service computes. The others are computed here and cost another forward pass.
+    Remove the losses that a server lacks."""
     context_length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of prompt and completion together; by default what the service or the tokenizer
-    says."""
+    """Tokens of prompt and completion together; by default the limit that the service or the
+    tokenizer reports."""
     tokenizer: str | None = None
     """A folder or Hugging Face id; by default the model's."""
 
     @model_validator(mode="before")
     @classmethod
-    def _one_loss_key(cls, data: Any) -> Any:  # whatever the YAML holds
+    def _one_loss_key(cls, data: Any) -> Any:  # any YAML value
         if isinstance(data, dict) and "loss_fn" in data:
             raise ValueError("loss_fn: that is algorithm.loss here")
         return data
@@ -102,7 +102,7 @@ class RemoteOptions(AdapterOptions):
         return Capabilities(losses=losses, custom_losses=True, scores=True)
 
     def problems(self, config: RunConfig) -> list[str]:
-        """Keys without effect, and settings that can't work."""
+        """Keys without an effect, and settings that can't work."""
         found = [*self._service_problems(), *_raised_by(self._check_loss, config)]
         lora = self.lora
         if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
@@ -125,7 +125,7 @@ class RemoteOptions(AdapterOptions):
             check_keys(shared_name(loss), loss_keys(config))
 
     def _service_problems(self) -> list[str]:
-        """The service in this process lacks a library, or the url or the key is wrong."""
+        """A missing library of the local service, or a wrong url or key."""
         if self.url == "local":
             missing = ", ".join(name for name in LOCAL_NEEDS if find_spec(name) is None)
             problem = (
@@ -141,7 +141,7 @@ class RemoteOptions(AdapterOptions):
 
     @property
     def service_url(self) -> str:
-        """Where the requests go."""
+        """The base URL of the requests."""
         return {"local": "http://local", "hosted": self.vendor.url}.get(self.url, self.url)
 
 

@@ -1,8 +1,8 @@
 """The sampler of a remote backend: it serves the weights that were published last.
 
-A publish swaps the session in one assignment, so a sample meets the old weights or the new, never
-half of each. What is in flight ends on the session it began with; a session that was replaced is
-closed when its last sample has ended.
+A publish swaps the session in one assignment, so a sample uses either the old weights or the new
+ones. Samples in flight end on the session they began with; a replaced session is closed when its
+last sample has ended.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from retrain.types import Completion, StopReason
 log = logging.getLogger(__name__)
 
 ABORTED = "abort"
-"""The stop reason of a completion that the service cut short, as when its engine was reloaded."""
+"""The stop reason of a completion that the service cut short, such as by an engine reload."""
 SCORED_AT_ONCE = 64
-"""Sequences whose log-probs are asked for at a time."""
+"""Sequences that are scored at the same time."""
 TRIES = 3
-"""Times that a prompt is sampled when its completions are cut short."""
+"""Attempts to sample a prompt whose completions are cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class PublishedSampler:
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, n: int = 1
     ) -> list[Completion]:
-        """`n` completions; raises AdapterError when the service fails or keeps cutting short."""
+        """`n` completions; raises AdapterError when the service fails or cuts them short."""
         for _ in range(TRIES):
             served = self._current()
             served.in_flight += 1
@@ -80,12 +80,10 @@ class PublishedSampler:
                 self._retire(served)
             if not any(one.stop_reason == ABORTED for one in found):
                 return [self._completion(one, len(prompt_ids), served.version) for one in found]
-        raise AdapterError(
-            f"the service cut the completions of a prompt short {TRIES} times in a row"
-        )
+        raise AdapterError(f"the service cut the completions of a prompt short in {TRIES} attempts")
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]:
-        """Log-probs of given tokens under the weights that are served now; None for the first."""
+        """Log-probs of given tokens under the present weights; None for the first."""
         served = self._current()
         served.in_flight += 1
         try:
@@ -96,20 +94,20 @@ class PublishedSampler:
             self._retire(served)
 
     def swap(self, session: Session, version: int) -> None:
-        """From now on samples come from `session`, whose weights have this version."""
+        """Sample from `session` from now on; its weights have this version."""
         before, self._now = self._now, _Served(session, version)
         if before is not None:
             self._retire(before)
 
     async def close(self) -> None:
-        """Wait until every replaced session is closed; the present one is the client's to end."""
+        """Wait until every replaced session is closed; the client closes the present one."""
         self._now = None
         while self._closing:
             await asyncio.wait(self._closing)
 
     def _current(self) -> _Served:
         if self._now is None:
-            raise AdapterError("there is nothing to sample from: no weights are published")
+            raise AdapterError("can't sample: no weights are published yet")
         return self._now
 
     def _retire(self, served: _Served) -> None:
@@ -131,9 +129,9 @@ class PublishedSampler:
 
 @contextmanager
 def on_the_service() -> Iterator[None]:
-    """Around calls on what this run has made: a 404 is told as the loss of it all.
+    """Report a 404 of a call on the run's own model as the loss of that model.
 
-    Many calls meet it at once, each with an id of its own; their users are told one thing.
+    Many calls fail so at the same time, each with its own id; all raise the same message.
     """
     try:
         yield
@@ -141,8 +139,8 @@ def on_the_service() -> Iterator[None]:
         if error.status != 404:
             raise
         raise RemoteError(
-            "the service has lost this run's model (was it restarted?): --resume goes on from the "
-            "last checkpoint",
+            "the service has lost this run's model (was it restarted?): --resume continues from "
+            "the last checkpoint",
             status=404,
             code="lost",
             fault="server",
@@ -150,13 +148,13 @@ def on_the_service() -> Iterator[None]:
 
 
 class Scorer(Protocol):
-    """What knows the log-probs of given tokens."""
+    """Computes the log-probs of given tokens."""
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]: ...
 
 
 async def logprobs_of(scorer: Scorer, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Of each sequence's tokens, 0.0 for the first; `SCORED_AT_ONCE` requests at a time."""
+    """The log-prob of each token, 0.0 for the first; `SCORED_AT_ONCE` requests at a time."""
     turns = asyncio.Semaphore(SCORED_AT_ONCE)
 
     async def score(token_ids: Sequence[int]) -> list[float]:
@@ -169,5 +167,5 @@ async def logprobs_of(scorer: Scorer, sequences: Sequence[Sequence[int]]) -> lis
 async def _close(session: Session) -> None:
     try:
         await session.close()
-    except AdapterError as error:  # it costs the service some memory, and the run nothing
+    except AdapterError as error:  # costs the service some memory and does not harm the run
         log.warning("could not close a sampling session: %s", error)

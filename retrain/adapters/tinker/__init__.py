@@ -1,6 +1,6 @@
-"""The Tinker service: a typed async client, and the adapter on top of it.
+"""Tinker: a typed async client of its protocol, and the adapter that trains with it.
 
-Importing it loads no httpx; that is loaded when a client is made.
+Importing this package loads no httpx; making a client does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The Tinker backend: batches out, weights published, on top of `TinkerClient`.
+"""The Tinker backend: trains batches and publishes weights by `TinkerClient`.
 
-dL/dlogp of a loss that the service lacks goes back as cross_entropy with the weights -dL/dlogp.
+For a loss that the service lacks, dL/dlogp is sent as cross_entropy with the weights -dL/dlogp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TinkerAdapter(RemoteAdapter):
     options: TinkerOptions
 
     async def forget(self, state: AdapterState) -> None:
-        """Delete the checkpoint on the service; one that is gone already is well."""
+        """Delete the checkpoint on the service; no error if it no longer exists."""
         await self._client.delete(str(state.data["path"]))
 
     def hurry(self) -> None:
@@ -67,7 +67,7 @@ class TinkerAdapter(RemoteAdapter):
         return {"path": await saving.result(self.config.deadlines.checkpoint)}
 
     async def _restore(self, path: str) -> None:
-        """Services load only into a fresh model, so the one before is given up."""
+        """Services load only into a new model, so the present one is dropped."""
         self._model = await self._client.load_model(path, timeout=self.config.deadlines.checkpoint)
 
     async def _native(
@@ -78,17 +78,17 @@ class TinkerAdapter(RemoteAdapter):
         passing = await self._model.forward_backward(rows, batch.loss, loss_config(batch))
         stepping = await self._model.optim_step(self._adam())
         output, stepped = await passing.result(limit), await stepping.result(limit)
-        told = has_logprobs(output)
-        metrics = {**service_metrics(output, needed=not told), **grad_norm(stepped)}
-        return output.logprobs if told else None, metrics
+        complete = has_logprobs(output)
+        metrics = {**service_metrics(output, needed=not complete), **grad_norm(stepped)}
+        return output.logprobs if complete else None, metrics
 
     async def _forward(self, datums: Sequence[Datum], loss: str) -> list[list[float]]:
         looking = await self._model.forward([weighted(datum, datum.mask) for datum in datums])
         output = await looking.result(self.config.deadlines.update)
         if not has_logprobs(output):
             raise AdapterError(
-                f"the service returns no log-probs, so the loss {loss} can't be computed "
-                f"here: choose one of {', '.join(sorted(self.options.native_losses))}"
+                f"can't compute the loss {loss} here: the service returns no log-probs. Choose "
+                f"one of {', '.join(sorted(self.options.native_losses))}."
             )
         return output.logprobs
 
@@ -107,7 +107,7 @@ class TinkerAdapter(RemoteAdapter):
 
 
 def row(loss: str, datum: Datum) -> wire.Datum:
-    """The datum of a loss that the service computes; it knows no mask, the zeros stand for it."""
+    """The datum of a loss that the service computes; zero advantages take the place of a mask."""
     if loss == "cross_entropy":
         return weighted(datum, datum.advantages)
     inputs = {
@@ -127,7 +127,7 @@ def weighted(datum: Datum, weights: Sequence[float]) -> wire.Datum:
 
 
 def loss_config(batch: Batch) -> dict[str, float | str]:
-    """Our keys in the protocol's: the clip's bounds are ratios there, not distances from 1."""
+    """The loss's settings in the protocol's keys: clip bounds are ratios, not distances from 1."""
     keys = settings(batch.loss, batch.loss_config)
     bounds = clip_bounds(keys)
     if bounds is None:
@@ -136,13 +136,13 @@ def loss_config(batch: Batch) -> dict[str, float | str]:
 
 
 def service_metrics(output: wire.ForwardBackwardOutput, *, needed: bool = False) -> Metrics:
-    """The service's own metrics under `service/`; with `needed` its loss is the step's."""
+    """The service's metrics under `service/`; with `needed`, its loss as the step's loss too."""
     named = {f"service/{name}": value for name, value in output.metrics.items()}
     if not needed:
         return named
     loss = output.metrics.get("loss:sum", output.metrics.get("loss", math.nan))
     if not math.isfinite(loss):
-        raise NonFiniteError(f"the service returns no log-probs, and its loss is {loss}")
+        raise NonFiniteError(f"the service returned no log-probs, and the loss {loss}")
     return {**named, "loss": loss}
 
 

@@ -1,8 +1,7 @@
-"""TinkerClient: a session with a Tinker service, and what can be made in it.
+"""TinkerClient: a session with a Tinker service; it creates models and sampling sessions.
 
-Entering opens the session and keeps it alive by a heartbeat; leaving finishes it with the reason,
-so that the service frees what it holds. Servers that lack the newer endpoints are served too: what
-answers 404 is done without.
+Entering opens the session and keeps it alive by heartbeats. Leaving finishes it with the reason, so
+that the service frees its resources. Endpoints that a server lacks (404) are skipped.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SDK_VERSION = "0.38.0"
-"""The official client's version whose protocol this is; services answer according to it."""
+"""The version of the official client whose protocol this is; services answer accordingly."""
 HEARTBEAT = 10.0
 """Seconds between heartbeats."""
 HEARTBEAT_WARNING = 120.0
-"""Seconds without a heartbeat that came through."""
+"""Seconds without a successful heartbeat before a warning."""
 GOODBYE = 10.0
 """Seconds that finishing the session may take."""
 SNAPSHOT_TTL = 24 * 3600
-"""Seconds that a service keeps a named snapshot, where it can't make one for a session alone."""
+"""Seconds that a named snapshot is kept, on a service without snapshots for one session."""
 
 
 class TinkerClient:
-    """A session, as an async context manager. The key never shows in a repr, a log or an error.
+    """A session, as an async context manager. The key appears in no repr, log or error.
 
     async with TinkerClient() as tinker:                         # key: TINKER_API_KEY
         model = await tinker.create_model("Qwen/Qwen3-8B", LoraConfig(rank=32))
@@ -73,12 +72,18 @@ class TinkerClient:
         result_timeout: float = 3600.0,
         http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`url` defaults to TINKER_BASE_URL, then the hosted service; the key to TINKER_API_KEY.
+        """Connects to nothing yet.
 
-        `wire="json"` is for servers that don't speak protobuf. `result_timeout` is how many
-        seconds a job may take, unless a call says otherwise. `transport` is any of httpx's, such
-        as `httpx.ASGITransport(app)`. Raises ConfigError on a bad URL or key, or when the hosted
-        service is to be used without a key.
+        Raises ConfigError on a bad URL or key, or when the hosted service is to be used without a
+        key.
+
+        Args:
+            url: by default TINKER_BASE_URL, then the hosted service.
+            api_key: by default TINKER_API_KEY; "" sends none.
+            wire: `json` is for servers that don't speak protobuf.
+            result_timeout: seconds that a job may take, unless a call has its own timeout.
+            http: an httpx client (it stays open) or transport (it is closed with this client) that
+                carries the requests in place of our own connections.
         """
         url = url or os.environ.get("TINKER_BASE_URL") or TINKER.url
         key = TINKER.api_key(url, api_key)
@@ -110,13 +115,8 @@ class TinkerClient:
         return f"TinkerClient({self._http.url!r}, session_id={self.session_id!r})"
 
     @property
-    def flags(self) -> Flags:
-        """What the service said of itself."""
-        return self._connection.flags
-
-    @property
     def retries(self) -> Mapping[str, int]:
-        """Attempts that were repeated, by cause."""
+        """Number of retries, by cause."""
         return self._http.retries
 
     async def __aenter__(self) -> Self:
@@ -149,11 +149,11 @@ class TinkerClient:
             await self._http.close()
 
     def stop_retrying(self) -> None:
-        """The end is near: outlast no failures of the service for long any more."""
+        """The run is ending: retry failed calls for a short time only."""
         self._http.stop_retrying()
 
     async def context_lengths(self) -> dict[str, int | None]:
-        """The models that the service has, with their context lengths where it names them."""
+        """The context length of each model that the service has; None where it is not known."""
         call = Call("GET", "api/v1/get_server_capabilities")
         body = await self._http.send(call, json_object)
         return {
@@ -169,7 +169,7 @@ class TinkerClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """A fresh LoRA on `base_model`."""
+        """A new LoRA of `base_model`."""
         payload = {
             "session_id": self.session_id,
             "model_seq_id": next(self._model_seq_ids),
@@ -183,7 +183,7 @@ class TinkerClient:
     async def load_model(
         self, path: str, *, optimizer: bool = True, timeout: float | None = None
     ) -> TrainingClient:
-        """A model that continues from `path`, with the optimizer's state or without.
+        """A new model that continues from `path`, with or without the optimizer's state.
 
         Raises ValueError on a sampler's path, which holds no weights to train.
         """
@@ -223,7 +223,7 @@ class TinkerClient:
         )
 
     async def delete(self, path: str) -> None:
-        """Delete saved weights; that they are gone already is no error."""
+        """Delete saved weights; no error if they no longer exist."""
         model_id, _, rest = path.removeprefix("tinker://").partition("/")
         where = f"{urllib.parse.quote(model_id)}/checkpoints/{urllib.parse.quote(rest)}"
         call = Call("DELETE", f"api/v1/training_runs/{where}")
@@ -233,12 +233,12 @@ class TinkerClient:
     async def sampling_session(
         self, *, model_path: str | None = None, base_model: str | None = None
     ) -> SamplingClient:
-        """A session that samples saved weights, or a base model as it is.
+        """A session that samples saved weights or an untrained base model.
 
         Raises ValueError unless exactly one is given, and on the path of training weights.
         """
         if (model_path is None) == (base_model is None):
-            raise ValueError("give one of model_path and base_model")
+            raise ValueError("got neither or both of model_path and base_model, expected one")
         if model_path and model_path.startswith("tinker://") and "/weights/" in model_path:
             raise ValueError(
                 f"{model_path!r} holds weights for training: save_weights_for_sampler gives a path "
@@ -259,10 +259,10 @@ class TinkerClient:
     async def sampler_of(
         self, model: TrainingClient, *, timeout: float | None = None
     ) -> SamplingClient:
-        """A session that samples the weights as they are now, whatever later steps do.
+        """A session that samples the present weights; later steps do not change them.
 
-        The snapshot belongs to the session and leaves no checkpoint behind. Where a service can't
-        do that, the snapshot gets a name and a time to live.
+        The snapshot belongs to the session and leaves no checkpoint behind. On a service without
+        such snapshots it gets a name and a time to live.
         """
         try:
             future = await model.save_weights_for_sampler(
@@ -272,7 +272,7 @@ class TinkerClient:
         except RemoteError as error:
             if error.status not in (400, 404, 422):
                 raise
-            log.debug("the service makes no snapshots for a session alone: %s", error)
+            log.debug("the service makes no snapshots for one session: %s", error)
             name = f"sampler-{time.time_ns():x}"
             future = await model.save_weights_for_sampler(name, ttl_seconds=SNAPSHOT_TTL)
             saved = await future.result(timeout)
@@ -308,7 +308,7 @@ class TinkerClient:
             return {}
 
     async def _renew_token(self) -> None:
-        """Trade the key for a token; those who wait for the same renewal share it."""
+        """Exchange the key for a token; concurrent callers share one renewal."""
         expired = self._http.secrets["X-API-Key"]
         async with self._renewal:
             if self._http.secrets["X-API-Key"] == expired:
@@ -333,7 +333,11 @@ class TinkerClient:
                     return
                 silent = time.monotonic() - heard
                 if silent > HEARTBEAT_WARNING:
-                    log.warning("no heartbeat for %.0f s, the session may end: %s", silent, error)
+                    log.warning(
+                        "no heartbeat for %.0f s; the service may end the session: %s",
+                        silent,
+                        error,
+                    )
 
     async def _finish(self, error: BaseException | None) -> None:
         interrupted = isinstance(error, (asyncio.CancelledError, KeyboardInterrupt))
@@ -348,7 +352,7 @@ class TinkerClient:
             return
         except RemoteError as refusal:
             log.debug("the session could not be finished: %s", refusal)
-        for model in self._models:  # a service without `finish` would hold them on
+        for model in self._models:  # a service without `finish` would keep them
             try:
                 async with asyncio.timeout(GOODBYE):
                     await model.unload()

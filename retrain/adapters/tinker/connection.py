@@ -1,8 +1,8 @@
-"""One service as its clients see it: JSON calls, accepted jobs, and the results of jobs.
+"""Calls to one Tinker service, and the results of the jobs that they start.
 
-A job is submitted by a POST that answers with a request id; `Future` then asks for its result until
-it has one. Every wait has a deadline, a queue that the service reports is told to the user, and a
-job that nobody waits for any more is cancelled where the service knows how.
+A job is submitted by a POST, which returns a request id; `Future` then polls for the result. Every
+wait has a deadline, a queue that the service reports is logged, and a sample that nobody waits for
+any more is cancelled if the service supports it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ log = logging.getLogger(__name__)
 POLL_TIMEOUT = 45.0
 """Seconds; the service answers a poll within about 30."""
 REPORT_AFTER = 60.0
-"""Seconds between two lines about a job that still waits."""
+"""Seconds between two log lines about a job that is still waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What `client/config` and `client/dynamic_config` say, with the defaults of servers without
-    them."""
+    """The settings in `client/config` and `client/dynamic_config`; defaults for servers without."""
 
     pjwt_auth_enabled: bool = False
     sample_dispatch_bytes_semaphore_size: int = 10 * 1024 * 1024
@@ -51,7 +50,7 @@ class Flags:
 
     @classmethod
     def read(cls, *bodies: Mapping[str, Any]) -> Flags:
-        """The flags known here; the others are ignored, as are values of another type."""
+        """The settings known here; other names and values of another type are ignored."""
         merged = {name: value for body in bodies for name, value in body.items()}
         known = {f.name: type(f.default) for f in fields(cls)}
         return cls(**{n: merged[n] for n, kind in known.items() if type(merged.get(n)) is kind})
@@ -59,7 +58,7 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A sort of job: its name in the poll's header, and the readers of its result."""
+    """A kind of job: its name in the poll's header, and the decoders of its result."""
 
     name: str
     from_json: Callable[[Mapping[str, Any]], T]
@@ -68,25 +67,25 @@ class Kind(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Not yet: the job waits or runs."""
+    """The job is waiting or running."""
 
     queue_state: str = "active"
     reason: str = ""
 
 
 class Connection:
-    """What the clients of one service share."""
+    """What the objects of one client share."""
 
     def __init__(self, http: HttpClient, *, wire: Wire, result_timeout: float) -> None:
         self.http = http
         self.wire: Wire = wire
         self.result_timeout = result_timeout
-        """Seconds that a job may take, unless its caller says otherwise."""
+        """Seconds that a job may take, unless a call has its own timeout."""
         self.configure(Flags())
         self._clean_up: set[asyncio.Task[None]] = set()
 
     def configure(self, flags: Flags) -> None:
-        """Take over what the service says of itself."""
+        """Apply the service's settings."""
         self.flags = flags
         self.backpressure = Backpressure(
             flags.sample_max_concurrent_requests, flags.sample_dispatch_bytes_semaphore_size
@@ -107,7 +106,7 @@ class Connection:
         return await self.http.send(_post(endpoint, payload, **rest), read)
 
     async def submit(self, call: Call, kind: Kind[T]) -> Future[T]:
-        """The job that the service accepted; the call may be sent twice, so it needs a seq_id."""
+        """Submit a job. The call may be sent twice, so it needs a seq_id."""
         asked = time.monotonic()
         request_id = await self.http.send(call, lambda reply: str(json_object(reply)["request_id"]))
         return Future(self, request_id, kind, time.monotonic() - asked)
@@ -118,7 +117,7 @@ class Connection:
         return await self.submit(_post(endpoint, payload, **rest), kind)
 
     def cancel(self, request_id: str) -> None:
-        """Tell the service that nobody waits for a sample, where it knows how."""
+        """Cancel a sample on the service, if it supports that."""
         if self.flags.sample_cancel_enabled:
             self.in_background(
                 self.post(
@@ -127,7 +126,7 @@ class Connection:
             )
 
     def in_background(self, cleaning: Coroutine[Any, Any, object]) -> None:
-        """Run a call that nobody waits for; `drain` does, at the end."""
+        """Run a clean-up call as a task; `drain` waits for it."""
 
         async def run() -> None:
             try:
@@ -140,7 +139,7 @@ class Connection:
         task.add_done_callback(self._clean_up.discard)
 
     async def drain(self, timeout: float) -> None:
-        """Wait for the clean-up under way; what takes longer is given up."""
+        """Wait up to `timeout` seconds for the clean-up tasks, then cancel them."""
         tasks = list(self._clean_up)
         if tasks:
             await asyncio.wait(tasks, timeout=timeout)
@@ -150,14 +149,14 @@ class Connection:
 
 
 class Future(Generic[T]):
-    """A job that the service accepted. Await it, any number of times, for its result."""
+    """A job that the service accepted. Await it for its result, any number of times."""
 
     def __init__(
         self, connection: Connection, request_id: str, kind: Kind[T], roundtrip: float
     ) -> None:
         self.request_id = request_id
         self.queue_state = "active"
-        """`active`, `paused_capacity` or `paused_rate_limit`, as the service said last."""
+        """`active`, `paused_capacity` or `paused_rate_limit`, by the last poll."""
         self._connection = connection
         self._kind = kind
         self._path = "api/v1/retrieve_future"
@@ -189,7 +188,7 @@ class Future(Generic[T]):
             raise DeadlineError(
                 f"{self._kind.name} {self.request_id} has no result after {limit:g} s "
                 f"(queue: {self.queue_state}); {self._connection.http.url} still answers, so "
-                "it is slow or full: raise the deadline or lower the load"
+                "it is slow or overloaded. Raise the deadline, or lower the load."
             ) from error
         except asyncio.CancelledError:
             self._abandon()
@@ -211,7 +210,7 @@ class Future(Generic[T]):
                 return reply
             budget, iteration = None, iteration + 1
             self._report(reply, started)
-            # A service that doesn't hold a poll back would be asked in a hot loop.
+            # A service that answers polls at once would be polled in a busy loop.
             quick = quick + 1 if time.monotonic() - asked < 0.05 else 0
             if quick:
                 await asyncio.sleep(min(0.005 * 2.0 ** min(quick, 10), 1.0))
@@ -238,20 +237,23 @@ class Future(Generic[T]):
         return await self._connection.http.send(call, self._read)
 
     async def _outlast(self, error: RemoteError, budget: RetryBudget) -> None:
-        """Wait before the next poll; raises `error` where a further poll can't help."""
+        """Wait before the next poll; raises `error` when another poll can't succeed."""
         if error.code == "timeout":
-            return  # the service holds polls back for longer than we wait: no failure
-        if error.status in (402, 429):  # until paid, or until there is room: to the deadline
+            return  # the service held the poll for longer than we waited: no failure
+        if error.status in (
+            402,
+            429,
+        ):  # no payment, or no capacity: only the deadline ends it
             pause = self._connection.http.policy.pause(3, error.retry_after)
         else:
             pause = budget.pause(error)
-        log.info("%s; asking again", error)
+        log.info("%s; polling again", error)
         await asyncio.sleep(pause)
 
     def _read(self, response: httpx.Response) -> T | _Pending:
         if response.headers.get("content-type", "").startswith(PROTOBUF):
             if self._kind.from_proto is None:
-                raise ValueError(f"{self._kind.name} came as protobuf, which it never does")
+                raise ValueError(f"{self._kind.name} came as protobuf, expected JSON")
             return self._kind.from_proto(response.content)
         body = self._body(response)
         if response.status_code == 408 or body.get("type") == "try_again":
@@ -272,9 +274,9 @@ class Future(Generic[T]):
         except ValueError:
             if response.status_code == 408:
                 return {}
-        # Not the service: a proxy before it answers with a bare 400 now and then.
+        # A proxy in front of the service sometimes answers with an empty 400.
         raise RemoteError(
-            f"{self._kind.name} {self.request_id}: a bare 400 came",
+            f"{self._kind.name} {self.request_id}: got a 400 without a JSON body",
             status=400,
             code="bare",
             retryable=True,
@@ -298,7 +300,7 @@ class Future(Generic[T]):
             self._reported = now
             why = f" ({pending.reason})" if pending.reason else ""
             log.warning(
-                "%s %s waits for %.0f s; queue: %s%s",
+                "%s %s has been waiting for %.0f s; queue: %s%s",
                 self._kind.name,
                 self.request_id,
                 now - started,
@@ -320,6 +322,6 @@ def json_object(response: httpx.Response) -> dict[str, Any]:
 
 
 def _post(endpoint: str, payload: Mapping[str, Any], **rest: Any) -> Call:
-    """The service's schema is strict: a key that is None must be left out."""
+    """A POST of the keys that are not None: the service's schema rejects null."""
     given = {name: value for name, value in payload.items() if value is not None}
     return Call.json("POST", f"api/v1/{endpoint}", given, **rest)

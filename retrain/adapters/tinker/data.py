@@ -1,4 +1,7 @@
-"""A batch on its way to the service: checked, cut into requests, and their results joined again."""
+"""The data of one batch: checked, split into requests, and the results merged again.
+
+What the service would reject, or would compute wrongly without an error, is rejected here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ LOSS_INPUTS: Mapping[str, Sequence[str]] = MappingProxyType(
         "dro": _RATIO,
     }
 )
-"""The inputs of the losses that are known here; other losses are the service's own matter."""
+"""The inputs of each known loss; the service checks those of other losses."""
 
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_TOKEN = 2**31 - 1
@@ -27,7 +30,7 @@ MAX_TOKEN = 2**31 - 1
 def check_data(data: Sequence[Datum], loss: str) -> None:
     """Raise ValueError on a datum whose lengths, numbers or inputs are wrong for `loss`."""
     if not data:
-        raise ValueError("the batch is empty: at least one datum is needed")
+        raise ValueError("the batch is empty, expected at least one datum")
     for index, datum in enumerate(data):
         problem = _problem(datum, LOSS_INPUTS.get(loss))
         if problem:
@@ -35,7 +38,7 @@ def check_data(data: Sequence[Datum], loss: str) -> None:
 
 
 def split(data: Sequence[Datum], *, most_datums: int, most_bytes: int) -> list[list[Datum]]:
-    """Consecutive chunks within both limits; a datum larger than `most_bytes` goes alone."""
+    """Consecutive chunks within both limits; a datum larger than `most_bytes` gets its own."""
     chunks: list[list[Datum]] = []
     size = 0
     for datum in data:
@@ -49,10 +52,11 @@ def split(data: Sequence[Datum], *, most_datums: int, most_bytes: int) -> list[l
 
 
 def merge(parts: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """The result that one request would have had: outputs in order, metrics by their reduction.
+    """The result that a single request would have given.
 
-    A metric is named `name:reduction`: sums are added, `min` and `max` kept, and all others
-    averaged over the datums. A metric that some part lacks is dropped.
+    Outputs keep their order. Metrics are named `name:reduction`: `sum`, `min` and `max` are
+    reduced accordingly, all others are averaged over the datums. A metric that some part lacks is
+    dropped.
     """
     if len(parts) == 1:
         return parts[0]
@@ -80,10 +84,10 @@ def _problem(datum: Datum, expected: Sequence[str] | None) -> str:
     if not datum.tokens:
         return "it has no tokens"
     if not all(0 <= token <= MAX_TOKEN for token in datum.tokens):
-        return "a token id is negative or no int32"
+        return "a token id is negative or not an int32"
     if expected is not None and set(datum.inputs) != set(expected):
         got, wanted = sorted(datum.inputs), sorted(expected)
-        return f"it has the loss inputs {got}, expected {wanted}"
+        return f"got the loss inputs {got}, expected {wanted}"
     for name, tensor in datum.inputs.items():
         problem = _tensor_problem(tensor, len(datum.tokens))
         if problem:
@@ -93,12 +97,12 @@ def _problem(datum: Datum, expected: Sequence[str] | None) -> str:
 
 def _tensor_problem(tensor: Tensor, length: int) -> str:
     if math.prod(tensor.dimensions) != len(tensor.data):
-        return f"{len(tensor.data)} numbers don't fill the shape {list(tensor.dimensions)}"
+        return f"got {len(tensor.data)} numbers for the shape {list(tensor.dimensions)}"
     if tensor.dimensions[0] != length:
-        return f"got {tensor.dimensions[0]} values for {length} tokens: the lengths must be equal"
+        return f"got {tensor.dimensions[0]} values for {length} tokens, expected one per token"
     if tensor.dtype == "int64":
         whole = all(isinstance(value, int) for value in tensor.data)
-        return "" if whole else "an int64 tensor holds a number that is no int"
+        return "" if whole else "an int64 tensor holds a number that is not an integer"
     if not all(-FLOAT32_MAX <= value <= FLOAT32_MAX for value in tensor.data):  # NaN fails as well
-        return "a number is NaN, infinite or no float32"
+        return "a number is NaN, infinite or not a float32"
     return ""

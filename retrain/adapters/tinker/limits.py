@@ -1,6 +1,6 @@
-"""How much may be under way at once: counts, bytes, and the pause that the service asked for.
+"""Back-pressure: limits on requests and bytes in flight, and pauses that the service asks for.
 
-Who asks first is served first, so that one user of a client can't starve another.
+All limits are first come, first served, so no user of a client can starve another.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import time
 from collections import deque
 
 SUBMISSIONS = 400
-"""Samples whose submission may be on its way at once."""
+"""Samples that may be submitted at the same time."""
 BYTES_A_TOKEN = 10
-"""What a token of a prompt is taken to weigh in JSON."""
+"""The assumed size of a prompt's token in JSON."""
 LARGE_PROMPT = 128 * 1024
-"""Bytes; a prompt above it that was turned away pauses everybody for longer."""
+"""Bytes; when a larger prompt is rejected, the pause is longer."""
 
 
 class Budget:
-    """Units that are lent up to a limit; a request larger than the limit is served alone."""
+    """Units lent up to a limit; a request above the limit gets the whole budget."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -31,7 +31,7 @@ class Budget:
         return Loan(self, min(units, self._limit))
 
     async def acquire(self, units: int) -> None:
-        """Wait for at most the limit's units."""
+        """Wait until `units` (at most the limit) are free, and take them."""
         if not self._waiting and units <= self._free:
             self._free -= units
             return
@@ -41,15 +41,15 @@ class Budget:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release(units)  # it was served at the very moment of the cancellation
+                self.release(units)  # it got its units as it was cancelled
             else:
-                with contextlib.suppress(ValueError):  # a release may have passed over it
+                with contextlib.suppress(ValueError):  # a release may have removed it
                     self._waiting.remove((units, turn))
                 self.release(0)
             raise
 
     def release(self, units: int) -> None:
-        """Give back what was acquired, and serve those who wait."""
+        """Return units, and give them to the waiters in order."""
         self._free += units
         while self._waiting and self._waiting[0][0] <= self._free:
             wanted, turn = self._waiting.popleft()
@@ -59,10 +59,10 @@ class Budget:
 
 
 class Loan:
-    """Units of a budget for as long as the block runs.
+    """Holds units of a budget within an `async with`.
 
-    Classes rather than generators: thousands of live ones cost the garbage collector a good part
-    of the client's time.
+    A class and not a generator: thousands of live generators would cost the garbage collector a
+    large part of the client's time.
     """
 
     __slots__ = ("_budget", "_units")
@@ -79,11 +79,11 @@ class Loan:
 
 
 class Backpressure:
-    """What every sampling session of one client shares."""
+    """The limits that all sampling sessions of one client share."""
 
     def __init__(self, in_flight: int, dispatch_bytes: int) -> None:
         self.in_flight = Budget(in_flight)
-        """Samples that were asked for and have not come back."""
+        """Samples that are submitted or running."""
         self.submissions = Budget(SUBMISSIONS)
         self.bytes = Budget(dispatch_bytes)
         self._resume = 0.0
@@ -93,13 +93,13 @@ class Backpressure:
         return self.bytes.take(BYTES_A_TOKEN * tokens)
 
     async def pause_over(self) -> None:
-        """Wait out what the service asked for."""
+        """Wait until the pause is over."""
         wait = self._resume - time.monotonic()
         if wait > 0:
             await asyncio.sleep(wait)
-            await self.pause_over()  # it may have been made longer meanwhile
+            await self.pause_over()  # it may have been extended meanwhile
 
     def pause(self, tokens: int, asked: float | None) -> None:
-        """The service is full: nobody submits for a while (1 s, 5 s after a large prompt)."""
+        """Stop submitting for `asked` seconds; by default 1 s, or 5 s after a large prompt."""
         default = 5.0 if BYTES_A_TOKEN * tokens > LARGE_PROMPT else 1.0
         self._resume = max(self._resume, time.monotonic() + (default if asked is None else asked))

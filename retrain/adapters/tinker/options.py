@@ -1,4 +1,4 @@
-"""The `backend:` keys of `type: tinker`, and what this backend can honour. Imports no httpx."""
+"""The `backend:` keys of `type: tinker`, and its capabilities. Imports no httpx."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TinkerOptions(RemoteOptions):
     vendor = TINKER
 
     native_losses: frozenset[str] = native_to("tinker")
-    """Losses that the service computes. The others are computed here, from one forward pass more;
-    take out what a server lacks."""
+    """Losses that the service computes. The others are computed here and cost another forward pass.
+    Remove the losses that a server lacks."""
     wire: Literal["proto", "json"] = "proto"
     """`json` is for servers that don't speak protobuf."""
     checkpoint_ttl: Annotated[int, Field(ge=3600)] | None = None
-    """Seconds that the service keeps a checkpoint; None: until `checkpoint.keep` drops it."""
+    """Seconds that the service keeps a checkpoint; null: until `checkpoint.keep` deletes it."""
     project: str | None = None
-    """The id of the project that the session is accounted to."""
+    """The id of the project that the session is billed to."""
     tags: tuple[str, ...] = ()
-    """Words to find the session by."""
+    """Tags of the session, to find it by."""

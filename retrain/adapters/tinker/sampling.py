@@ -1,8 +1,8 @@
-"""One sampling session: completions and log-probs of the weights that it was made with.
+"""One sampling session: completions and log-probs of the weights that it was created with.
 
-A sample has no effect on the model, so it is asked for until its deadline: a submission that may
-have been lost is sent again with the same seq_id, by which the service knows it, and a result that
-the service lost is sampled anew.
+A sample does not change the model, so it is retried until its deadline: a submission that may have
+been lost is sent again with the same seq_id, which the service recognises, and a result that the
+service lost is sampled again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from retrain.transport.retries import NO_RETRY, RetryBudget
 
 SAMPLE = Kind("Sample", payloads.sample_from_json, messages.decode_sample)
 LOST_RESULTS = 3
-"""How often a result may get lost on the service before that is an error."""
+"""Submissions of one sample, when the service keeps losing the result."""
 
 
 class SamplingClient:
-    """Made by `TinkerClient.sampling_session`; any number of samples may be under way."""
+    """Made by `TinkerClient.sampling_session`; any number of samples may run at once."""
 
     def __init__(self, connection: Connection, session_id: str) -> None:
         self.session_id = session_id
         self.snapshot: str | None = None
-        """The path of weights that were saved for this session alone, to be deleted after it."""
+        """The path of weights that were saved only for this session; delete them with it."""
         self._connection = connection
         self._seq_ids = itertools.count()
 
@@ -51,8 +51,8 @@ class SamplingClient:
     ) -> SampleResult:
         """`n` completions of `prompt`, within `timeout` seconds.
 
-        Raises RemoteError when the service refuses or fails, DeadlineError when it is not done in
-        time. Cancelling the call cancels the sample on the service, where that knows how.
+        Raises RemoteError when the service refuses or fails, DeadlineError when the time is over.
+        Cancelling the call also cancels the sample on a service that supports it.
         """
         payload: dict[str, Any] = {
             "sampling_session_id": self.session_id,
@@ -71,25 +71,25 @@ class SamplingClient:
         except TimeoutError as error:
             raise DeadlineError(
                 f"a sample of {self.session_id} was not done within {limit:g} s: the service is "
-                "full, slow or away; raise the deadline or lower the load"
+                "overloaded, slow or unreachable. Raise the deadline, or lower the load."
             ) from error
 
     async def compute_logprobs(
         self, tokens: Sequence[int], *, timeout: float | None = None
     ) -> list[float | None]:
-        """The log-prob of each token after those before it; None for the first."""
+        """The log-prob of each token given the tokens before it; None for the first."""
         params = SamplingParams(max_tokens=1)
         result = await self.sample(tokens, params, prompt_logprobs=True, timeout=timeout)
         if result.prompt_logprobs is None:
             raise AdapterError(
-                f"{self._connection.http.url} returned no prompt log-probs: "
-                "it does not compute them"
+                f"{self._connection.http.url} returned no log-probs of the prompt; this service "
+                "does not compute them"
             )
         logprobs = list(result.prompt_logprobs)
-        if len(logprobs) == len(tokens) - 1:  # some servers leave the first one out
+        if len(logprobs) == len(tokens) - 1:  # some servers omit the first
             logprobs.insert(0, None)
         if len(logprobs) != len(tokens):
-            raise AdapterError(f"{len(logprobs)} log-probs came for {len(tokens)} tokens")
+            raise AdapterError(f"got {len(logprobs)} log-probs for {len(tokens)} tokens")
         return logprobs
 
     async def _until_done(self, payload: dict[str, Any], tokens: int) -> SampleResult:
@@ -103,7 +103,7 @@ class SamplingClient:
         raise AssertionError("unreachable: the loop above has no end")
 
     async def _submit(self, payload: dict[str, Any], tokens: int) -> Future[SampleResult]:
-        """Hand the sample over; sent again, always as the same request, until it is accepted."""
+        """Submit the sample; the same request is sent again until the service accepts it."""
         pressure = self._connection.backpressure
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
         budget: RetryBudget | None = None
@@ -125,7 +125,12 @@ class SamplingClient:
 
 
 class ServedWeights:
-    """A `retrain.adapters.remote.published.Session` over one set of weights."""
+    """One set of weights as the adapter's sampler uses it (`published.Session`).
+
+    A completion ends as on every backend: with the first token that is a stop token or that
+    completes a stop string. The protocol takes token ids or strings, not both: ids are sent where
+    there are any, and tokens after a stop are cut off here.
+    """
 
     def __init__(
         self,
@@ -134,7 +139,7 @@ class ServedWeights:
         deadline: float,
         delete: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`deadline` is how many seconds a sample may take."""
+        """A sample may take `deadline` seconds; `delete` deletes saved weights by their path."""
         self._delete = delete
         self._sampler = sampler
         self._tokenizer = tokenizer
@@ -143,29 +148,29 @@ class ServedWeights:
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
     ) -> list[Sampled]:
-        """`n` completions; raises AdapterError when the service leaves one or its log-probs out."""
+        """`n` completions; raises AdapterError when one of them or its log-probs are missing."""
         result = await self._sampler.sample(prompt_ids, params, n=n, timeout=self._deadline)
         if len(result.sequences) != n:
             raise AdapterError(
-                f"asked the service for {n} completions, got {len(result.sequences)}"
+                f"got {len(result.sequences)} completions from the service, expected {n}"
             )
         return [cut(one, params, self._tokenizer) for one in result.sequences]
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
-        """The log-prob of each token after those before it; None for the first."""
+        """The log-prob of each token given the tokens before it; None for the first."""
         return await self._sampler.compute_logprobs(token_ids, timeout=self._deadline)
 
     async def close(self) -> None:
-        """Free the snapshot, where it is a checkpoint of its own; sessions end by themselves."""
+        """Delete the snapshot if it has a path of its own; the session ends by itself."""
         if self._sampler.snapshot is not None:
             await self._delete(self._sampler.snapshot)
 
 
 def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer) -> Sampled:
-    """The sequence up to its first stop, that included."""
+    """The sequence up to and including its first stop."""
     if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
         raise AdapterError(
-            "the service returned a completion without a log-prob for each token: it can't be "
+            "the service returned a completion without a log-prob for each token, which can't be "
             "trained on"
         )
     stops = [i for i, token in enumerate(sequence.tokens) if token in params.stop_token_ids]
@@ -177,7 +182,7 @@ def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer)
 
 
 def _completed(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    """The index of the token that completes the first stop string, in a list, if any does."""
+    """A list with the index of the token that completes the first stop string, or an empty one."""
 
     def has_stop(length: int) -> bool:
         text = tokenizer.decode(tokens[:length])
@@ -193,7 +198,7 @@ def _completed(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer)
 
 
 def _payload(params: SamplingParams) -> dict[str, Any]:
-    """The protocol takes token ids or strings to stop at, not both; ids go first."""
+    """The protocol's own keys; keys that are unset are omitted."""
     sent: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,

@@ -1,13 +1,13 @@
-"""One model in training: its operations in order, each applied once.
+"""One model in training: its operations run in order, each exactly once.
 
-- Operations take seq ids 1, 2, 3, ... in the order of the calls, and each is sent only after the
-  one before it was accepted: the service waits for a missing id for ever, and servers without ids
-  go by the order of arrival.
-- An id is taken only when the service has accepted its request; a request that it refused takes
-  none. If it is unknown whether a request was accepted, the model can't be used any more.
-- A call returns when the service has accepted the operation; awaiting what it returned gives the
-  result. Submit forward_backward and optim_step, then await both: the service works in cycles, and
-  waiting in between costs two more.
+- Operations have seq ids 1, 2, 3, ... in the order of the calls. Each is sent after the one before
+  was accepted: the service waits indefinitely for a missing id, and servers without ids use the
+  order of arrival.
+- An id is used up when the service accepts its request; a rejected request uses none. If it is
+  unknown whether a request was accepted, the model can't be used any more.
+- A call returns when the service has accepted the operation; await the returned value for the
+  result. Submit forward_backward and optim_step first, then await both: the service works in
+  cycles, and waiting in between costs two more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SamplerWeights:
-    """Saved weights to sample from: a path, or the session that already serves them."""
+    """Weights to sample from: a path, or the session that serves them already."""
 
     path: str | None
     sampling_session_id: str | None
@@ -53,7 +53,7 @@ class Chunked:
         return self.result().__await__()
 
     async def result(self, timeout: float | None = None) -> ForwardBackwardOutput:
-        """The outputs in the order of the data; raises as `Future.result` does."""
+        """The outputs in the order of the data. Raises what `Future.result` raises."""
         return merge([await future.result(timeout) for future in self.futures])
 
 
@@ -64,7 +64,7 @@ class TrainingClient:
         self.model_id = model_id
         self._connection = connection
         self._next = next_seq_id
-        self._turn = asyncio.Lock()  # first come, first served: the order of the calls
+        self._turn = asyncio.Lock()  # fair: operations keep the order of the calls
         self._broken = ""
 
     def __repr__(self) -> str:
@@ -73,7 +73,7 @@ class TrainingClient:
     async def forward_backward(
         self, data: Sequence[Datum], loss: str, config: LossConfig | None = None
     ) -> Chunked:
-        """Add the gradients of the loss, summed over the data, to those already there.
+        """Accumulate the gradients of the loss, summed over the data.
 
         Raises ValueError on data that the service would refuse, RemoteError when it refuses.
         """
@@ -82,7 +82,7 @@ class TrainingClient:
     async def forward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", config: LossConfig | None = None
     ) -> Chunked:
-        """The log-probs and the loss, with no effect on the gradients."""
+        """The log-probs and the loss, without gradients."""
         empty = ForwardBackward(self.model_id, 0, (), loss, config or {}, forward_only=True)
         return await self._pass(data, empty)
 
@@ -91,7 +91,7 @@ class TrainingClient:
         return await self._operation("optim_step", {"adam_params": asdict(adam)}, OPTIM_STEP)
 
     async def save_weights(self, name: str, *, ttl_seconds: int | None = None) -> Future[str]:
-        """Keep weights and optimizer under `name`; the result is the path to load them by.
+        """Save weights and optimizer under `name`; the result is the path to load.
 
         `ttl_seconds` None keeps them until they are deleted.
         """
@@ -105,7 +105,7 @@ class TrainingClient:
         sampling_session_seq_id: int | None = None,
         ttl_seconds: int | None = None,
     ) -> Future[SamplerWeights]:
-        """Keep a snapshot to sample from: under `name`, or for one sampling session alone."""
+        """Save a snapshot to sample from, under `name` or for one sampling session."""
         payload = {
             "path": name,
             "sampling_session_seq_id": sampling_session_seq_id,
@@ -115,12 +115,12 @@ class TrainingClient:
         return await self._operation("save_weights_for_sampler", payload, SAVE_FOR_SAMPLER)
 
     async def load_weights(self, path: str, *, optimizer: bool) -> Future[None]:
-        """Load into this model; services allow it as a model's first operation alone."""
+        """Load into this model; services allow that only as its first operation."""
         payload = {"path": path, "optimizer": optimizer}
         return await self._operation("load_weights", payload, LOAD_WEIGHTS)
 
     async def unload(self) -> None:
-        """Free the model on the service; not all of them know it."""
+        """Free the model on the service; some services do not support it."""
         payload = {"model_id": self.model_id, "type": "unload_model"}
         await (await self._connection.submit_json("unload_model", payload, LOAD_WEIGHTS))
 
@@ -141,7 +141,7 @@ class TrainingClient:
                     futures.append(await self._submit(kind, self._pass_call(request)))
                 except BaseException:
                     if futures and not self._broken and not empty.forward_only:
-                        self._broken = "only a part of a batch was accepted"
+                        self._broken = "only part of a batch was accepted"
                     raise
             return Chunked(futures)
 
@@ -181,10 +181,10 @@ class TrainingClient:
         """Send one operation; the caller holds `_turn`."""
         if self._broken:
             raise AdapterError(
-                f"model {self.model_id} can't be used any more: {self._broken}; continue from the "
-                "last checkpoint"
+                f"model {self.model_id} can't be used any more: {self._broken}. Continue from the "
+                "last checkpoint."
             )
-        call = build(self._next)  # may refuse the numbers: then no id is taken
+        call = build(self._next)  # an OverflowError takes no id
         try:
             future = await self._connection.submit(call, kind)
         except RemoteError as error:
@@ -203,7 +203,7 @@ def _zstd(body: bytes) -> bytes:
         import zstandard
     except ImportError as error:
         raise ConfigError(
-            "the service asks for zstd, which needs zstandard, which is not installed: "
+            "the service asks for zstd, but zstandard is not installed: "
             f"{install_command('remote')}"
         ) from error
     return zstandard.ZstdCompressor().compress(body)

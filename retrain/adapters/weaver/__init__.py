@@ -1,6 +1,6 @@
-"""Weaver: a typed async client of its REST protocol, and the adapter on top of it.
+"""Weaver: a typed async client of its protocol, and the adapter that trains with it.
 
-`WeaverClient` is usable by itself; nothing here imports torch, and httpx only when it connects.
+Importing this package loads no torch and no httpx; making a client loads httpx.
 """
 
 from retrain.adapters.weaver.client import WeaverClient

@@ -1,6 +1,6 @@
-"""The Weaver backend: batches out, weights published, on top of `WeaverClient`.
+"""The Weaver backend: trains batches and publishes weights by `WeaverClient`.
 
-dL/dlogp of a loss that the service lacks goes back as `surrogate`, whose weights it is.
+For a loss that the service lacks, dL/dlogp is sent as the weights of the loss `surrogate`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WeaverAdapter(RemoteAdapter):
     options: WeaverOptions
 
     async def forget(self, state: AdapterState) -> None:
-        """Let the service drop the checkpoint; one that's gone already is well."""
+        """Delete the checkpoint on the service; no error if it no longer exists."""
         await self._model.expire(str(state.data["path"]), str(state.data["model_id"]))
 
     def hurry(self) -> None:
@@ -57,7 +57,7 @@ class WeaverAdapter(RemoteAdapter):
         )
 
     async def _served_context(self) -> int | None:
-        """That of the model's name: `NAME:262144`."""
+        """The number in the model's name, `NAME:262144`."""
         suffix = self.base_model.rpartition(":")[2]
         return int(suffix) if suffix.isdigit() else None
 
@@ -101,14 +101,14 @@ class WeaverAdapter(RemoteAdapter):
     async def _step_of(
         self, loss: str, rows: Sequence[TrainingRow]
     ) -> tuple[list[list[float]], Metrics]:
-        """Log-probs and metrics of one step; the optimizer's is submitted before the passes end."""
+        """Log-probs and metrics of one step; optim_step is submitted before the passes end."""
         passes = [await self._model.forward_backward(part, loss) for part in self._requests(rows)]
         stepping = await self._model.optim_step(self._adam())
         logprobs = _joined([await one.result() for one in passes])
         return logprobs, grad_norm(await stepping.result())
 
     def _requests(self, rows: Sequence[TrainingRow]) -> Iterator[Sequence[TrainingRow]]:
-        """Runs of rows with at most `request_tokens` tokens; a longer row goes alone."""
+        """Consecutive rows with at most `request_tokens` tokens; a longer row goes by itself."""
         start, tokens = 0, 0
         for index, row in enumerate(rows):
             if index > start and tokens + len(row.tokens) > self.options.request_tokens:

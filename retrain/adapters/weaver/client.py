@@ -1,8 +1,8 @@
-"""The client of a Weaver service: one session, kept alive, and what is made in it.
+"""WeaverClient: a session with a Weaver service; it creates models and sampling sessions.
 
-- What this client makes on the service it also removes: leaving terminates its models and deletes
-  its sampling sessions, and a cancelled call is undone (`_or_undo`).
-- The API key is a header and nothing else: no repr, log line or error holds it.
+- The client removes what it creates on the service: leaving it terminates its models and deletes
+  its sampling sessions, and a cancelled call is undone (`or_undo`).
+- The API key is sent as a header; it appears in no repr, log or error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class WeaverClient:
-    """An async context manager; entering opens the session, leaving ends all it made.
+    """An async context manager: entering opens the session, leaving removes what it created.
 
     async with WeaverClient(url) as client:                      # key: WEAVER_API_KEY
         model = await client.create_model("Qwen/Qwen3-8B", lora=LoraConfig(rank=16))
@@ -48,7 +48,7 @@ class WeaverClient:
     Every method raises RemoteError when the service refuses, fails or stays silent.
     """
 
-    def __init__(  # noqa: PLR0913 - what a client may be told, all but the URL by name
+    def __init__(  # noqa: PLR0913 - keyword arguments, except the URL
         self,
         url: str = WEAVER.url,
         *,
@@ -69,13 +69,15 @@ class WeaverClient:
 
         Args:
             api_key: by default WEAVER_API_KEY; "" sends none.
-            transport: carries the requests in place of the network, such as an ASGI transport.
+            http: an httpx client (it stays open) or transport (it is closed with this client) that
+                carries the requests in place of our own connections.
             deadline: seconds that one operation may take.
-            heartbeat: seconds between signs of life.
+            heartbeat: seconds between heartbeats.
             resend: the service recognises a repeated seq_id, so a training call whose reply was
-                lost is sent again. Otherwise that is an error: it may have been applied.
-            metadata: shown by the service beside the session; also the ids of an organization
-                and project come from WEAVER_ORGANIZATION_ID and WEAVER_PROJECT_ID.
+                lost is sent again. Otherwise a lost reply is an error: the call may have been
+                applied.
+            metadata: shown by the service with the session. The ids of the organization and the
+                project come from WEAVER_ORGANIZATION_ID and WEAVER_PROJECT_ID.
         """
         key = WEAVER.api_key(url, api_key)
         self._http = HttpClient(
@@ -126,7 +128,7 @@ class WeaverClient:
     async def close(self) -> None:
         """Delete the sampling sessions, terminate the models, stop the heartbeat, disconnect.
 
-        A service that can't be reached any more is no error: it ends a silent session itself.
+        Failures are only logged: the service ends a silent session by itself.
         """
         made: list[SamplingSession | WeaverModel] = [
             *self._samplers.values(),
@@ -142,7 +144,7 @@ class WeaverClient:
             await self._http.close()
 
     def stop_retrying(self) -> None:
-        """The end is near: outlast no failures of the service for long any more."""
+        """The run is ending: retry failed calls for a short time only."""
         self._http.stop_retrying()
 
     async def create_model(
@@ -152,7 +154,7 @@ class WeaverClient:
         training_mode: Literal["lora", "full_ft"] = "lora",
         lora: LoraConfig | None = None,
     ) -> WeaverModel:
-        """A model to train, at step 0; GPUs are found when it first works."""
+        """A new model to train. The service allocates GPUs on its first operation."""
         payload: dict[str, Any] = {
             "model_seq_id": next(self._model_seq),
             "base_model": base_model,
@@ -188,8 +190,8 @@ class WeaverClient:
     ) -> SamplingSession:
         """A session that samples the weights at `path`, or the untrained `base_model`.
 
-        Ready when it returns: where the service loads the weights in the background, that is
-        waited for, and the session is deleted again if it fails.
+        The session is ready when this returns: if the service loads the weights in the background,
+        the client waits for that, and deletes the session if loading fails.
         """
         payload: dict[str, Any] = {
             "sampling_session_seq_id": next(self._sampler_seq),
@@ -211,7 +213,7 @@ class WeaverClient:
     async def _open(
         self, payload: dict[str, Any]
     ) -> tuple[SamplingSession, wire.OperationState | None]:
-        """The session, and the operation that loads its weights where there is one."""
+        """The session, and the operation that loads its weights, if there is one."""
         where = f"sessions/{self.session_id}/sampling-sessions"
         id, loading = await self._connection.call("POST", where, payload, wire.sampling_session)
         session = SamplingSession(
@@ -221,7 +223,7 @@ class WeaverClient:
         return session, loading
 
     async def _beat(self) -> None:
-        """Tell the service that we live; a beat that fails is no matter, the next may not."""
+        """Send heartbeats. A failed one is ignored; the next may succeed."""
         while True:
             try:
                 await self._connection.call("POST", f"sessions/{self.session_id}/heartbeat")
@@ -231,7 +233,7 @@ class WeaverClient:
 
 
 def _scope() -> dict[str, str]:
-    """The organization and project that the environment names."""
+    """The ids of the organization and project in the environment."""
     names = ("organization_id", "project_id")
     found = {name: os.environ.get(f"WEAVER_{name.upper()}", "").strip() for name in names}
     return {name: value for name, value in found.items() if value}

@@ -1,12 +1,12 @@
-"""One Weaver service as its clients see it: calls, operations, and the undoing of calls.
+"""Calls to one Weaver service, the operations that they start, and clean-up after cancellation.
 
 - Weaver answers slow requests with an operation: submitted by POST, then polled by GET. The first
-  poll comes soon and the pauses grow (`Pace`), so a short step is not held up and a long queue
+  poll comes soon and the pauses grow (`Pace`), so a short step loses little time and a long queue
   costs few requests.
-- A wait ends with the result, with the operation's error, or at its deadline. A failed operation is
-  never submitted again from here: it may have changed half of a state.
-- A call that makes something on the service is never abandoned half-way: when cancelled, it gets a
-  few seconds to end, and what it made is removed (`or_undo`).
+- A wait ends with the result, with the operation's error, or at the deadline. A failed operation is
+  never submitted again here: it may have changed part of the model.
+- A cancelled call that creates something on the service gets a few seconds to end, and what it
+  created is removed (`or_undo`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 CLEAN_UP = 5.0
 """Seconds that removing something from the service may take."""
 REPORT_AFTER = 30.0
-"""Seconds of waiting after which the log says what the service waits for."""
+"""Seconds of waiting before the first log line about it, and then between two lines."""
 REPORT_EVERY = 60.0
 LOST_POLLS = 20
-"""Polls in a row that may find the operation's store unreachable."""
+"""Polls in a row that may fail because the service has lost its own store."""
 USER_CODES = ("invalid", "unsupported", "quota", "unauthorized", "forbidden")
-"""Words in an error code that mean that the caller caused the error."""
+"""Parts of an error code that mean that the caller caused the error."""
 
 
 def _json(response: httpx.Response) -> Any:
@@ -69,7 +69,7 @@ class Pace:
 
 
 class Operation(Generic[T]):
-    """One submitted operation; `result` waits for it, as often as asked."""
+    """A submitted operation; `result` waits for it and may be called any number of times."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Operation(Generic[T]):
         deadline: float,
         pace: Pace,
     ) -> None:
-        """`parse` makes the result of a response; its ValueError is a malformed reply."""
+        """`parse` reads the result from the response; its ValueError means a malformed reply."""
         self.id = state.id
         self.what = what
         self._http = http
@@ -96,14 +96,14 @@ class Operation(Generic[T]):
 
     @property
     def settled(self) -> bool:
-        """Whether the service has finished it, well or badly, as far as we know."""
+        """Whether the last poll found the operation done or failed."""
         return self._state.status in ("done", "error")
 
     async def result(self) -> T:
-        """What the operation gave.
+        """The operation's result.
 
-        Raises RemoteError when it failed, when the service can't be reached, or with the code
-        `timeout` when it isn't done before its deadline.
+        Raises RemoteError when the operation failed, when the service can't be reached, or, with
+        the code `timeout`, at the deadline.
         """
         await self.settle()
         if self._state.status == "error":
@@ -112,7 +112,7 @@ class Operation(Generic[T]):
             return self._parse(self._state.response)
         except (ValueError, TypeError) as error:
             raise RemoteError(
-                f"{self.what}: the operation is done, but its result can't be read: {error}",
+                f"{self.what}: can't read the result of the finished operation: {error}",
                 code="malformed",
                 may_have_acted=True,
                 request_id=self.id,
@@ -120,7 +120,10 @@ class Operation(Generic[T]):
             ) from error
 
     async def settle(self) -> None:
-        """Wait until the operation is done or failed; raises RemoteError as `result` does."""
+        """Wait until the operation is done or failed.
+
+        Raises RemoteError when the service can't be reached, or at the deadline.
+        """
         began = reported = time.monotonic()
         polls = lost = 0
         while not self.settled:
@@ -131,7 +134,7 @@ class Operation(Generic[T]):
             if now - began > REPORT_AFTER and now - reported > REPORT_EVERY:
                 reported = now
                 waits = self._state.waiting_for or self._state.status
-                log.warning("%s: waiting for %.0f s (%s)", self.what, now - began, waits)
+                log.warning("%s: still waiting after %.0f s (%s)", self.what, now - began, waits)
             await asyncio.sleep(pause)
             polls += 1
             found = await self._poll(may_be_lost=lost < LOST_POLLS)
@@ -181,19 +184,19 @@ class Operation(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where the calls of one client go, and how long its operations may take."""
+    """What the objects of one client share."""
 
     http: HttpClient
     deadline: float = 3600.0
     """Seconds that one operation may take."""
     pace: Pace = field(default_factory=Pace)
     resend: bool = False
-    """The service recognises a repeated seq_id: a training call may be sent again."""
+    """The service recognises a repeated seq_id, so a training call may be sent again."""
 
     async def call(
         self, method: str, path: str, payload: Any = None, parse: Callable[[Any], T] = _as_is
     ) -> T:
-        """`parse` of the reply's JSON. Sent again when the reply is lost or can't be parsed."""
+        """`parse` of the reply's JSON; the call is retried when the reply is lost or malformed."""
         where = f"api/v1/{path}"
         call = Call(method, where) if payload is None else Call.json(method, where, payload)
         return await self.http.send(call, lambda reply: parse(_json(reply)))
@@ -207,7 +210,7 @@ class Connection:
         what: str,
         idempotent: bool = True,
     ) -> Operation[T]:
-        """The operation that a POST of `body` starts; `parse` makes its result."""
+        """The operation that a POST of `body` starts; `parse` reads its result."""
         call = Call(
             "POST",
             f"api/v1/{path}",
@@ -225,7 +228,7 @@ class Connection:
 
 
 async def or_undo(make: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]]) -> T:
-    """`make`, and when cancelled meanwhile, `undo` of what it made."""
+    """Await `make`; when cancelled meanwhile, `undo` what it made."""
     making = asyncio.ensure_future(make)
     try:
         return await asyncio.shield(making)
@@ -240,9 +243,9 @@ async def _undo_made(making: asyncio.Future[T], undo: Callable[[T], Awaitable[ob
 
 
 async def clean_up(ending: Awaitable[object]) -> None:
-    """Run `ending` to its end, or for `CLEAN_UP` seconds, through a cancellation.
+    """Await `ending` for at most `CLEAN_UP` seconds, even while being cancelled.
 
-    Its failure is logged and no more: the service ends a silent session by itself.
+    A failure is only logged: the service ends a silent session by itself.
     """
     with anyio.move_on_after(CLEAN_UP, shield=True):
         try:

@@ -1,11 +1,11 @@
 """A model in training: passes, optimizer steps, checkpoints.
 
-- The service runs a model's calls in the order of their `seq_id`. One is taken under a lock, for a
-  body that is complete and checked, and the calls go out one after another; their results may be
-  awaited later, so that a pass and its optimizer step overlap on the wire (`_train`).
-- A call that the service turned away gives its `seq_id` back; one that it may have acted on does
-  not, and is only sent again to a service that recognises a repeated one (`Connection.resend`).
-- Checkpoints carry no `seq_id`: they wait until every earlier call has settled (`_alone`).
+- The service runs a model's calls in the order of their `seq_id`. An id is taken under a lock, for
+  a complete and checked body, and calls are submitted one after another. Their results may be
+  awaited later, so a pass and its optimizer step overlap (`_train`).
+- A rejected call returns its `seq_id`. A call that the service may have executed does not, and is
+  sent again only to a service that recognises a repeated id (`Connection.resend`).
+- Checkpoints have no `seq_id`: they wait until every earlier call is done (`_alone`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from retrain.transport.refusals import RemoteError, ignored
 T = TypeVar("T")
 
 EXPORT_TTL = 3600
-"""Seconds that an export for sampling is kept, unless told otherwise."""
+"""Seconds that an export for sampling is kept, by default."""
 
 
 class WeaverModel:
@@ -37,7 +37,7 @@ class WeaverModel:
         base_model: str,
         forget: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """`forget` is told the id when the model is terminated."""
+        """`forget` is called with the id when the model is terminated."""
         self.id = id
         self.base_model = base_model
         self._connection = connection
@@ -66,7 +66,7 @@ class WeaverModel:
         loss_fn: str,
         loss_fn_config: Mapping[str, Any] | None = None,
     ) -> Operation[wire.ForwardResult]:
-        """Log-probs, and gradients that add up until the next `optim_step`.
+        """Log-probs, and gradients that accumulate until the next `optim_step`.
 
         Raises ValueError or NonFiniteError on bad rows, before a seq_id is taken.
         """
@@ -84,9 +84,9 @@ class WeaverModel:
     async def save_for_sampler(
         self, name: str | None = None, *, ttl_seconds: int | None = EXPORT_TTL
     ) -> Operation[str]:
-        """Export the present weights; the result is the path a sampling session takes.
+        """Export the present weights; the result is the path for a sampling session.
 
-        None keeps the export for ever.
+        `ttl_seconds` None keeps the export until it is deleted.
         """
         wanted = {"path": name, "ttl_seconds": ttl_seconds}
         wanted = {key: value for key, value in wanted.items() if value is not None}
@@ -122,7 +122,7 @@ class WeaverModel:
         what: str,
     ) -> Operation[T]:
         async with self._order:
-            self._seq_id += 1  # spent, unless the service says that it did nothing
+            self._seq_id += 1  # used up, unless the service rejects the call
             try:
                 operation = await self._connection.submit(
                     f"models/{self.id}/{path}",
@@ -144,7 +144,7 @@ class WeaverModel:
     async def save_state(
         self, name: str, *, optimizer: bool = True, ttl_seconds: int | None = None
     ) -> str:
-        """The path of a checkpoint, with the optimizer's state or without; None keeps it."""
+        """Save a checkpoint, with or without the optimizer's state; returns its path."""
         payload: dict[str, Any] = {
             "type": "weight_and_optimizer" if optimizer else "weight",
             "name": name,
@@ -161,7 +161,7 @@ class WeaverModel:
             return await operation.result()
 
     async def load_state(self, path: str, *, optimizer: bool = True) -> None:
-        """Go on from a checkpoint, of this model or of another one of the same shape."""
+        """Continue from a checkpoint of this model, or of another model of the same shape."""
         async with self._alone():
             operation = await self._connection.submit(
                 f"models/{self.id}/load",
@@ -174,9 +174,9 @@ class WeaverModel:
     async def expire(
         self, path: str, model_id: str | None = None, *, ttl_seconds: int | None = 1
     ) -> None:
-        """Let a checkpoint go after `ttl_seconds`, or never (None). Weaver has no delete.
+        """Delete a checkpoint after `ttl_seconds`, or never (None); Weaver has no immediate delete.
 
-        `model_id` names the model that wrote it, where that was another one.
+        `model_id` is the model that wrote it, if that was another one.
         """
         payload = {"path": path, "ttl_seconds": ttl_seconds}
         where = f"models/{model_id or self.id}/checkpoints/ttl"
@@ -184,17 +184,17 @@ class WeaverModel:
             await self._connection.call("PATCH", where, payload)
 
     async def close(self) -> None:
-        """Terminate the model on the service; one that's gone already is well."""
+        """Terminate the model on the service; no error if it no longer exists."""
         self._forget(self.id)
         with ignored(404, 409):
             await self._connection.call("POST", f"models/{self.id}/terminate", {})
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """No call of this model is under way, and none is sent meanwhile."""
+        """Wait until no call of this model is running, and block new ones."""
         async with self._order:
             for operation in self._unsettled:
-                with suppress(RemoteError):  # whoever awaits its result is told
+                with suppress(RemoteError):  # raised to the caller that awaits its result
                     await operation.settle()
             self._unsettled.clear()
             yield

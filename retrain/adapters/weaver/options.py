@@ -1,4 +1,4 @@
-"""The `backend:` keys of `type: weaver`, and what this backend can honour. Imports no httpx."""
+"""The `backend:` keys of `type: weaver`, and its capabilities. Imports no httpx."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class WeaverOptions(RemoteOptions):
     vendor = WEAVER
 
     base_model: str | None = None
-    """The service's name of the model, where it isn't `model`; `NAME:262144` asks for a context of
+    """The service's name of the model, if it isn't `model`; `NAME:262144` asks for a context of
     that length."""
     training_mode: Literal["lora", "full_ft"] = "lora"
     """Train low-rank adapters, or all weights."""
     native_losses: frozenset[str] = native_to("weaver")
-    """Losses that the service computes. The others are computed here, from one forward pass more,
-    and don't depend on what the service averages its own losses over."""
+    """Losses that the service computes. The others are computed here, cost another forward pass,
+    and don't depend on how the service averages its own losses."""
     request_tokens: Annotated[int, Field(ge=1)] = 100_000
-    """Tokens that one request may carry; a larger batch goes out in several, which add up."""
+    """Tokens per request; a larger batch is sent in several, whose gradients add up."""
     sampler_ttl: Annotated[int, Field(ge=60)] = 86_400
-    """Seconds that the service keeps the weights of a sampler, should the run not end by itself."""
+    """Seconds that the service keeps the weights of a sampler if the run is killed."""
     resend: bool = False
-    """The service recognises a repeated seq_id, so that a training call whose reply was lost may
-    be sent again (`retrain serve` does). Otherwise a lost reply ends the run."""
+    """The service recognises a repeated seq_id (`retrain serve` does), so a training call whose
+    reply was lost is sent again. Otherwise a lost reply ends the run."""
 
     def problems(self, config: RunConfig) -> list[str]:
-        """Keys without effect, and settings that can't work."""
+        """Keys without an effect, and settings that can't work."""
         found = super().problems(config)
         if self.training_mode == "full_ft" and "lora" in self.model_fields_set:
             found.append("backend.lora has no effect with training_mode full_ft: remove one")

@@ -1,4 +1,4 @@
-"""A sampling session: one set of weights, pinned on the service, that answers with tokens."""
+"""A sampling session: completions and log-probs of one fixed set of weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class SamplingSession:
     def __init__(
         self, connection: Connection, id: str, forget: Callable[[str], object] = lambda _: None
     ) -> None:
-        """`forget` is told the id when the session is deleted."""
+        """`forget` is called with the id when the session is deleted."""
         self.id = id
         self.after: Callable[[], Awaitable[None]] | None = None
-        """Frees what belongs to the session, once that is deleted."""
+        """Called once the session is deleted, to delete its weights too."""
         self._connection = connection
         self._forget = forget
 
@@ -43,9 +43,9 @@ class SamplingSession:
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
     ) -> list[Sampled]:
-        """`n` sequences, in the service's order, empty ones kept.
+        """`n` sequences in the service's order, including empty ones.
 
-        Raises RemoteError, with the code `malformed` when not `n` of them came.
+        Raises RemoteError, with the code `malformed` when the service returns another number.
         """
         body = wire.dumps(sample_payload(prompt_ids, params, n))
         operation = await self._connection.submit(
@@ -54,7 +54,7 @@ class SamplingSession:
         sequences = await operation.result()
         if len(sequences) != n:
             raise RemoteError(
-                f"sampling: asked for {n} sequences, got {len(sequences)}",
+                f"sampling: got {len(sequences)} sequences, expected {n}",
                 code="malformed",
                 retryable=True,
                 request_id=operation.id,
@@ -73,7 +73,7 @@ class SamplingSession:
         return await operation.result()
 
     async def close(self) -> None:
-        """Delete the session; one that's gone already is well. Raises RemoteError."""
+        """Delete the session; no error if it no longer exists. Raises RemoteError."""
         self._forget(self.id)
         with ignored(404):
             await self._connection.call("DELETE", f"sampling-sessions/{self.id}")
@@ -82,7 +82,7 @@ class SamplingSession:
 
 
 def sample_payload(prompt_ids: Sequence[int], params: SamplingParams, n: int) -> dict[str, Any]:
-    """The body of a sample; what is unset stays out."""
+    """The body of a sample; unset keys are omitted."""
     wanted: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,

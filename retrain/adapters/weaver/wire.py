@@ -1,10 +1,10 @@
-"""Weaver's JSON, as pure functions: request bodies out, typed values in.
+"""Weaver's JSON as pure functions: encode request bodies, decode replies into typed values.
 
-- What leaves is checked first (`training_input`): equal lengths, finite numbers, whole tokens. A
-  body that could not be sent is an error before any `seq_id` is taken for it.
-- Field names come back in several spellings (`id`, `ID`, `model_path`, `ModelPath`); `read` takes
-  them all. Log-probs come as lists or as tensors, results bare or inside `result`.
-- A reply that can't be understood raises ValueError; the transport reports it as malformed.
+- Requests are checked first (`training_input`): equal lengths, finite numbers, integer tokens. A
+  body that can't be sent raises before it takes a `seq_id`.
+- Services spell field names differently (`id`, `ID`, `model_path`, `ModelPath`); `read` accepts all
+  spellings. Log-probs come as lists or as tensors, results at the top level or inside `result`.
+- A malformed reply raises ValueError; `HttpClient` reports it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from retrain.adapters.remote.published import Sampled
 from retrain.errors import NonFiniteError, shown
 from retrain.protocols.training import AdamParams
 
-Json = Mapping[str, Any]  # an object as it came off the wire
+Json = Mapping[str, Any]  # an object as received
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """One sequence to train on: `tokens` (N,) and what the loss wants to know of each position."""
+    """One sequence to train on: `tokens` (N,) and the loss's inputs for each position."""
 
     tokens: Sequence[int]
     loss_fn_inputs: Mapping[str, Sequence[float]]
@@ -34,22 +34,22 @@ class TrainingRow:
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
     logprobs: Sequence[Sequence[float]]
-    """Log-prob of each target, one list (N,) a row, in the rows' order."""
+    """The log-prob of each target: one list (N,) per row, in the order of the rows."""
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class OperationState:
-    """One look at an operation."""
+    """The state of an operation at one poll."""
 
     id: str
     status: str
     """`pending`, `running`, `done` or `error`."""
     response: Any = None  # free-form, by the kind of operation
     error: Mapping[str, Any] = field(default_factory=dict)
-    """Of a failed one: code, message, retryable, details."""
+    """Of a failed operation: code, message, retryable, details."""
     waiting_for: str = ""
-    """Why it is still pending, where the service says so."""
+    """Why it is still pending, if the service says so."""
 
 
 # Requests
@@ -60,8 +60,8 @@ def training_input(
 ) -> bytes:
     """The `forward_backward_input` of a call, as JSON text.
 
-    Raises ValueError on an empty batch, unequal lengths or a token that isn't a whole number of 0
-    or more, and NonFiniteError on NaN or infinity, naming the row and the input.
+    Raises ValueError on an empty batch, on unequal lengths or on a token that is no integer >= 0,
+    and NonFiniteError on NaN or infinity. Errors name the row and the input.
     """
     if not rows:
         raise ValueError(f"{loss_fn}: got no rows, expected at least one")
@@ -73,7 +73,7 @@ def training_input(
 
 
 def training_body(model_id: str, seq_id: int, key: str, value: bytes) -> bytes:
-    """The whole body; `value` is spliced in as it is, since it may hold megabytes."""
+    """The whole body; `value`, which may be megabytes of JSON, is inserted without decoding it."""
     head = dumps({"model_id": model_id, "seq_id": seq_id, "tensor_transport": "default"})
     return b'{"payload":' + head[:-1] + b',"' + key.encode() + b'":' + value + b"}}"
 
@@ -88,7 +88,7 @@ def prompt(tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def dumps(value: Any) -> bytes:
-    """Compact JSON; raises ValueError on NaN and infinity, which JSON has no words for."""
+    """Compact JSON; raises ValueError on NaN and infinity, which JSON can't represent."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -107,8 +107,8 @@ def _row(index: int, row: TrainingRow) -> dict[str, Any]:
 def _tensor(index: int, name: str, values: Sequence[float], length: int) -> dict[str, Any]:
     if len(values) != length:
         raise ValueError(
-            f"row {index}: {name} has {len(values)} values for {length} tokens; every input of a "
-            "loss needs one a token"
+            f"row {index}: {name} has {len(values)} values for {length} tokens, expected one per "
+            "token"
         )
     if name == "target_tokens":
         return {"data": _whole(index, name, values), "dtype": "int64"}
@@ -116,8 +116,8 @@ def _tensor(index: int, name: str, values: Sequence[float], length: int) -> dict
     if not all(map(math.isfinite, numbers)):
         bad = next(t for t, value in enumerate(numbers) if not math.isfinite(value))
         raise NonFiniteError(
-            f"row {index}: {name}[{bad}] is {numbers[bad]}, expected a finite number; look for "
-            "the reward or the sampler log-prob that it comes from"
+            f"row {index}: {name}[{bad}] is {numbers[bad]}, expected a finite number. Check "
+            "the reward and the sampler's log-probs of this row."
         )
     return {"data": numbers, "dtype": "float32"}
 
@@ -136,10 +136,10 @@ def _whole(index: int, name: str, values: Sequence[float]) -> list[int]:
 
 
 def read(payload: Any, name: str, default: Any = None) -> Any:
-    """`payload[name]`, in whichever spelling it came; `default` where it's absent or null."""
+    """`payload[name]`, in any spelling; `default` if it is missing or null."""
     if not isinstance(payload, Mapping):
         return default
-    if payload.get(name) is not None:  # the common spelling needs no search
+    if payload.get(name) is not None:  # the usual spelling needs no search
         return payload[name]
     wanted = name.replace("_", "").lower()
     for key, value in payload.items():
@@ -157,14 +157,14 @@ def identifier(payload: Any) -> str:
 
 
 def sampling_session(payload: Any) -> tuple[str, OperationState | None]:
-    """The session's id, and the operation that loads its weights where there is one."""
+    """The session's id, and the operation that loads its weights, if there is one."""
     loading = read(payload, "sync_operation")
     session = read(payload, "sampling_session", payload)
     return identifier(session), None if loading is None else operation(loading)
 
 
 def operation(payload: Any) -> OperationState:
-    """What an operation's reply says; raises ValueError when it isn't one."""
+    """The state in an operation's reply; raises ValueError when it isn't one."""
     status = str(read(payload, "status", "")).lower()
     if status not in ("pending", "running", "done", "error"):
         raise ValueError(
@@ -194,7 +194,7 @@ def _failure(payload: Any) -> dict[str, Any]:
 
 
 def forward_result(response: Any) -> ForwardResult:
-    """Of a forward or forward_backward; raises ValueError without per-row log-probs."""
+    """The result of a pass; raises ValueError when it has no log-probs per row."""
     inner = read(response, "result", response)
     outputs = read(inner, "loss_fn_outputs", read(response, "loss_fn_outputs"))
     if not isinstance(outputs, list):
@@ -203,10 +203,10 @@ def forward_result(response: Any) -> ForwardResult:
 
 
 def metrics(response: Any) -> dict[str, float]:
-    """The numbers that came with a result, wherever they stand.
+    """The metrics of a result.
 
-    Where each task of a pass reports its own, `tokens` and names that end in `:sum` are added and
-    the others averaged.
+    If each task of a pass reports its own, `tokens` and names that end in `:sum` are added, the
+    others averaged.
     """
     inner = read(response, "result", response)
     direct = read(inner, "metrics")
@@ -223,7 +223,7 @@ def metrics(response: Any) -> dict[str, float]:
 
 
 def sequences(response: Any) -> list[Sampled]:
-    """Every sequence of a sample, empty ones included: a prompt's n samples stay n."""
+    """Every sequence of a sample, including empty ones: `n` samples stay `n`."""
     found = read(response, "sequences", read(read(response, "result"), "sequences"))
     if not isinstance(found, list):
         raise ValueError(f"expected sequences, got {brief(response)}")
@@ -239,7 +239,7 @@ def _sequence(raw: Any) -> Sampled:
 
 
 def prompt_logprobs(response: Any) -> list[float | None]:
-    """Log-prob of each prompt token given those before it; None for the first."""
+    """The log-prob of each prompt token given the tokens before it; None for the first."""
     found = read(response, "prompt_logprobs", read(read(response, "result"), "prompt_logprobs"))
     if not isinstance(found, list):
         raise ValueError(f"expected prompt_logprobs, got {brief(response)}")
@@ -247,7 +247,7 @@ def prompt_logprobs(response: Any) -> list[float | None]:
 
 
 def checkpoint_path(payload: Any) -> str:
-    """What `load` and a sampling session take; raises ValueError when the service names none."""
+    """The path of a checkpoint; raises ValueError when the reply has none."""
     path = read(payload, "path") or read(payload, "model_path")
     if not path:
         raise ValueError(f"expected a checkpoint with a path, got {brief(payload)}")

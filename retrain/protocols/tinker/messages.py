@@ -1,7 +1,7 @@
 """The protobuf forms of the values, for the client and the service.
 
 Only the fields that are used here are declared; protobuf ignores the others. A decoder raises
-ValueError on bytes that are no such message, or that contradict themselves.
+ValueError on bytes that aren't such a message, or that are inconsistent.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Message = Any  # a protobuf class made at run time, or its instance
 
 
 def encode_request(request: ForwardBackward) -> bytes:
-    """Raises OverflowError when a token id is no int32."""
+    """The protobuf body; raises OverflowError when a token id is not an int32."""
     body = _types().Request(
         model_id=request.model_id,
         seq_id=request.seq_id,
@@ -159,7 +159,9 @@ def _read_sequence(read: Message) -> SampledSequence:
 
 def _chunk_tokens(chunk: Message) -> list[int]:
     if not chunk.HasField("encoded_text"):
-        raise ValueError("a chunk of the prompt is no encoded text: images and audio are not read")
+        raise ValueError(
+            "a chunk of the prompt is not encoded text; images and audio are not supported"
+        )
     return cast(list[int], _unpack("i", chunk.encoded_text.tokens))
 
 
@@ -234,9 +236,9 @@ def _bytes(body: Message) -> bytes:
 
 @cache
 def _types() -> SimpleNamespace:
-    """The class of each message of `_SCHEMA`; a pool of their own keeps the official SDK's apart.
+    """The class of each message of `_SCHEMA`, in a pool that is separate from the official SDK's.
 
-    protobuf is imported on the first use, since a dry run needs none.
+    protobuf is imported on first use, so that a dry run does not load it.
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 

@@ -1,4 +1,4 @@
-"""The JSON forms of the values: for servers without protobuf, and of what is always JSON."""
+"""The JSON forms of the values: of prompts, and of all values for servers without protobuf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from retrain.protocols.tinker.values import (
 
 
 def request_to_json(request: ForwardBackward) -> dict[str, Any]:
-    """The body of servers that speak JSON, which have `forward` as an endpoint of its own."""
+    """The body of a request in JSON, in which `forward` has a separate endpoint."""
     payload: dict[str, Any] = {
         "data": [datum_to_json(datum) for datum in request.data],
         "loss_fn": request.loss,
@@ -38,12 +38,12 @@ def datum_to_json(datum: Datum) -> dict[str, Any]:
 
 
 def prompt_to_json(tokens: Sequence[int]) -> dict[str, Any]:
-    """A text as the protocol's list of chunks."""
+    """A prompt as the protocol's list of chunks."""
     return {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
 
 
 def output_from_json(body: Mapping[str, Any]) -> ForwardBackwardOutput:
-    """Raises KeyError or ValueError on JSON that is no ForwardBackwardOutput."""
+    """Raises KeyError or ValueError on JSON that isn't a ForwardBackwardOutput."""
     outputs = [
         {name: _tensor_from_json(tensor) for name, tensor in output.items()}
         for output in body["loss_fn_outputs"]
@@ -53,7 +53,7 @@ def output_from_json(body: Mapping[str, Any]) -> ForwardBackwardOutput:
 
 
 def sample_from_json(body: Mapping[str, Any]) -> SampleResult:
-    """Raises KeyError or ValueError on JSON that is no SampleResponse."""
+    """Raises KeyError or ValueError on JSON that isn't a SampleResponse."""
     sequences = [
         SampledSequence(
             tokens=[int(token) for token in sequence["tokens"]],
@@ -75,15 +75,15 @@ def tensor_to_json(tensor: Tensor) -> dict[str, Any]:
 
 def _tensor_from_json(body: Mapping[str, Any]) -> Tensor:
     if body.get("sparse_crow_indices") is not None:
-        raise ValueError("sparse tensors are not understood: send them dense")
+        raise ValueError("a tensor is sparse: send it dense")
     shape = body.get("shape")
     dtype = body["dtype"]
     if dtype not in get_args(Dtype):
-        raise ValueError(f"the tensor type {dtype!r} is unknown: expected int64 or float32")
+        raise ValueError(f"tensor type: got {dtype!r}, expected int64 or float32")
     return Tensor(list(body["data"]), dtype, None if shape is None else tuple(shape))
 
 
 def _stop_reason(name: str) -> StopReason:
     if name not in get_args(StopReason):
-        raise ValueError(f"the stop reason {name!r} is unknown: expected stop or length")
+        raise ValueError(f"stop reason: got {name!r}, expected stop or length")
     return cast(StopReason, name)

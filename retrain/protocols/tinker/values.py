@@ -1,7 +1,7 @@
-"""The values of the Tinker protocol, whichever form they take on the wire.
+"""The values of the Tinker protocol, independent of their form on the wire.
 
-Tensors are flat lists with a shape; only int64 and float32 exist. Prompts are texts: images and
-audio are not part of this client.
+Tensors are flat lists with a shape; only int64 and float32 exist. Prompts are tokens of text:
+images and audio are not supported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """The request of a forward_backward, or of a forward alone."""
+    """The request of a forward_backward, or of a forward only."""
 
     model_id: str
     seq_id: int
@@ -71,11 +71,11 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardOutput:
-    """What the service returns: one mapping of tensors a datum, in order."""
+    """The service's result: one mapping of tensors per datum, in order."""
 
     outputs: Sequence[Mapping[str, Tensor]]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Named `name:reduction`; some servers send other names, or none."""
+    """Named `name:reduction`; some servers send other names or no metrics."""
     kind: str = ""
 
     @property
@@ -89,7 +89,7 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """One completion; the stop token, when it was sampled, is its last token."""
+    """One completion; if it ended with a stop token, that is its last token."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float] | None
