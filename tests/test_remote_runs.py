@@ -79,28 +79,8 @@ def test_runs_whose_service_is_elsewhere_load_no_torch_and_leave_keep_checkpoint
             time.sleep(0.05)
 
 
-RECORDING = """
-from retrain.adapters.tinker.adapter import TinkerAdapter
-from retrain.adapters.tinker.options import TinkerOptions
-from retrain.transport.network import NetworkTransport
-
-
-class Recorder(NetworkTransport):
-    async def handle_async_request(self, request):
-        response = await super().handle_async_request(request)
-        with open("requests.log", "a") as file:
-            print(request.method, request.url.path, response.status_code, file=file)
-        return response
-
-
-class RecordedTinker(TinkerOptions):
-    adapter = "recorded.py:RecordedAdapter"
-
-
-class RecordedAdapter(TinkerAdapter):
-    def __init__(self, options, config):
-        super().__init__(options, config, http=Recorder())
-"""
+PAGE = (CONFIGS.parent / "docs" / "remote.md").read_text(encoding="utf-8")
+RECORDING = PAGE.partition("# recorded.py\n")[2].partition("```")[0]
 """The example of docs/remote.md."""
 
 
