@@ -15,7 +15,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+
+from pydantic import AfterValidator, Field
 
 from retrain.assembly import Given, Parts, assemble
 from retrain.config import RunConfig
@@ -31,6 +33,19 @@ from retrain.types import Metrics
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+def _single(size: int) -> int:
+    if size > 1:
+        raise ValueError(
+            "training here runs in one process on one device, and a service distributes its model "
+            "itself: set it to 1"
+        )
+    return size
+
+
+Single = Annotated[int, Field(ge=1), AfterValidator(_single)]
+"""A number of processes or devices."""
 
 
 @dataclass(frozen=True, slots=True)
