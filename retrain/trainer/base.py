@@ -27,6 +27,7 @@ from retrain.observe.callbacks import Run as RunFace
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
 from retrain.pipeline.run import Run
+from retrain.rewarding import RewardCalculator, Scorer, WeightedReward
 from retrain.trainer.hooks import Gate, Hooks, Progress
 from retrain.types import Metrics
 
@@ -293,6 +294,15 @@ class BaseTrainer(ABC):
         if self._reward_error is None:
             self._reward_error = error
             self.request_stop()
+
+
+def one_reward(name: str, calculator: RewardCalculator, config: RunConfig) -> Scorer:
+    """The scorer of a run with a single reward."""
+    return Scorer(
+        [WeightedReward(name, 1.0, calculator)],
+        deadline=config.deadlines.reward,
+        concurrency=config.rollout.reward_concurrency,
+    )
 
 
 def _callbacks(callbacks: Any) -> Callbacks:

@@ -107,18 +107,10 @@ def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
     """The name of the data set in messages, and its rows."""
     if isinstance(dataset, str | Path):
         return str(dataset), _named(str(dataset), options)
-    if isinstance(dataset, Mapping):  # datasets.DatasetDict is one
-        if options.split not in dataset:
-            raise PromptError(
-                f"the {type(dataset).__name__} given as dataset has no split {options.split!r}; it "
-                f"has {', '.join(map(str, dataset))}. A mapping holds splits, "
-                f"{{{options.split!r}: rows}}: pass rows as a list, [{{'prompt': ...}}, ...], and "
-                "columns as datasets.Dataset.from_dict(columns)"
-            )
-        dataset = dataset[options.split]
     if hasattr(dataset, "iterrows"):  # a pandas.DataFrame
         return "the DataFrame given as dataset", dataset.to_dict("records")
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    rows = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not rows or isinstance(dataset, Mapping):
         raise TypeError(
             f"dataset: got {type(dataset).__name__}, expected a path, a Hub id, a list of rows, a "
             "DataFrame, a datasets.Dataset or a DataModule; rows are read more than once, so pass "

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from retrain.assembly import Given
-from retrain.config import Plugin, RunConfig, parse_config, plain
+from retrain.config import RunConfig, parse_config, plain
 from retrain.config.paths import find_model
 from retrain.environment import Environment
 from retrain.errors import ConfigError, shown
 from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.pipeline.run import Run
-from retrain.rewarding import FunctionReward, RewardCalculator, Scorer, WeightedReward
+from retrain.rewarding import FunctionReward, RewardCalculator
 from retrain.sampler import Tokenizer
-from retrain.trainer.base import BaseTrainer, Plan, Task, blocking
+from retrain.trainer.base import BaseTrainer, Plan, Task, blocking, one_reward
 from retrain.trainer.data import DataOptions, read_data
-from retrain.trainer.environments import environment_factory, environment_label
+from retrain.trainer.environments import environment_factory
 from retrain.types import Metrics
 
 _PROBE = "The quick brown fox: 3 + 4 = 7?\n"
@@ -106,24 +106,19 @@ class GRPOTrainerAdapter(BaseTrainer):
 
     def _plan(self, task: Task) -> Plan:
         data = read_data(self.prompts, "rollouts", DataOptions())
-        make, one = environment_factory(self.environment)
+        make, one, label = environment_factory(self.environment)
         if not isinstance(one, Environment):
             raise TypeError(
                 f"environment: got {shown(one)}, expected a retrain.Environment; an object with "
                 "NeMo RL's interface works with retrain.trainer.GRPOTrainer.fit(environment=...)"
             )
         given: dict[str, Any] = {"prompts": data.prompts, "environment": make}
-        labels: dict[str, Any] = {"prompts": data.label}
-        labels["environment"] = Plugin(type=environment_label(self.environment)).model_dump()
+        labels: dict[str, Any] = {"prompts": data.label, "environment": {"type": label}}
         config = self._run_config()
         if self.reward_calculator is not None:
             calculator = _calculator(self.reward_calculator)
             name = calculator.name or type(calculator).__name__
-            given["scorer"] = Scorer(
-                [WeightedReward(name, 1.0, calculator)],
-                deadline=config.deadlines.reward,
-                concurrency=config.rollout.reward_concurrency,
-            )
+            given["scorer"] = one_reward(name, calculator, config)
             labels["rewards"] = [{"type": name}]
         template = getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, str) and config.chat.template == "auto":
