@@ -305,20 +305,21 @@ def test_a_steps_own_learning_rate_reaches_the_service() -> None:
 
 def test_text_is_tokenised_once_in_the_models_template() -> None:
     with SelfHostedGrpoTrainer({}) as trainer:
-        [trajectory] = trainer._tokenised([Trajectory(prompt="a=", response="aa")])
+        [trajectory] = tokenised(trainer, [Trajectory(prompt="a=", response="aa")])
         chat, tokenizer = trainer.service.chat, trainer.service.tokenizer
         opening = chat.begin([{"role": "user", "content": "a="}]).prompt_ids
         assert trajectory.tokens[: len(opening)] == opening
         assert trajectory.loss_mask == [0] * len(opening) + [1, 1, 1]
         assert tokenizer.decode(trajectory.tokens[-3:], skip_special_tokens=True) == "aa"
         assert trajectory.tokens[-1] in chat.stop_token_ids
-        [cut] = trainer._tokenised([Trajectory(prompt="a=", response="aa", finish_reason="length")])
+        cut = Trajectory(prompt="a=", response="aa", finish_reason="length")
+        tokenised(trainer, [cut])
         assert cut.tokens == trajectory.tokens[:-1]
 
 
 def tokenised(trainer: BaseTrainer, rows: list[Trajectory]) -> list[Trajectory]:
     for row in rows:
-        row.tokens, row.loss_mask = trainer.service.encode(row)
+        row.update(trainer.service.encode(row))
     return rows
 
 

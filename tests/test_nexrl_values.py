@@ -298,9 +298,7 @@ def test_a_token_datum_becomes_the_sample_of_its_very_numbers() -> None:
     trajectory = Trajectory(
         tokens=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0, -1, -2], advantage=0.5, group_id="g"
     )
-    [sample] = samples_of_datums(
-        convert_trajectories_to_datums([trajectory]), weighted=False, encode=_never
-    )
+    [sample] = samples_of_datums(convert_trajectories_to_datums([trajectory]), weighted=False)
     assert list(sample.token_ids) == [1, 2, 3]
     assert list(sample.advantages) == [0, 0.5, 0.5]
     assert list(sample.logprobs) == [0, -1, -2]
@@ -310,15 +308,15 @@ def test_a_token_datum_becomes_the_sample_of_its_very_numbers() -> None:
 
 def test_token_advantages_are_laid_on_the_trained_tokens_in_order() -> None:
     datum = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 1, 0, 1], "token_advantages": [3, 4]}
-    [sample] = samples_of_datums([datum], weighted=False, encode=_never)
+    [sample] = samples_of_datums([datum], weighted=False)
     assert list(sample.advantages) == [0, 3, 0, 4]
     with pytest.raises(ValueError, match="1 token_advantages for 2 trained tokens"):
-        samples_of_datums([{**datum, "token_advantages": [1]}], weighted=False, encode=_never)
+        samples_of_datums([{**datum, "token_advantages": [1]}], weighted=False)
 
 
 def test_cross_entropy_weighs_every_trained_token_alike() -> None:
     datum = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantage": 7.0}
-    [sample] = samples_of_datums([datum], weighted=True, encode=_never)
+    [sample] = samples_of_datums([datum], weighted=True)
     assert list(sample.advantages) == [0, 1, 1]
 
 
@@ -329,7 +327,7 @@ def test_cross_entropy_weighs_every_trained_token_alike() -> None:
 def test_a_datum_without_a_usable_advantage_is_named(advantage, message) -> None:
     datum = {"tokens": [1, 2], "loss_mask": [0, 1], "advantage": advantage}
     with pytest.raises(ValueError, match=message):
-        samples_of_datums([datum], weighted=False, encode=_never)
+        samples_of_datums([datum], weighted=False)
 
 
 def test_a_trajectory_with_nothing_to_train_is_named() -> None:
@@ -345,7 +343,3 @@ def test_the_samples_of_a_batch_are_its_rows_without_padding() -> None:
     assert list(second.token_ids) == [5, 6]
     assert list(second.advantages) == [0, -1]
     assert list(second.logprobs) == [0, -3]
-
-
-def _never(_: object) -> tuple[list[int], list[int]]:
-    raise AssertionError("tokens are never encoded again")

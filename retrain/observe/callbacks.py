@@ -192,7 +192,8 @@ async def _invoke(callback: Callback, hook: str, *arguments: object) -> None:
         if inspect.isawaitable(returned):
             await returned
     except Exception as error:
-        error.add_note(f"raised by the callback {type(callback).__name__}.{hook}")
+        if not hasattr(error, "__notes__"):  # a trainer's callback calls those of its user
+            error.add_note(f"raised by the callback {type(callback).__name__}.{hook}")
         raise
 
 

@@ -26,7 +26,6 @@ from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.observe.callbacks import Run as RunFace
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
-from retrain.pipeline.run import Run
 from retrain.rewarding import RewardCalculator, Scorer, WeightedReward
 from retrain.trainer.hooks import Gate, Hooks, Progress
 from retrain.types import Metrics
@@ -71,8 +70,6 @@ class Plan:
     max_epochs: int | None = None
     close: Callable[[], None] = lambda: None
     """Called when training has ended."""
-    check: Callable[[Run], None] = lambda run: None
-    """Called when the backend is open; may raise."""
 
 
 def blocking(
@@ -246,7 +243,6 @@ class BaseTrainer(ABC):
                 callbacks,
                 progress=self._progress,
                 scored=self.scored,
-                check=plan.check,
                 gate=gate,
             )
             self._reward_error = None

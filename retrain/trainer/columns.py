@@ -7,7 +7,6 @@ one would go unnoticed.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -60,11 +59,9 @@ def renamed(row: Any, mapping: Mapping[str, str]) -> Any:  # a row is whatever t
 def _check_given(columns: Sequence[str], given: Mapping[str, str], source: str) -> None:
     for theirs, ours in given.items():
         if ours not in OURS:
-            near = difflib.get_close_matches(ours, OURS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
             raise PromptError(
                 f"column_mapping: {theirs!r} is mapped to {ours!r}, expected one of "
-                f"{', '.join(OURS)}{hint}"
+                f"{', '.join(OURS)}"
             )
         if theirs not in columns:
             raise PromptError(

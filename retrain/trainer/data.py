@@ -42,8 +42,6 @@ class Data:
     """A data set that was read."""
 
     prompts: PromptSource
-    row_of: Callable[[Prompt], Mapping[str, Any]]
-    """The row that a prompt was made from, as in the data set."""
     label: Mapping[str, Any]
     """The config's `prompts:`. Its digest differs for a data set with other rows."""
     eval_prompts: PromptSource | None = None
@@ -54,7 +52,7 @@ class Data:
 
 
 class WholeRows(ListPrompts):
-    """Prompts whose metadata is the whole row; a string is the row {"prompt": string}."""
+    """Prompts whose metadata is the whole row."""
 
     def __init__(
         self, rows: Sequence[Any], known: list[Any], system: str | None, limit: int | None
@@ -64,8 +62,12 @@ class WholeRows(ListPrompts):
 
     def row(self, index: int) -> Row:
         whole = self._whole[index]
-        metadata = whole if isinstance(whole, Mapping) else {"prompt": whole}
-        return super().row(index)._replace(metadata=metadata)
+        return super().row(index)._replace(metadata=whole if isinstance(whole, Mapping) else {})
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """What reward functions and environments get: the prompt, its answer and its metadata."""
+    return {"prompt": prompt.text, "answer": prompt.answer, **prompt.metadata}
 
 
 def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
@@ -76,7 +78,7 @@ def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
     """
     if isinstance(dataset, PromptSource):
         label = {"type": "given", "source": type(dataset).__name__, "rows": len(dataset)}
-        return Data(dataset, _put_together, label)
+        return Data(dataset, label)
     if callable(getattr(dataset, "train_dataloader", None)):
         return _of_module(dataset, wanted, options)
     source, rows = _rows(dataset, options)
@@ -100,7 +102,7 @@ def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions
         "digest": _digest([prompts.row(index) for index in range(len(prompts))]),
     }
     scored = wanted == "pairs" and set(columns) >= HELPSTEER and "chosen" not in columns
-    return Data(prompts, _whole, label, pair_by="helpfulness" if scored else None)
+    return Data(prompts, label, pair_by="helpfulness" if scored else None)
 
 
 def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
@@ -177,15 +179,6 @@ def _is_columnar(batch: Mapping[str, Any]) -> bool:
         and not (len(column) and isinstance(column[0], Mapping) and "role" in column[0])
         for column in columns
     )
-
-
-def _whole(prompt: Prompt) -> Mapping[str, Any]:
-    return prompt.metadata
-
-
-def _put_together(prompt: Prompt) -> Mapping[str, Any]:
-    """A row for the prompt of a custom PromptSource."""
-    return {"prompt": prompt.text, "answer": prompt.answer, **prompt.metadata}
 
 
 def _digest(rows: Sequence[Any]) -> str:

@@ -14,19 +14,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.assembly import Given
+from retrain.adapters.base import Adapter
+from retrain.assembly import Given, Learner
 from retrain.config import RunConfig, parse_config, plain
 from retrain.config.paths import find_model
 from retrain.environment import Environment
 from retrain.errors import ConfigError, shown
 from retrain.observe.callbacks import Callback, TrainingResult
-from retrain.pipeline.run import Run
 from retrain.rewarding import FunctionReward, RewardCalculator
 from retrain.sampler import Tokenizer
 from retrain.trainer.base import BaseTrainer, Plan, Task, blocking, one_reward
 from retrain.trainer.data import DataOptions, read_data
 from retrain.trainer.environments import environment_factory
-from retrain.types import Metrics
 
 _PROBE = "The quick brown fox: 3 + 4 = 7?\n"
 """Two tokenizers that encode it the same are considered the same."""
@@ -94,13 +93,6 @@ class GRPOTrainerAdapter(BaseTrainer):
 
     fit = blocking(train)
 
-    async def step(self) -> Metrics:
-        """Play rollouts, score them and update once; returns the line of metrics.jsonl.
-
-        The model stays loaded until `close`. Raises RuntimeError after train.total_train_steps.
-        """
-        return await super().step()
-
     def _run_config(self) -> RunConfig:
         return parse_config({"prompts": {"type": "given"}, **self._mapping})
 
@@ -120,29 +112,32 @@ class GRPOTrainerAdapter(BaseTrainer):
             name = calculator.name or type(calculator).__name__
             given["scorer"] = one_reward(name, calculator, config)
             labels["rewards"] = [{"type": name}]
+        if self.tokenizer is not None:
+            given["learner"] = _SameTokenizer(self.tokenizer)
         template = getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, str) and config.chat.template == "auto":
             given["chat_template"] = template
         config = parse_config({**self._mapping, **labels})
-        return Plan(
-            config,
-            Given(**given),
-            task.max_steps,
-            close=data.close,
-            check=self._check_tokenizer,
-        )
-
-    def _check_tokenizer(self, run: Run) -> None:
-        own = run.adapter.tokenizer
-        if self.tokenizer is not None and self.tokenizer.encode(_PROBE) != own.encode(_PROBE):
-            raise ConfigError(
-                "tokenizer: it encodes differently from the model's own tokenizer, so the model "
-                "can't read its tokens; drop it, or pass the tokenizer of the model's folder"
-            )
+        return Plan(config, Given(**given), task.max_steps, close=data.close)
 
 
 GRPOTrainer = GRPOTrainerAdapter
 """The page uses both names."""
+
+
+class _SameTokenizer(Learner):
+    """Checks that a tokenizer is the model's own."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def attach(self, adapter: Adapter) -> None:
+        super().attach(adapter)
+        if self._tokenizer.encode(_PROBE) != adapter.tokenizer.encode(_PROBE):
+            raise ConfigError(
+                "tokenizer: it encodes differently from the model's own tokenizer, so the model "
+                "can't read its tokens; drop it, or pass the tokenizer of the model's folder"
+            )
 
 
 def _calculator(given: Any) -> RewardCalculator:

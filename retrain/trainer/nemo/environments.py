@@ -16,6 +16,7 @@ from retrain.assembly import Learner
 from retrain.concurrency.threads import DaemonPool
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import UserCodeError, blame, shown
+from retrain.trainer.data import row_of
 from retrain.types import Group, Message, Metrics, Prompt, Trajectory
 
 HOOK = "global_post_process_and_metrics"
@@ -70,14 +71,13 @@ def takes_batch(environment: Any) -> bool:
 class MessageLogEnvironment(Environment):
     """An object with NeMo RL's `step`, as an Environment; the row of the prompt is its metadata."""
 
-    def __init__(self, inner: Any, row_of: Callable[[Prompt], Any], pool: DaemonPool) -> None:
+    def __init__(self, inner: Any, pool: DaemonPool) -> None:
         self.inner = inner
-        self._row_of = row_of
         self._pool = pool
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         self._log: list[Message] = list(prompt.messages)
-        self._metadata = self._row_of(prompt)
+        self._metadata = row_of(prompt)
         return prompt.messages
 
     async def step(self, action: Action) -> StepResult:
@@ -111,15 +111,14 @@ class Review(Learner):
     the metrics are returned as `environment/NAME`. Raises UserCodeError when the hook fails.
     """
 
-    def __init__(self, inner: Any, row_of: Callable[[Prompt], Any], pool: DaemonPool) -> None:
+    def __init__(self, inner: Any, pool: DaemonPool) -> None:
         self._hook = getattr(inner, HOOK)
-        self._row_of = row_of
         self._pool = pool
 
     async def review(self, groups: Sequence[Group]) -> Metrics:
         trajectories = [t for group in groups for t in group.scored]
         batch = {name: [of(t) for t in trajectories] for name, of in COLUMNS.items()}
-        batch["metadata"] = [self._row_of(t.prompt) for t in trajectories]
+        batch["metadata"] = [row_of(t.prompt) for t in trajectories]
         try:
             changed, metrics = await _call(self._pool, self._hook, batch)
             rewards = [float(value) for value in changed["rewards"]]

@@ -193,12 +193,12 @@ class RewardTrainer(PresetTrainer):
 
     def _scoring(self, task: Task, data: Data, pool: DaemonPool) -> Scoring:
         if task.environment is not None:
-            return _played(task.environment, data, pool)
+            return _played(task.environment, pool)
         limits, config = self._settings.limits, self._run_config()
         assert isinstance(limits, Rollouts)
         failed = self._reward_failed if limits.on_reward_error == "raise" else _counted
-        judge = Judge(limits.reward_weights, failed)
-        scorer = one_reward(NAME, as_calculator(task.reward_fn, data.row_of, judge), config)
+        judge = Judge(failed)
+        scorer = one_reward(NAME, as_calculator(task.reward_fn, judge), config)
         return {"scorer": scorer}, {"rewards": [{"type": NAME}]}
 
 
@@ -283,7 +283,7 @@ class DPOTrainer(ExampleTrainer):
         return {}, {"algorithm": {**usual, **algorithm}}
 
 
-def _played(environment: Any, data: Data, pool: DaemonPool) -> Scoring:
+def _played(environment: Any, pool: DaemonPool) -> Scoring:
     """The environment as a part, retrain's or NeMo RL's, and its label in the config."""
     make, one, label = environment_factory(environment)
     sections: dict[str, Any] = {"environment": {"type": label}}
@@ -294,11 +294,9 @@ def _played(environment: Any, data: Data, pool: DaemonPool) -> Scoring:
             f"environment: got {shown(one)}, expected a retrain.Environment or an object with NeMo "
             "RL's step(message_log_batch, metadata)"
         )
-    given: dict[str, Any] = {
-        "environment": lambda: MessageLogEnvironment(make(), data.row_of, pool)
-    }
+    given: dict[str, Any] = {"environment": lambda: MessageLogEnvironment(make(), pool)}
     if callable(getattr(one, HOOK, None)):
-        given["learner"] = Review(one, data.row_of, pool)
+        given["learner"] = Review(one, pool)
     return given, sections
 
 

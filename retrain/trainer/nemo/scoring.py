@@ -24,7 +24,8 @@ from retrain.rewarding import (
     as_number,
     is_async,
 )
-from retrain.types import Prompt, Trajectory
+from retrain.trainer.data import row_of
+from retrain.types import Trajectory
 
 NAME = "reward_fn"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -36,14 +37,12 @@ def takes_row(function: Callable[..., Any]) -> bool:
     Raises TypeError when the function can't be called with (prompt, response) or (prompt, response,
     row), or when its third parameter is called `answer`.
     """
-    if not callable(function):
-        raise TypeError(
-            f"{NAME}: got {shown(function)}, expected a function (prompt, response) -> float"
-        )
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have no signature
-        return False
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        raise TypeError(
+            f"{NAME}: got {shown(function)}, expected a function (prompt, response) -> float"
+        ) from None
     if not _accepts(signature, 2) and not _accepts(signature, 3):
         name = getattr(function, "__name__", type(function).__name__)
         raise TypeError(
@@ -74,7 +73,6 @@ def _accepts(signature: inspect.Signature, count: int) -> bool:
 class Judge:
     """Checks what a reward function returns."""
 
-    weights: Mapping[str, float] | None
     failed: Callable[[RewardError], None]
     """Called with each failure, possibly from a thread."""
 
@@ -107,15 +105,11 @@ class Judge:
         return self.error(trajectory, str(blame(NAME, error)).removeprefix(f"{NAME} "))
 
     def _sum(self, parts: Mapping[Any, Any], trajectory: Trajectory) -> Reward:
-        weights = dict.fromkeys(parts, 1.0) if self.weights is None else self.weights
         if not parts or not _finite(parts.values()):
             what = f"returned {shown(dict(parts))}, expected finite numbers"
             raise self.error(trajectory, what)
-        if set(weights) != set(parts):
-            what = f"returned the parts {sorted(map(str, parts))}, but reward_weights names "
-            raise self.error(trajectory, what + str(sorted(weights)))
         values = {str(name): float(value) for name, value in parts.items()}
-        return Reward(math.fsum(weights[name] * value for name, value in parts.items()), values)
+        return Reward(math.fsum(values.values()), values)
 
 
 class PairReward(FunctionReward):
@@ -169,12 +163,9 @@ class GroupReward(RewardCalculator):
 
 
 def as_calculator(
-    function: Callable[..., Any] | RewardCalculator, row_of: Callable[[Prompt], Any], judge: Judge
+    function: Callable[..., Any] | RewardCalculator, judge: Judge
 ) -> RewardCalculator:
-    """A reward function as the pipe calls it; `row_of` is the row of the data set.
-
-    Raises TypeError for a wrong signature.
-    """
+    """A reward function as the pipe calls it. Raises TypeError for a wrong signature."""
     if isinstance(function, FunctionReward):
         return PairReward(function.call, judge, function)
     if isinstance(function, RewardCalculator):

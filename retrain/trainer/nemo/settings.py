@@ -66,8 +66,6 @@ class Rollouts(Limits):
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = 16
     """Rollouts per prompt. At least 2, since their rewards are compared."""
     max_rollout_turns: Count | None = None
-    reward_weights: dict[str, float] | None = None
-    """Weights for a dict that `reward_fn` returns; None means the plain sum."""
     on_reward_error: Literal["raise", "drop"] = "raise"
     """What a failing reward does: end training with its error, or drop and count its rollout."""
 

@@ -72,7 +72,8 @@ class ServiceHolder(TrainingService):
                 f"{', '.join((*OPTIONS, *LOSS))}"
             )
         supervised = config.get("loss_fn", self.run.algorithm.loss) == "cross_entropy"
-        samples = samples_of_datums(datums, weighted=supervised, encode=self.encode)
+        encoded = [{**datum, **self.encode(datum)} for datum in datums]
+        samples = samples_of_datums(encoded, weighted=supervised)
         self.adjust({key: value for key, value in config.items() if key in OPTIONS})
         changes = {LOSS[key]: value for key, value in config.items() if key in LOSS}
         metrics = self.update(self._with_logprobs(samples, needed=not supervised), **changes)

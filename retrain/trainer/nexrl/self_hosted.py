@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +49,9 @@ class SelfHostedTrainer(BaseTrainer):
 
         Raises KeyError or ValueError when the prepared batch can't be trained.
         """
-        rows = self._tokenised(trajectories)
+        rows = as_trajectories(trajectories)
+        for row in rows:
+            row.update(self.service.encode(row))
         batch = Batch.from_trajectories(rows, pad_token_id=self._pad_token_id)
         logged = self._log_rollout_metrics(batch)
         prepared, metrics = self._prepare_batch(batch)
@@ -59,14 +61,6 @@ class SelfHostedTrainer(BaseTrainer):
         return own | self.service.update(samples)
 
     # --- for subclasses
-
-    def _tokenised(self, trajectories: Sequence[Mapping[str, Any]]) -> list[Trajectory]:
-        """Trajectories with `tokens` and `loss_mask`: strings are encoded, in place."""
-        made = as_trajectories(trajectories)
-        for trajectory in made:
-            if trajectory.get("tokens") is None or trajectory.get("loss_mask") is None:
-                trajectory["tokens"], trajectory["loss_mask"] = self.service.encode(trajectory)
-        return made
 
     def _reward_fn(self, batch: Batch) -> Tensor:
         """(B, T): each row's reward on its last trained token."""
@@ -167,11 +161,7 @@ def samples_of(batch: Batch, old_log_probs: Tensor) -> list[Sample]:
         group = f"row {row}" if groups[row] is None else groups[row]
         datum["metadata"] = {"group_id": group, "run_id": row}
         datums.append(datum)
-    return samples_of_datums(datums, weighted=False, encode=_encoded)
-
-
-def _encoded(datum: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    raise AssertionError("the rows of a batch have tokens")
+    return samples_of_datums(datums)
 
 
 def _spread(batch: Batch) -> Tensor:

@@ -175,12 +175,14 @@ class TrainingService:
         found = getattr(tokenizer, "pad_token_id", None)
         return int((tokenizer.eos_token_id if found is None else found) or 0)
 
-    def encode(self, trajectory: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """Token ids and loss mask of a trajectory of strings: its prompt, then its response.
+    def encode(self, trajectory: Mapping[str, Any]) -> dict[str, list[int]]:
+        """`tokens` and `loss_mask` of a trajectory of strings; empty if it has them.
 
-        Both are rendered in the model's chat template. The end of the turn is included, unless
-        `finish_reason` is `length`. Raises ValueError when one of the strings is missing.
+        Prompt and response are rendered in the model's chat template. The end of the turn is
+        included, unless `finish_reason` is `length`. Raises ValueError when a string is missing.
         """
+        if trajectory.get("tokens") is not None and trajectory.get("loss_mask") is not None:
+            return {}
         prompt, response = trajectory.get("prompt"), trajectory.get("response")
         if prompt is None or not isinstance(response, str):
             raise nothing_to_train(trajectory)
@@ -190,7 +192,7 @@ class TrainingService:
         if trajectory.get("finish_reason") == "length" and ids[-1] in self.chat.stop_token_ids:
             ids = ids[:-1]
         given = list(conversation.prompt_ids)
-        return given + list(ids), [0] * len(given) + [1] * len(ids)
+        return {"tokens": [*given, *ids], "loss_mask": [0] * len(given) + [1] * len(ids)}
 
     def sample(
         self,
