@@ -25,7 +25,7 @@ from retrain.errors import CheckpointError, NotFoundError, RewardError, shown
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.observe.callbacks import Run as RunFace
 from retrain.pipeline import train
-from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
+from retrain.pipeline.checkpoint import DATA, MODEL, changes, copy, verified
 from retrain.rewarding import RewardCalculator, Scorer, WeightedReward
 from retrain.trainer.hooks import Gate, Hooks, Progress
 from retrain.types import Metrics
@@ -162,10 +162,6 @@ class BaseTrainer(ABC):
         training, FileExistsError when the folder has other contents.
         """
         target = Path(path).expanduser()
-        if target.is_file() or (
-            target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists()
-        ):
-            raise FileExistsError(f"{target} exists and is not a checkpoint; choose another folder")
         if self._hooks is not None:
             self._hooks.saves.append(target)
         elif self._progress.checkpoint is None:
@@ -231,7 +227,7 @@ class BaseTrainer(ABC):
             self._busy = False
 
     async def _run(self, task: Task, gate: Gate | None) -> TrainingResult:
-        callbacks = _callbacks(task.callbacks)
+        callbacks = Callbacks(task.callbacks or ())
         for name in ("max_steps", "max_epochs"):
             _check_limit(name, getattr(task, name))
         plan = self._plan(task)
@@ -301,20 +297,9 @@ def one_reward(name: str, calculator: RewardCalculator, config: RunConfig) -> Sc
     )
 
 
-def _callbacks(callbacks: Any) -> Callbacks:
-    """The callbacks, checked. Raises TypeError."""
-    if isinstance(callbacks, Callback | type) or not isinstance(callbacks or (), Sequence):
-        raise TypeError(f"callbacks: got {shown(callbacks)}, expected a list of Callback instances")
-    return Callbacks(callbacks or ())
-
-
 def _check_limit(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {shown(value)}, expected an integer")
-    if value < 0:
-        raise ValueError(f"{name}: got {value}, expected an integer >= 0")
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError(f"{name}: got {shown(value)}, expected an integer >= 0")
 
 
 def _free_folder(config: RunConfig) -> Path:

@@ -47,12 +47,11 @@ def mapping_of(
 
 
 def renamed(row: Any, mapping: Mapping[str, str]) -> Any:  # a row is whatever the data set holds
-    """The row under our names; a demonstration's response is its `answer`, as in the pipe."""
+    """The row with our names added; a demonstration's response is its `answer`, as in the pipe."""
     if not isinstance(row, Mapping):
         return row
     names = {theirs: "answer" if o == "response" else o for theirs, o in mapping.items()}
-    taken = {*names, *names.values()}
-    rest = {key: value for key, value in row.items() if key not in taken}
+    rest = {key: value for key, value in row.items() if key not in names or key not in OURS}
     return {**rest, **{ours: row[theirs] for theirs, ours in names.items() if theirs in row}}
 
 

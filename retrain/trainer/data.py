@@ -1,7 +1,7 @@
 """A trainer's data set as prompts: a path, a Hub id, a list, a table or a DataModule.
 
-Everything is read and checked before a model loads. For rollouts, a prompt's metadata is the whole
-row under the data set's own column names, for reward functions and environments that ask for it.
+Everything is read and checked before a model loads. A prompt's metadata has the other columns of
+its row, and those that were renamed, for reward functions and environments that ask for them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from retrain.config import Section
 from retrain.errors import NotFoundError, PromptError
-from retrain.prompts import ListPrompts, PromptSource, Row, load_dataset
+from retrain.prompts import ListPrompts, PromptSource, load_dataset
 from retrain.prompts.files import FORMATS, read_rows
 from retrain.trainer.columns import HELPSTEER, Wanted, mapping_of, renamed
 from retrain.types import Prompt
@@ -31,10 +31,6 @@ class DataOptions(Section):
     """The configuration of a data set on the Hub."""
     column_mapping: dict[str, str] = Field(default_factory=dict)
     """From the data set's columns to ours: prompt, messages, answer, response, chosen, rejected."""
-    system: str | None = None
-    """A system message that is put before every prompt."""
-    limit: Annotated[int, Field(ge=1)] | None = None
-    """Read only the first rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +47,11 @@ class Data:
     """Call it when training ends."""
 
 
-class WholeRows(ListPrompts):
-    """Prompts whose metadata is the whole row."""
-
-    def __init__(
-        self, rows: Sequence[Any], known: list[Any], system: str | None, limit: int | None
-    ) -> None:
-        super().__init__(known, system=system, limit=limit)
-        self._whole = rows
-
-    def row(self, index: int) -> Row:
-        whole = self._whole[index]
-        return super().row(index)._replace(metadata=whole if isinstance(whole, Mapping) else {})
-
-
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """What reward functions and environments get: the prompt, its answer and its metadata."""
-    return {"prompt": prompt.text, "answer": prompt.answer, **prompt.metadata}
+    """What reward functions and environments get: the row, and its prompt and answer as such."""
+    messages = list(prompt.messages)
+    ours = {"prompt": prompt.text, "messages": messages, "answer": prompt.answer}
+    return {**ours, **prompt.metadata}
 
 
 def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
@@ -90,11 +74,7 @@ def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions
         raise PromptError(f"{source} is empty, expected at least one row")
     columns = list(map(str, rows[0])) if isinstance(rows[0], Mapping) else []
     mapping = mapping_of(columns, wanted, options.column_mapping, source) if columns else {}
-    known = [renamed(row, mapping) for row in rows]
-    if wanted == "rollouts":
-        prompts: PromptSource = WholeRows(rows, known, options.system, options.limit)
-    else:
-        prompts = ListPrompts(known, system=options.system, limit=options.limit)
+    prompts = ListPrompts([renamed(row, mapping) for row in rows])
     label = {
         "type": "given",
         "source": source,

@@ -143,8 +143,6 @@ class _SameTokenizer(Learner):
 def _calculator(given: Any) -> RewardCalculator:
     if isinstance(given, RewardCalculator):
         return given
-    if isinstance(given, type) and issubclass(given, RewardCalculator):
-        return given()
     if callable(given):
         return FunctionReward(given)
     raise TypeError(

@@ -217,7 +217,7 @@ def flat_keys(settings: type[Settings]) -> dict[str, str]:
         "learning_rate": "policy.learning_rate",
         "max_steps": f"{settings.own}.max_num_steps",
         "max_epochs": f"{settings.own}.max_num_epochs",
-        **{name: f"data.{name}" for name in ("split", "column_mapping", "system", "limit")},
+        **{name: f"data.{name}" for name in ("split", "column_mapping")},
         **{name: f"{settings.own}.{name}" for name in section.model_fields},
         **{name: name for name in (*PASSED_ON, "data")},
     }
