@@ -274,6 +274,8 @@ def test_a_holder_of_ones_own_needs_train_alone() -> None:
     metrics = trainer.advance(replies())
     assert metrics["seen"] == 4
     assert metrics["rate"] == 2e-6
+    with pytest.raises(AttributeError, match="no attribute 'save'"):
+        trainer.save_checkpoint("folder")
     trainer.stop()
 
 

@@ -77,13 +77,9 @@ class PresetTrainer(BaseTrainer):
     @classmethod
     def _from_keys(cls, model: str | Path, keys: Mapping[str, Any]) -> Self:
         """Make a trainer from flat keywords. Raises TypeError for an unknown one."""
-        if not isinstance(model, str | Path) or not str(model).strip():
-            raise ValueError(
-                f"{cls.__name__}.from_pretrained: got {shown(model)} for the model, expected "
-                "`tiny`, a folder or a Hugging Face id"
-            )
         paths = flat_keys(cls.settings_type)
-        nested: dict[str, Any] = {"policy": {"model_name": str(model)}}
+        name = str(model) if isinstance(model, Path) else model
+        nested: dict[str, Any] = {"policy": {"model_name": name}}
         for key, value in keys.items():
             if key not in paths:
                 near = difflib.get_close_matches(key, paths, n=1)

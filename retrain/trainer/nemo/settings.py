@@ -52,6 +52,8 @@ class Limits(Section):
     either: one epoch.
     """
 
+    batch: ClassVar[str] = "batch_size"
+    """The key of the batch size."""
     max_num_steps: Limit = None
     max_num_epochs: Limit = None
     seed: int = 0
@@ -62,6 +64,7 @@ class Limits(Section):
 
 
 class Rollouts(Limits):
+    batch: ClassVar[str] = "num_prompts_per_step"
     num_prompts_per_step: Count = 32
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = 16
     """Rollouts per prompt. At least 2, since their rewards are compared."""
@@ -143,7 +146,7 @@ class Settings(Section):
             "name": self.own,
             "algorithm": {"type": self.own, **limits.algorithm()},
             "backend": {"type": "trl", "learning_rate": self.policy.learning_rate},
-            "train": {"seed": limits.seed, "groups_per_step": getattr(limits, self._batch_key())},
+            "train": {"seed": limits.seed, "groups_per_step": getattr(limits, limits.batch)},
         }
         if isinstance(limits, Rollouts):
             turns = _given({"max_turns": limits.max_rollout_turns})
@@ -161,14 +164,10 @@ class Settings(Section):
                 preset[key] = value
         return preset
 
-    def _batch_key(self) -> str:
-        """The key of the batch size in the algorithm's section."""
-        return "num_prompts_per_step" if isinstance(self.limits, Rollouts) else "batch_size"
-
     def _twice(self) -> Iterator[str]:
         """Problems with keys of passed-on sections that are set by a key of the preset."""
         homes = {
-            "train.groups_per_step": f"{self.own}.{self._batch_key()}",
+            "train.groups_per_step": f"{self.own}.{self.limits.batch}",
             "train.seed": f"{self.own}.seed",
             "train.total_train_steps": f"{self.own}.max_num_steps",
             "algorithm.type": f"the trainer class (this one is {self.own})",

@@ -113,7 +113,9 @@ class BaseTrainer(ABC):
         try:
             self.wait(timeout)
         finally:
-            self.service.close()
+            close = getattr(self.service, "close", None)
+            if callable(close):  # a custom holder may have none
+                close()
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from retrain.errors import ConfigError
 from retrain.trainer.nexrl.advantages import EPS, compute_grpo_advantage_for_trajectories
@@ -55,12 +55,13 @@ class RemoteApiTrainer(BaseTrainer):
     def set_service_holder(self, service_holder: Holder) -> None:
         """Train with a TinkerServiceHolder, a WeaverServiceHolder, or an object with their `train`.
 
-        Raises ConfigError when the holder and the config name different backends.
+        Checkpoints, rollouts and the tokenizer need one of the first two. Raises ConfigError when
+        the holder and the config name different backends.
         """
         if isinstance(service_holder, ServiceHolder):
             service_holder.adopt(self.settings)
-            self.service = service_holder
         self._service_holder = service_holder
+        self.service = cast("ServiceHolder", service_holder)
 
     def train(self, trajectories: list[Trajectory]) -> dict[str, Any]:
         """Take one optimizer step over all trajectories and serve the new weights."""
