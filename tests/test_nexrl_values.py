@@ -38,7 +38,7 @@ def test_attribute_item_and_get_reach_one_store() -> None:
     assert trajectory.uid == "u"
     assert trajectory.get("run_id", "default") == "default"
     assert {**trajectory} == {"prompt": "p", "reward": 1.0, "uid": "u", "advantage": 0.25}
-    del trajectory.advantage
+    del trajectory["advantage"]
     assert "advantage" not in trajectory
 
 

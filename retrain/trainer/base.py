@@ -229,7 +229,9 @@ class BaseTrainer(ABC):
     async def _run(self, task: Task, gate: Gate | None) -> TrainingResult:
         callbacks = Callbacks(task.callbacks or ())
         for name in ("max_steps", "max_epochs"):
-            _check_limit(name, getattr(task, name))
+            limit = getattr(task, name)
+            if limit is not None and (type(limit) is not int or limit < 0):
+                raise ValueError(f"{name}: got {shown(limit)}, expected an integer >= 0")
         plan = self._plan(task)
         try:
             config, parts = self._finished_plan(plan)
@@ -295,11 +297,6 @@ def one_reward(name: str, calculator: RewardCalculator, config: RunConfig) -> Sc
         deadline=config.deadlines.reward,
         concurrency=config.rollout.reward_concurrency,
     )
-
-
-def _check_limit(name: str, value: Any) -> None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise ValueError(f"{name}: got {shown(value)}, expected an integer >= 0")
 
 
 def _free_folder(config: RunConfig) -> Path:

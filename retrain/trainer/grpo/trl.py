@@ -47,9 +47,9 @@ class GRPOTrainerAdapter(BaseTrainer):
         model: str = "tiny",
         algorithm: Mapping[str, Any] | None = None,
         *,
-        environment: Any = None,
+        prompts: Any,
+        environment: Any = Environment,
         reward_calculator: Any = None,
-        prompts: Any = None,
         tokenizer: Tokenizer | None = None,
         **sections: Any,
     ) -> None:
@@ -63,12 +63,10 @@ class GRPOTrainerAdapter(BaseTrainer):
         self._mapping["algorithm"] = {"type": "grpo", **plain(algorithm or {})}
         if isinstance(backend := self._mapping.get("backend"), dict):
             self._mapping["backend"] = {"type": "trl", **backend}
-        self.environment = Environment if environment is None else environment
+        self.environment = environment
         self.reward_calculator = reward_calculator
         self.prompts = prompts
         self.tokenizer = tokenizer
-        if prompts is None:
-            raise ConfigError("prompts: missing, expected a PromptSource, a list of rows or a path")
         config = self._run_config()
         if config.backend.type != "trl" or config.algorithm.type != "grpo":
             raise ConfigError(
@@ -143,7 +141,7 @@ class _SameTokenizer(Learner):
 def _calculator(given: Any) -> RewardCalculator:
     if isinstance(given, RewardCalculator):
         return given
-    if callable(given):
+    if callable(given) and not isinstance(given, type):
         return FunctionReward(given)
     raise TypeError(
         f"reward_calculator: got {shown(given)}, expected a RewardCalculator or a function of any "

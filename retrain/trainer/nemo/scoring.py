@@ -78,10 +78,10 @@ class Judge:
 
     def verdict(self, returned: Any, trajectory: Trajectory) -> Reward:
         """The reward that was returned. Raises RewardError for anything else."""
-        if isinstance(returned, Reward):
-            numbers = (returned.value, *returned.components.values())
-            if returned.outcome != "ok" or _finite(numbers):
-                return returned
+        if isinstance(returned, Reward) and (
+            returned.outcome != "ok" or _finite(returned.value, *returned.components.values())
+        ):
+            return returned
         if isinstance(returned, Mapping):
             return self._sum(returned, trajectory)
         number = as_number(returned)
@@ -105,7 +105,7 @@ class Judge:
         return self.error(trajectory, str(blame(NAME, error)).removeprefix(f"{NAME} "))
 
     def _sum(self, parts: Mapping[Any, Any], trajectory: Trajectory) -> Reward:
-        if not parts or not _finite(parts.values()):
+        if not parts or not _finite(*parts.values()):
             what = f"returned {shown(dict(parts))}, expected finite numbers"
             raise self.error(trajectory, what)
         values = {str(name): float(value) for name, value in parts.items()}
@@ -181,5 +181,5 @@ def as_calculator(
     return PairReward(ask, judge, function)
 
 
-def _finite(values: Any) -> bool:
+def _finite(*values: Any) -> bool:
     return all(as_number(value) is not None for value in values)

@@ -105,7 +105,4 @@ class WeaverServiceHolder(ServiceHolder):
     backend: ClassVar[Backend] = "weaver"
 
 
-HOLDERS: dict[str, type[ServiceHolder]] = {
-    "tinker": TinkerServiceHolder,
-    "weaver": WeaverServiceHolder,
-}
+HOLDERS = {holder.backend: holder for holder in (TinkerServiceHolder, WeaverServiceHolder)}

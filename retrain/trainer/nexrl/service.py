@@ -198,18 +198,16 @@ class TrainingService:
         self,
         prompt: str | Sequence[Message],
         n: int = 1,
-        *,
-        seed: int | None = None,
         **parameters: Any,  # SamplingParams' own
     ) -> list[Trajectory]:
         """Sample a group of `n` rollouts of one prompt with the served weights, without rewards.
 
-        `parameters` (max_tokens, temperature, top_p, top_k, stop) override the run's `sampling`.
+        `parameters` (max_tokens, temperature, top_p, top_k, stop, seed) override `sampling`.
         """
         self.open()
         ids = list(self.chat.begin(_messages(prompt)).prompt_ids)
-        wanted = {**dict(self.run.sampling), **parameters, "seed": seed}
         room = self._opened().context_length - len(ids)
+        wanted = {**dict(self.run.sampling), **parameters}
         wanted["max_tokens"] = min(wanted["max_tokens"], room)
         params = SamplingParams(**wanted, stop_token_ids=self.chat.stop_token_ids)
         found = self._call("sample", lambda adapter: adapter.sampler.sample(ids, params, n))
@@ -234,11 +232,8 @@ class TrainingService:
     def chat(self) -> Chat:
         """Converts messages to token ids."""
         if self._chat is None:
-            self._chat = Chat(
-                self.tokenizer,
-                template=chat_template(self.run),
-                arguments=self.run.chat.arguments,
-            )
+            template, arguments = chat_template(self.run), self.run.chat.arguments
+            self._chat = Chat(self.tokenizer, template=template, arguments=arguments)
         return self._chat
 
     # --- the event loop

@@ -47,11 +47,6 @@ class Fields(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
-    def __delattr__(self, name: str) -> None:
-        if name not in self:
-            raise AttributeError(f"the {self._title} has no {name!r}")
-        del self[name]
-
 
 class Trajectory(Fields):
     """`Trajectory(prompt=..., reward=...)`, `Trajectory({...})`, or both together.
