@@ -81,9 +81,7 @@ class FunctionReward(RewardCalculator):
         self.function = function
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.bound = bound
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
-        )
+        self.is_async = is_async(function)
         self._wants = self._declared()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -317,6 +315,12 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether the function, or the `__call__` of the object, is a coroutine function."""
+    called = getattr(function, "__call__", None)  # noqa: B004 - it is inspected, not called
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def as_number(value: Any) -> float | None:

@@ -12,19 +12,15 @@ import torch
 
 from retrain.trainer.nexrl import (
     Batch,
+    SelfHostedGrpoTrainer,
     Trajectory,
-    compute_gae,
+    apply_kl_penalty,
     compute_grpo_advantage_for_trajectories,
-    compute_nstep_returns,
     compute_position_id_with_mask,
     convert_trajectories_to_datums,
-    grpo_advantages,
-    kl_penalty,
     log_grpo_metrics,
     log_rollout_metrics,
     padding_data,
-    ppo_clipped_loss,
-    token_level_rewards,
 )
 from retrain.trainer.nexrl.datums import samples_of_datums
 from retrain.trainer.nexrl.metrics import floats
@@ -34,7 +30,7 @@ from retrain.trainer.nexrl.self_hosted import samples_of
 
 
 def test_attribute_item_and_get_reach_one_store() -> None:
-    trajectory = Trajectory({"prompt": "p"}, reward=1.0, extra_fields={"uid": "u"})
+    trajectory = Trajectory({"prompt": "p"}, reward=1.0, uid="u")
     trajectory.advantage = 0.5
     assert trajectory["advantage"] == trajectory.get("advantage") == trajectory.advantage == 0.5
     trajectory["advantage"] = 0.25
@@ -42,7 +38,7 @@ def test_attribute_item_and_get_reach_one_store() -> None:
     assert trajectory.uid == "u"
     assert trajectory.get("run_id", "default") == "default"
     assert {**trajectory} == {"prompt": "p", "reward": 1.0, "uid": "u", "advantage": 0.25}
-    del trajectory.advantage
+    del trajectory["advantage"]
     assert "advantage" not in trajectory
 
 
@@ -66,11 +62,6 @@ def test_a_trajectory_can_be_copied_and_pickled(again) -> None:
 def test_per_token_fields_must_have_the_tokens_length() -> None:
     with pytest.raises(ValueError, match="logprobs has 2 values for 3 tokens"):
         Trajectory(tokens=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0.0, -1.0])
-
-
-def test_an_extra_field_can_not_overwrite_the_reward() -> None:
-    with pytest.raises(ValueError, match="extra_fields contains reward"):
-        Trajectory(reward=1.0, extra_fields={"reward": 0.0})
 
 
 # --- GRPO advantages
@@ -104,21 +95,6 @@ def test_advantages_of_one_group(rewards, expected) -> None:
     assert advantages(rows) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("use_run_ids", "rewards", "expected"),
-    [
-        (True, [0, 1, 1, 0], [-0.866024, 0.866024, 0.866024, -0.866024]),
-        (False, [0, 1, 1, 0], [-1.0, 1.0, 1.0, -1.0]),
-        (True, [1], [0.999999]),
-        (True, [0.5, 0.5], [0, 0]),
-    ],
-)
-def test_the_rule_of_nexrls_code_gives_its_values(use_run_ids, rewards, expected) -> None:
-    rows = scored(rewards, group_id=["g"] * len(rewards), run_id=range(len(rewards)))
-    found = advantages(rows, rule="nexrl", use_run_ids=use_run_ids)
-    assert found == pytest.approx(expected, abs=1e-5)
-
-
 def test_segments_of_a_run_count_once() -> None:
     # run 0 has two segments with mean reward 1, run 1 one with reward 0: means 1 and 0
     rows = scored([1, 1, 0], group_id=["g"] * 3, run_id=[0, 0, 1])
@@ -128,10 +104,9 @@ def test_segments_of_a_run_count_once() -> None:
     assert apart == pytest.approx([0.5774, 0.5774, -1.1547], abs=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["page", "nexrl"])
-def test_segments_of_one_run_alone_have_finite_advantages(rule) -> None:
-    rows = scored([1, 1], group_id=["g", "g"], run_id=[0, 0])
-    assert all(math.isfinite(a) for a in advantages(rows, rule=rule))
+def test_segments_of_one_run_alone_have_advantage_0() -> None:
+    rows = scored([1, 0], group_id=["g", "g"], run_id=[0, 0])
+    assert advantages(rows) == [0, 0]
 
 
 def test_run_id_alone_is_the_group_and_neither_is_a_group_of_its_own() -> None:
@@ -262,13 +237,11 @@ def test_a_real_end_of_sequence_token_with_the_paddings_id_is_kept() -> None:
     assert done.values["input_ids"].tolist() == [[5, 0], [5, 6]]
 
 
-def test_only_the_fields_that_are_named_are_stripped_and_only_so_far() -> None:
+def test_only_the_fields_that_are_named_are_stripped() -> None:
     ids = torch.tensor([[0, 0, 1]])
     batch = Batch({"input_ids": ids, "loss_mask": ids, "other": ids})
     done = Batch.remove_redundant_left_padding(batch, fields=["input_ids", "loss_mask"])
     assert [done.values[n].shape[1] for n in ("input_ids", "loss_mask", "other")] == [1, 1, 3]
-    limited = Batch.remove_redundant_left_padding(batch, max_strip_threshold=1)
-    assert limited.values["other"].shape[1] == 2
     with pytest.raises(KeyError, match="no field 'labels': it has input_ids"):
         Batch.remove_redundant_left_padding(batch, fields=["labels"])
 
@@ -280,13 +253,7 @@ def test_a_batch_of_padding_alone_keeps_one_column() -> None:
         assert done.values["input_ids"].shape == (2, 3 if side == "left" else 1)
 
 
-def test_padding_data_pads_rows_and_batches() -> None:
-    assert padding_data([[1, 2], [3]], 3, 9).tolist() == [[1, 2, 9], [3, 9, 9]]
-    assert padding_data([[1, 2], [3]], 3, 9, left_pad=True).tolist() == [[9, 1, 2], [9, 9, 3]]
-    assert padding_data([[1, 2, 3]], 2, truncation="left").tolist() == [[2, 3]]
-    assert padding_data([[1, 2, 3]], 2, truncation="right").tolist() == [[1, 2]]
-    with pytest.raises(ValueError, match="row 0 has 3 values, but max_length is 2"):
-        padding_data([[1, 2, 3]], 2)
+def test_padding_data_pads_the_rows_of_a_batch() -> None:
     batch = padding_data(Batch({"input_ids": [[1, 2], [3]]}), pad_token_id=9)
     assert batch.values["input_ids"].tolist() == [[1, 2], [3, 9]]
     assert batch.values["attention_mask"].tolist() == [[1, 1], [1, 0]]
@@ -298,41 +265,30 @@ def test_position_ids_count_the_tokens() -> None:
     assert compute_position_id_with_mask(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
 
 
-# --- patterns over tensors
+def test_a_kl_penalty_is_charged_for_the_trained_tokens() -> None:
+    values = {
+        "token_level_scores": torch.tensor([[0.0, 0.0, 2.0]]),
+        "old_log_probs": torch.tensor([[-9.0, -1.0, -2.0]]),
+        "ref_log_probs": torch.tensor([[0.0, -2.0, -1.5]]),
+        "loss_mask": torch.tensor([[0, 1, 1]]),
+    }
+    charged = apply_kl_penalty(Batch(values), beta=0.1).values["token_level_scores"]
+    assert charged.tolist() == [pytest.approx([0, -0.1, 2.05])]
+    del values["ref_log_probs"]
+    with pytest.raises(KeyError, match="no field 'ref_log_probs'"):
+        apply_kl_penalty(Batch(values), beta=0.1)
 
 
-def test_token_level_rewards_and_grpo_advantages_over_a_mask() -> None:
+def test_rewards_and_grpo_advantages_are_laid_on_the_trained_tokens() -> None:
+    trainer = SelfHostedGrpoTrainer({})
     mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0]])
-    assert token_level_rewards([2.0, 3.0], mask).tolist() == [[0, 0, 2, 0], [0, 3, 0, 0]]
-    found = grpo_advantages(torch.tensor([1.0, 0.0]), mask, ["g", "g"], [0, 1])
+    batch = Batch({"loss_mask": mask, "reward": [2.0, 3.0]})
+    assert trainer._reward_fn(batch).tolist() == [[0, 0, 2, 0], [0, 3, 0, 0]]
+    batch = Batch({**batch.values, "reward": [1.0, 0.0], "group_id": ["g", "g"], "run_id": [0, 1]})
+    found = trainer._compute_advantage(batch).values["advantages"]
     half = math.sqrt(0.5)
     expected = torch.tensor([[0, half, half, 0], [0, -half, 0, 0]])
     assert torch.allclose(found, expected, atol=1e-6)
-
-
-def test_the_tensor_formulas_skip_what_is_masked() -> None:
-    mask = torch.tensor([[0, 1, 0, 1, 1]])
-    # the values of the table test of `gae`, with a masked token in between
-    rewards = torch.tensor([[9.0, 1, 9, 0, 2]])
-    values = torch.tensor([[9.0, 1, 9, 2, 4]])
-    found, returns = compute_gae(rewards, values, mask, gamma=0.5, lam=0.5)
-    assert found.tolist() == [pytest.approx([0, 0.875, 0, -0.5, -2])]
-    assert returns.tolist() == [pytest.approx([0, 1.875, 0, 1.5, 2])]
-    nstep = compute_nstep_returns(rewards, mask, n=2, gamma=0.5)
-    assert nstep.tolist() == [pytest.approx([0, 1, 0, 1, 2])]
-    kl = kl_penalty(rewards, values, mask)
-    assert kl.tolist() == [pytest.approx([0, 0, 0, -2, -2])]
-
-
-def test_ppos_clipped_loss_is_the_tables_and_stops_the_gradient_beyond_the_clip() -> None:
-    old = torch.full((1, 3), -3.0)
-    ratio = torch.tensor([[1.5, 1.1, 1.5]])
-    logprobs = (old + ratio.log()).requires_grad_()
-    advantages = torch.tensor([[2.0, 2.0, 7.0]])
-    loss = ppo_clipped_loss(logprobs, old, advantages, torch.tensor([[1, 1, 0]]))
-    loss.backward()
-    assert loss.item() == pytest.approx(-2.4 - 2.2)
-    assert logprobs.grad.tolist() == [pytest.approx([0, -2.2, 0])]
 
 
 # --- datums and samples
@@ -342,9 +298,7 @@ def test_a_token_datum_becomes_the_sample_of_its_very_numbers() -> None:
     trajectory = Trajectory(
         tokens=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0, -1, -2], advantage=0.5, group_id="g"
     )
-    [sample] = samples_of_datums(
-        convert_trajectories_to_datums([trajectory]), weighted=False, encode=_never
-    )
+    [sample] = samples_of_datums(convert_trajectories_to_datums([trajectory]), weighted=False)
     assert list(sample.token_ids) == [1, 2, 3]
     assert list(sample.advantages) == [0, 0.5, 0.5]
     assert list(sample.logprobs) == [0, -1, -2]
@@ -354,15 +308,15 @@ def test_a_token_datum_becomes_the_sample_of_its_very_numbers() -> None:
 
 def test_token_advantages_are_laid_on_the_trained_tokens_in_order() -> None:
     datum = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 1, 0, 1], "token_advantages": [3, 4]}
-    [sample] = samples_of_datums([datum], weighted=False, encode=_never)
+    [sample] = samples_of_datums([datum], weighted=False)
     assert list(sample.advantages) == [0, 3, 0, 4]
     with pytest.raises(ValueError, match="1 token_advantages for 2 trained tokens"):
-        samples_of_datums([{**datum, "token_advantages": [1]}], weighted=False, encode=_never)
+        samples_of_datums([{**datum, "token_advantages": [1]}], weighted=False)
 
 
 def test_cross_entropy_weighs_every_trained_token_alike() -> None:
     datum = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantage": 7.0}
-    [sample] = samples_of_datums([datum], weighted=True, encode=_never)
+    [sample] = samples_of_datums([datum], weighted=True)
     assert list(sample.advantages) == [0, 1, 1]
 
 
@@ -373,7 +327,7 @@ def test_cross_entropy_weighs_every_trained_token_alike() -> None:
 def test_a_datum_without_a_usable_advantage_is_named(advantage, message) -> None:
     datum = {"tokens": [1, 2], "loss_mask": [0, 1], "advantage": advantage}
     with pytest.raises(ValueError, match=message):
-        samples_of_datums([datum], weighted=False, encode=_never)
+        samples_of_datums([datum], weighted=False)
 
 
 def test_a_trajectory_with_nothing_to_train_is_named() -> None:
@@ -389,9 +343,3 @@ def test_the_samples_of_a_batch_are_its_rows_without_padding() -> None:
     assert list(second.token_ids) == [5, 6]
     assert list(second.advantages) == [0, -1]
     assert list(second.logprobs) == [0, -3]
-    left = padding_data(Batch({"input_ids": [[5, 6], [7]]}), left_pad=True)
-    assert left.values["attention_mask"].tolist() == [[1, 1], [0, 1]]
-
-
-def _never(_: object) -> tuple[list[int], list[int]]:
-    raise AssertionError("tokens are never encoded again")

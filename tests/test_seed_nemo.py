@@ -73,13 +73,13 @@ def test_the_grpo_class_has_the_page_s_signatures() -> None:
         "learning_rate": 1e-6,
         "max_sequence_length": 512,
         "tensor_parallel_size": 1,
-        "normalize_rewards": True,
-        "use_leave_one_out_baseline": True,
     }
     assert list(defaults_of(GRPOTrainer.fit)) == [
         "reward_fn", "environment", "max_steps", "max_epochs", "callbacks",
     ]  # fmt: skip
     config = GRPOTrainer.from_pretrained("tiny").config
+    assert config["grpo"]["normalize_rewards"] is True  # keywords, in the table of parameters
+    assert config["grpo"]["use_leave_one_out_baseline"] is True
     assert config["grpo"]["num_prompts_per_step"] == 32
     assert config["grpo"]["num_generations_per_prompt"] == 16
     assert config["policy"]["learning_rate"] == 1e-6
@@ -250,7 +250,7 @@ def advanced_config(tensor_parallel_size: int) -> dict[str, Any]:
 
 
 def test_the_advanced_configuration_s_tensor_parallelism_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 2.*leave it at 1"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: got 2.*set it to 1"):
         GRPOTrainer(advanced_config(tensor_parallel_size=2))
 
 

@@ -189,7 +189,10 @@ async def _invoke(callback: Callback, hook: str, *arguments: object) -> None:
         if inspect.isawaitable(returned):
             await returned
     except Exception as error:
-        error.add_note(f"raised by the callback {type(callback).__name__}.{hook}")
+        note = "raised by the callback "
+        # A trainer's own callback calls those of its user: the inner one is named.
+        if not any(known.startswith(note) for known in getattr(error, "__notes__", ())):
+            error.add_note(f"{note}{type(callback).__name__}.{hook}")
         raise
 
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+
+from pydantic import AfterValidator, Field
 
 from retrain.assembly import Given, Parts, assemble
 from retrain.config import RunConfig
@@ -23,14 +25,27 @@ from retrain.errors import CheckpointError, NotFoundError, RewardError, shown
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.observe.callbacks import Run as RunFace
 from retrain.pipeline import train
-from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
-from retrain.pipeline.run import Run
+from retrain.pipeline.checkpoint import DATA, MODEL, changes, copy, verified
+from retrain.rewarding import RewardCalculator, Scorer, WeightedReward
 from retrain.trainer.hooks import Gate, Hooks, Progress
 from retrain.types import Metrics
 
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+def _single(size: int) -> int:
+    if size > 1:
+        raise ValueError(
+            "training here runs in one process on one device, and a service distributes its model "
+            "itself: set it to 1"
+        )
+    return size
+
+
+Single = Annotated[int, Field(ge=1), AfterValidator(_single)]
+"""A number of processes or devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +70,6 @@ class Plan:
     max_epochs: int | None = None
     close: Callable[[], None] = lambda: None
     """Called when training has ended."""
-    check: Callable[[Run], None] = lambda run: None
-    """Called when the backend is open; may raise."""
 
 
 def blocking(
@@ -149,10 +162,6 @@ class BaseTrainer(ABC):
         training, FileExistsError when the folder has other contents.
         """
         target = Path(path).expanduser()
-        if target.is_file() or (
-            target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists()
-        ):
-            raise FileExistsError(f"{target} exists and is not a checkpoint; choose another folder")
         if self._hooks is not None:
             self._hooks.saves.append(target)
         elif self._progress.checkpoint is None:
@@ -218,9 +227,11 @@ class BaseTrainer(ABC):
             self._busy = False
 
     async def _run(self, task: Task, gate: Gate | None) -> TrainingResult:
-        callbacks = _callbacks(task.callbacks)
+        callbacks = Callbacks(task.callbacks or ())
         for name in ("max_steps", "max_epochs"):
-            _check_limit(name, getattr(task, name))
+            limit = getattr(task, name)
+            if limit is not None and (type(limit) is not int or limit < 0):
+                raise ValueError(f"{name}: got {shown(limit)}, expected an integer >= 0")
         plan = self._plan(task)
         try:
             config, parts = self._finished_plan(plan)
@@ -230,7 +241,6 @@ class BaseTrainer(ABC):
                 callbacks,
                 progress=self._progress,
                 scored=self.scored,
-                check=plan.check,
                 gate=gate,
             )
             self._reward_error = None
@@ -280,20 +290,13 @@ class BaseTrainer(ABC):
             self.request_stop()
 
 
-def _callbacks(callbacks: Any) -> Callbacks:
-    """The callbacks, checked. Raises TypeError."""
-    if isinstance(callbacks, Callback | type) or not isinstance(callbacks or (), Sequence):
-        raise TypeError(f"callbacks: got {shown(callbacks)}, expected a list of Callback instances")
-    return Callbacks(callbacks or ())
-
-
-def _check_limit(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {shown(value)}, expected an integer")
-    if value < 0:
-        raise ValueError(f"{name}: got {value}, expected an integer >= 0")
+def one_reward(name: str, calculator: RewardCalculator, config: RunConfig) -> Scorer:
+    """The scorer of a run with a single reward."""
+    return Scorer(
+        [WeightedReward(name, 1.0, calculator)],
+        deadline=config.deadlines.reward,
+        concurrency=config.rollout.reward_concurrency,
+    )
 
 
 def _free_folder(config: RunConfig) -> Path:

@@ -7,7 +7,6 @@ one would go unnoticed.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -48,23 +47,20 @@ def mapping_of(
 
 
 def renamed(row: Any, mapping: Mapping[str, str]) -> Any:  # a row is whatever the data set holds
-    """The row under our names; a demonstration's response is its `answer`, as in the pipe."""
+    """The row with our names added; a demonstration's response is its `answer`, as in the pipe."""
     if not isinstance(row, Mapping):
         return row
     names = {theirs: "answer" if o == "response" else o for theirs, o in mapping.items()}
-    taken = {*names, *names.values()}
-    rest = {key: value for key, value in row.items() if key not in taken}
+    rest = {key: value for key, value in row.items() if key not in names or key not in OURS}
     return {**rest, **{ours: row[theirs] for theirs, ours in names.items() if theirs in row}}
 
 
 def _check_given(columns: Sequence[str], given: Mapping[str, str], source: str) -> None:
     for theirs, ours in given.items():
         if ours not in OURS:
-            near = difflib.get_close_matches(ours, OURS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
             raise PromptError(
                 f"column_mapping: {theirs!r} is mapped to {ours!r}, expected one of "
-                f"{', '.join(OURS)}{hint}"
+                f"{', '.join(OURS)}"
             )
         if theirs not in columns:
             raise PromptError(

@@ -1,7 +1,7 @@
 """A trainer's data set as prompts: a path, a Hub id, a list, a table or a DataModule.
 
-Everything is read and checked before a model loads. For rollouts, a prompt's metadata is the whole
-row under the data set's own column names, for reward functions and environments that ask for it.
+Everything is read and checked before a model loads. A prompt's metadata has the other columns of
+its row, and those that were renamed, for reward functions and environments that ask for them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from retrain.config import Section
 from retrain.errors import NotFoundError, PromptError
-from retrain.prompts import ListPrompts, PromptSource, Row, load_dataset
+from retrain.prompts import ListPrompts, PromptSource, load_dataset
 from retrain.prompts.files import FORMATS, read_rows
 from retrain.trainer.columns import HELPSTEER, Wanted, mapping_of, renamed
 from retrain.types import Prompt
@@ -31,10 +31,6 @@ class DataOptions(Section):
     """The configuration of a data set on the Hub."""
     column_mapping: dict[str, str] = Field(default_factory=dict)
     """From the data set's columns to ours: prompt, messages, answer, response, chosen, rejected."""
-    system: str | None = None
-    """A system message that is put before every prompt."""
-    limit: Annotated[int, Field(ge=1)] | None = None
-    """Read only the first rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +38,6 @@ class Data:
     """A data set that was read."""
 
     prompts: PromptSource
-    row_of: Callable[[Prompt], Mapping[str, Any]]
-    """The row that a prompt was made from, as in the data set."""
     label: Mapping[str, Any]
     """The config's `prompts:`. Its digest differs for a data set with other rows."""
     eval_prompts: PromptSource | None = None
@@ -53,19 +47,11 @@ class Data:
     """Call it when training ends."""
 
 
-class WholeRows(ListPrompts):
-    """Prompts whose metadata is the whole row; a string is the row {"prompt": string}."""
-
-    def __init__(
-        self, rows: Sequence[Any], known: list[Any], system: str | None, limit: int | None
-    ) -> None:
-        super().__init__(known, system=system, limit=limit)
-        self._whole = rows
-
-    def row(self, index: int) -> Row:
-        whole = self._whole[index]
-        metadata = whole if isinstance(whole, Mapping) else {"prompt": whole}
-        return super().row(index)._replace(metadata=metadata)
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """What reward functions and environments get: the row, and its prompt and answer as such."""
+    messages = list(prompt.messages)
+    ours = {"prompt": prompt.text, "messages": messages, "answer": prompt.answer}
+    return {**ours, **prompt.metadata}
 
 
 def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
@@ -76,7 +62,7 @@ def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
     """
     if isinstance(dataset, PromptSource):
         label = {"type": "given", "source": type(dataset).__name__, "rows": len(dataset)}
-        return Data(dataset, _put_together, label)
+        return Data(dataset, label)
     if callable(getattr(dataset, "train_dataloader", None)):
         return _of_module(dataset, wanted, options)
     source, rows = _rows(dataset, options)
@@ -88,11 +74,7 @@ def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions
         raise PromptError(f"{source} is empty, expected at least one row")
     columns = list(map(str, rows[0])) if isinstance(rows[0], Mapping) else []
     mapping = mapping_of(columns, wanted, options.column_mapping, source) if columns else {}
-    known = [renamed(row, mapping) for row in rows]
-    if wanted == "rollouts":
-        prompts: PromptSource = WholeRows(rows, known, options.system, options.limit)
-    else:
-        prompts = ListPrompts(known, system=options.system, limit=options.limit)
+    prompts = ListPrompts([renamed(row, mapping) for row in rows])
     label = {
         "type": "given",
         "source": source,
@@ -100,25 +82,17 @@ def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions
         "digest": _digest([prompts.row(index) for index in range(len(prompts))]),
     }
     scored = wanted == "pairs" and set(columns) >= HELPSTEER and "chosen" not in columns
-    return Data(prompts, _whole, label, pair_by="helpfulness" if scored else None)
+    return Data(prompts, label, pair_by="helpfulness" if scored else None)
 
 
 def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
     """The name of the data set in messages, and its rows."""
     if isinstance(dataset, str | Path):
         return str(dataset), _named(str(dataset), options)
-    if isinstance(dataset, Mapping):  # datasets.DatasetDict is one
-        if options.split not in dataset:
-            raise PromptError(
-                f"the {type(dataset).__name__} given as dataset has no split {options.split!r}; it "
-                f"has {', '.join(map(str, dataset))}. A mapping holds splits, "
-                f"{{{options.split!r}: rows}}: pass rows as a list, [{{'prompt': ...}}, ...], and "
-                "columns as datasets.Dataset.from_dict(columns)"
-            )
-        dataset = dataset[options.split]
     if hasattr(dataset, "iterrows"):  # a pandas.DataFrame
         return "the DataFrame given as dataset", dataset.to_dict("records")
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    rows = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not rows or isinstance(dataset, Mapping):
         raise TypeError(
             f"dataset: got {type(dataset).__name__}, expected a path, a Hub id, a list of rows, a "
             "DataFrame, a datasets.Dataset or a DataModule; rows are read more than once, so pass "
@@ -185,15 +159,6 @@ def _is_columnar(batch: Mapping[str, Any]) -> bool:
         and not (len(column) and isinstance(column[0], Mapping) and "role" in column[0])
         for column in columns
     )
-
-
-def _whole(prompt: Prompt) -> Mapping[str, Any]:
-    return prompt.metadata
-
-
-def _put_together(prompt: Prompt) -> Mapping[str, Any]:
-    """A row for the prompt of a custom PromptSource."""
-    return {"prompt": prompt.text, "answer": prompt.answer, **prompt.metadata}
 
 
 def _digest(rows: Sequence[Any]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from retrain.errors import shown
 
 
-def environment_factory(environment: Any) -> tuple[Callable[[], Any], Any]:
-    """A function that makes one instance, and the first instance.
+def environment_factory(environment: Any) -> tuple[Callable[[], Any], Any, str]:
+    """A function that makes one instance, the first instance, and a name for the run's config.
 
     Raises TypeError when the object can't be an environment, or can't be made or copied.
     """
@@ -22,17 +22,11 @@ def environment_factory(environment: Any) -> tuple[Callable[[], Any], Any]:
             f"environment: got {shown(environment)}, expected an Environment class, an instance, "
             "or a function that makes one"
         )
-    try:
-        return make, make()
-    except Exception as error:
-        name = getattr(environment, "__name__", type(environment).__name__)
-        raise TypeError(
-            f"environment: can't make a {name} for each rollout ({type(error).__name__}: "
-            f"{error}); pass a function that makes one"
-        ) from error
-
-
-def environment_label(environment: Any) -> str:
-    """The environment's name in the run's config: `module:Class`, or that of the function."""
     named = environment if hasattr(environment, "__qualname__") else type(environment)
-    return f"{named.__module__}:{named.__qualname__}"
+    try:
+        return make, make(), f"{named.__module__}:{named.__qualname__}"
+    except Exception as error:
+        raise TypeError(
+            f"environment: can't make a {named.__name__} for each rollout "
+            f"({type(error).__name__}: {error}); pass a function that makes one"
+        ) from error

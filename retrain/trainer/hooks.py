@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -49,13 +49,11 @@ class Hooks(Callback):
         *,
         progress: Progress,
         scored: bool,
-        check: Callable[[Run], None],
         gate: Gate | None = None,
     ) -> None:
         self._trainer = trainer
         self._callbacks = callbacks
         self._scored = scored
-        self._check = check
         self._gate = gate
         self._loop: asyncio.AbstractEventLoop | None = None
         self.progress = progress
@@ -76,7 +74,6 @@ class Hooks(Callback):
 
     async def on_train_begin(self, trainer: RunFace) -> None:
         self.run, self._loop = cast("Run", trainer), asyncio.get_running_loop()
-        self._check(self.run)
         await self._callbacks.on_train_begin(self._trainer)
 
     async def on_epoch_begin(self, trainer: RunFace, epoch: int) -> None:

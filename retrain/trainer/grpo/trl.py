@@ -14,19 +14,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.assembly import Given
-from retrain.config import Plugin, RunConfig, parse_config, plain
+from retrain.adapters.base import Adapter
+from retrain.assembly import Given, Learner
+from retrain.config import RunConfig, parse_config, plain
 from retrain.config.paths import find_model
 from retrain.environment import Environment
 from retrain.errors import ConfigError, shown
 from retrain.observe.callbacks import Callback, TrainingResult
-from retrain.pipeline.run import Run
-from retrain.rewarding import FunctionReward, RewardCalculator, Scorer, WeightedReward
+from retrain.rewarding import FunctionReward, RewardCalculator
 from retrain.sampler import Tokenizer
-from retrain.trainer.base import BaseTrainer, Plan, Task, blocking
+from retrain.trainer.base import BaseTrainer, Plan, Task, blocking, one_reward
 from retrain.trainer.data import DataOptions, read_data
-from retrain.trainer.environments import environment_factory, environment_label
-from retrain.types import Metrics
+from retrain.trainer.environments import environment_factory
 
 _PROBE = "The quick brown fox: 3 + 4 = 7?\n"
 """Two tokenizers that encode it the same are considered the same."""
@@ -48,9 +47,9 @@ class GRPOTrainerAdapter(BaseTrainer):
         model: str = "tiny",
         algorithm: Mapping[str, Any] | None = None,
         *,
-        environment: Any = None,
+        prompts: Any,
+        environment: Any = Environment,
         reward_calculator: Any = None,
-        prompts: Any = None,
         tokenizer: Tokenizer | None = None,
         **sections: Any,
     ) -> None:
@@ -64,12 +63,10 @@ class GRPOTrainerAdapter(BaseTrainer):
         self._mapping["algorithm"] = {"type": "grpo", **plain(algorithm or {})}
         if isinstance(backend := self._mapping.get("backend"), dict):
             self._mapping["backend"] = {"type": "trl", **backend}
-        self.environment = Environment if environment is None else environment
+        self.environment = environment
         self.reward_calculator = reward_calculator
         self.prompts = prompts
         self.tokenizer = tokenizer
-        if prompts is None:
-            raise ConfigError("prompts: missing, expected a PromptSource, a list of rows or a path")
         config = self._run_config()
         if config.backend.type != "trl" or config.algorithm.type != "grpo":
             raise ConfigError(
@@ -94,68 +91,57 @@ class GRPOTrainerAdapter(BaseTrainer):
 
     fit = blocking(train)
 
-    async def step(self) -> Metrics:
-        """Play rollouts, score them and update once; returns the line of metrics.jsonl.
-
-        The model stays loaded until `close`. Raises RuntimeError after train.total_train_steps.
-        """
-        return await super().step()
-
     def _run_config(self) -> RunConfig:
         return parse_config({"prompts": {"type": "given"}, **self._mapping})
 
     def _plan(self, task: Task) -> Plan:
         data = read_data(self.prompts, "rollouts", DataOptions())
-        make, one = environment_factory(self.environment)
+        make, one, label = environment_factory(self.environment)
         if not isinstance(one, Environment):
             raise TypeError(
                 f"environment: got {shown(one)}, expected a retrain.Environment; an object with "
                 "NeMo RL's interface works with retrain.trainer.GRPOTrainer.fit(environment=...)"
             )
         given: dict[str, Any] = {"prompts": data.prompts, "environment": make}
-        labels: dict[str, Any] = {"prompts": data.label}
-        labels["environment"] = Plugin(type=environment_label(self.environment)).model_dump()
+        labels: dict[str, Any] = {"prompts": data.label, "environment": {"type": label}}
         config = self._run_config()
         if self.reward_calculator is not None:
             calculator = _calculator(self.reward_calculator)
             name = calculator.name or type(calculator).__name__
-            given["scorer"] = Scorer(
-                [WeightedReward(name, 1.0, calculator)],
-                deadline=config.deadlines.reward,
-                concurrency=config.rollout.reward_concurrency,
-            )
+            given["scorer"] = one_reward(name, calculator, config)
             labels["rewards"] = [{"type": name}]
+        if self.tokenizer is not None:
+            given["learner"] = _SameTokenizer(self.tokenizer)
         template = getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, str) and config.chat.template == "auto":
             given["chat_template"] = template
         config = parse_config({**self._mapping, **labels})
-        return Plan(
-            config,
-            Given(**given),
-            task.max_steps,
-            close=data.close,
-            check=self._check_tokenizer,
-        )
-
-    def _check_tokenizer(self, run: Run) -> None:
-        own = run.adapter.tokenizer
-        if self.tokenizer is not None and self.tokenizer.encode(_PROBE) != own.encode(_PROBE):
-            raise ConfigError(
-                "tokenizer: it encodes differently from the model's own tokenizer, so the model "
-                "can't read its tokens; drop it, or pass the tokenizer of the model's folder"
-            )
+        return Plan(config, Given(**given), task.max_steps, close=data.close)
 
 
 GRPOTrainer = GRPOTrainerAdapter
 """The page uses both names."""
 
 
+class _SameTokenizer(Learner):
+    """Checks that a tokenizer is the model's own."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def attach(self, adapter: Adapter) -> None:
+        super().attach(adapter)
+        if self._tokenizer.encode(_PROBE) != adapter.tokenizer.encode(_PROBE):
+            raise ConfigError(
+                "tokenizer: it encodes differently from the model's own tokenizer, so the model "
+                "can't read its tokens; drop it, or pass the tokenizer of the model's folder"
+            )
+
+
 def _calculator(given: Any) -> RewardCalculator:
     if isinstance(given, RewardCalculator):
         return given
-    if isinstance(given, type) and issubclass(given, RewardCalculator):
-        return given()
-    if callable(given):
+    if callable(given) and not isinstance(given, type):
         return FunctionReward(given)
     raise TypeError(
         f"reward_calculator: got {shown(given)}, expected a RewardCalculator or a function of any "

@@ -16,6 +16,7 @@ from retrain.assembly import Learner
 from retrain.concurrency.threads import DaemonPool
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import UserCodeError, blame, shown
+from retrain.trainer.data import row_of
 from retrain.types import Group, Message, Metrics, Prompt, Trajectory
 
 HOOK = "global_post_process_and_metrics"
@@ -70,20 +71,25 @@ def takes_batch(environment: Any) -> bool:
 class MessageLogEnvironment(Environment):
     """An object with NeMo RL's `step`, as an Environment; the row of the prompt is its metadata."""
 
-    def __init__(self, inner: Any, row_of: Callable[[Prompt], Any], pool: DaemonPool) -> None:
+    def __init__(self, inner: Any, pool: DaemonPool) -> None:
         self.inner = inner
-        self._row_of = row_of
         self._pool = pool
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         self._log: list[Message] = list(prompt.messages)
-        self._metadata = self._row_of(prompt)
+        self._metadata = row_of(prompt)
         return prompt.messages
 
     async def step(self, action: Action) -> StepResult:
         self._log.append({"role": "assistant", "content": action.text})
         returned = await _call(self._pool, self.inner.step, [list(self._log)], [self._metadata])
-        answer = _fields(returned)
+        try:  # of NeMo RL's own class, too: it has the same fields in the same order
+            answer = EnvironmentReturn(*returned)
+        except TypeError:
+            raise UserCodeError(
+                f"step returned {shown(returned)}, expected an EnvironmentReturn with "
+                f"{', '.join(EnvironmentReturn._fields)}"
+            ) from None
         if stops := _first(answer.next_stop_strings):
             raise ValueError(
                 f"next_stop_strings: got {stops!r}, expected None: a run has one set of stop "
@@ -105,15 +111,14 @@ class Review(Learner):
     the metrics are returned as `environment/NAME`. Raises UserCodeError when the hook fails.
     """
 
-    def __init__(self, inner: Any, row_of: Callable[[Prompt], Any], pool: DaemonPool) -> None:
+    def __init__(self, inner: Any, pool: DaemonPool) -> None:
         self._hook = getattr(inner, HOOK)
-        self._row_of = row_of
         self._pool = pool
 
     async def review(self, groups: Sequence[Group]) -> Metrics:
         trajectories = [t for group in groups for t in group.scored]
         batch = {name: [of(t) for t in trajectories] for name, of in COLUMNS.items()}
-        batch["metadata"] = [self._row_of(t.prompt) for t in trajectories]
+        batch["metadata"] = [row_of(t.prompt) for t in trajectories]
         try:
             changed, metrics = await _call(self._pool, self._hook, batch)
             rewards = [float(value) for value in changed["rewards"]]
@@ -137,25 +142,6 @@ async def _call(pool: DaemonPool, function: Callable[..., Any], *arguments: Any)
     return await returned if inspect.isawaitable(returned) else returned
 
 
-def _fields(returned: Any) -> EnvironmentReturn:
-    """The fields of an EnvironmentReturn, of NeMo RL's own class, a plain tuple or a dict."""
-    names = EnvironmentReturn._fields
-    if isinstance(returned, Mapping):
-        found = dict(returned)
-    elif isinstance(returned, tuple) and len(returned) in (len(names) - 1, len(names)):
-        found = dict(zip(names, returned, strict=False))
-    else:
-        found = {name: getattr(returned, name) for name in names if hasattr(returned, name)}
-    missing = [name for name in ("observations", "rewards", "terminateds") if name not in found]
-    if missing:
-        raise UserCodeError(
-            f"step returned {shown(returned)} without {', '.join(missing)}, expected an "
-            f"EnvironmentReturn with {', '.join(names)}"
-        )
-    fields: list[Any] = [found.get(name) for name in names]
-    return EnvironmentReturn(*fields)
-
-
 def _reward(rewards: Any) -> tuple[float, dict[str, float]]:
     if isinstance(rewards, Mapping):
         parts = {str(name): float(values[0]) for name, values in rewards.items()}
@@ -169,8 +155,6 @@ def _first(entries: Sequence[Any] | None) -> Any:
 
 def _message(observation: Any) -> Message:
     """NeMo RL's role `environment` becomes `user`: chat templates have no such role."""
-    if isinstance(observation, str):
-        return {"role": "user", "content": observation}
     role = observation.get("role", "user")
     return {
         "role": "user" if role == "environment" else role,

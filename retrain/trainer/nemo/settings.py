@@ -4,19 +4,20 @@
      "grpo": {"num_prompts_per_step": ..., ...}, "data": {...}}
 
 Sections of a retrain YAML (`backend`, `sampling`, `staleness`, ...) may be beside them, and
-override the preset's values. `run_mapping` returns the mapping of a RunConfig. A key with two
-different values is an error.
+override the preset's values. `run_mapping` returns the mapping of a RunConfig. A value that has a
+key in NeMo RL's sections is set there only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from retrain.config import Section
 from retrain.errors import ConfigError
+from retrain.trainer.base import Single
 from retrain.trainer.data import DataOptions
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -28,16 +29,7 @@ class TensorParallel(Section):
     """NeMo RL's keys. A run is one process, so 1 is the only size."""
 
     enabled: bool = False
-    tensor_parallel_size: Count = 1
-
-
-class OptimizerArguments(Section):
-    lr: Rate | None = None
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
-
-
-class Optimizer(Section):
-    kwargs: OptimizerArguments = OptimizerArguments()
+    tensor_parallel_size: Single = 1
 
 
 class Policy(Section):
@@ -47,7 +39,6 @@ class Policy(Section):
     max_total_sequence_length: Annotated[int, Field(ge=2)] = 512
     """Tokens of prompt and response together; a longer prompt is dropped and counted."""
     dtensor_cfg: TensorParallel = TensorParallel()
-    optimizer: Optimizer = Optimizer()
 
 
 class SFTPolicy(Policy):
@@ -61,6 +52,8 @@ class Limits(Section):
     either: one epoch.
     """
 
+    batch: ClassVar[str] = "batch_size"
+    """The key of the batch size."""
     max_num_steps: Limit = None
     max_num_epochs: Limit = None
     seed: int = 0
@@ -71,12 +64,11 @@ class Limits(Section):
 
 
 class Rollouts(Limits):
+    batch: ClassVar[str] = "num_prompts_per_step"
     num_prompts_per_step: Count = 32
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = 16
     """Rollouts per prompt. At least 2, since their rewards are compared."""
     max_rollout_turns: Count | None = None
-    reward_weights: dict[str, float] | None = None
-    """Weights for a dict that `reward_fn` returns; None means the plain sum."""
     on_reward_error: Literal["raise", "drop"] = "raise"
     """What a failing reward does: end training with its error, or drop and count its rollout."""
 
@@ -144,20 +136,17 @@ class Settings(Section):
     def run_mapping(self) -> dict[str, Any]:
         """The mapping of a RunConfig, without prompts, environment and rewards.
 
-        Raises ConfigError when two keys contradict each other, or a value is not supported.
+        Raises ConfigError when a key is set in two places.
         """
-        problems = [*self._parallel(), *self._twice()]
-        rate = self._learning_rate(problems)
-        if problems:
+        if problems := list(self._twice()):
             raise ConfigError(*problems)
         limits, length = self.limits, self.policy.max_total_sequence_length
-        optimizer = self.policy.optimizer.kwargs.model_dump(include={"weight_decay"})
         preset: dict[str, Any] = {
             "model": self.policy.model_name,
             "name": self.own,
             "algorithm": {"type": self.own, **limits.algorithm()},
-            "backend": {"type": "trl", **_given(optimizer)},
-            "train": {"seed": limits.seed, "groups_per_step": getattr(limits, self._batch_key())},
+            "backend": {"type": "trl", "learning_rate": self.policy.learning_rate},
+            "train": {"seed": limits.seed, "groups_per_step": getattr(limits, limits.batch)},
         }
         if isinstance(limits, Rollouts):
             turns = _given({"max_turns": limits.max_rollout_turns})
@@ -173,53 +162,23 @@ class Settings(Section):
                 preset[key] = {**preset[key], **value}
             elif value is not None:
                 preset[key] = value
-        preset["backend"]["learning_rate"] = rate
         return preset
 
-    def _batch_key(self) -> str:
-        """The key of the batch size in the algorithm's section."""
-        return "num_prompts_per_step" if isinstance(self.limits, Rollouts) else "batch_size"
-
-    def _parallel(self) -> list[str]:
-        size = self.policy.dtensor_cfg.tensor_parallel_size
-        if size == 1:
-            return []
-        problem = (
-            f"policy.dtensor_cfg.tensor_parallel_size: got {size}, but no backend can split a "
-            "model's layers: trl trains in one process on one device, and a service distributes "
-            "the model itself; leave it at 1"
-        )
-        return [problem]
-
-    def _twice(self) -> list[str]:
+    def _twice(self) -> Iterator[str]:
         """Problems with keys of passed-on sections that are set by a key of the preset."""
         homes = {
-            "train.groups_per_step": f"{self.own}.{self._batch_key()}",
+            "train.groups_per_step": f"{self.own}.{self.limits.batch}",
             "train.seed": f"{self.own}.seed",
             "train.total_train_steps": f"{self.own}.max_num_steps",
             "algorithm.type": f"the trainer class (this one is {self.own})",
             "algorithm.group_size": f"{self.own}.num_generations_per_prompt",
+            "backend.learning_rate": "policy.learning_rate",
         }
-        problems = []
         for path, home in homes.items():
             section, _, key = path.partition(".")
-            if key in _mapping(getattr(self, section)):
-                problems.append(f"{path}: set twice; remove it and use {home}")
-        return problems
-
-    def _learning_rate(self, problems: list[str]) -> float:
-        """The learning rate that was set under any key; otherwise the preset's default."""
-        rates = {
-            "policy.optimizer.kwargs.lr": self.policy.optimizer.kwargs.lr,
-            "backend.learning_rate": _mapping(self.backend).get("learning_rate"),
-        }
-        if "learning_rate" in self.policy.model_fields_set:
-            rates["policy.learning_rate"] = self.policy.learning_rate
-        rates = _given(rates)
-        if len(set(rates.values())) > 1:
-            listed = ", ".join(f"{path} {rate}" for path, rate in rates.items())
-            problems.append(f"the learning rate is set to different values: {listed}; keep one")
-        return next(iter(rates.values()), self.policy.learning_rate)
+            given = getattr(self, section)
+            if isinstance(given, Mapping) and key in given:
+                yield f"{path}: set twice; remove it and use {home}"
 
 
 PASSED_ON = tuple(name for name in Settings.model_fields if name not in ("policy", "data"))
@@ -257,14 +216,10 @@ def flat_keys(settings: type[Settings]) -> dict[str, str]:
         "learning_rate": "policy.learning_rate",
         "max_steps": f"{settings.own}.max_num_steps",
         "max_epochs": f"{settings.own}.max_num_epochs",
-        **{name: f"data.{name}" for name in ("split", "column_mapping", "system", "limit")},
+        **{name: f"data.{name}" for name in ("split", "column_mapping")},
         **{name: f"{settings.own}.{name}" for name in section.model_fields},
         **{name: name for name in (*PASSED_ON, "data")},
     }
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _given(keys: Mapping[str, Any]) -> dict[str, Any]:

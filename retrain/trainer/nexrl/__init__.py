@@ -12,12 +12,10 @@ from typing import Any
 _NAMES = {
     "advantages": "compute_grpo_advantage_for_trajectories",
     "base": "BaseTrainer",
-    "batch": "Batch compute_position_id_with_mask padding_data",
+    "batch": "Batch apply_kl_penalty compute_position_id_with_mask padding_data",
     "datums": "convert_trajectories_to_datums",
     "holders": "ServiceHolder TinkerServiceHolder WeaverServiceHolder",
     "metrics": "log_grpo_metrics log_rollout_metrics",
-    "patterns": "apply_kl_penalty compute_gae compute_nstep_returns grpo_advantages kl_penalty "
-    "ppo_clipped_loss token_level_rewards",
     "pool": "ActivityTracker TrajectoryPool WeightSyncController",
     "recipe": "Recipe load_recipe",
     "remote": "RemoteApiCrossEntropyTrainer RemoteApiGrpoTrainer RemoteApiTrainer",

@@ -23,11 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m retrain.trainer.nexrl", description=__doc__)
     parser.add_argument("-m", "--mode", choices=tuple(MODES), help="the backend of the recipe")
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the recipe")
-    parser.add_argument(
-        "--run-nexrl",
-        action="store_true",
-        help="run it; default: only check",
-    )
+    parser.add_argument("--run-nexrl", action="store_true", help="run it; default: only check")
     parser.add_argument("-r", "--resume", action="store_true", help="continue this run")
     parser.add_argument("--run-dir", metavar="DIR", help="the run directory (default: runs/NAME)")
     arguments = parser.parse_args(argv)
@@ -40,7 +36,7 @@ def _run(arguments: argparse.Namespace, places: list[Path]) -> int:
     from retrain.trainer.nexrl.recipe import load_recipe
 
     recipe = load_recipe(arguments.config)
-    backend = recipe.trainer.backend
+    backend = recipe.trainer.settings.service.backend
     if arguments.mode is not None and backend not in MODES[arguments.mode]:
         raise ConfigError(
             f"-m {arguments.mode}: trainer.train_service.backend is {backend}; drop -m, or make "

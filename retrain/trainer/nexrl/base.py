@@ -6,14 +6,12 @@ optimizer: it is one of retrain's adapters, with its losses, schedules, clipping
 
 from __future__ import annotations
 
-import difflib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from retrain.config import RunConfig
 from retrain.errors import ConfigError, DeadlineError, RunError
 from retrain.trainer.nexrl.metrics import floats, log_rollout_metrics
 from retrain.trainer.nexrl.pool import ActivityTracker, Pool, WeightSyncController
@@ -40,10 +38,12 @@ class BaseTrainer(ABC):
         `self._config` is its `trainer:` section, with attribute and item access. Raises ConfigError
         with every problem of the config.
         """
-        self._settings: Settings = read_settings(config)
-        self._config: Section = self._settings.section
+        self.settings: Settings = read_settings(config)
+        self._config: Section = self.settings.section
         self._check_algorithm_keys()
-        self._total_train_steps = self._settings.run.train.total_train_steps
+        self.service: TrainingService = self._make_service(self.settings)
+        """The backend: opened on first use."""
+        self._total_train_steps = self.settings.run.train.total_train_steps
         self._train_step = 0
         self._stop_event = threading.Event()
         self._trajectory_pool: Pool | None = None
@@ -51,7 +51,6 @@ class BaseTrainer(ABC):
         self._activity_tracker = ActivityTracker()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._service: TrainingService | None = None
 
     @abstractmethod
     def train(self, trajectories: list[Trajectory]) -> dict[str, Any]:
@@ -114,8 +113,9 @@ class BaseTrainer(ABC):
         try:
             self.wait(timeout)
         finally:
-            if self._service is not None:
-                self._service.close()
+            close = getattr(self.service, "close", None)
+            if callable(close):  # a custom holder may have none
+                close()
 
     def __enter__(self) -> Self:
         return self
@@ -153,27 +153,13 @@ class BaseTrainer(ABC):
 
     # --- the backend
 
-    @property
-    def service(self) -> TrainingService:
-        """The backend: made on first access, opened on first use."""
-        if self._service is None:
-            self._service = TrainingService(self._settings.run)
-        return self._service
+    def _make_service(self, settings: Settings) -> TrainingService:
+        return TrainingService(settings.run)
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
         return self._train_step
-
-    @property
-    def run_config(self) -> RunConfig:
-        """The run that the config describes."""
-        return self._settings.run
-
-    @property
-    def backend(self) -> str:
-        """`self-hosted`, `tinker` or `weaver`."""
-        return self._settings.service.backend
 
     def save_checkpoint(self, folder: str | Path) -> None:
         """Write weights and optimizer to `folder`."""
@@ -182,10 +168,6 @@ class BaseTrainer(ABC):
     def load_checkpoint(self, folder: str | Path, step: int = 0) -> None:
         """Continue from a checkpoint, before the first step. `step` is the number of steps done."""
         self.service.load(Path(folder))
-        self.resume_at(step)
-
-    def resume_at(self, step: int) -> None:
-        """Set the number of steps done."""
         self._train_step = step
 
     # --- for subclasses
@@ -194,31 +176,17 @@ class BaseTrainer(ABC):
     def _pad_token_id(self) -> int:
         return self.service.pad_token_id
 
-    def _log_rollout_metrics(
-        self, trajectories: Sequence[Mapping[str, Any]], metrics: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Add `log_rollout_metrics` to `metrics`, or to a new dict."""
-        return log_rollout_metrics(trajectories, {} if metrics is None else metrics)
-
-    def _tokenised(self, trajectories: Sequence[Mapping[str, Any]]) -> list[Trajectory]:
-        """Trajectories with `tokens` and `loss_mask`: strings are encoded, in place."""
-        made = as_trajectories(trajectories)
-        for trajectory in made:
-            if trajectory.get("tokens") is None or trajectory.get("loss_mask") is None:
-                trajectory["tokens"], trajectory["loss_mask"] = self.service.encode(trajectory)
-        return made
+    def _log_rollout_metrics(self, batch: Any) -> dict[str, Any]:
+        """The rollout metrics of a batch or of trajectories; `train` adds those of its own."""
+        found = getattr(batch, "metadata", {"trajectories": batch}).get("trajectories", ())
+        return log_rollout_metrics(found, {})
 
     def _check_algorithm_keys(self) -> None:
-        """Raises ConfigError for keys of `algorithm` that the class lists none of."""
+        """Raises ConfigError for keys of `algorithm` that a built-in class doesn't read."""
         known = vars(type(self)).get("algorithm_keys")
         unknown = [] if known is None else [k for k in self._config.algorithm if k not in known]
-        problems = []
-        for key in unknown:
-            near = difflib.get_close_matches(key, known or (), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(
-                f"trainer.algorithm.{key}: {type(self).__name__} doesn't read this key{hint} "
-                f"(it reads {', '.join(known or ())}; a custom trainer may read any key)"
+        if unknown:
+            raise ConfigError(
+                f"trainer.algorithm: {type(self).__name__} doesn't read {', '.join(unknown)}, only "
+                f"{', '.join(known or ())}; a custom trainer may read any key"
             )
-        if problems:
-            raise ConfigError(*problems)

@@ -49,14 +49,12 @@ def _stripped(
     pad_token_id: int = 0,
     anchor_field: str = "input_ids",
     fields: Sequence[str] | None = None,
-    max_strip_threshold: int = -1,
 ) -> Batch:
     """A copy without the columns on one side that are padding in every row.
 
     A column is padding by `attention_mask`, or without that mask where `anchor_field` is
-    `pad_token_id`. At least one column stays, and a `max_strip_threshold` of 0 or more limits how
-    many are removed. `fields` None means all fields as wide as the anchor. Raises KeyError for a
-    missing field.
+    `pad_token_id`. At least one column stays. `fields` None means all fields as wide as the anchor.
+    Raises KeyError for a missing field.
     """
     require(batch, (anchor_field, *(fields or ())))
     anchor = batch.values[anchor_field]
@@ -64,14 +62,11 @@ def _stripped(
     if not isinstance(mask, Tensor) or mask.shape != anchor.shape:
         mask = anchor != pad_token_id
     used = torch.nonzero((mask > 0).any(dim=0)).flatten().tolist() or [0]
-    width = anchor.shape[1]
-    spare = used[0] if side == "left" else width - 1 - used[-1]
-    spare = min(spare, max_strip_threshold) if max_strip_threshold >= 0 else spare
-    kept = slice(spare, None) if side == "left" else slice(width - spare)
+    kept = slice(used[0], None) if side == "left" else slice(used[-1] + 1)
     done = batch.copy()
     for name in batch.values if fields is None else fields:
         value = batch.values[name]
-        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == width:
+        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == anchor.shape[1]:
             done.values[name] = value[:, kept]
     return done
 
@@ -125,45 +120,50 @@ class Batch:
         for name in ("group_id", "run_id"):
             values[name] = [one.get(name) for one in trajectories]
         metadata = {"batch_size": len(trajectories), "trajectories": list(trajectories)}
-        batch: Batch = padding_data(cls(values, metadata), pad_token_id=pad_token_id)
-        return batch
+        return padding_data(cls(values, metadata), pad_token_id=pad_token_id)
 
     remove_redundant_left_padding = staticmethod(partial(_stripped, "left"))
     remove_redundant_right_padding = staticmethod(partial(_stripped, "right"))
 
 
-def padding_data(
-    data: Batch | Tensor | Sequence[Sequence[float]],
-    max_length: int | None = None,
-    pad_token_id: int = 0,
-    left_pad: bool = False,
-    truncation: Literal["error", "left", "right"] = "error",
-) -> Any:  # any: a Batch of a Batch, else a Tensor
-    """Pad rows of different lengths to one tensor (B, max_length), or all such fields of a batch.
+def padding_data(batch: Batch, pad_token_id: int = 0) -> Batch:
+    """A copy whose lists of rows are tensors (B, T), padded on the right to the longest row.
 
-    `max_length` None means the longest row. In a batch, `input_ids` is padded with `pad_token_id`,
-    every other field with 0, and missing `attention_mask` and `position_ids` are added. Raises
-    ValueError for a longer row, unless `truncation` names the side to cut.
+    `input_ids` is padded with `pad_token_id`, every other field with 0. Missing `attention_mask`
+    and `position_ids` are added.
     """
-    if not isinstance(data, Batch):
-        return _padded(data, max_length, pad_token_id, left_pad, truncation)
-    padded = data.copy()
-    ids = padded.values["input_ids"]
-    length = max(map(len, ids)) if max_length is None else max_length
-    padded.values.setdefault("attention_mask", [[1] * len(row) for row in ids])
-    for name, value in list(padded.values.items()):
-        if _per_token(value):
+    padded = batch.copy()
+    values = padded.values
+    values.setdefault("attention_mask", [[1] * len(row) for row in values["input_ids"]])
+    for name, value in list(values.items()):
+        if isinstance(value, list) and value and isinstance(value[0], list | tuple | Tensor):
+            rows = [torch.as_tensor(row) for row in value]
+            if any(row.is_floating_point() for row in rows):
+                rows = [row.float() for row in rows]
             fill = pad_token_id if name == "input_ids" else 0
-            padded.values[name] = _padded(value, length, fill, left_pad, truncation)
-    if "position_ids" not in padded.values:
-        mask = padded.values["attention_mask"]
-        padded.values["position_ids"] = compute_position_id_with_mask(mask)
+            values[name] = torch.nn.utils.rnn.pad_sequence(rows, True, fill)
+    if "position_ids" not in values:
+        values["position_ids"] = compute_position_id_with_mask(values["attention_mask"])
     return padded
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     """(B, T) attention mask to positions: 0, 1, ... over the tokens, 0 on padding before them."""
     return torch.clamp(torch.cumsum(mask, dim=-1) - 1, min=0)
+
+
+def apply_kl_penalty(batch: Batch, beta: float) -> Batch:
+    """A copy with beta x (log p - log ref) subtracted from `token_level_scores` where tokens train.
+
+    Reads `ref_log_probs`, and `log_probs` or else `old_log_probs`. Raises KeyError for a missing
+    field.
+    """
+    own = "log_probs" if "log_probs" in batch.values else "old_log_probs"
+    require(batch, ("token_level_scores", "loss_mask", "ref_log_probs", own))
+    penalised, values = batch.copy(), batch.values
+    gaps = torch.where(values["loss_mask"] > 0, values[own] - values["ref_log_probs"], 0.0)
+    penalised.values["token_level_scores"] = values["token_level_scores"] - beta * gaps
+    return penalised
 
 
 def require(batch: Batch, names: Sequence[str]) -> None:
@@ -173,38 +173,6 @@ def require(batch: Batch, names: Sequence[str]) -> None:
             f"the batch has no field {', '.join(map(repr, missing))}: it has "
             f"{', '.join(batch.values) or 'none'}"
         )
-
-
-def _padded(
-    data: Tensor | Sequence[Sequence[float]],
-    length: int | None,
-    fill: int,
-    left: bool,
-    truncation: str,
-) -> Tensor:
-    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in data]
-    length = max(map(len, rows), default=0) if length is None else length
-    fractional = any(isinstance(value, float) for row in rows for value in row)
-    made = []
-    for index, row in enumerate(rows):
-        over = max(0, len(row) - length)
-        if over and truncation == "error":
-            raise ValueError(
-                f"row {index} has {len(row)} values, but max_length is {length}: shorten it, or "
-                "name the side to cut (truncation='left' or 'right')"
-            )
-        kept = row[over:] if truncation == "left" else row[:length]
-        padding = [fill] * (length - len(kept))
-        made.append([*padding, *kept] if left else [*kept, *padding])
-    return torch.tensor(made, dtype=torch.float32 if fractional else torch.long)
-
-
-def _per_token(value: Any) -> bool:
-    """Whether a field has one number per token of each row."""
-    if isinstance(value, Tensor):
-        return value.dim() == 2
-    rows = isinstance(value, list) and value
-    return bool(rows) and all(isinstance(row, list | tuple | Tensor) for row in value)
 
 
 def _numbers(value: Any) -> Any:

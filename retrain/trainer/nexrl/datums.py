@@ -8,7 +8,7 @@ trajectory has them, `logprobs`, `versions` and `token_advantages`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retrain.trainer.nexrl.trajectory import as_trajectories
@@ -16,8 +16,6 @@ from retrain.types import Sample
 
 TOKEN_FIELDS = ("tokens", "loss_mask", "logprobs", "versions", "token_advantages")
 Datum = dict[str, Any]
-Encode = Callable[[Mapping[str, Any]], tuple[list[int], list[int]]]
-"""From a datum of strings to its token ids and loss mask."""
 
 
 def convert_trajectories_to_datums(trajectories: Sequence[Mapping[str, Any]]) -> list[Datum]:
@@ -49,19 +47,16 @@ def nothing_to_train(fields: Mapping[str, Any], name: str = "the trajectory") ->
 
 
 def samples_of_datums(
-    datums: Sequence[Mapping[str, Any]], *, weighted: bool, encode: Encode
+    datums: Sequence[Mapping[str, Any]], *, weighted: bool = False
 ) -> list[Sample]:
-    """The pipe's samples of datums; log-probs are NaN where a datum has none.
+    """The pipe's samples of datums with tokens; log-probs are NaN where a datum has none.
 
     With `weighted` every trained token has weight 1 and advantages are ignored (cross-entropy).
     Otherwise a datum without a finite advantage is a ValueError.
     """
     samples = []
     for index, datum in enumerate(datums):
-        if datum.get("tokens") is None or datum.get("loss_mask") is None:
-            tokens, mask = encode(datum)
-        else:
-            tokens, mask = list(datum["tokens"]), [int(on > 0) for on in datum["loss_mask"]]
+        tokens, mask = list(datum["tokens"]), [int(on > 0) for on in datum["loss_mask"]]
         credit = [1.0] * sum(mask) if weighted else _credit(datum, index, sum(mask))
         on_tokens = iter(credit)
         facts = datum.get("metadata") or {}

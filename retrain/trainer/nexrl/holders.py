@@ -17,16 +17,9 @@ from retrain.trainer.nexrl.service import TrainingService
 from retrain.trainer.nexrl.settings import Backend, Settings, read_settings
 from retrain.types import Sample
 
-OPTIONS = {
-    "learning_rate": "learning_rate",
-    "beta1": "beta1",
-    "beta2": "beta2",
-    "eps": "eps",
-    "weight_decay": "weight_decay",
-    "grad_clip_norm": "max_grad_norm",
-}
-"""Keys of `config` that are sent with each optimizer step, and their names in the adapters."""
-KEYS = (*OPTIONS, "loss_fn", "loss_config", "normalisation")
+OPTIONS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
+LOSS = {"loss_fn": "loss", "loss_config": "loss_config", "normalisation": "normalisation"}
+"""The keys of a step's `config`: options of the optimizer, and the loss."""
 
 
 class Holder(Protocol):
@@ -37,7 +30,7 @@ class Holder(Protocol):
     ) -> Mapping[str, Any]: ...
 
 
-class ServiceHolder:
+class ServiceHolder(TrainingService):
     """A service that trains a model. Use TinkerServiceHolder or WeaverServiceHolder."""
 
     backend: ClassVar[Backend]
@@ -45,15 +38,8 @@ class ServiceHolder:
     def __init__(self, url: str = "local") -> None:
         """Opens nothing. Raises ConfigError."""
         self.url = url
-        self._settings = read_settings({"train_service": {"backend": self.backend, "url": url}})
-        self._service: TrainingService | None = None
-
-    @property
-    def service(self) -> TrainingService:
-        """The connection to the service: checkpoints, rollouts and the tokenizer."""
-        if self._service is None:
-            self._service = TrainingService(self._settings.run)
-        return self._service
+        settings = read_settings({"train_service": {"backend": self.backend, "url": url}})
+        super().__init__(settings.run)
 
     def adopt(self, settings: Settings) -> None:
         """Use a trainer's settings, except for the URL.
@@ -65,8 +51,9 @@ class ServiceHolder:
                 f"trainer.train_service.backend is {settings.service.backend!r}, but the holder is "
                 f"a {type(self).__name__}: make them agree"
             )
-        if self._service is None:
-            self._settings = settings.with_url(self.url)
+        if not self.used:
+            backend = settings.run.backend.model_copy(update={"url": self.url})
+            self.use(settings.run.model_copy(update={"backend": backend}))
 
     def train(
         self, datums: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
@@ -79,35 +66,25 @@ class ServiceHolder:
 
         Raises ConfigError for an unknown key, ValueError for a datum that can't be trained.
         """
-        if unknown := sorted(config.keys() - {*KEYS}):
+        if unknown := sorted(config.keys() - {*OPTIONS, *LOSS}):
             raise ConfigError(
                 f"the training config has unknown keys: {', '.join(unknown)}; expected "
-                f"{', '.join(KEYS)}"
+                f"{', '.join((*OPTIONS, *LOSS))}"
             )
-        settings = self._settings
-        loss = config.get("loss_fn", settings.run.algorithm.loss)
-        supervised = loss == "cross_entropy"
-        samples = samples_of_datums(datums, weighted=supervised, encode=self.service.encode)
-        self.service.adjust({OPTIONS[k]: v for k, v in config.items() if k in OPTIONS})
-        metrics = self.service.train(
-            self._with_logprobs(samples, needed=not supervised),
-            loss=loss,
-            loss_config=config.get("loss_config", settings.run.algorithm.loss_config),
-            normalisation=config.get("normalisation", settings.run.algorithm.normalisation),
-        )
+        supervised = config.get("loss_fn", self.run.algorithm.loss) == "cross_entropy"
+        encoded = [{**datum, **self.encode(datum)} for datum in datums]
+        samples = samples_of_datums(encoded, weighted=supervised)
+        self.adjust({key: value for key, value in config.items() if key in OPTIONS})
+        changes = {LOSS[key]: value for key, value in config.items() if key in LOSS}
+        metrics = self.update(self._with_logprobs(samples, needed=not supervised), **changes)
         return {"metrics": {"training/num_datums": float(len(samples)), **metrics}}
-
-    def close(self) -> None:
-        """End the session with the service."""
-        if self._service is not None:
-            self._service.close()
 
     def _with_logprobs(self, samples: list[Sample], *, needed: bool) -> list[Sample]:
         """Fill in missing log-probs with those of the served weights: such data is on-policy."""
         bare = [i for i, sample in enumerate(samples) if any(map(math.isnan, sample.logprobs))]
         sequences = [samples[i].token_ids for i in bare]
         if bare and needed:
-            found = self.service.logprobs(sequences)
+            found = self.logprobs(sequences)
         else:
             found = [[0.0] * len(ids) for ids in sequences]
         for i, logprobs in zip(bare, found, strict=True):
@@ -128,7 +105,4 @@ class WeaverServiceHolder(ServiceHolder):
     backend: ClassVar[Backend] = "weaver"
 
 
-HOLDERS: dict[str, type[ServiceHolder]] = {
-    "tinker": TinkerServiceHolder,
-    "weaver": WeaverServiceHolder,
-}
+HOLDERS = {holder.backend: holder for holder in (TinkerServiceHolder, WeaverServiceHolder)}

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from retrain.algorithms.functional import std
-from retrain.trainer.nexrl.advantages import group_key, grouped, reward_of
+from retrain.trainer.nexrl.advantages import grouped, reward_of
 from retrain.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -28,15 +28,19 @@ def log_rollout_metrics(
     """
     numbered = enumerate(trajectories)
     rewards = [reward_of(one, index) for index, one in numbered if one.get("reward") is not None]
+    metrics |= {f"{prefix}reward_{name}": value for name, value in _spread(rewards).items()}
+    scores: dict[str, list[float]] = {}
+    for one in trajectories:
+        for name, value in dict(one.get("score") or {}).items():
+            if isinstance(value, int | float):
+                scores.setdefault(name, []).append(float(value))
+    metrics |= {f"{prefix}{name}": fmean(values) for name, values in scores.items()}
     masks = [one["loss_mask"] for one in trajectories if one.get("loss_mask") is not None]
     trained = [float(sum(mask)) for mask in masks]
     rest = [len(mask) - count for mask, count in zip(masks, trained, strict=True)]
-    metrics |= {f"{prefix}reward_{name}": value for name, value in _spread(rewards).items()}
-    metrics |= {f"{prefix}{name}": fmean(values) for name, values in _scores(trajectories).items()}
     for where, lengths in (("response_length", trained), ("prompt_length", rest)):
         metrics |= {f"{where}/{k}": v for k, v in _spread(lengths).items() if k != "std"}
-    cut = [float(one["is_truncated"]) for one in trajectories if "is_truncated" in one]
-    if masks and cut:
+    if cut := [float(one["is_truncated"]) for one in trajectories if "is_truncated" in one]:
         metrics["response_length/truncated"] = fmean(cut)
     return metrics
 
@@ -49,13 +53,12 @@ def log_grpo_metrics(
     Returns `metrics`.
     """
     rewards = [reward_of(one, index) for index, one in enumerate(trajectories)]
-    groups = grouped(group_key(one, index) for index, one in enumerate(trajectories))
+    groups = grouped(trajectories).values()
     stds = [std([rewards[index] for index in members]) for members in groups]
-    advantages = [float(one["advantage"]) for one in trajectories if "advantage" in one]
+    spread = _spread([float(one["advantage"]) for one in trajectories if "advantage" in one])
     metrics["critic/grpo_num_groups"] = float(len(groups))
     metrics["critic/grpo_flat_groups"] = float(stds.count(0.0))
     metrics |= {f"critic/grpo_std/{k}": v for k, v in _spread(stds).items() if k != "std"}
-    spread = _spread(advantages)
     metrics |= {f"critic/advantage_{k}": v for k, v in spread.items() if k in ("mean", "std")}
     return metrics
 
@@ -68,28 +71,15 @@ def floats(metrics: Mapping[str, Any]) -> Metrics:
     """
     made: Metrics = {}
     for name, value in metrics.items():
+        kind = type(value).__name__
         if not isinstance(value, int | float) and name not in _converted:
             _converted.add(name)
-            log.warning(
-                "metric %s is a %s and is converted: write float(...)", name, type(value).__name__
-            )
+            log.warning("metric %s is a %s and is converted: write float(...)", name, kind)
         try:
             made[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(
-                f"metric {name!r}: got a {type(value).__name__}, expected one number"
-            ) from error
+            raise TypeError(f"metric {name!r}: got a {kind}, expected one number") from error
     return made
-
-
-def _scores(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """The numbers in the trajectories' `score`, by their name."""
-    found: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in dict(trajectory.get("score") or {}).items():
-            if isinstance(value, int | float):
-                found.setdefault(name, []).append(float(value))
-    return found
 
 
 def _spread(values: Sequence[float]) -> Metrics:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 from retrain.errors import ConfigError
@@ -36,8 +34,8 @@ class TrajectoryPool:
     """Collects trajectories into groups, and returns batches of whole groups.
 
     A group is complete when it has `group_size` trajectories. A batch takes complete groups, in the
-    order of their completion, until it has at least `batch_size` trajectories. Threads and event
-    loops may put and get at the same time.
+    order of their completion, until it has at least `batch_size` trajectories. Threads may put and
+    get at the same time.
     """
 
     def __init__(self, batch_size: int = 32, *, group_size: int = 1) -> None:
@@ -50,23 +48,22 @@ class TrajectoryPool:
         self._batch_size = batch_size
         self._group_size = group_size
         self._open: dict[Hashable, list[Trajectory]] = {}
-        self._ready: deque[list[Trajectory]] = deque()
-        self._waiting: deque[Future[list[Trajectory]]] = deque()
+        self._complete: deque[list[Trajectory]] = deque()
         self._closed = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def put_trajectory(self, trajectory: Mapping[str, Any]) -> None:
         """Add one trajectory. Raises RuntimeError when the pool is closed."""
         [made] = as_trajectories([trajectory])
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise RuntimeError("the pool is closed and takes no more trajectories")
-            key = ("alone", id(made)) if self._group_size == 1 else group_key(made, id(made))
+            key = id(made) if self._group_size == 1 else group_key(made, id(made))
             group = self._open.setdefault(key, [])
             group.append(made)
             if len(group) >= self._group_size:
-                self._ready.append(self._open.pop(key))
-            self._serve()
+                self._complete.append(self._open.pop(key))
+                self._changed.notify_all()
 
     def put_batch(self, trajectories: Sequence[Mapping[str, Any]]) -> None:
         """Add several trajectories."""
@@ -78,46 +75,28 @@ class TrajectoryPool:
 
         After `close`, the last batch may be smaller. Raises TimeoutError after `timeout` seconds.
         """
-        future = self._request()
-        try:
-            return future.result(timeout)
-        except TimeoutError:
-            future.cancel()
-            raise
-
-    async def get_batch(self) -> list[Trajectory]:
-        """The same for an event loop. A cancelled call takes no batch."""
-        return await asyncio.wrap_future(self._request())
+        with self._changed:
+            if not self._changed.wait_for(self._has_batch, timeout):
+                raise TimeoutError(f"the pool has no batch after {timeout} s")
+            batch: list[Trajectory] = []
+            while self._complete and len(batch) < self._batch_size:
+                batch += self._complete.popleft()
+            return batch
 
     def close(self) -> None:
         """Take no more trajectories, and wake everyone who waits.
 
         Logs a warning about incomplete groups, and drops them.
         """
-        with self._lock:
+        with self._changed:
             if self._open:
                 log.warning("the pool is closed: dropping %d incomplete groups", len(self._open))
             self._open.clear()
             self._closed = True
-            self._serve()
+            self._changed.notify_all()
 
-    def _request(self) -> Future[list[Trajectory]]:
-        future: Future[list[Trajectory]] = Future()
-        with self._lock:
-            self._waiting.append(future)
-            self._serve()
-        return future
-
-    def _serve(self) -> None:
-        """Give batches to the waiting futures, oldest first. The caller holds the lock."""
-        while self._waiting and (self._closed or sum(map(len, self._ready)) >= self._batch_size):
-            future = self._waiting.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            batch: list[Trajectory] = []
-            while self._ready and len(batch) < self._batch_size:
-                batch += self._ready.popleft()
-            future.set_result(batch)
+    def _has_batch(self) -> bool:
+        return self._closed or sum(map(len, self._complete)) >= self._batch_size
 
 
 class ActivityTracker:

@@ -25,7 +25,7 @@ from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.pipeline import train
 from retrain.trainer.nexrl.base import BaseTrainer
 from retrain.trainer.nexrl.select import build_trainer
-from retrain.trainer.nexrl.settings import Section, as_section
+from retrain.trainer.nexrl.settings import as_section
 from retrain.trainer.nexrl.trajectory import from_group
 from retrain.types import Batch, Group, Metrics
 
@@ -51,18 +51,18 @@ def load_recipe(config: str | Path | Mapping[str, Any]) -> Recipe:
     Raises ConfigError with every problem.
     """
     if isinstance(config, Mapping):
-        section: Section = as_section(config)
+        section = as_section(config)
     else:
         file = Path(config)
         mapping, _ = read_config_file(file)
-        section = as_section({"name": file.stem, **mapping}).found_in(file.resolve().parent)
+        section = as_section({"name": file.stem, **mapping}, file.parent)
     if "prompts" not in section:
         raise ConfigError(
             "prompts: missing. A recipe needs `prompts`, `environment` and `rewards` beside "
             "`trainer:`, for example `prompts: {type: file, path: prompts.jsonl}`."
         )
     trainer = build_trainer(section)
-    return Recipe(trainer, trainer.run_config)
+    return Recipe(trainer, trainer.settings.run)
 
 
 class TrainerLearner(Learner):
@@ -80,7 +80,7 @@ class TrainerLearner(Learner):
         return await self._threads.run(lambda: self._trainer.advance(trajectories))
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        self._trainer.resume_at(step)
+        self._trainer._train_step = step
 
     def close(self) -> None:
         self._threads.close()

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from retrain.algorithms.functional import token_rewards
+from retrain.trainer.nexrl.advantages import EPS, compute_grpo_advantage_for_trajectories
 from retrain.trainer.nexrl.base import BaseTrainer
-from retrain.trainer.nexrl.batch import Batch
+from retrain.trainer.nexrl.batch import Batch, apply_kl_penalty, require
 from retrain.trainer.nexrl.datums import samples_of_datums
-from retrain.trainer.nexrl.metrics import log_grpo_metrics, log_rollout_metrics
-from retrain.trainer.nexrl.patterns import apply_kl_penalty, grpo_advantages, token_level_rewards
-from retrain.trainer.nexrl.trajectory import Trajectory
+from retrain.trainer.nexrl.metrics import log_grpo_metrics
+from retrain.trainer.nexrl.trajectory import Trajectory, as_trajectories
 from retrain.types import Sample
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,7 @@ class SelfHostedTrainer(BaseTrainer):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self._logged: dict[str, Any] = {}
-        service = self._settings.service
+        service = self.settings.service
         if service.backend == "self-hosted" and service.url != "local":
             log.warning("train_service.url %s has no effect: training runs here", service.url)
 
@@ -49,39 +49,23 @@ class SelfHostedTrainer(BaseTrainer):
 
         Raises KeyError or ValueError when the prepared batch can't be trained.
         """
-        rows = self._tokenised(trajectories)
+        rows = as_trajectories(trajectories)
+        for row in rows:
+            row.update(self.service.encode(row))
         batch = Batch.from_trajectories(rows, pad_token_id=self._pad_token_id)
-        self._logged = {}
-        self._log_rollout_metrics(batch)
+        logged = self._log_rollout_metrics(batch)
         prepared, metrics = self._prepare_batch(batch)
         _check(prepared)
-        algorithm = self._settings.run.algorithm
-        told = {**self._logged, **metrics, "training/batch_size": float(len(prepared))}
-        return told | self.service.train(
-            samples_of(prepared, self._compute_old_log_probs(prepared)),
-            loss=algorithm.loss or "",
-            loss_config=algorithm.loss_config,
-            normalisation=algorithm.normalisation,
-        )
+        samples = samples_of(prepared, self._compute_old_log_probs(prepared))
+        own = {**logged, **metrics, "training/batch_size": float(len(prepared))}
+        return own | self.service.update(samples)
 
     # --- for subclasses
 
-    def _log_rollout_metrics(
-        self,
-        trajectories: Batch | Sequence[Mapping[str, Any]],
-        metrics: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Log the metrics of a batch or of trajectories; they also join the step's metrics."""
-        rows = rows_of(trajectories) if isinstance(trajectories, Batch) else trajectories
-        found = log_rollout_metrics(rows, {})
-        self._logged |= found
-        if metrics is not None:
-            metrics |= found
-        return found
-
     def _reward_fn(self, batch: Batch) -> Tensor:
         """(B, T): each row's reward on its last trained token."""
-        return token_level_rewards(batch.metadata["rewards"], batch.values["loss_mask"])
+        rows = zip(batch.metadata["rewards"], batch.values["loss_mask"].tolist(), strict=True)
+        return torch.tensor([token_rewards(float(reward), mask) for reward, mask in rows])
 
     def _compute_old_log_probs(self, batch: Batch) -> Tensor:
         """(B, T): `old_log_probs`, else the sampler's, else those of the current weights."""
@@ -97,19 +81,18 @@ class SelfHostedTrainer(BaseTrainer):
 
     def _compute_advantage(self, batch: Batch) -> Batch:
         """A copy with GRPO's `advantages`, (B, T), of each row's summed `token_level_scores`."""
-        values = batch.values
+        values, nobody = batch.values, [None] * len(batch)
         scores = values.get("token_level_scores")
         rewards = batch.metadata["rewards"] if scores is None else scores.sum(-1)
-        algorithm = self._config.algorithm
+        ids = zip(values.get("group_id", nobody), values.get("run_id", nobody), strict=True)
+        rows = [
+            Trajectory(reward=reward, group_id=group, run_id=run)
+            for reward, (group, run) in zip(rewards.tolist(), ids, strict=True)
+        ]
+        compute_grpo_advantage_for_trajectories(rows, eps=self._config.algorithm.get("eps", EPS))
+        credit = torch.tensor([row.advantage for row in rows]).reshape(-1, 1)
         done = batch.copy()
-        done.values["advantages"] = grpo_advantages(
-            rewards,
-            values["loss_mask"],
-            values.get("group_id"),
-            values.get("run_id"),
-            rule=algorithm.get("rule", "page"),
-            eps=algorithm.get("eps"),
-        )
+        done.values["advantages"] = credit * (values["loss_mask"] > 0)
         return done
 
     def _scored(self, batch: Batch, *, reference: bool) -> Tensor:
@@ -124,13 +107,11 @@ class SelfHostedTrainer(BaseTrainer):
 class SelfHostedGrpoTrainer(SelfHostedTrainer):
     """GRPO on tensors.
 
-    Reads `algorithm.eps` and `algorithm.rule` (see `compute_grpo_advantage_for_trajectories`), and
-    `algorithm.kl_penalty`: the weight of a KL to the starting weights, subtracted from the rewards.
+    Reads `algorithm.eps`, a number in the advantages' divisor, and `algorithm.kl_penalty`, the
+    weight of a KL to the starting weights, subtracted from the rewards.
     """
 
-    algorithm_keys: ClassVar[tuple[str, ...]] = (
-        "type", "name", "group_size", "loss", "loss_config", "eps", "rule", "kl_penalty",
-    )  # fmt: skip
+    algorithm_keys: ClassVar[tuple[str, ...]] = ("type", "group_size", "eps", "kl_penalty")
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         pad = self._pad_token_id
@@ -180,11 +161,7 @@ def samples_of(batch: Batch, old_log_probs: Tensor) -> list[Sample]:
         group = f"row {row}" if groups[row] is None else groups[row]
         datum["metadata"] = {"group_id": group, "run_id": row}
         datums.append(datum)
-    return samples_of_datums(datums, weighted=False, encode=_encoded)
-
-
-def _encoded(datum: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    raise AssertionError("the rows of a batch have tokens")
+    return samples_of_datums(datums)
 
 
 def _spread(batch: Batch) -> Tensor:
@@ -196,11 +173,7 @@ def _spread(batch: Batch) -> Tensor:
 def _check(batch: Batch) -> None:
     """Raises KeyError for a missing field, ValueError for one of another shape."""
     values = batch.values
-    if missing := [name for name in REQUIRED if name not in values]:
-        raise KeyError(
-            f"_prepare_batch returned a batch without {', '.join(missing)}: it must keep "
-            f"{', '.join(REQUIRED)} (this batch has {', '.join(values)})"
-        )
+    require(batch, REQUIRED)
     shape = tuple(values["input_ids"].shape)
     for name in {*REQUIRED, "old_log_probs", "logprobs", "versions"} & values.keys():
         got = tuple(getattr(values[name], "shape", ()))
@@ -210,5 +183,3 @@ def _check(batch: Batch) -> None:
             f"_prepare_batch returned {name} with shape {got}, but input_ids has shape {shape}; "
             "remove padding from all fields (fields=None of remove_redundant_*_padding)"
         )
-    if not bool(values["advantages"].isfinite().all()):
-        raise ValueError("_prepare_batch returned an advantage that is NaN or infinite")

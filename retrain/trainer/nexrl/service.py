@@ -16,7 +16,6 @@ import json
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -33,11 +32,10 @@ from retrain.config.paths import find_model
 from retrain.config.problems import problems_of
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError
-from retrain.losses import Normalisation
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.trainer.nexrl.datums import nothing_to_train
 from retrain.trainer.nexrl.trajectory import Trajectory
-from retrain.types import Batch, Message, Metrics, Sample
+from retrain.types import Message, Metrics, Sample
 
 T = TypeVar("T")
 STATE = "state.json"
@@ -48,17 +46,26 @@ class TrainingService:
 
     def __init__(self, run: RunConfig) -> None:
         """Opens nothing. Raises ConfigError when the backend doesn't support what `run` needs."""
-        self.run = run
-        self._options = _options(run)
+        self.use(run)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._adapter: Adapter | None = None
-        self._chat: Chat | None = None
-        self._tokenizer: Tokenizer | None = None
         self._closing = asyncio.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._lock = threading.Lock()
         self._groups = count()
+
+    def use(self, run: RunConfig) -> None:
+        """Set the config, before the first use."""
+        self.run = run
+        self._options = _options(run)
+        self._chat: Chat | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether it has been opened."""
+        return self._closed or self._adapter is not None
 
     def open(self) -> None:
         """Load or connect. Does nothing when it is open.
@@ -93,38 +100,26 @@ class TrainingService:
                 self._loop.call_soon_threadsafe(self._closing.set)
                 thread.join()
                 atexit.unregister(self.close)
-            self._closed = self._closed or self._adapter is not None
+            self._closed = self.used
             self._adapter = self._loop = self._chat = None
 
     # --- training
 
-    def train(
-        self,
-        samples: Sequence[Sample],
-        *,
-        loss: str,
-        loss_config: Mapping[str, Any],  # the loss's own keys
-        normalisation: Normalisation | None,
-    ) -> Metrics:
+    def update(self, samples: Sequence[Sample], **changes: Any) -> Metrics:
         """Take one optimizer step over the samples and serve the new weights.
 
-        When every advantage is 0, trains nothing and returns `training/skipped`: 1.
+        `changes` replace the run's `loss`, `loss_config` or `normalisation`. When every advantage
+        is 0, trains nothing and returns `training/skipped`: 1.
         """
         if not any(any(sample.advantages) for sample in samples):
             return {"training/skipped": 1.0}
-        batch = batch_of(samples, loss=loss, loss_config=loss_config, normalisation=normalisation)
-        metrics = self.update(batch)
-        self.publish()
-        return metrics
-
-    def update(self, batch: Batch) -> Metrics:
-        """Take one optimizer step. The sampler serves the new weights after `publish`."""
-        return self._call("update", lambda adapter: adapter.update(batch))
-
-    def publish(self) -> None:
-        """Serve the new weights. In a run of the pipe, the pipe does it."""
-        if self._thread is not None:
+        own = self.run.algorithm
+        keys = {name: getattr(own, name) for name in ("loss", "loss_config", "normalisation")}
+        batch = batch_of(samples, **{**keys, **changes})
+        metrics = self._call("update", lambda adapter: adapter.update(batch))
+        if self._thread is not None:  # in a run of the pipe, the pipe publishes
             self._call("publish", lambda adapter: adapter.publish())
+        return metrics
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False
@@ -180,12 +175,14 @@ class TrainingService:
         found = getattr(tokenizer, "pad_token_id", None)
         return int((tokenizer.eos_token_id if found is None else found) or 0)
 
-    def encode(self, trajectory: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """Token ids and loss mask of a trajectory of strings: its prompt, then its response.
+    def encode(self, trajectory: Mapping[str, Any]) -> dict[str, list[int]]:
+        """`tokens` and `loss_mask` of a trajectory of strings; empty if it has them.
 
-        Both are rendered in the model's chat template. The end of the turn is included, unless
-        `finish_reason` is `length`. Raises ValueError when one of the strings is missing.
+        Prompt and response are rendered in the model's chat template. The end of the turn is
+        included, unless `finish_reason` is `length`. Raises ValueError when a string is missing.
         """
+        if trajectory.get("tokens") is not None and trajectory.get("loss_mask") is not None:
+            return {}
         prompt, response = trajectory.get("prompt"), trajectory.get("response")
         if prompt is None or not isinstance(response, str):
             raise nothing_to_train(trajectory)
@@ -195,35 +192,24 @@ class TrainingService:
         if trajectory.get("finish_reason") == "length" and ids[-1] in self.chat.stop_token_ids:
             ids = ids[:-1]
         given = list(conversation.prompt_ids)
-        return given + list(ids), [0] * len(given) + [1] * len(ids)
+        return {"tokens": [*given, *ids], "loss_mask": [0] * len(given) + [1] * len(ids)}
 
     def sample(
         self,
         prompt: str | Sequence[Message],
         n: int = 1,
-        *,
-        seed: int | None = None,
         **parameters: Any,  # SamplingParams' own
     ) -> list[Trajectory]:
         """Sample a group of `n` rollouts of one prompt with the served weights, without rewards.
 
-        `parameters` (max_tokens, temperature, top_p, top_k, stop) override the run's `sampling`.
+        `parameters` (max_tokens, temperature, top_p, top_k, stop, seed) override `sampling`.
         """
         self.open()
         ids = list(self.chat.begin(_messages(prompt)).prompt_ids)
-        wanted = self.run.sampling
-        params = replace(
-            SamplingParams(
-                wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.top_k, wanted.stop
-            ),
-            **parameters,
-        )
-        params = replace(
-            params,
-            max_tokens=min(params.max_tokens, self._opened().context_length - len(ids)),
-            stop_token_ids=self.chat.stop_token_ids,
-            seed=seed,
-        )
+        room = self._opened().context_length - len(ids)
+        wanted = {**dict(self.run.sampling), **parameters}
+        wanted["max_tokens"] = min(wanted["max_tokens"], room)
+        params = SamplingParams(**wanted, stop_token_ids=self.chat.stop_token_ids)
         found = self._call("sample", lambda adapter: adapter.sampler.sample(ids, params, n))
         group, given = f"group_{next(self._groups)}", len(ids)
         return [
@@ -246,11 +232,8 @@ class TrainingService:
     def chat(self) -> Chat:
         """Converts messages to token ids."""
         if self._chat is None:
-            self._chat = Chat(
-                self.tokenizer,
-                template=chat_template(self.run),
-                arguments=self.run.chat.arguments,
-            )
+            template, arguments = chat_template(self.run), self.run.chat.arguments
+            self._chat = Chat(self.tokenizer, template=template, arguments=arguments)
         return self._chat
 
     # --- the event loop

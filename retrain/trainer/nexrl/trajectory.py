@@ -18,7 +18,6 @@ Field names are free. These have a meaning:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -40,40 +39,25 @@ class Fields(dict[str, Any]):
             return self[name]
         if name.startswith("_"):  # what copy and pickle ask for
             raise AttributeError(name)
-        near = difflib.get_close_matches(name, self, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
         raise AttributeError(
-            f"the {self._title} has no {name!r}{hint} Its keys: {', '.join(self) or 'none'}. Use "
+            f"the {self._title} has no {name!r}. Its keys: {', '.join(self) or 'none'}. Use "
             f".get({name!r}, default) for a key that may be missing"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
-    def __delattr__(self, name: str) -> None:
-        if name not in self:
-            raise AttributeError(f"the {self._title} has no {name!r}")
-        del self[name]
-
 
 class Trajectory(Fields):
     """`Trajectory(prompt=..., reward=...)`, `Trajectory({...})`, or both together.
 
-    `extra_fields` is merged in. Raises ValueError when a per-token field and `tokens` differ in
-    length.
+    Raises ValueError when a per-token field and `tokens` differ in length.
     """
 
     _title = "trajectory"
 
     def __init__(self, fields: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-        merged = {**(fields or {}), **more}
-        extra = merged.pop("extra_fields", None) or {}
-        if twice := sorted(merged.keys() & extra.keys()):
-            raise ValueError(
-                f"extra_fields contains {', '.join(twice)}, which the trajectory has as a field "
-                "of its own: rename it in extra_fields"
-            )
-        super().__init__({**merged, **extra})
+        super().__init__({**(fields or {}), **more})
         lengths = {n: len(self[n]) for n in ("tokens", *STREAMS) if self.get(n) is not None}
         for name, length in lengths.items():
             if length != lengths.get("tokens", length):
