@@ -101,18 +101,12 @@ async def check_environment(
         await _tried("reset and step return the right types", play()),
     ]
     if all(finding.good for finding in findings):
-        again, cancelled = (
-            "a used instance plays like a new one",
-            "a cancelled step ends immediately",
+        more = (
+            ("a used instance plays like a new one", _again(environment, prompts, alone)),
+            (f"{INSTANCES} concurrent instances play like one", _at_once(make, prompts, alone)),
+            ("a cancelled step ends immediately", _cancelled(environment, prompts[0])),
         )
-        many = f"{INSTANCES} concurrent instances play like a single one"
-        findings += [
-            await _tried(
-                "a used instance plays like a new one", _again(environment, prompts, alone)
-            ),
-            await _tried(many, _at_once(make, prompts, alone)),
-            await _tried("a cancelled step ends immediately", _cancelled(environment, prompts[0])),
-        ]
+        findings += [await _tried(what, check) for what, check in more]
     findings.append(await _tried("close", _call(environment, "close")))
     await asyncio.sleep(0)
     left = {t.get_name() for t in asyncio.all_tasks() - before if t is not asyncio.current_task()}

@@ -195,7 +195,7 @@ def wanted(
     ("keys", "message"),
     [
         ({"size": 1, "raet": 2}, "x.raet: unknown key; did you mean x.rate?"),
-        ({}, "x.size: missing; wanted needs an integer"),
+        ({}, "x.size: missing; wanted needs it"),
         ({"size": True}, "x.size: got true, expected an integer"),
         ({"size": "1"}, "x.size: got '1', expected an integer"),
         ({"size": 1, "rate": "fast"}, "x.rate: got 'fast', expected a number"),
@@ -304,7 +304,7 @@ class Calculator(RewardCalculator):
         ),
         (
             {"type": "r.py:needs"},
-            "rewards.0.word: missing; needs needs a string, in addition to what it is called with",
+            "rewards.0.word: missing; needs needs it, in addition to what it is called with",
         ),
         ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion: unknown key"),
         ({"type": "r.py:Fails"}, "rewards.0: Fails(...) raised OSError: no model (r.py:"),
