@@ -84,7 +84,8 @@ async def run(
         config = load_config(config)
     elif not isinstance(config, RunConfig):
         config = parse_config(config)
-    return await train(with_run_dir(config, resume=resume), callbacks=callbacks, resume=resume)
+    config = with_run_dir(config, resume=resume)
+    return await train(config, callbacks=callbacks, resume=resume)
 
 
 def with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:

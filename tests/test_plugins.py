@@ -335,7 +335,7 @@ object_ = Fine()
 
 def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
     message = problems(folder, rewards=["exact_match", "exact_match"])
-    assert "rewards: 'exact_match' is the name of two: set `name` for one" in message
+    assert "several rewards have the name {'exact_match'}: give each its own `name`" in message
 
 
 def test_an_environments_constructor_that_raises_is_a_config_error(folder: Path) -> None:

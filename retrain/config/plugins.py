@@ -163,15 +163,19 @@ def _defined_in(value: Any) -> str | None:
 
 
 def _import(name: str, where: str, base_dir: Path) -> ModuleType:
-    with _on_path(base_dir), _blamed(where, name):
+    folders = list(dict.fromkeys((str(base_dir), str(Path.cwd()))))
+    missing = [folder for folder in folders if folder not in sys.path]
+    sys.path[:0] = missing  # they stay on the path: plug-ins import lazily too
+    importlib.invalidate_caches()
+    with _blamed(where, name):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module exists, but one that it imports does not
-            folders = " or ".join(dict.fromkeys((str(base_dir), str(Path.cwd()))))
             raise PluginError(
-                f"{where}: there is no module {error.name}: install it, or put it into {folders}"
+                f"{where}: there is no module {error.name}: install it, or put it into "
+                f"{' or '.join(folders)}"
             ) from None
 
 
@@ -210,16 +214,6 @@ def _load_package(name: str, folder: Path) -> None:
     except BaseException:
         del sys.modules[name]
         raise
-
-
-@contextmanager
-def _on_path(base_dir: Path) -> Iterator[None]:
-    """The config's folder and the working folder stay on the path: plug-ins import lazily too."""
-    for folder in (str(Path.cwd()), str(base_dir)):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    yield
 
 
 @contextmanager
