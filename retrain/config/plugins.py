@@ -197,17 +197,13 @@ def _load_file(path: Path, where: str) -> ModuleType:
 
 
 def _load_package(name: str, folder: Path) -> None:
-    init = folder / "__init__.py"
-    if not init.exists():
-        module = ModuleType(name)
-        module.__path__ = [str(folder)]
-        sys.modules[name] = module
+    """Make `folder` a package; if it has an `__init__.py`, execute that."""
+    init, search = folder / "__init__.py", [str(folder)]
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=search)
+    if not init.exists() or spec is None or spec.loader is None:
+        sys.modules[name] = module = ModuleType(name)
+        module.__path__ = search
         return
-    spec = importlib.util.spec_from_file_location(
-        name, init, submodule_search_locations=[str(folder)]
-    )
-    if spec is None or spec.loader is None:
-        raise ImportError(f"can't load {init}")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
