@@ -38,15 +38,14 @@ def bind(
 
     Raises PluginError with every unknown, missing or wrongly typed key.
     """
-    parameters = _parameters(target)
-    settable = [name for name in parameters if name not in provided]
+    parameters = _signature(target)
     before = {name: value for name, value in (given or {}).items() if name in parameters}
     try:
         keys = _keys(target, provided, given=before).validate_python(dict(arguments))
     except ValidationError as error:
         others = f", in addition to what it is called with: {', '.join(provided)}"
         missing = f"{getattr(target, '__name__', target)} needs it{others if provided else ''}"
-        valid = (*settable, *beside)
+        valid = [name for name in (*parameters, *beside) if name not in provided]
         problems = problems_of(error, valid, prefix=where, known=known, missing=missing)
         raise PluginError(*problems) from None
     return {**before, **keys}
@@ -64,9 +63,11 @@ def _keys(
     target: Callable[..., Any], provided: Collection[str], given: Collection[str] = ()
 ) -> TypeAdapter[dict[str, Any]]:
     """The keys that `target` takes, with those as optional that have a default or are given."""
-    hints, described, fields = _hints(target), _descriptions(target), dict[str, Any]()
-    for name, parameter in _parameters(target).items():
-        if name in provided:
+    described, fields, any_key = _descriptions(target), dict[str, Any](), False
+    for name, parameter in _signature(target).items():
+        any_key = any_key or parameter.kind is parameter.VAR_KEYWORD
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if name in provided or not named:
             continue
         default = parameter.default
         scalar = isinstance(default, str | int | float | bool)
@@ -74,10 +75,9 @@ def _keys(
             description=described.get(name),
             json_schema_extra={"default": default} if scalar else None,
         )
-        kind: Any = Annotated[_strict(_checkable(hints.get(name, Any))), field]
+        kind: Any = Annotated[_checkable(parameter.annotation), field]
         optional = name in given or default is not parameter.empty
         fields[name] = NotRequired[kind] if optional else Required[kind]
-    any_key = any(p.kind is p.VAR_KEYWORD for p in _signature(target).values())
     keys = TypedDict("Keys", fields)  # type: ignore[misc]  # made of a signature
     config = ConfigDict(extra="allow" if any_key else "forbid")
     setattr(keys, "__pydantic_config__", config)  # noqa: B010 - mypy knows no such attribute
@@ -86,18 +86,14 @@ def _keys(
 
 
 def _checkable(annotation: Any) -> Any:
-    """The annotation, or Any for a class of the user's: its constructor checks the value."""
+    """The annotation, or Any where the constructor checks the value: for a class of the user's."""
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return Any
     try:
         TypeAdapter(annotation).json_schema()
     except PydanticUserError:
         return Any
-    return annotation
-
-
-def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters that can be passed by name."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in _signature(target).items() if p.kind in kinds}
+    return _strict(annotation)
 
 
 def _descriptions(target: Callable[..., Any]) -> dict[str, str]:
@@ -110,21 +106,13 @@ def _descriptions(target: Callable[..., Any]) -> dict[str, str]:
 
 
 def _signature(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    if inspect.isclass(target) and target.__init__ is object.__init__:
-        return {}
+    """The parameters; without types if one can't be resolved, as if imported for type checkers."""
     try:
+        return inspect.signature(target, eval_str=True).parameters
+    except (NameError, AttributeError):
         return inspect.signature(target).parameters
     except (ValueError, TypeError):
         raise PluginError(f"{target!r} has no signature: wrap it in a function") from None
-
-
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations; empty if one can't be resolved, such as an import under TYPE_CHECKING."""
-    function = target.__init__ if inspect.isclass(target) else target
-    try:
-        return typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):
-        return {}
 
 
 def _strict(annotation: Any) -> Any:

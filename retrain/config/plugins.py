@@ -126,8 +126,7 @@ def _member(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
     others = f"it defines {names}" if names else f"it defines no {base.__name__}"
     if value is None:
         raise PluginError(f"{where}: there is no {name} in {source}; {others}")
-    article = "an" if base.__name__[0] in "AEIOU" else "a"
-    raise PluginError(f"{where}: {name} in {source} is not {article} {base.__name__}; {others}")
+    raise PluginError(f"{where}: {name} in {source} is no {base.__name__}; {others}")
 
 
 def _only(kind: Kind, module: ModuleType, where: str) -> Any:
@@ -151,15 +150,9 @@ def _source(module: ModuleType) -> str:
 
 def _candidates(kind: Kind, module: ModuleType) -> dict[str, Any]:
     """The public plug-ins that the module itself defines, by name."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and _defined_in(value) == module.__name__ and kind.fits(value)
-    }
-
-
-def _defined_in(value: Any) -> str | None:
-    return getattr(getattr(value, "function", value), "__module__", None)  # @reward keeps it
+    found = {name: v for name, v in vars(module).items() if name[0] != "_" and kind.fits(v)}
+    own = {n: getattr(v, "function", v) for n, v in found.items()}  # @reward keeps the function
+    return {n: found[n] for n in own if getattr(own[n], "__module__", None) == module.__name__}
 
 
 def _import(name: str, where: str, base_dir: Path) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -10,20 +11,19 @@ from pydantic import BaseModel, ValidationError
 from retrain.config.hints import unknown_key
 from retrain.errors import shown
 
-_EXPECTED = {
-    "bool_type": "a boolean",
-    "dict_type": "a mapping",
-    "finite_number": "a finite number",
-    "float_type": "a number",
-    "frozen_set_type": "a list",
-    "int_from_float": "an integer",
-    "int_type": "an integer",
-    "list_type": "a list",
-    "model_type": "a mapping",
-    "path_type": "a path",
-    "string_type": "a string",
-    "tuple_type": "a list",
+_NAMES = {
+    "bool": "a boolean",
+    "dict": "a mapping",
+    "float": "a number",
+    "frozen_set": "a list",
+    "int": "an integer",
+    "list": "a list",
+    "model": "a mapping",
+    "path": "a path",
+    "string": "a string",
+    "tuple": "a list",
 }
+"""The types in the names of pydantic's errors, such as int_type and int_parsing."""
 _LIMITS = {
     "greater_than": (">", "gt"),
     "greater_than_equal": (">=", "ge"),
@@ -96,8 +96,8 @@ def _expected(detail: Mapping[str, Any]) -> str:
         sign, key = _LIMITS[kind]
         limit = context[key]
         return f"expected {'an integer' if isinstance(limit, int) else 'a number'} {sign} {limit:g}"
-    if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind]}"
+    if name := _NAMES.get(re.sub("_(type|parsing|from_float)$", "", kind)):
+        return f"expected {name}"
     if kind == "literal_error":
         return f"expected {context['expected']}"
     if kind == "value_error":
