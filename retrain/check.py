@@ -53,9 +53,8 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
-        return f"{'ok  ' if self.good else 'FAIL'}  {self.what}" + (
-            f"\n      {self.advice}" if self.advice else ""
-        )
+        advice = f"\n      {self.advice}" if self.advice else ""
+        return f"{'ok  ' if self.good else 'FAIL'}  {self.what}{advice}"
 
 
 async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]:

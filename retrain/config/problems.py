@@ -14,6 +14,7 @@ from retrain.errors import shown
 _NAMES = {
     "bool": "a boolean",
     "dict": "a mapping",
+    "finite_number": "a finite number",
     "float": "a number",
     "frozen_set": "a list",
     "int": "an integer",
