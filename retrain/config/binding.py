@@ -54,8 +54,6 @@ def bind(
 def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> dict[str, Any]:
     """The JSON schema of the keys; their descriptions are the docstring's `Args:`."""
     schema = _keys(target, provided).json_schema()
-    for entry in schema.get("properties", {}).values():
-        entry.pop("title", None)
     return {key: schema[key] for key in ("properties", "required", "$defs") if key in schema}
 
 

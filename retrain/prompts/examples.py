@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from retrain.chat.tools import tools_of
 from retrain.errors import PromptError, shown
 from retrain.prompts.base import PromptSource, Row, parse_messages
+from retrain.prompts.sources.list import ListPrompts
 from retrain.types import Message
 
 T = TypeVar("T")
@@ -28,19 +29,13 @@ TOOLS = "tools"
 EQUAL = "chosen equals rejected"
 
 
-class _Examples(PromptSource):
+class _Examples(ListPrompts):
     """The rows of a source in one form."""
 
     def __init__(self, rows: Sequence[Row], dropped: Mapping[str, int]) -> None:
-        self._rows = rows
+        self._rows = [*rows]
         self.dropped = dropped
         """The number of dropped rows or prompts per reason."""
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> Row:
-        return self._rows[index]
 
 
 class Demonstrations(_Examples):
