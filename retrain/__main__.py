@@ -11,11 +11,12 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from retrain import __version__
-from retrain.run import FAILED, USAGE, drive, exit_code, leave
+from retrain.run import DONE, FAILED, USAGE, drive, exit_code, leave
 from retrain.run import main as run_command
 
 if TYPE_CHECKING:
@@ -39,18 +40,19 @@ def command(argv: Sequence[str]) -> int:
     """Call the command that `argv` names; returns its exit code."""
     name, rest = (argv[0], argv[1:]) if argv else ("", ())
     if name in ("", "-h", "--help"):
-        print(_usage())
-        return 0 if name else USAGE
+        print("usage: retrain COMMAND ... (for a command: retrain COMMAND --help)\n")
+        print(*(f"  {known:8} {words}" for known, words in COMMANDS.items()), sep="\n")
+        return DONE if name else USAGE
     if name == "--version":
         print(f"retrain {__version__}")
-        return 0
+        return DONE
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return USAGE
     called = {"run": run_command, "check": _check, "report": _report, "serve": _serve}
-    return {**called, "schema": _schema}[name](rest)
+    return exit_code(lambda: {**called, "schema": _schema}[name](rest))
 
 
 def _check(argv: Sequence[str]) -> int:
@@ -64,14 +66,9 @@ def _check(argv: Sequence[str]) -> int:
         "keys", metavar="key=value", nargs="*", default=[], help="keys of the environment or config"
     )
     arguments = parser.parse_intermixed_args(argv)
-
-    def check() -> int:
-        findings = drive(_watched_check(arguments.subject, arguments.keys))
-        for finding in findings:
-            print(finding)
-        return 0 if all(finding.good for finding in findings) else FAILED
-
-    return exit_code(check)
+    findings = drive(_watched_check(arguments.subject, arguments.keys))
+    print(*findings, sep="\n")
+    return DONE if all(finding.good for finding in findings) else FAILED
 
 
 async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
@@ -79,10 +76,7 @@ async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
     from retrain.check import DEADLINE, check_subject
     from retrain.concurrency.watchdog import Watchdog
 
-    def tell(text: str) -> None:
-        print(f"FAIL  {text}", flush=True)
-
-    never = math.inf
+    never, tell = math.inf, partial(print, "FAIL ", flush=True)
     with Watchdog(stall=never, blocked=DEADLINE, grace=never, fail=print, last_words=tell):
         return await check_subject(subject, keys)
 
@@ -91,43 +85,25 @@ def _report(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="retrain report", description="Write a report.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     arguments = parser.parse_args(argv)
+    from retrain.observe.report import write_report
 
-    def report() -> int:
-        from retrain.observe.report import write_report
-
-        print(write_report(arguments.run_dir))
-        return 0
-
-    return exit_code(report)
+    print(write_report(arguments.run_dir))
+    return DONE
 
 
 def _serve(argv: Sequence[str]) -> int:
-    def serve() -> int:
-        from retrain.service.serve import main as serve_command
+    from retrain.service.serve import main as serve_command
 
-        return serve_command(list(argv))
-
-    return exit_code(serve)
+    return serve_command(list(argv))
 
 
 def _schema(argv: Sequence[str]) -> int:
     description = "Print the JSON schema of a config, with the keys of every built-in plug-in."
     argparse.ArgumentParser(prog="retrain schema", description=description).parse_args(argv)
+    from retrain.assembly.schema import run_schema
 
-    def schema() -> int:
-        from retrain.assembly.schema import run_schema
-
-        print(json.dumps(run_schema(), indent=2))
-        return 0
-
-    return exit_code(schema)
-
-
-def _usage() -> str:
-    lines = [f"  {name:8} {words}" for name, words in COMMANDS.items()]
-    return "\n".join(
-        ["usage: retrain COMMAND ... (for a command: retrain COMMAND --help)", "", *lines]
-    )
+    print(json.dumps(run_schema(), indent=2))
+    return DONE
 
 
 if __name__ == "__main__":

@@ -1,35 +1,35 @@
 """The conformance kit of environments: plays rollouts with fixed replies, without a model.
 
 `check_environment` checks the Environment's contract: types, state that `reset` clears, independent
-instances, cancellation, no leaked task. Authors can call it in their own tests.
+instances, cancellation, no leaked task. Authors can call it in their own tests. The rollouts are
+played by the code that plays those of a run, so that both accept the same environments.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from retrain.assembly import KINDS, assemble
-from retrain.chat.tools import CLOSE, OPEN, parse_reply
-from retrain.config import load_config
-from retrain.config.binding import bind
-from retrain.config.plugins import built_in_names, find_plugin
+from retrain.assembly import assemble, maker
+from retrain.chat import Chat
+from retrain.chat.tools import CLOSE, OPEN, check_tools
+from retrain.concurrency.deadlines import user_call
+from retrain.config import DeadlinesConfig, Plugin, RolloutConfig, RunConfig, load_config
+from retrain.config.plugins import built_in_names
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment, ToolSpec
-from retrain.errors import blame, shown
+from retrain.errors import UserCodeError, blame
+from retrain.rollout import Rollouts
 from retrain.run import config_file
-from retrain.types import Prompt
+from retrain.sampler import SamplingParams, Tokenizer
+from retrain.types import Completion, Prompt, Ticket
 
-T = TypeVar("T")
-Transcript = list[Any]  # an environment's replies: only compared
+Transcript = list[Any]  # what an environment replied: only compared
 PROMPTS = 3
 TURNS = 8
 INSTANCES = 8
@@ -44,10 +44,6 @@ _EXAMPLES = {"number": 1, "integer": 1, "boolean": True, "array": [], "object": 
 """A value of each JSON type; "1" for the others."""
 
 
-class Broken(Exception):
-    """A reply of the wrong form."""
-
-
 @dataclass(frozen=True)
 class Finding:
     """One check: passed, or failed and what to do."""
@@ -57,9 +53,8 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
-        return f"{'ok  ' if self.good else 'FAIL'}  {self.what}" + (
-            f"\n      {self.advice}" if self.advice else ""
-        )
+        advice = f"\n      {self.advice}" if self.advice else ""
+        return f"{'ok  ' if self.good else 'FAIL'}  {self.what}{advice}"
 
 
 async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]:
@@ -73,14 +68,14 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
     if file.suffix in (".yaml", ".yml"):
         parts = assemble(load_config(file, keys))
         parts.scorer.close()
-        prompts = [parts.prompts.row(i) for i in range(min(PROMPTS, len(parts.prompts)))]
-        asked = [Prompt(f"0.{i}.0", *row) for i, row in enumerate(prompts)]
-        fit = [Finding(True, "all parts of the config load and fit together")]
-        return fit + await check_environment(parts.environment, asked)
-    target = find_plugin(KINDS["environment"], subject, "environment", Path.cwd())
+        count = min(PROMPTS, len(parts.prompts))
+        prompts = [parts.prompts.prompt(Ticket(0, index)) for index in range(count)]
+        fit = Finding(True, "all parts of the config load and fit together")
+        return [fit, *await check_environment(parts.environment, prompts)]
     arguments = {path[0]: value for path, value in map(parse_override, keys)}
-    make = partial(target, **bind(target, arguments, "environment", given={"base_dir": Path.cwd()}))
-    return await check_environment(make, SAMPLES)
+    plugin = Plugin.model_validate({**arguments, "type": subject})
+    config = RunConfig(prompts=Plugin(type="list"), base_dir=Path.cwd())
+    return await check_environment(maker("environment", plugin, "environment", config))
 
 
 async def check_environment(
@@ -89,36 +84,150 @@ async def check_environment(
     """Check an environment's contract; `make` returns a new instance."""
     before = asyncio.all_tasks()
     environment = make()
-    findings = _tools(environment)
-    if not all(finding.good for finding in findings):
-        return findings  # the scripts call them
-    alone: list[Transcript] = []
-    form = "reset and step return the right types"
-    findings.append(await _tried("setup", _within(environment.setup())))
-    findings.append(await _tried(form, _play_all(environment, prompts, alone)))
+    try:
+        check_tools(environment.tools)
+    except (TypeError, ValueError) as error:
+        return [Finding(False, "tools are valid", str(error))]
+    alone: Transcript = []
+
+    async def play() -> None:
+        alone.extend(*await _played([environment], prompts))
+
+    names = ", ".join(tool.name for tool in environment.tools)
+    findings = [Finding(True, f"tools: {names}")] if names else []
+    findings += [
+        await _tried("setup", _call(environment, "setup")),
+        await _tried("reset and step return the right types", play()),
+    ]
     if all(finding.good for finding in findings):
-        findings.append(await _again(environment, prompts, alone))
-        findings.append(await _at_once(make, prompts, alone))
-        findings.append(await _cancelled(environment, prompts[0]))
-    findings.append(await _tried("close", _within(environment.close())))
+        more = (
+            ("a used instance plays like a new one", _again(environment, prompts, alone)),
+            (f"{INSTANCES} concurrent instances play like one", _at_once(make, prompts, alone)),
+            ("a cancelled step ends immediately", _cancelled(environment, prompts[0])),
+        )
+        findings += [await _tried(what, check) for what, check in more]
+    findings.append(await _tried("close", _call(environment, "close")))
     await asyncio.sleep(0)
     left = {t.get_name() for t in asyncio.all_tasks() - before if t is not asyncio.current_task()}
     advice = f"end them in close(): {', '.join(sorted(left)[:8])}" if left else ""
     return [*findings, Finding(not left, "no task is leaked", advice)]
 
 
-def _scripts(environment: Environment) -> list[list[Action]]:
-    """The replies to try, right and wrong ones, parsed as in a run."""
-    texts = ["hello", "", "42", "x" * 2000]
-    if environment.tools:
+async def _tried(what: str, check: Awaitable[None]) -> Finding:
+    try:
+        await check
+    except UserCodeError as error:
+        return Finding(False, what, str(error))
+    except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything
+        return Finding(False, what, str(blame("it", error)))
+    return Finding(True, what)
+
+
+async def _call(environment: Environment, hook: str) -> None:
+    await user_call(
+        f"{type(environment).__name__}.{hook}", getattr(environment, hook), DEADLINE, hook
+    )
+
+
+async def _again(environment: Environment, prompts: Sequence[Prompt], alone: Transcript) -> None:
+    if await _played([environment], prompts) != [alone]:
+        raise UserCodeError(
+            "the same prompt and replies gave another rollout: clear the state of the last rollout "
+            "in reset(), and seed random numbers by self.prompt.id, so that a resumed run repeats "
+            "itself"
+        )
+
+
+async def _at_once(
+    make: Callable[[], Environment], prompts: Sequence[Prompt], alone: Transcript
+) -> None:
+    environments = [make() for _ in range(INSTANCES)]
+    try:
+        await asyncio.gather(*(_call(environment, "setup") for environment in environments))
+        found = await _played(environments, prompts)
+    finally:  # close is checked separately
+        closing = (_call(environment, "close") for environment in environments)
+        await asyncio.gather(*closing, return_exceptions=True)
+    if found != [alone] * INSTANCES:
+        raise UserCodeError(
+            "they share state: keep it on self, not in the class, the module or a file"
+        )
+
+
+async def _cancelled(environment: Environment, prompt: Prompt) -> None:
+    environment.prompt = prompt
+    await user_call("reset", lambda: environment.reset(prompt), DEADLINE, "reset")
+    task = asyncio.ensure_future(environment.step(Action("hello")))
+    await asyncio.sleep(0)
+    finished = task.done()
+    task.cancel()
+    _, pending = await asyncio.wait([task], timeout=5)
+    if pending or not (finished or task.cancelled()):
+        raise UserCodeError("don't suppress CancelledError: catch Exception instead")
+
+
+async def _played(
+    environments: Sequence[Environment], prompts: Sequence[Prompt]
+) -> list[Transcript]:
+    """What each environment replies to every prompt and script, all environments at once.
+
+    Raises UserCodeError for a rollout that fails.
+    """
+    config = RunConfig(
+        prompts=Plugin(type="list"),
+        rollout=RolloutConfig(max_turns=TURNS),
+        deadlines=DeadlinesConfig(reset=DEADLINE, step=DEADLINE),
+    )
+    script = _Script()
+    letters = _Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
+    rollouts = Rollouts(config, script, Chat(letters, template="none"), sys.maxsize)
+    transcripts: list[Transcript] = [[] for _ in environments]
+    for prompt in prompts:
+        for script.reply in _replies(environments[0].tools):
+            group = await rollouts.play(prompt, environments)
+            for transcript, played in zip(transcripts, group.trajectories, strict=True):
+                if played.outcome != "ok":
+                    raise UserCodeError(played.info["error"])
+                last = repr(played.turns[-1].observation)
+                transcript.append((played.messages, played.rewards, len(played.turns), last))
+    return transcripts
+
+
+class _Script:
+    """A sampler that always says the same."""
+
+    reply = ""
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
+    ) -> list[Completion]:
+        ids = [ord(letter) for letter in self.reply]
+        return [Completion(ids, [0.0] * len(ids), self.reply, "stop", 0)] * n
+
+
+class _Letters(Tokenizer):
+    """One token per character."""
+
+    eos_token_id = None
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + [ord(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def _replies(tools: Sequence[ToolSpec]) -> Iterator[str]:
+    """The replies to try, right and wrong ones."""
+    yield from ("hello", "", "42", "x" * 2000)
+    if tools:
         calls: list[tuple[str, dict[str, Any]]] = [("no_such_tool", {})]
-        calls += [(tool.name, {}) for tool in environment.tools]
-        calls += [(tool.name, _example(tool)) for tool in environment.tools]
+        calls += [(tool.name, {}) for tool in tools]
+        calls += [(tool.name, _example(tool)) for tool in tools]
         for name, arguments in calls:
-            texts.append(OPEN + json.dumps({"name": name, "arguments": arguments}) + CLOSE)
-        texts.append(f"{OPEN}this is not JSON{CLOSE}")
-    replies = [parse_reply(text, environment.tools) for text in texts]
-    return [[Action(reply.text, reply.calls)] * TURNS for reply in replies]
+            yield OPEN + json.dumps({"name": name, "arguments": arguments}) + CLOSE
+        yield f"{OPEN}this is not JSON{CLOSE}"
 
 
 def _example(tool: ToolSpec) -> dict[str, Any]:
@@ -126,162 +235,3 @@ def _example(tool: ToolSpec) -> dict[str, Any]:
     properties = tool.parameters.get("properties", {})
     required = tool.parameters.get("required", ())
     return {n: _EXAMPLES.get(str(properties.get(n, {}).get("type")), "1") for n in required}
-
-
-async def _play_all(
-    environment: Environment, prompts: Sequence[Prompt], transcripts: list[Transcript]
-) -> None:
-    """Play every prompt with every script; appends to `transcripts`."""
-    for prompt in prompts:
-        for actions in _scripts(environment):
-            transcript = await _play(environment, prompt, actions)
-            transcripts.append(transcript)
-
-
-async def _play(environment: Environment, prompt: Prompt, actions: Iterable[Action]) -> Transcript:
-    """One episode; raises Broken for a reply of the wrong form."""
-    environment.prompt = prompt
-    opening = await _within(environment.reset(prompt))
-    _check_messages("reset", opening)
-    if not opening:
-        raise Broken("reset returned no messages, expected at least one")
-    transcript: Transcript = [_frozen(opening)]
-    for action in actions:
-        answer = await _within(environment.step(action))
-        _check_step(answer)
-        observation, reward, terminated, truncated, _ = answer
-        transcript.append((_frozen(observation), reward, terminated, truncated))
-        if terminated or truncated:
-            break
-    return transcript
-
-
-def _check_step(answer: Any) -> None:
-    if not isinstance(answer, tuple) or len(answer) != 5:
-        raise Broken(
-            f"step returned {type(answer).__name__}, expected StepResult(observation, reward, "
-            "terminated, truncated, info)"
-        )
-    observation, reward, terminated, truncated, info = answer
-    _check_messages("step", observation)
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise Broken(f"step returned the reward {shown(reward)}, expected a finite number")
-    for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if not isinstance(flag, bool):
-            raise Broken(f"step returned {name} = {shown(flag)}, expected True or False")
-    if not isinstance(info, dict):
-        raise Broken(f"step returned the info {shown(info)}, expected a dict")
-
-
-def _check_messages(where: str, messages: Any) -> None:
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise Broken(
-            f"{where} returned {type(messages).__name__} as its messages, expected a list such as "
-            '[{"role": "user", "content": "..."}]'
-        )
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Broken(f"{where} returned the message {shown(message)}, expected a `role`")
-        if not isinstance(message.get("content"), str):
-            raise Broken(
-                f"{where} returned the message {shown(message)}, expected a string `content`"
-            )
-
-
-def _tools(environment: Environment) -> list[Finding]:
-    tools = environment.tools
-    if not tools:
-        return []
-    wrong = [shown(tool) for tool in tools if not isinstance(tool, ToolSpec)]
-    if wrong:
-        return [Finding(False, "tools are ToolSpecs", f"{', '.join(wrong)}: expected a ToolSpec")]
-    names = [tool.name for tool in tools]
-    if len(set(names)) < len(names):
-        return [Finding(False, "tools have different names", f"duplicates in {names}")]
-    try:
-        json.dumps([tool.as_template() for tool in tools])
-    except TypeError as error:
-        return [Finding(False, "tools are JSON", f"the parameters are not JSON: {error}")]
-    return [Finding(True, f"tools: {', '.join(names)}")]
-
-
-async def _tried(what: str, call: Awaitable[Any]) -> Finding:
-    try:
-        await call
-    except TimeoutError:
-        return Finding(False, what, f"took longer than {DEADLINE:.0f} s")
-    except Broken as error:
-        return Finding(False, what, str(error))
-    except Exception as error:  # noqa: BLE001 - a user's code may raise anything
-        return Finding(False, what, str(blame("it", error)))
-    return Finding(True, what)
-
-
-async def _again(
-    environment: Environment, prompts: Sequence[Prompt], alone: list[Transcript]
-) -> Finding:
-    """The same rollouts on the same instance: `reset` must clear the state of the last one."""
-    what = "a used instance plays like a new one"
-    found: list[Transcript] = []
-    tried = await _tried(what, _play_all(environment, prompts, found))
-    if not tried.good or found == alone:
-        return tried
-    return Finding(
-        False,
-        what,
-        "the same prompt and replies gave another rollout: clear the state of the last rollout in "
-        "reset(), and seed random numbers by self.prompt.id, so that a resumed run repeats itself",
-    )
-
-
-async def _at_once(
-    make: Callable[[], Environment], prompts: Sequence[Prompt], alone: list[Transcript]
-) -> Finding:
-    what = f"{INSTANCES} concurrent instances play like a single one"
-
-    async def instance() -> list[Transcript]:
-        environment = make()
-        await _within(environment.setup())
-        transcripts: list[Transcript] = []
-        try:
-            await _play_all(environment, prompts, transcripts)
-        finally:
-            with suppress(Exception):  # close is checked separately
-                await _within(environment.close())
-        return transcripts
-
-    found: list[list[Transcript]] = []
-
-    async def together() -> None:
-        found.extend(await asyncio.gather(*(instance() for _ in range(INSTANCES))))
-
-    tried = await _tried(what, together())
-    if not tried.good or all(transcripts == alone for transcripts in found):
-        return tried
-    advice = "they share state: keep it on self, not in the class, the module or a file"
-    return Finding(False, what, advice)
-
-
-async def _cancelled(environment: Environment, prompt: Prompt) -> Finding:
-    what = "a cancelled step ends immediately"
-    environment.prompt = prompt
-    await _within(environment.reset(prompt))
-    task = asyncio.ensure_future(environment.step(Action("hello")))
-    await asyncio.sleep(0)
-    finished = task.done()
-    task.cancel()
-    _, pending = await asyncio.wait([task], timeout=5)
-    if pending or not (finished or task.cancelled()):
-        return Finding(False, what, "don't suppress CancelledError: catch Exception instead")
-    return Finding(True, what)
-
-
-async def _within(call: Awaitable[T]) -> T:
-    if not inspect.isawaitable(call):
-        raise Broken("it is not a coroutine function: write `async def`")
-    async with asyncio.timeout(DEADLINE):
-        return await call
-
-
-def _frozen(messages: Sequence[Any]) -> str:
-    return json.dumps(list(messages), sort_keys=True, default=repr)

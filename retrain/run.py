@@ -84,7 +84,8 @@ async def run(
         config = load_config(config)
     elif not isinstance(config, RunConfig):
         config = parse_config(config)
-    return await train(with_run_dir(config, resume=resume), callbacks=callbacks, resume=resume)
+    config = with_run_dir(config, resume=resume)
+    return await train(config, callbacks=callbacks, resume=resume)
 
 
 def with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
@@ -132,7 +133,13 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
         _print_causes(error, causes)
         if all(isinstance(cause, RetrainError) for cause in causes):
             return USAGE if any(isinstance(cause, ConfigError) for cause in causes) else FAILED
-        _keep_traceback(error, places)
+        text = "".join(traceback.format_exception(error))
+        for place in places:
+            with suppress(OSError):
+                (place / "error.txt").write_text(text, encoding="utf-8")
+                text = f"the full traceback is in {place / 'error.txt'}"
+                break
+        _print(text)
         return FAILED
 
 
@@ -284,35 +291,21 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _print_causes(error: BaseException, causes: Sequence[BaseException]) -> None:
-    """One message per cause; causes that differ only by a ticket are counted."""
-    alike: dict[str, list[BaseException]] = {}
-    for cause in causes:
-        alike.setdefault(_TICKET.sub("", str(cause)), []).append(cause)
-    for first, *others in alike.values():
-        more = f" (and {len(others)} more like it)" if others else ""
-        _print(f"error: {_sentence(first, more)}")
-    for note in () if error in causes else getattr(error, "__notes__", ()):
-        _print(note)
-
-
-def _sentence(error: BaseException, more: str) -> str:
+    """One message per cause, with its notes; causes that differ only by a ticket are counted."""
     from retrain.config.plugins import line_of
 
-    text = str(error)
-    if not isinstance(error, RetrainError):
-        text = f"{type(error).__name__}: {error}{line_of(error)}"
-    return "\n  ".join([text + more, *getattr(error, "__notes__", ())])
-
-
-def _keep_traceback(error: BaseException, places: Sequence[Path]) -> None:
-    text = "".join(traceback.format_exception(error))
-    for place in places:
-        with suppress(OSError):
-            file = place / "error.txt"
-            file.write_text(text, encoding="utf-8")
-            _print(f"the full traceback is in {file}")
-            return
-    _print(text)
+    alike: dict[str, list[list[str]]] = {}
+    for cause in causes:
+        text = str(cause)
+        if not isinstance(cause, RetrainError):
+            text = f"{type(cause).__name__}: {cause}{line_of(cause)}"
+        message = [text, *getattr(cause, "__notes__", ())]
+        alike.setdefault(_TICKET.sub("", text), []).append(message)
+    for (text, *notes), *others in alike.values():
+        more = f" (and {len(others)} more like it)" if others else ""
+        _print("\n  ".join([f"error: {text}{more}", *notes]))
+    for note in () if error in causes else getattr(error, "__notes__", ()):
+        _print(note)
 
 
 def _unread() -> bool:

@@ -48,10 +48,9 @@ class Broken(Environment):
             "four": ([], 0.0, True, {}),
             "reward": ([], "1", True, False, {}),
             "nan": ([], float("nan"), True, False, {}),
-            "flag": ([], 0.0, 1, False, {}),
             "info": ([], 0.0, True, False, None),
             "observation": ("higher", 0.0, True, False, {}),
-            "content": ([{"role": "user", "content": None}], 0.0, True, False, {}),
+            "content": ([{"role": "user", "content": None}], 0.0, False, False, {}),
             "shared": ([], float(len(self.played)), True, False, {}),
         }
         if self.fault == "raises":
@@ -88,18 +87,17 @@ async def test_a_good_environment_passes() -> None:
 @pytest.mark.parametrize(
     ("fault", "advice"),
     [
-        ("text", "reset returned str as its messages, expected a list"),
-        ("none", "reset returned no message"),
-        ("four", "step returned tuple, expected StepResult("),
+        ("text", "Faulty.reset: first messages: got 'hello', expected a list of messages"),
+        ("none", "Faulty.reset: got no messages, expected at least one"),
+        ("four", "Faulty.step returned ([], 0.0, True, {}), expected StepResult("),
         ("reward", "step returned the reward '1', expected a finite number"),
         ("nan", "step returned the reward nan"),
-        ("flag", "step returned terminated = 1, expected True or False"),
         ("info", "step returned the info None, expected a dict"),
-        ("observation", "step returned str as its messages"),
-        ("content", "expected a string `content`"),
-        ("raises", "it raised KeyError: 'x' (test_check.py:"),
+        ("observation", "step returned the observation 'higher', expected a list of messages"),
+        ("content", "Faulty.step: observation[0] has no content"),
+        ("raises", "Faulty.step raised KeyError: 'x' (test_check.py:"),
         ("swallows", "don't suppress CancelledError"),
-        ("close", "it raised OSError: the connection is gone"),
+        ("close", "Faulty.close raised OSError: the connection is gone"),
         ("task", "end them in close(): forgotten"),
     ],
 )
@@ -120,7 +118,7 @@ async def test_a_plain_step_is_told_to_be_async() -> None:
             return StepResult([], 0.0, True, False, {})
 
     (finding,) = await bad(Plain)
-    assert "write `async def`" in finding.advice
+    assert "Write `async def`" in finding.advice
 
 
 async def test_calls_without_an_error_fit_the_tools_schema() -> None:
@@ -151,16 +149,17 @@ async def test_calls_without_an_error_fit_the_tools_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "what"),
+    ("tools", "advice"),
     [
-        (("hint",), "tools are ToolSpecs"),
-        ((ToolSpec("a", ""), ToolSpec("a", "")), "tools have different names"),
-        ((ToolSpec("a", "", {"type": object()}),), "tools are JSON"),
+        (("hint",), "got 'hint', expected ToolSpec("),
+        ((ToolSpec("a", ""), ToolSpec("a", "")), "got two tools named 'a'"),
+        ((ToolSpec("a", "", {"type": object()}),), "expected a JSON schema"),
     ],
 )
-async def test_bad_tools_are_found(tools: Any, what: str) -> None:
+async def test_bad_tools_are_found(tools: Any, advice: str) -> None:
     (finding,) = await bad(type("Tooled", (Guess,), {"tools": tools}))
-    assert finding.what == what
+    assert finding.what == "tools are valid"
+    assert advice in finding.advice
 
 
 def test_the_command_checks_a_file_and_a_config(

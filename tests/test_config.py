@@ -274,7 +274,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
         ConfigError, match=r"link\.yaml is a link to gone\.yaml, which does not exist$"
     ):
         load_config(tmp_path / "link.yaml")
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="Is a directory"):
         load_config(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not UTF-8"):

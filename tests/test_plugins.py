@@ -136,8 +136,8 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
         ("environment", "a.b.Mine", "for a class of your own write a.b:Mine"),
         ("environment", "mime.py:Mine", "; did you mean mine.py?"),
         ("environment", "mine.py:Mime", "there is no Mime in "),
-        ("environment", "constants.py:WORD", "is not an Environment; it defines no Environment"),
-        ("reward", "mine.py:Mine", "is not a RewardCalculator"),
+        ("environment", "constants.py:WORD", "is no Environment; it defines no Environment"),
+        ("reward", "mine.py:Mine", "is no RewardCalculator"),
         ("environment", "constants.py", "must define one Environment, found none"),
         ("environment", "nowhere:X", "there is no module nowhere: install it, or put it into "),
         ("environment", "two.py", "found several: write two.py:A or two.py:B"),
@@ -195,7 +195,7 @@ def wanted(
     ("keys", "message"),
     [
         ({"size": 1, "raet": 2}, "x.raet: unknown key; did you mean x.rate?"),
-        ({}, "x.size: missing; wanted needs an integer"),
+        ({}, "x.size: missing; wanted needs it"),
         ({"size": True}, "x.size: got true, expected an integer"),
         ({"size": "1"}, "x.size: got '1', expected an integer"),
         ({"size": 1, "rate": "fast"}, "x.rate: got 'fast', expected a number"),
@@ -304,7 +304,7 @@ class Calculator(RewardCalculator):
         ),
         (
             {"type": "r.py:needs"},
-            "rewards.0.word: missing; needs needs a string, in addition to what it is called with",
+            "rewards.0.word: missing; needs needs it, in addition to what it is called with",
         ),
         ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion: unknown key"),
         ({"type": "r.py:Fails"}, "rewards.0: Fails(...) raised OSError: no model (r.py:"),
@@ -335,7 +335,7 @@ object_ = Fine()
 
 def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
     message = problems(folder, rewards=["exact_match", "exact_match"])
-    assert "rewards: 'exact_match' is the name of two: set `name` for one" in message
+    assert "several rewards have the name {'exact_match'}: give each its own `name`" in message
 
 
 def test_an_environments_constructor_that_raises_is_a_config_error(folder: Path) -> None:

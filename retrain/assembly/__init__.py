@@ -1,7 +1,7 @@
 """From a RunConfig to the checked parts of a run, before any model loads."""
 
 from retrain.assembly.build import assemble, chat_template
-from retrain.assembly.kinds import KINDS, target_of
+from retrain.assembly.kinds import KINDS, maker, target_of
 from retrain.assembly.learner import Learner
 from retrain.assembly.parts import Given, Parts, adapter_of
 
@@ -13,5 +13,6 @@ __all__ = [
     "adapter_of",
     "assemble",
     "chat_template",
+    "maker",
     "target_of",
 ]

@@ -22,7 +22,6 @@ from retrain.config.plugins import built_in_names
 from retrain.config.problems import keys_of, problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, PromptError
-from retrain.observe.callbacks import Callback
 from retrain.prompts import FilePrompts, ListPrompts, PromptSource
 from retrain.prompts.examples import Pairs
 from retrain.rewarding import NAMES, FunctionReward, RewardCalculator, Scorer, WeightedReward
@@ -47,23 +46,35 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
             return _failed
         return lambda: part
 
-    prompts = attempt(partial(_prompts, config.prompts, "prompts", config), given.prompts)
+    algorithm: Callable[[], Algorithm] = attempt(
+        partial(make, "algorithm", config.algorithm, "algorithm", config), given.algorithm
+    )
+
+    def rows_of(plugin: Plugin, where: str, source: PromptSource | None) -> PromptSource:
+        made: PromptSource = make("prompts", plugin, where, config) if source is None else source
+        if not len(made):
+            raise PromptError(
+                f"{where}: {type(made).__name__} is empty, expected at least one prompt"
+            )
+        return construct(where, lambda: algorithm().rows(made))
+
+    rows = attempt(lambda: rows_of(config.prompts, "prompts", given.prompts))
     held_out: Callable[[], PromptSource | None] = attempt(
-        partial(_eval_prompts, config), given.eval_prompts
+        lambda: (
+            None
+            if config.eval is None
+            else rows_of(config.eval.prompts, "eval.prompts", given.eval_prompts)
+        )
     )
     environment = attempt(partial(_environment, config), given.environment)
     scorer = attempt(partial(_scorer, config), given.scorer)
-    algorithm = attempt(partial(_algorithm, config), given.algorithm)
     options = attempt(partial(_options, config))
-    loggers = attempt(partial(_loggers, config))
+    loggers = [
+        attempt(partial(make, "logger", plugin, f"loggers.{index}", config))
+        for index, plugin in enumerate(config.loggers)
+    ]
     template = attempt(partial(chat_template, config), given.chat_template)
     attempt(partial(find_model, config.model, config.base_dir))
-    rows = attempt(lambda: _in_form(algorithm(), prompts(), "prompts"))
-    held_out_rows = attempt(
-        lambda: (
-            None if (made := held_out()) is None else _in_form(algorithm(), made, "eval.prompts")
-        )
-    )
     fit = attempt(
         lambda: check_compatible(algorithm(), options(), config, _class_made_by(environment()))
     )
@@ -74,7 +85,7 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
     return Parts(
         config,
         prompts=rows(),
-        eval_prompts=held_out_rows(),
+        eval_prompts=held_out(),
         environment=environment(),
         scorer=scorer(),
         algorithm=algorithm(),
@@ -84,13 +95,13 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
         options=options(),
         capabilities=capabilities,
         chat_template=template(),
-        loggers=loggers(),
+        loggers=tuple(logger() for logger in loggers),
         learner=given.learner or Learner(),
         warnings=(
             *warnings_about(config, loss, capabilities),
             *_dropped(rows()),
             *_unanswered(scorer(), rows(), "prompts"),
-            *_unanswered(scorer(), held_out_rows(), "eval.prompts"),
+            *_unanswered(scorer(), held_out(), "eval.prompts"),
         ),
     )
 
@@ -127,33 +138,10 @@ def _class_made_by(make: Callable[[], Environment]) -> type[Environment]:
     return getattr(make, "func", None) or type(make())
 
 
-def _in_form(algorithm: Algorithm, prompts: PromptSource, where: str) -> PromptSource:
-    """The rows in the form that the algorithm trains on; raises PromptError."""
-    return construct(where, lambda: algorithm.rows(prompts))
-
-
-def _eval_prompts(config: RunConfig) -> PromptSource | None:
-    return None if config.eval is None else _prompts(config.eval.prompts, "eval.prompts", config)
-
-
-def _prompts(plugin: Plugin, where: str, config: RunConfig) -> PromptSource:
-    source: PromptSource = make("prompts", plugin, where, config)
-    if not len(source):
-        raise PromptError(
-            f"{where}: {type(source).__name__} is empty, expected at least one prompt"
-        )
-    return source
-
-
 def _environment(config: RunConfig) -> partial[Environment]:
     made: partial[Environment] = maker("environment", config.environment, "environment", config)
     construct("environment", made)  # reports before the run what the constructor rejects
     return made
-
-
-def _algorithm(config: RunConfig) -> Algorithm:
-    algorithm: Algorithm = make("algorithm", config.algorithm, "algorithm", config)
-    return algorithm
 
 
 def chat_template(config: RunConfig) -> str:
@@ -168,13 +156,6 @@ def chat_template(config: RunConfig) -> str:
         raise ConfigError(f"{where}can't read {path}: {error}") from error
 
 
-def _loggers(config: RunConfig) -> tuple[Callback, ...]:
-    return tuple(
-        make("logger", plugin, f"loggers.{index}", config)
-        for index, plugin in enumerate(config.loggers)
-    )
-
-
 def _scorer(config: RunConfig) -> Scorer:
     parts: list[WeightedReward] = []
     problems: list[str] = []
@@ -183,21 +164,15 @@ def _scorer(config: RunConfig) -> Scorer:
             parts.append(_reward(reward, f"rewards.{index}", config))
         except ConfigError as error:
             problems += _lines(error)
-    names = [part.name for part in parts]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    problems += [f"rewards: {name!r} is the name of two: set `name` for one" for name in twice]
-    if "environment" in names:
+    if "environment" in [part.name for part in parts]:
         problems.append(
             "rewards: the name 'environment' is reserved for the reward of the environment's "
             "steps: set another `name`"
         )
     if problems:
         raise PluginError(*problems)
-    return Scorer(
-        parts,
-        deadline=config.deadlines.reward,
-        concurrency=config.rollout.reward_concurrency,
-    )
+    concurrency = config.rollout.reward_concurrency
+    return Scorer(parts, deadline=config.deadlines.reward, concurrency=concurrency)
 
 
 def _reward(reward: RewardConfig, where: str, config: RunConfig) -> WeightedReward:
@@ -230,27 +205,21 @@ def _function_reward(found: Any, reward: RewardConfig, where: str) -> FunctionRe
 
 def _options(config: RunConfig) -> AdapterOptions:
     found: type[AdapterOptions] = target_of("backend", config.backend, "backend", config)
+    keys = config.backend.arguments
     try:
-        return found.model_validate(config.backend.arguments)
+        return found.model_validate(keys)
     except ValidationError as error:
-        of_others = dict(_keys_of_other_backends(config, found))
-        problems = problems_of(error, found, of_others, "backend", keys_of(RunConfig))
-        raise PluginError(*of_others.values(), *problems) from None
-
-
-def _keys_of_other_backends(
-    config: RunConfig, chosen: type[AdapterOptions]
-) -> Iterator[tuple[str, str]]:
-    """The paths of keys that the chosen backend lacks but others have, and a message for each."""
-    others: dict[str, type[AdapterOptions]] = {
-        name: target_of("backend", Plugin(type=name), "backend", config)
-        for name in built_in_names("backend")
-    }
-    for key in sorted(set(config.backend.arguments) - set(chosen.model_fields)):
-        if not HOMES.get(key, "backend.").startswith("backend."):
-            continue  # a key of another section
-        owners = [name for name, options in others.items() if key in options.model_fields]
-        if owners:
-            path = f"backend.{key}"
-            there = f"not a key of {config.backend.type}, only of {' and '.join(owners)}"
-            yield path, f"{path}: {there}: remove it, or choose another backend.type"
+        others = [name for name in built_in_names("backend") if name != config.backend.type]
+        theirs: dict[str, list[str]] = {}  # the keys that only other backends have
+        for other in others:
+            kind = target_of("backend", Plugin(type=other), "backend", config)
+            for key in keys.keys() & kind.model_fields.keys() - found.model_fields.keys():
+                if HOMES.get(key, "backend.").startswith("backend."):  # else of another section
+                    theirs.setdefault(f"backend.{key}", []).append(other)
+        problems = [
+            f"{path}: not a key of {config.backend.type}, only of {' and '.join(owners)}: remove "
+            "it, or choose another backend.type"
+            for path, owners in sorted(theirs.items())
+        ]
+        problems += problems_of(error, found, theirs, "backend", keys_of(RunConfig))
+        raise PluginError(*problems) from None

@@ -6,8 +6,8 @@ Nothing here loads torch but `Parts.open_adapter`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
@@ -48,15 +48,6 @@ class Parts:
     """What is allowed, but worth a word at the start."""
     learner: Learner = field(default_factory=Learner)
     """Takes part in each step; by default the adapter trains on the batch."""
-
-    def in_form(self) -> Self:
-        """With the rows in the form that the algorithm trains on; raises PromptError."""
-        rows, held_out = self.algorithm.rows, self.eval_prompts
-        return replace(
-            self,
-            prompts=rows(self.prompts),
-            eval_prompts=None if held_out is None else rows(held_out),
-        )
 
     def resolved(self) -> RunConfig:
         """The config with what the backend and the algorithm add by default."""

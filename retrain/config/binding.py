@@ -1,4 +1,4 @@
-"""A constructor's signature as the schema of a plug-in's keys."""
+"""A constructor's signature as the schema of a plug-in's keys: a pydantic TypedDict."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, NotRequired, Required
 
-from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, PydanticUserError, Strict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from retrain.config.hints import unknown_key
-from retrain.config.problems import problems_of_value
+from retrain.config.problems import problems_of
 from retrain.errors import PluginError
 
-_EMPTY = inspect.Parameter.empty
-_SCALARS = (bool, int, float, str, type(None))
-_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", Path: "a path"}
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -42,64 +38,60 @@ def bind(
 
     Raises PluginError with every unknown, missing or wrongly typed key.
     """
-    parameters, hints, problems = parameters_of(target), _hints(target), list[str]()
-    settable = [name for name in parameters if name not in provided]
-    bound = {name: value for name, value in (given or {}).items() if name in parameters}
-    for key, value in arguments.items():
-        if key in settable:
-            bound[key] = _converted(hints.get(key, Any), value, f"{where}.{key}", problems)
-        elif takes_any_key(target) and key not in provided:
-            bound[key] = value
-        else:
-            problems += unknown_key(f"{where}.{key}", value, [*settable, *beside], known or {})
-    for name in settable:
-        if name not in bound and parameters[name].default is _EMPTY:
-            problems.append(f"{where}.{name}: missing; {_needs(target, hints.get(name), provided)}")
-    if problems:
-        raise PluginError(*problems)
-    return bound
-
-
-def _needs(target: Callable[..., Any], annotation: Any, provided: Collection[str]) -> str:
-    callee = getattr(target, "__name__", type(target).__name__)
-    others = f", in addition to what it is called with: {', '.join(provided)}" if provided else ""
-    return f"{callee} needs {_NAMES.get(annotation, 'a value')}{others}"
-
-
-def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters that can be passed by name."""
-    return {
-        parameter.name: parameter
-        for parameter in _signature(target)
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-
-
-def takes_any_key(target: Callable[..., Any]) -> bool:
-    """Whether `target` has a `**kwargs`."""
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _signature(target))
+    parameters = _signature(target)
+    before = {name: value for name, value in (given or {}).items() if name in parameters}
+    try:
+        keys = _keys(target, provided, given=before).validate_python(dict(arguments))
+    except ValidationError as error:
+        others = f", in addition to what it is called with: {', '.join(provided)}"
+        missing = f"{getattr(target, '__name__', target)} needs it{others if provided else ''}"
+        valid = [name for name in (*parameters, *beside) if name not in provided]
+        problems = problems_of(error, valid, prefix=where, known=known, missing=missing)
+        raise PluginError(*problems) from None
+    return {**before, **keys}
 
 
 def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> dict[str, Any]:
     """The JSON schema of the keys; their descriptions are the docstring's `Args:`."""
-    hints = _hints(target)
-    described = _descriptions(target)
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for name, parameter in parameters_of(target).items():
-        if name in provided:
+    schema = _keys(target, provided).json_schema()
+    return {key: schema[key] for key in ("properties", "required", "$defs") if key in schema}
+
+
+def _keys(
+    target: Callable[..., Any], provided: Collection[str], given: Collection[str] = ()
+) -> TypeAdapter[dict[str, Any]]:
+    """The keys that `target` takes, with those as optional that have a default or are given."""
+    described, fields, any_key = _descriptions(target), dict[str, Any](), False
+    for name, parameter in _signature(target).items():
+        any_key = any_key or parameter.kind is parameter.VAR_KEYWORD
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if name in provided or not named:
             continue
-        try:
-            properties[name] = TypeAdapter(hints.get(name, Any)).json_schema()
-        except PydanticUserError:
-            properties[name] = {}
-        if name in described:
-            properties[name]["description"] = described[name]
-        if parameter.default is _EMPTY:
-            required.append(name)
-        elif isinstance(parameter.default, str | int | float | bool):
-            properties[name]["default"] = parameter.default
-    return {"properties": properties, "required": required}
+        default = parameter.default
+        scalar = isinstance(default, str | int | float | bool)
+        field = Field(
+            description=described.get(name),
+            json_schema_extra={"default": default} if scalar else None,
+        )
+        kind: Any = Annotated[_checkable(parameter.annotation), field]
+        optional = name in given or default is not parameter.empty
+        fields[name] = NotRequired[kind] if optional else Required[kind]
+    keys = TypedDict("Keys", fields)  # type: ignore[misc]  # made of a signature
+    config = ConfigDict(extra="allow" if any_key else "forbid")
+    setattr(keys, "__pydantic_config__", config)  # noqa: B010 - mypy knows no such attribute
+    checked: TypeAdapter[dict[str, Any]] = TypeAdapter(keys)  # type: ignore[arg-type]  # of Keys
+    return checked
+
+
+def _checkable(annotation: Any) -> Any:
+    """The annotation, or Any where the constructor checks the value: for a class of the user's."""
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+        return Any
+    try:
+        TypeAdapter(annotation).json_schema()
+    except PydanticUserError:
+        return Any
+    return _strict(annotation)
 
 
 def _descriptions(target: Callable[..., Any]) -> dict[str, str]:
@@ -111,38 +103,18 @@ def _descriptions(target: Callable[..., Any]) -> dict[str, str]:
     return found
 
 
-def _signature(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    if inspect.isclass(target) and target.__init__ is object.__init__:
-        return iter(())
+def _signature(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters; without types if one can't be resolved, as if imported for type checkers."""
     try:
-        return iter(inspect.signature(target).parameters.values())
+        return inspect.signature(target, eval_str=True).parameters
+    except (NameError, AttributeError):
+        return inspect.signature(target).parameters
     except (ValueError, TypeError):
         raise PluginError(f"{target!r} has no signature: wrap it in a function") from None
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations; empty if one can't be resolved, such as an import under TYPE_CHECKING."""
-    function = target.__init__ if inspect.isclass(target) else target
-    try:
-        return typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):
-        return {}
-
-
-def _converted(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
-    """`value` as `annotation` says, scalars strictly: `true` or "3" is no int. Adds problems."""
-    try:
-        adapter = TypeAdapter(annotation)
-    except (PydanticSchemaGenerationError, PydanticUserError):
-        return value  # a class of the user's: its constructor checks it
-    try:
-        return adapter.validate_python(value, strict=_is_scalar(annotation))
-    except ValidationError as error:
-        problems += problems_of_value(error, where)
-        return value
-
-
-def _is_scalar(annotation: Any) -> bool:
+def _strict(annotation: Any) -> Any:
+    """The annotation, with its scalars strict: `true` or "3" is no integer."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return all(_is_scalar(part) for part in typing.get_args(annotation))
-    return annotation in _SCALARS
+        return typing.Union[tuple(map(_strict, typing.get_args(annotation)))]  # noqa: UP007
+    return Annotated[annotation, Strict()] if annotation in (bool, int, float, str) else annotation

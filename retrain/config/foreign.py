@@ -27,7 +27,6 @@ ADVICE: Mapping[str, str] = {
 _REWARDS = "rewards: a list of {type, weight, ...}"
 PATHS: Mapping[str, str] = {
     "algorithm.backend": "backend.type",
-    "algorithm.batch_size": "train.groups_per_step",
     "algorithm.name": "algorithm.type",
     "checkpointing.checkpoint_dir": "run_dir",
     "data.train_files": "prompts.path",
@@ -36,7 +35,6 @@ PATHS: Mapping[str, str] = {
     "environment.max_turns": "rollout.max_turns",
     "grpo.seed": "train.seed",
     "logger.backend": "loggers",
-    "model.loader": "backend.type",
     "model.name_or_path": "model",
     "model.path": "model",
     "policy.model_name": "model",
@@ -75,11 +73,9 @@ _SYNONYMS = {
     "backend.learning_rate": "learning_rate lr",
     "backend.lora": "lora_rank peft_config",
     "backend.max_grad_norm": "grad_clip_norm max_grad_norm",
-    "backend.micro_batch_rows": "micro_batch_size",
     "checkpoint.every": "save_period save_steps",
     "checkpoint.keep": "keep_top_k save_total_limit",
     "environment": "env",
-    "environment.type": "env_type",
     "environment.type, as path/file.py:Class": (
         "custom_rollout_worker_class_name custom_rollout_worker_module_path"
     ),
@@ -94,21 +90,14 @@ _SYNONYMS = {
     _REWARDS: "rollout_reward_configs step_reward_configs",
     "rollout.max_sequence_length": "max_sequence_length max_total_sequence_length",
     "rollout.max_turns": "max_rollout_turns",
-    "rollout.slots": "num_envs num_workers",
+    "rollout.slots": "num_workers",
     "run_dir": "checkpoint_dir output_dir",
-    "sampling.max_tokens": (
-        "max_completion_length max_new_tokens max_response_length max_tokens_per_generation "
-        "max_tokens_per_llm_turn"
-    ),
-    "staleness.max": "max_age max_trajectory_age_steps staleness_threshold",
-    "staleness.target": "async_mode",
-    "staleness.target (0 is synchronous)": "sync_mode",
+    "sampling.max_tokens": "max_completion_length max_new_tokens max_tokens_per_llm_turn",
+    "staleness.max": "max_trajectory_age_steps staleness_threshold",
     "the argument --resume": "resume resume_from_checkpoint",
     "train.groups_per_step": "batch_size num_prompts_per_step per_device_train_batch_size",
     "train.no_signal: refill": "use_dynamic_sampling",
-    "train.total_train_steps": (
-        "max_epochs max_num_steps max_steps max_train_steps num_train_epochs total_steps"
-    ),
+    "train.total_train_steps": "max_epochs max_num_steps max_steps num_train_epochs total_steps",
 }
 HOMES: Mapping[str, str] = {
     name: home for home, names in _SYNONYMS.items() for name in names.split()

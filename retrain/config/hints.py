@@ -23,29 +23,24 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
     `valid` are the keys at this place; `known` maps the last part of each key of the whole config
     to its dotted path.
     """
-    choices, name = list(valid), path.rpartition(".")[2]
+    section, _, name = path.rpartition(".")
+    here = {choice: f"{section}.{choice}".lstrip(".") for choice in valid}
     home = PATHS.get(path)
-    if home is None and HOMES.get(name) in [_beside(path, choice) for choice in choices]:
+    if home is None and HOMES.get(name) in here.values():
         home = HOMES[name]  # `backend.lr` is not a misspelt lr_scheduler
     if home is None:
         foreign = name in FOREIGN and isinstance(value, Mapping)
-        if near := None if foreign else _nearest(name, choices):
-            return [f"{path}: unknown key; did you mean {_beside(path, near)}?"]
+        if near := None if foreign else _nearest(name, list(here)):
+            return [f"{path}: unknown key; did you mean {here[near]}?"]
         if isinstance(value, Mapping) and value:
             inner = (unknown_key(f"{path}.{key}", value[key], (), known) for key in value)
             return [line for lines in inner for line in lines]
-    return [f"{path}: unknown key; {_advice(path, home, choices, known)}".removesuffix("; ")]
-
-
-def _advice(path: str, home: str | None, choices: Sequence[str], known: Mapping[str, str]) -> str:
-    name = path.rpartition(".")[2]
-    if name in ADVICE:
-        return ADVICE[name]
+    advice = f"; expected one of {', '.join(sorted(here))}" if here else ""
+    for near in difflib.get_close_matches(name, [*here, *known], n=1, cutoff=0.6):
+        advice = f"; did you mean {here.get(near) or known[near]}?"
     if home := home or _home(path, known):
-        return f"use {home}"
-    for near in difflib.get_close_matches(name, [*choices, *known], n=1, cutoff=0.6):
-        return f"did you mean {_beside(path, near) if near in choices else known[near]}?"
-    return f"expected one of {', '.join(sorted(choices))}" if choices else ""
+        advice = f"; use {home}"
+    return [f"{path}: unknown key{f'; {ADVICE[name]}' if name in ADVICE else advice}"]
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str | None:
@@ -83,7 +78,3 @@ def _home(path: str, known: Mapping[str, str]) -> str | None:
         if path.startswith(wrapper + "."):
             return section + path[len(wrapper) :]
     return None
-
-
-def _beside(path: str, name: str) -> str:
-    return f"{path.rpartition('.')[0]}.{name}".lstrip(".")

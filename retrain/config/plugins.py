@@ -126,8 +126,7 @@ def _member(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
     others = f"it defines {names}" if names else f"it defines no {base.__name__}"
     if value is None:
         raise PluginError(f"{where}: there is no {name} in {source}; {others}")
-    article = "an" if base.__name__[0] in "AEIOU" else "a"
-    raise PluginError(f"{where}: {name} in {source} is not {article} {base.__name__}; {others}")
+    raise PluginError(f"{where}: {name} in {source} is no {base.__name__}; {others}")
 
 
 def _only(kind: Kind, module: ModuleType, where: str) -> Any:
@@ -151,27 +150,25 @@ def _source(module: ModuleType) -> str:
 
 def _candidates(kind: Kind, module: ModuleType) -> dict[str, Any]:
     """The public plug-ins that the module itself defines, by name."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and _defined_in(value) == module.__name__ and kind.fits(value)
-    }
-
-
-def _defined_in(value: Any) -> str | None:
-    return getattr(getattr(value, "function", value), "__module__", None)  # @reward keeps it
+    found = {name: v for name, v in vars(module).items() if name[0] != "_" and kind.fits(v)}
+    own = {n: getattr(v, "function", v) for n, v in found.items()}  # @reward keeps the function
+    return {n: found[n] for n in own if getattr(own[n], "__module__", None) == module.__name__}
 
 
 def _import(name: str, where: str, base_dir: Path) -> ModuleType:
-    with _on_path(base_dir), _blamed(where, name):
+    folders = list(dict.fromkeys((str(base_dir), str(Path.cwd()))))
+    missing = [folder for folder in folders if folder not in sys.path]
+    sys.path[:0] = missing  # they stay on the path: plug-ins import lazily too
+    importlib.invalidate_caches()
+    with _blamed(where, name):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module exists, but one that it imports does not
-            folders = " or ".join(dict.fromkeys((str(base_dir), str(Path.cwd()))))
             raise PluginError(
-                f"{where}: there is no module {error.name}: install it, or put it into {folders}"
+                f"{where}: there is no module {error.name}: install it, or put it into "
+                f"{' or '.join(folders)}"
             ) from None
 
 
@@ -193,33 +190,19 @@ def _load_file(path: Path, where: str) -> ModuleType:
 
 
 def _load_package(name: str, folder: Path) -> None:
-    init = folder / "__init__.py"
-    if not init.exists():
-        module = ModuleType(name)
-        module.__path__ = [str(folder)]
-        sys.modules[name] = module
+    """Make `folder` a package; if it has an `__init__.py`, execute that."""
+    init, search = folder / "__init__.py", [str(folder)]
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=search)
+    if not init.exists() or spec is None or spec.loader is None:
+        sys.modules[name] = module = ModuleType(name)
+        module.__path__ = search
         return
-    spec = importlib.util.spec_from_file_location(
-        name, init, submodule_search_locations=[str(folder)]
-    )
-    if spec is None or spec.loader is None:
-        raise ImportError(f"can't load {init}")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
-
-
-@contextmanager
-def _on_path(base_dir: Path) -> Iterator[None]:
-    """The config's folder and the working folder stay on the path: plug-ins import lazily too."""
-    for folder in (str(Path.cwd()), str(base_dir)):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -10,20 +11,20 @@ from pydantic import BaseModel, ValidationError
 from retrain.config.hints import unknown_key
 from retrain.errors import shown
 
-_EXPECTED = {
-    "bool_type": "a boolean",
-    "dict_type": "a mapping",
+_NAMES = {
+    "bool": "a boolean",
+    "dict": "a mapping",
     "finite_number": "a finite number",
-    "float_type": "a number",
-    "frozen_set_type": "a list",
-    "int_from_float": "an integer",
-    "int_type": "an integer",
-    "list_type": "a list",
-    "model_type": "a mapping",
-    "path_type": "a path",
-    "string_type": "a string",
-    "tuple_type": "a list",
+    "float": "a number",
+    "frozen_set": "a list",
+    "int": "an integer",
+    "list": "a list",
+    "model": "a mapping",
+    "path": "a path",
+    "string": "a string",
+    "tuple": "a list",
 }
+"""The types in the names of pydantic's errors, such as int_type and int_parsing."""
 _LIMITS = {
     "greater_than": (">", "gt"),
     "greater_than_equal": (">=", "ge"),
@@ -38,56 +39,45 @@ _MISSING = {
 
 def problems_of(
     error: ValidationError,
-    model: type[BaseModel],
+    keys: type[BaseModel] | Sequence[str],
     ignored: Collection[str] = (),
     prefix: str = "",
     known: Mapping[str, str] | None = None,
+    missing: str = "it has no default",
 ) -> list[str]:
     """One line per problem, each with its dotted path below `prefix`; none for `ignored` paths.
 
-    `known` maps the names of further keys to their paths, in addition to those of `model`.
+    `keys` is the model that was validated, or the valid keys of a plug-in. `known` maps the names
+    of further keys to their paths. `missing` says who needs a missing key.
     """
-    names = {**keys_of(model, prefix), **(known or {})}
-    lines: list[str] = []
+    names = {**(keys_of(keys, prefix) if isinstance(keys, type) else {}), **(known or {})}
+    alike: dict[str, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
-        location: Sequence[int | str] = detail["loc"]
+        location = detail["loc"]
+        if not isinstance(keys, type):  # the other strings name the members of a union
+            location = (location[0], *(part for part in location[1:] if isinstance(part, int)))
         path = ".".join(map(str, (prefix, *location) if prefix else location))
         if not any(path == other or path.startswith(f"{other}.") for other in ignored):
-            value = _visible(detail["input"], path, ignored)
-            lines += _problem({**detail, "input": value}, path, _beside(model, location), names)
+            visible = {**detail, "input": _visible(detail["input"], path, ignored)}
+            alike.setdefault(path, []).append(visible)
+    lines: list[str] = []
+    for path, details in alike.items():
+        value, kind, location = details[0]["input"], details[0]["type"], details[0]["loc"]
+        if kind == "extra_forbidden":
+            lines += unknown_key(path, value, _beside(keys, location), names)
+        elif kind == "missing":
+            lines.append(f"{path}: missing; {_MISSING.get(str(location[-1]), missing)}")
+        elif kind == "value_error" and isinstance(value, Mapping):  # a validator of the section
+            lines.append(f"{path}: {details[0]['ctx']['error']}")
+        else:
+            expected = " or ".join(dict.fromkeys(map(_expected, details)))
+            lines.append(
+                f"{path}: got {_in_yaml(value)}, {expected.replace(' or expected', ' or')}"
+            )
+            if kind == "string_type" and isinstance(value, Mapping):
+                for key in value:
+                    lines += unknown_key(f"{path}.{key}", value[key], (), names)
     return lines
-
-
-def _problem(
-    detail: Mapping[str, Any], path: str, valid: Sequence[str], names: Mapping[str, str]
-) -> Iterator[str]:
-    value, kind, last = detail["input"], detail["type"], detail["loc"][-1:]
-    if kind == "extra_forbidden":
-        yield from unknown_key(path, value, valid, names)
-    elif kind == "missing":
-        yield f"{path}: missing; {_MISSING.get(str(last[0]), 'it has no default')}"
-    elif kind == "value_error" and isinstance(value, Mapping):  # a validator of the whole section
-        yield f"{path}: {detail['ctx']['error']}"
-    elif kind == "string_type" and isinstance(value, Mapping):
-        yield f"{path}: got a mapping, expected a string"
-        for key in value:
-            yield from unknown_key(f"{path}.{key}", value[key], (), names)
-    else:
-        yield f"{path}: got {_in_yaml(value)}, {_expected(detail)}"
-
-
-def problems_of_value(error: ValidationError, path: str) -> list[str]:
-    """The same for one value, checked against a type that may be a union."""
-    expected: dict[str, list[str]] = {}
-    got: dict[str, Any] = {}
-    for detail in error.errors(include_url=False):
-        inner = ".".join([path, *(str(part) for part in detail["loc"] if isinstance(part, int))])
-        got[inner] = detail["input"]
-        expected.setdefault(inner, []).append(_expected(detail).removeprefix("expected "))
-    return [
-        f"{inner}: got {_in_yaml(got[inner])}, expected {' or '.join(dict.fromkeys(words))}"
-        for inner, words in expected.items()
-    ]
 
 
 def _in_yaml(value: Any) -> str:
@@ -107,8 +97,8 @@ def _expected(detail: Mapping[str, Any]) -> str:
         sign, key = _LIMITS[kind]
         limit = context[key]
         return f"expected {'an integer' if isinstance(limit, int) else 'a number'} {sign} {limit:g}"
-    if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind]}"
+    if name := _NAMES.get(re.sub("_(type|parsing|from_float)$", "", kind)):
+        return f"expected {name}"
     if kind == "literal_error":
         return f"expected {context['expected']}"
     if kind == "value_error":
@@ -145,9 +135,11 @@ def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
             yield from _paths(inner, path)
 
 
-def _beside(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+def _beside(keys: type[BaseModel] | Sequence[str], location: Sequence[int | str]) -> Sequence[str]:
     """The valid keys at the place of `location`'s last part."""
-    here: type[BaseModel] | None = model
+    if not isinstance(keys, type):
+        return keys
+    here: type[BaseModel] | None = keys
     for part in location[:-1]:
         if isinstance(part, str) and here is not None and part in here.model_fields:
             here = _model_in(here.model_fields[part].annotation)

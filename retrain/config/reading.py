@@ -5,7 +5,7 @@ Both raise one ConfigError that lists every problem.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,21 @@ _NO_SECRETS = (
 def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Expand short forms: `environment: echo`, `rewards: exact`, `prompts: file.jsonl`."""
     full = dict(mapping)
-    for key, spell in _SHORT_FORMS.items():
-        if key in full:
-            full[key] = spell(full[key])
+    for key in full.keys() & {"algorithm", "backend", "environment"}:
+        full[key] = _typed(full[key])
+    for key in full.keys() & {"loggers", "rewards"}:
+        items = [full[key]] if isinstance(full[key], str | Mapping) else full[key]
+        full[key] = [_typed(item) for item in items] if isinstance(items, list) else items
+    if isinstance(backend := full.get("backend"), Mapping):
+        full["backend"] = {"type": "trl", **backend}
+    if isinstance(chat := full.get("chat"), str):
+        full["chat"] = {"template": chat}
+    if isinstance(sampling := full.get("sampling"), dict) and isinstance(sampling.get("stop"), str):
+        full["sampling"] = {**sampling, "stop": [sampling["stop"]]}
+    if "prompts" in full:
+        full["prompts"] = _prompts(full["prompts"])
+    if isinstance(held_out := full.get("eval"), dict) and "prompts" in held_out:
+        full["eval"] = {**held_out, "prompts": _prompts(held_out["prompts"])}
     return full
 
 
@@ -87,48 +99,10 @@ def _typed(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-def _backend(value: Any) -> Any:
-    return {"type": "trl", **value} if isinstance(value, Mapping) else _typed(value)
-
-
-def _template(value: Any) -> Any:
-    return {"template": value} if isinstance(value, str) else value
-
-
-def _listed(value: Any) -> Any:
-    items = [value] if isinstance(value, str | Mapping) else value
-    return [_typed(item) for item in items] if isinstance(items, list) else items
-
-
 def _prompts(value: Any) -> Any:
     if isinstance(value, str) and _is_file(value):
         return {"type": "file", "path": value}
     return {"type": "list", "rows": value} if isinstance(value, list) else _typed(value)
-
-
-def _held_out(value: Any) -> Any:
-    if not isinstance(value, dict) or "prompts" not in value:
-        return value
-    return {**value, "prompts": _prompts(value["prompts"])}
-
-
-def _sampling(value: Any) -> Any:
-    if not isinstance(value, dict) or not isinstance(value.get("stop"), str):
-        return value
-    return {**value, "stop": [value["stop"]]}
-
-
-_SHORT_FORMS: Mapping[str, Callable[[Any], Any]] = {
-    "algorithm": _typed,
-    "backend": _backend,
-    "chat": _template,
-    "environment": _typed,
-    "eval": _held_out,
-    "loggers": _listed,
-    "prompts": _prompts,
-    "rewards": _listed,
-    "sampling": _sampling,
-}
 
 
 def _is_file(text: str) -> bool:

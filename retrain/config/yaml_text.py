@@ -41,20 +41,15 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], Marks]:
     except FileNotFoundError:
         missing = broken_link(path) or f"file not found: {path}{neighbours(path)}"
         raise ConfigError(missing) from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder, expected a YAML file{neighbours(path)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: byte {error.start} can't be decoded") from None
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+        raise ConfigError(f"can't read {path}: {error.strerror}{neighbours(path)}") from None
     value, marks = parse_yaml(text, source=str(path))
-    if value is None:
-        raise ConfigError("the file is empty, expected at least `prompts`", source=str(path))
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"contains a {_kind(value)}, expected a mapping (`model: ...`, `prompts: ...`)",
-            source=str(path),
-        )
+        got = "the file is empty" if value is None else f"contains a {_kind(value)}"
+        wanted = "expected a mapping (`model: ...`, `prompts: ...`)"
+        raise ConfigError(f"{got}, {wanted}", source=str(path))
     return value, marks
 
 
@@ -156,6 +151,5 @@ def _walk(node: Any, path: str, marks: Marks, twice: list[str]) -> None:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, dict):
-        return "mapping"
-    return "list" if isinstance(value, list) else "string" if isinstance(value, str) else "value"
+    kinds = ((dict, "mapping"), (list, "list"), (str, "string"))
+    return next((word for kind, word in kinds if isinstance(value, kind)), "value")

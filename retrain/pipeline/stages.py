@@ -50,11 +50,12 @@ async def train(
     same model. `parts` replaces what the config's plug-ins would make. Raises ConfigError before
     any model loads, RunError when the run can't continue, CancelledError after a checkpoint.
     """
-    parts = (parts or assemble(config)).in_form()
+    parts = parts or assemble(config)
     hooks = Callbacks([*callbacks, *parts.loggers])
     opening = parts.open_adapter()  # reports a missing library before there is a run directory
     folder = config.run_dir or Path("runs") / (config.name or "run")
-    with RunDirectory.open(folder, parts.resolved(), resume=resume) as run_dir:
+    resolved = parts.resolved()
+    with RunDirectory.open(folder, resolved, resume=resume) as run_dir:
         run = Run(config, parts, run_dir, hooks)
         status: Status = "failed"
         failure: BaseException | None = None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from retrain.chat.tools import tools_of
 from retrain.errors import PromptError, shown
 from retrain.prompts.base import PromptSource, Row, parse_messages
+from retrain.prompts.sources.list import ListPrompts
 from retrain.types import Message
 
 T = TypeVar("T")
@@ -28,19 +29,13 @@ TOOLS = "tools"
 EQUAL = "chosen equals rejected"
 
 
-class _Examples(PromptSource):
+class _Examples(ListPrompts):
     """The rows of a source in one form."""
 
     def __init__(self, rows: Sequence[Row], dropped: Mapping[str, int]) -> None:
-        self._rows = rows
+        self._rows = [*rows]
         self.dropped = dropped
         """The number of dropped rows or prompts per reason."""
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> Row:
-        return self._rows[index]
 
 
 class Demonstrations(_Examples):
@@ -82,15 +77,22 @@ def demonstration(row: Row) -> Row:
     An answer is a string or a list of messages. Without an answer, the opening is what precedes the
     first assistant message. Raises ValueError if there is nothing to learn.
     """
-    said = _response(row)
-    if said is None:
-        first = _first_assistant(row)
-        opening, rest = row.messages[:first], _continuation(row.messages[first:], "messages")
+    said, opening = _response(row), row.messages
+    if said is not None:
+        answer = _continuation(said, "the answer")
     else:
-        opening, rest = row.messages, _continuation(said, "the answer")
+        roles = [message["role"] for message in row.messages]
+        if "assistant" not in roles:
+            raise ValueError(
+                f"has no assistant tokens, so there is nothing to learn; {_columns(row)}: add an "
+                "`answer` (or name its column by prompts.answer_column, in a trainer by "
+                "column_mapping), or a message with the role assistant"
+            )
+        first = roles.index("assistant")
+        opening, answer = opening[:first], _continuation(opening[first:], "messages")
     if not opening:
         raise ValueError("its first message is the assistant's, expected a message before it")
-    return Row(opening, (rest,), row.metadata)
+    return Row(opening, (answer,), row.metadata)
 
 
 def pair(row: Row) -> Row:
@@ -98,13 +100,19 @@ def pair(row: Row) -> Row:
 
     Raises ValueError if a column is missing or contains no answer.
     """
-    missing = [name for name in ("chosen", "rejected") if row.metadata.get(name) is None]
+    columns = ("chosen", "rejected")
+    missing = [name for name in columns if row.metadata.get(name) is None]
     if missing:
-        raise ValueError(_no_pair(row, missing))
-    answers = tuple(
-        _continuation(_after(row.messages, row.metadata[name]), name)
-        for name in ("chosen", "rejected")
-    )
+        text = f"has no {' and no '.join(missing)}; {_columns(row)}"
+        numbers = [str(n) for n, value in row.metadata.items() if type(value) in (int, float)]
+        if _response(row) is None or not numbers:
+            raise ValueError(f"{text}; expected prompt, chosen and rejected")
+        raise ValueError(
+            f"{text}. If it is a scored response, set algorithm.pair_by to one of "
+            f"{', '.join(numbers)} to pair the best response to each prompt with the worst"
+        )
+    said = [_after(row.messages, row.metadata[name]) for name in columns]
+    answers = tuple(map(_continuation, said, columns))
     return Row(row.messages, answers, row.metadata)
 
 
@@ -169,17 +177,6 @@ def _response(row: Row) -> Any:  # whatever the data set holds
     return row.answer if row.answer is not None else next(found, None)
 
 
-def _first_assistant(row: Row) -> int:
-    for index, message in enumerate(row.messages):
-        if message["role"] == "assistant":
-            return index
-    raise ValueError(
-        f"has no assistant tokens, so there is nothing to learn; {_columns(row)}: add an `answer` "
-        "(or name its column by prompts.answer_column, in a trainer by column_mapping), or a "
-        "message with the role assistant"
-    )
-
-
 def _continuation(said: Any, what: str) -> tuple[Message, ...]:
     """The messages of an answer up to its last assistant turn."""
     if isinstance(said, str):
@@ -209,18 +206,3 @@ def _after(opening: Sequence[Message], said: Any) -> Any:
 
 def _columns(row: Row) -> str:
     return f"its other columns are {', '.join(map(str, row.metadata)) or 'none'}"
-
-
-def _no_pair(row: Row, missing: Sequence[str]) -> str:
-    scores = [
-        str(name)
-        for name, value in row.metadata.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-    text = f"has no {' and no '.join(missing)}; {_columns(row)}"
-    if _response(row) is not None and scores:
-        return (
-            f"{text}. If it is a scored response, set algorithm.pair_by to one of "
-            f"{', '.join(scores)} to pair the best response to each prompt with the worst"
-        )
-    return f"{text}; expected prompt, chosen and rejected"

@@ -10,20 +10,17 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from retrain.errors import PromptError
 from retrain.prompts.base import Numbered
 
 Format = Literal["jsonl", "json", "csv", "txt", "parquet"]
 FORMATS: Mapping[str, Format] = {
-    ".csv": "csv",
-    ".json": "json",
-    ".jsonl": "jsonl",
     ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".txt": "txt",
+    **{f".{name}": name for name in get_args(Format)},
 }
+"""The formats by their file extensions."""
 
 
 def read_rows(path: Path, format: Format | None = None) -> list[Numbered]:
@@ -52,19 +49,28 @@ def _undecodable(path: Path) -> str:
 
 
 def _format_of(path: Path) -> Format:
-    if path.suffix.lower() not in FORMATS:
-        known = ", ".join(sorted(set(FORMATS.values())))
-        raise PromptError(
-            f"{path}: can't infer the format from the extension: set `format` to one of {known}"
-        )
-    return FORMATS[path.suffix.lower()]
+    if found := FORMATS.get(path.suffix.lower()):
+        return found
+    known = ", ".join(sorted(get_args(Format)))
+    raise PromptError(
+        f"{path}: can't infer the format from the extension: set `format` to one of {known}"
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file that are not blank, with their numbers."""
+    with path.open(encoding="utf-8-sig") as lines:
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _read_jsonl(path: Path) -> Iterator[Numbered]:
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"line {number}", _json(line.strip(), path, number)
+    for number, line in _lines(path):
+        yield f"line {number}", _json(line.strip(), path, number)
+
+
+def _read_txt(path: Path) -> Iterator[Numbered]:
+    for number, line in _lines(path):
+        yield f"line {number}", line.rstrip("\r\n")
 
 
 def _read_json(path: Path) -> Iterator[Numbered]:
@@ -102,23 +108,14 @@ def _read_csv(path: Path) -> Iterator[Numbered]:
             raise PromptError(f"{path}, line {reader.line_num}: invalid CSV: {error}") from None
 
 
-def _read_txt(path: Path) -> Iterator[Numbered]:
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"line {number}", line.rstrip("\r\n")
-
-
 def _read_parquet(path: Path) -> Iterator[Numbered]:
     try:
         arrow = import_module("pyarrow")
-        parquet = import_module("pyarrow.parquet")
+        rows = import_module("pyarrow.parquet").read_table(path).to_pylist()
     except ImportError:
         raise PromptError(
             f"{path}: parquet needs pyarrow, which is not installed: pip install pyarrow"
         ) from None
-    try:
-        rows = parquet.read_table(path).to_pylist()
     except arrow.ArrowException as error:
         raise PromptError(f"{path}: invalid parquet: {error}") from None
     yield from ((f"row {index}", row) for index, row in enumerate(rows))
