@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from retrain.algorithms.base import Credit
 from retrain.algorithms.functional import kl_estimates
 from retrain.errors import RunError, shown
 from retrain.losses import Normalisation, row_of, settings
-from retrain.types import Batch, Completion, Denominators, Group, Sample, Trajectory
+from retrain.types import Batch, Denominators, Group, Sample, Trajectory
 
 
 def fitting(
@@ -27,25 +28,17 @@ def fitting(
     Raises RunError otherwise.
     """
     expected = [len(group.trajectories) for group in groups]
-    try:
-        credits = list(returned)
-        lengths = [len(credit) for credit in credits]
-    except TypeError as error:
+    got: list[int] | None = None
+    with suppress(TypeError):
+        got = [len(credit) for credit in returned]
+    if got != expected:
+        lengths = "" if got is None else f" with the lengths {shown(got)}"
         raise RunError(
-            f"{owner}: advantages returned {shown(returned)}, expected one list per group, with "
-            "one entry per trajectory"
-        ) from error
-    if lengths != expected:
-        raise RunError(
-            f"{owner}: advantages returned {_lists(lengths)}, expected {_lists(expected)}: one "
-            "list per group, with one entry per trajectory"
+            f"{owner}: advantages returned {shown(returned)}{lengths}, expected one list per "
+            f"group, with one entry per trajectory: {len(groups)} lists with the lengths "
+            f"{shown(expected)}"
         )
-    return credits
-
-
-def _lists(lengths: Sequence[int]) -> str:
-    more = ", ..." if len(lengths) > 8 else ""
-    return f"{len(lengths)} lists of lengths {', '.join(map(str, lengths[:8]))}{more}"
+    return list(returned)
 
 
 def make_samples(
@@ -117,47 +110,24 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
             f"rollout {run_id} has {sampled} sampled tokens, but {len(advantages)} advantages; "
             "expected one number, or one per sampled token"
         )
-    made: list[_Segment] = []
+    # per sample: token ids, loss mask, log-probs, advantages, versions
+    made: list[tuple[list[int], list[int], list[float], list[float], list[int]]] = []
     used = 0
     for turn in trajectory.turns:
-        prompt, count = list(turn.prompt_ids), len(turn.completion.token_ids)
-        if not made or prompt[: len(made[-1].token_ids)] != made[-1].token_ids:
-            made.append(_Segment())
-        made[-1].extend(prompt, turn.completion, advantages[used : used + count])
+        prompt, completion = list(turn.prompt_ids), turn.completion
+        count = len(completion.token_ids)
+        if not made or prompt[: len(made[-1][0])] != made[-1][0]:
+            made.append(([], [], [], [], []))
+        ids, mask, logprobs, credits, versions = made[-1]
+        given = len(prompt) - len(ids)
+        ids[:] = [*prompt, *completion.token_ids]
+        mask += [0] * given + [1] * count
+        logprobs += [0.0] * given + list(completion.logprobs)
+        credits += [0.0] * given + advantages[used : used + count]
+        versions += [-1] * given + [completion.version] * count
         used += count
-    return [
-        Sample(
-            s.token_ids,
-            s.loss_mask,
-            s.logprobs,
-            s.advantages,
-            s.versions,
-            group_id=trajectory.prompt.id,
-            run_id=run_id,
-        )
-        for s in made
-        if any(s.loss_mask)
-    ]
-
-
-@dataclass(slots=True)
-class _Segment:
-    """A sample under construction."""
-
-    token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def extend(self, prompt: list[int], completion: Completion, advantages: list[float]) -> None:
-        """Append the prompt's new tokens, masked, and the completion's."""
-        given, sampled = len(prompt) - len(self.token_ids), len(completion.token_ids)
-        self.token_ids = [*prompt, *completion.token_ids]
-        self.loss_mask += [0] * given + [1] * sampled
-        self.logprobs += [0.0] * given + list(completion.logprobs)
-        self.advantages += [0.0] * given + advantages
-        self.versions += [-1] * given + [completion.version] * sampled
+    group_id = trajectory.prompt.id
+    return [Sample(*s, group_id=group_id, run_id=run_id) for s in made if any(s[1])]
 
 
 def normalised(batch: Batch, by: Normalisation, divisor: float = 1.0) -> Batch:

@@ -34,15 +34,15 @@ class ObservedRun:
         self, callbacks: Callbacks, rows: list[dict[str, float]], status: Any = "completed"
     ) -> TrainingResult:
         """Call every hook that a run of these steps would."""
-        await callbacks.on_train_begin(self)
+        await callbacks.call("on_train_begin", self)
         for row in rows:
             self.step = int(row["step"])
-            await callbacks.on_step_begin(self, self.step)
-            await callbacks.on_step_end(self, self.step, row)
+            await callbacks.call("on_step_begin", self, self.step)
+            await callbacks.call("on_step_end", self, self.step, row)
         result = TrainingResult(
             status, self.step, 1, self.run_dir.path, rows[-1] if rows else {}, rows
         )
-        await callbacks.on_train_end(self, result)
+        await callbacks.call("on_train_end", self, result)
         return result
 
 

@@ -60,20 +60,20 @@ async def test_hooks_run_in_order_each_with_metrics_of_its_own(run: ObservedRun)
     notes: list[Any] = []
     row = {"step": 1, "loss": 0.5}
     callbacks = Callbacks([NotingLater("a", notes), Noting("b", notes)])
-    await callbacks.on_step_end(run, 1, row)
+    await callbacks.call("on_step_end", run, 1, row)
     assert notes == [("a", 1, row), ("b", 1, row)]
     assert row == {"step": 1, "loss": 0.5}
     assert isinstance(notes[0][2]["step"], float)
 
 
 async def test_a_callback_may_ask_the_run_to_stop(run: ObservedRun) -> None:
-    await Callbacks([Stopping()]).on_step_end(run, 1, {"reward/mean": 0.75})
+    await Callbacks([Stopping()]).call("on_step_end", run, 1, {"reward/mean": 0.75})
     assert run.stopped
 
 
 async def test_an_exception_leaves_with_a_note_of_where_it_came_from(run: ObservedRun) -> None:
     with pytest.raises(KeyError) as caught:
-        await Callbacks([Raising()]).on_step_end(run, 1, {})
+        await Callbacks([Raising()]).call("on_step_end", run, 1, {})
     assert caught.value.__notes__ == ["raised by the callback Raising.on_step_end"]
 
 
@@ -82,8 +82,8 @@ async def test_every_callback_hears_of_the_end_and_the_first_error_is_raised(
 ) -> None:
     last = RaisingToo()
     with pytest.raises(ValueError, match="first"):
-        await Callbacks([Raising(), last]).on_train_end(
-            run, TrainingResult("completed", 0, 0, tmp_path)
+        await Callbacks([Raising(), last]).call(
+            "on_train_end", run, TrainingResult("completed", 0, 0, tmp_path)
         )
     assert last.called
 
@@ -91,9 +91,9 @@ async def test_every_callback_hears_of_the_end_and_the_first_error_is_raised(
 async def test_the_default_hooks_do_nothing(run: ObservedRun, tmp_path: Path) -> None:
     callbacks = Callbacks([Callback()])
     await run.play(callbacks, [{"step": 1}])
-    await callbacks.on_epoch_end(run, 1, {})
-    await callbacks.on_eval_end(run, 1, {})
-    await callbacks.on_checkpoint(run, 1, tmp_path)
+    await callbacks.call("on_epoch_end", run, 1, {})
+    await callbacks.call("on_eval_end", run, 1, {})
+    await callbacks.call("on_checkpoint", run, 1, tmp_path)
 
 
 def test_a_class_in_the_place_of_an_instance_is_refused() -> None:

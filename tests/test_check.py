@@ -143,7 +143,7 @@ async def test_calls_without_an_error_fit_the_tools_schema() -> None:
     assert all(finding.good for finding in await check_environment(Adder))
     assert {
         "2",
-        "arguments: missing a",
+        "arguments: 'a' is a required property",
         "there is no tool 'no_such_tool': the tools are add",
     } < seen
 

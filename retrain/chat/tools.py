@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
@@ -200,39 +200,8 @@ def _fault(name: str, arguments: Mapping[str, Any], tools: Sequence[ToolSpec]) -
 
 def _misfit(root: str, problem: ValidationError) -> str:
     """A problem that jsonschema found, in one line that begins with its path."""
-    return f"{root}{_steps(problem.absolute_path)}: {_reason(problem)}"
-
-
-def _steps(path: Iterable[str | int]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-
-
-def _reason(problem: ValidationError) -> str:
-    got: Any = problem.instance  # JSON values, as are the schema's
-    wanted: Any = problem.validator_value
-    match problem.validator:
-        case "required":
-            return f"missing {', '.join(name for name in wanted if name not in got)}"
-        case "additionalProperties" if wanted is False:
-            schema: Any = problem.schema
-            known = schema.get("properties", {})
-            unknown = ", ".join(name for name in got if name not in known)
-            return f"unknown {unknown}, expected {', '.join(known) or 'none'}"
-        case "type":
-            kinds = [wanted] if isinstance(wanted, str) else wanted
-            return f"got {_shown(got)}, expected {' or '.join(kinds)}"
-        case "enum":
-            return f"got {_shown(got)}, expected one of {', '.join(map(_shown, wanted))}"
-        case "anyOf" | "oneOf" if problem.context:
-            options = [f"{_steps(one.relative_path)} {_reason(one)}" for one in problem.context]
-            return "; or ".join(dict.fromkeys(option.strip() for option in options))
-        case _:
-            return _cut(problem.message)
-
-
-def _shown(value: object) -> str:
-    return _cut(json.dumps(value, ensure_ascii=False))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    options = problem.context or [problem]  # of anyOf and oneOf
+    reason = "; or ".join(dict.fromkeys(one.message for one in options))
+    if len(reason) > 200:  # the value is at the start, the reason at the end
+        reason = f"{reason[:95]} ... {reason[-95:]}"
+    return f"{root}{problem.json_path[1:]}: {reason}"

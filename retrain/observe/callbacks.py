@@ -22,11 +22,16 @@ from typing import Any, Literal, Protocol
 
 from retrain.config import RunConfig
 from retrain.errors import shown
+from retrain.observe.charts import known
 from retrain.observe.run_dir import RunDirectory
 from retrain.types import Metrics
 
 Status = Literal["completed", "solved", "interrupted", "failed"]
 """`solved`: all groups had the maximum reward before the last step."""
+Hook = Literal[
+    "on_train_begin", "on_step_begin", "on_step_end", "on_epoch_begin", "on_epoch_end",
+    "on_eval_end", "on_checkpoint", "on_train_end",
+]  # fmt: skip
 
 
 class Run(Protocol):
@@ -83,7 +88,7 @@ class TrainingResult:
 
 def tenths(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """Mean of `reward/mean` over the first and the last tenth of the steps (at least one)."""
-    rewards = [row["reward/mean"] for row in history if _known(row.get("reward/mean"))]
+    rewards = [row["reward/mean"] for row in history if known(row.get("reward/mean"))]
     if not rewards:
         return math.nan, math.nan
     length = max(1, len(rewards) // 10)
@@ -132,38 +137,29 @@ class Callbacks:
     """Calls callbacks in order; raises TypeError if one is a class or not a Callback."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        if not isinstance(callbacks, Sequence):
+            raise TypeError(
+                f"callbacks: got {shown(callbacks)}, expected a list of Callback instances"
+            )
         for callback in callbacks:
             _check(callback)
         self._callbacks = tuple(callbacks)
 
-    async def on_train_begin(self, trainer: Run) -> None:
-        await self._call("on_train_begin", trainer)
-
-    async def on_step_begin(self, trainer: Run, step: int) -> None:
-        await self._call("on_step_begin", trainer, step)
-
-    async def on_step_end(self, trainer: Run, step: int, metrics: Mapping[str, float]) -> None:
-        await self._call("on_step_end", trainer, step, metrics)
-
-    async def on_epoch_begin(self, trainer: Run, epoch: int) -> None:
-        await self._call("on_epoch_begin", trainer, epoch)
-
-    async def on_epoch_end(self, trainer: Run, epoch: int, metrics: Mapping[str, float]) -> None:
-        await self._call("on_epoch_end", trainer, epoch, metrics)
-
-    async def on_eval_end(self, trainer: Run, step: int, metrics: Mapping[str, float]) -> None:
-        await self._call("on_eval_end", trainer, step, metrics)
-
-    async def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
-        await self._call("on_checkpoint", trainer, step, path)
-
-    async def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
-        """Call every callback's `on_train_end`, then raise the first error."""
+    async def call(self, hook: Hook, *arguments: object) -> None:
+        """Call this hook of every callback; only `on_train_end` goes on after an error."""
         first: Exception | None = None
         for callback in self._callbacks:
             try:
-                await _invoke(callback, "on_train_end", trainer, result)
-            except Exception as error:  # noqa: BLE001 - raised below, once all have been called
+                returned = getattr(callback, hook)(*map(_own_copy, arguments))
+                if inspect.isawaitable(returned):
+                    await returned
+            except Exception as error:
+                note = "raised by the callback "
+                # A trainer's own callback calls those of its user: only the inner one is named.
+                if not any(known.startswith(note) for known in getattr(error, "__notes__", ())):
+                    error.add_note(f"{note}{type(callback).__name__}.{hook}")
+                if hook != "on_train_end":
+                    raise
                 first = first or error
         if first is not None:
             raise first
@@ -177,23 +173,6 @@ class Callbacks:
         for callback, entry in zip(self._callbacks, saved, strict=False):
             if entry["of"] == type(callback).__name__ and entry["state"]:
                 callback.load_state_dict(dict(entry["state"]))
-
-    async def _call(self, hook: str, *arguments: object) -> None:
-        for callback in self._callbacks:
-            await _invoke(callback, hook, *(_own_copy(argument) for argument in arguments))
-
-
-async def _invoke(callback: Callback, hook: str, *arguments: object) -> None:
-    try:
-        returned = getattr(callback, hook)(*arguments)
-        if inspect.isawaitable(returned):
-            await returned
-    except Exception as error:
-        note = "raised by the callback "
-        # A trainer's own callback calls those of its user: the inner one is named.
-        if not any(known.startswith(note) for known in getattr(error, "__notes__", ())):
-            error.add_note(f"{note}{type(callback).__name__}.{hook}")
-        raise
 
 
 def _own_copy(argument: object) -> object:
@@ -213,7 +192,3 @@ def _check(callback: object) -> None:
             f"callbacks: got {shown(callback)}, expected an instance of retrain.Callback; "
             "derive its class from Callback"
         )
-
-
-def _known(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)

@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from rich.console import Console as Terminal
-from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -80,7 +79,9 @@ class Console(Callback):
             self._say(fault)
         self._say(f"run directory: {near(trainer.run_dir.path)}")
         if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
-            self._live = Live(_Panel(self._progress), console=self._terminal, refresh_per_second=4)
+            self._live = Live(
+                console=self._terminal, refresh_per_second=4, get_renderable=self._progress.panel
+            )
             self._live.start()
 
     def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
@@ -113,10 +114,6 @@ class Console(Callback):
         self._say(self._progress.line())
 
     def _say(self, line: str, label_width: int = 0) -> None:
-        if not self._terminal.is_terminal:
-            self._stream.write(line + "\n")
-            self._stream.flush()
-            return
         text = Text(line)
         text.stylize("bold", 0, label_width)
         self._terminal.print(text, soft_wrap=True)
@@ -130,16 +127,6 @@ def _since(trainer: Run) -> str:
     return ", from the start: no checkpoint found" if trainer.run_dir.resumed else ""
 
 
-class _Panel:
-    """Redrawn at each refresh, so that the clocks run during a step."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def __rich__(self) -> RenderableType:
-        return self._progress.panel()
-
-
 class QuietStream:
     """A text stream that discards text, instead of raising, after its other end closed."""
 
@@ -148,33 +135,22 @@ class QuietStream:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
         self.gone = False
 
+    def __getattr__(self, name: str) -> Any:  # any: what the stream has, such as isatty and fileno
+        return getattr(self._stream, name)
+
     def write(self, text: str) -> int:
-        try:
-            self._try(lambda: self._stream.write(text))
-        except UnicodeEncodeError:  # the terminal can't show a character
-            known = text.encode(self.encoding, "replace").decode(self.encoding)
-            self._try(lambda: self._stream.write(known))
+        shown = text.encode(self.encoding, "replace").decode(self.encoding)
+        self._try(lambda: self._stream.write(shown))
         return len(text)
 
     def flush(self) -> None:
         self._try(self._stream.flush)
-
-    def isatty(self) -> bool:
-        try:
-            return self._stream.isatty()
-        except ValueError:  # closed
-            return False
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
 
     def _try(self, action: Callable[[], object]) -> None:
         if self.gone:
             return
         try:
             action()
-        except UnicodeEncodeError:
-            raise
         except (OSError, ValueError):  # a broken pipe; a closed file
             self.gone = True
             let_go(self._stream)

@@ -42,7 +42,7 @@ def fates(events: Sequence[Event]) -> Fates:
             case "issued":
                 found.issued.add(str(event.get("ticket")))
             case "rollout":
-                found.tokens[str(event.get("ticket"))] = _total(event.get("tokens"))
+                found.tokens[str(event.get("ticket"))] = int(event.get("tokens") or 0)
                 found.outcomes.update(event.get("outcomes") or ())
             case "dropped":
                 found.dropped[str(event.get("ticket"))] = str(event.get("cause", "unknown"))
@@ -108,14 +108,12 @@ Interval = tuple[float, float, str, str]
 
 
 def _spans(events: Sequence[Event], kind: str) -> list[Span]:
-    """(started, ended, event) in seconds since 1970; times of other clocks are shifted."""
-    found = []
-    for event in events:
-        if event["event"] == kind and event.get("started") and event.get("ended"):
-            started, ended = float(event["started"]), float(event["ended"])
-            shift = float(event["time"]) - ended if ended < 1e9 else 0.0
-            found.append((started + shift, ended + shift, event))
-    return found
+    """(started, ended, event) in seconds since 1970."""
+    return [
+        (float(event["started"]), float(event["ended"]), event)
+        for event in events
+        if event["event"] == kind and event.get("started") and event.get("ended")
+    ]
 
 
 def _lanes(intervals: Sequence[Interval]) -> list[list[Interval]]:
@@ -141,12 +139,8 @@ def _label(event: Event, found: Fates) -> str:
     return ", ".join(
         [
             f"ticket {ticket}",
-            f"{_total(event.get('tokens')):,} tokens",
+            f"{event.get('tokens') or 0:,} tokens",
             f"version {'-'.join(str(v) for v in versions[:: max(1, len(versions) - 1)])}",
             f"trained in step {step}" if step is not None else found.of(ticket),
         ]
     )
-
-
-def _total(tokens: Any) -> int:  # any: a number, or one per rollout
-    return int(sum(tokens) if isinstance(tokens, list) else tokens or 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -35,41 +34,43 @@ def bottleneck(
         )
     }
     shares["everything else"] = max(0.0, 1.0 - sum(shares.values()))
+    sentence, advice = _sentence_and_advice(shares, stage_seconds, target)
     return {
-        "sentence": _sentence(shares),
-        "advice": _advice(shares, stage_seconds, target),
+        "sentence": sentence,
+        "advice": advice,
         "shares": [{"name": name, "share": share} for name, share in shares.items()],
     }
 
 
-def _sentence(shares: Mapping[str, float]) -> str:
-    waited, published = shares["waiting for rollouts"], shares["publishing"]
-    if waited >= WAITING and waited >= published:
-        return f"The trainer waited for rollouts {waited:.0%} of the time: generation-bound."
-    if published >= WAITING:
-        return f"The trainer spent {published:.0%} of the time publishing weights: publish-bound."
-    if shares["everything else"] > shares["updating"]:
-        return (
-            f"{shares['everything else']:.0%} of a step is neither waiting, updating nor "
-            "publishing: look at callbacks, checkpoints and evaluation."
-        )
-    return f"The trainer was updating {shares['updating']:.0%} of the time: training-bound."
-
-
-def _advice(
+def _sentence_and_advice(
     shares: Mapping[str, float], stage_seconds: Mapping[str, float], target: int | None
-) -> str:
+) -> tuple[str, str]:
     waited, published = shares["waiting for rollouts"], shares["publishing"]
-    if max(waited, published) < WAITING:
-        shorter = "a faster backend or fewer tokens per step would shorten the run."
-        if not stage_seconds:  # a data set: nothing is generated
-            return shorter.capitalize()
+    updating, rest = shares["updating"], shares["everything else"]
+    if waited >= WAITING and waited >= published:
+        sentence = f"The trainer waited for rollouts {waited:.0%} of the time: generation-bound."
+        return sentence, _faster_rollouts(stage_seconds, target)
+    if published >= WAITING:
         return (
-            "Generation keeps up. A smaller staleness.target would cost little time and train on "
-            f"more recent rollouts; {shorter}"
+            f"The trainer spent {published:.0%} of the time publishing weights: publish-bound.",
+            "Publish LoRA weights instead of full weights, or make steps larger.",
         )
-    if published > waited:
-        return "Publish LoRA weights instead of full weights, or make steps larger."
+    sentence = f"The trainer was updating {updating:.0%} of the time: training-bound."
+    if rest > updating:
+        sentence = (
+            f"{rest:.0%} of a step is neither waiting, updating nor publishing: look at "
+            "callbacks, checkpoints and evaluation."
+        )
+    shorter = "a faster backend or fewer tokens per step would shorten the run."
+    if not stage_seconds:  # a data set: nothing is generated
+        return sentence, shorter.capitalize()
+    return sentence, (
+        "Generation keeps up. A smaller staleness.target would cost little time and train on "
+        f"more recent rollouts; {shorter}"
+    )
+
+
+def _faster_rollouts(stage_seconds: Mapping[str, float], target: int | None) -> str:
     spent = sum(stage_seconds.values())
     slowest = max(stage_seconds, key=lambda name: stage_seconds[name], default="sample")
     where = (
@@ -97,99 +98,62 @@ def findings(
     groups_per_step: int | None,
 ) -> list[str]:
     """Problems, each with what to do about it; empty if there are none."""
+    no_signal = [value for _, value in points(rows[-50:], "groups/zero_signal")]
+    flat = _share(sum(no_signal), len(no_signal) * (groups_per_step or 0))
+    failed = _share(outcomes.total() - outcomes["ok"], outcomes.total())
+    cut = _share(stop_reasons["length"] + stop_reasons["context"], stop_reasons.total())
+    tokens = {row["fate"]: row["tokens"] for row in wasted}
+    stale = _share(tokens.get("stale", 0), sum(tokens.values()))
+    gaps = [(abs(gap), step) for step, gap in points(rows, "kl/sampler_trainer")]
+    gap, step = max(gaps, default=(0.0, 0.0))
+    left = _entropy_left(rows)
     checks = (
         _nonfinite(rows),
-        _flat(rows, groups_per_step),
-        _failing(outcomes),
-        _truncated(stop_reasons),
-        _stale(wasted),
-        _mismatch(rows),
-        _collapse(rows),
+        flat >= 0.5
+        and f"{flat:.0%} of the latest groups had equal rewards, so no learning signal: the task "
+        "is solved, its prompts are too easy or too hard, or the groups are too small. "
+        "train.no_signal: refill replaces such groups.",
+        failed >= 0.05
+        and f"{failed:.0%} of the rollouts failed and were not trained: see the causes below.",
+        cut >= 0.2
+        and f"{cut:.0%} of the turns reached the maximum length: raise sampling.max_tokens, unless "
+        "the task is to reach it.",
+        stale >= 0.1
+        and f"{stale:.0%} of the sampled tokens were too stale to train on: raise staleness.max, "
+        "or lower staleness.target.",
+        gap >= 0.1
+        and f"The KL between sampler and trainer reached {gap:.2g} in step {step:.0f}: lower "
+        "staleness.max or the learning rate, and check the sampler's precision.",
+        left < 0.05
+        and f"Entropy fell to {left:.1%} of its first value: the model hardly explores any more, "
+        "which is fine if the task is solved.",
     )
-    return [finding for finding in checks if finding]
+    return [text for text in checks if isinstance(text, str)]
 
 
-def _nonfinite(rows: Sequence[Row]) -> str:
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _nonfinite(rows: Sequence[Row]) -> str | None:
     # the backend doesn't report a key that never has a value
     reported = {key for row in rows for key in row if known(row[key])}
     bad = [(r["step"], key) for r in rows for key in r.get("nonfinite") or () if key in reported]
     if not bad:
-        return ""
-    step, key = bad[0]
+        return None
     return (
-        f"{key} was NaN or infinite, first in step {step}: lower backend.learning_rate, or check "
-        "the rewards of that step."
+        f"{bad[0][1]} was NaN or infinite, first in step {bad[0][0]}: lower backend.learning_rate, "
+        "or check the rewards of that step."
     )
 
 
-def _flat(rows: Sequence[Row], groups_per_step: int | None) -> str:
-    flat = [value for _, value in points(rows[-50:], "groups/zero_signal")]
-    share = fmean(flat) / groups_per_step if flat and groups_per_step else 0.0
-    if share < 0.5:
-        return ""
-    return (
-        f"{share:.0%} of the latest groups had equal rewards, so no learning signal: the task is "
-        "solved, its prompts are too easy or too hard, or the groups are too small. "
-        "train.no_signal: refill replaces such groups."
-    )
-
-
-def _failing(outcomes: Counter[str]) -> str:
-    failed = outcomes.total() - outcomes["ok"]
-    if not outcomes.total() or failed / outcomes.total() < 0.05:
-        return ""
-    return (
-        f"{failed / outcomes.total():.0%} of the rollouts failed and were not trained: "
-        "see the causes below."
-    )
-
-
-def _truncated(stop_reasons: Counter[str]) -> str:
-    cut = stop_reasons["length"] + stop_reasons["context"]
-    if not stop_reasons.total() or cut / stop_reasons.total() < 0.2:
-        return ""
-    return (
-        f"{cut / stop_reasons.total():.0%} of the turns reached the maximum length: "
-        "raise sampling.max_tokens, unless the task is to reach it."
-    )
-
-
-def _stale(wasted: Sequence[Mapping[str, Any]]) -> str:
-    tokens = {row["fate"]: row["tokens"] for row in wasted}
-    share = tokens.get("stale", 0) / max(1, sum(tokens.values()))
-    if share < 0.1:
-        return ""
-    return (
-        f"{share:.0%} of the sampled tokens were too stale to train on: raise staleness.max, or "
-        "lower staleness.target."
-    )
-
-
-def _mismatch(rows: Sequence[Row]) -> str:
-    worst = max(
-        ((abs(value), step) for step, value in points(rows, "kl/sampler_trainer")),
-        default=(0.0, 0.0),
-    )
-    if worst[0] < 0.1:
-        return ""
-    return (
-        f"The KL between sampler and trainer reached {worst[0]:.2g} in step {worst[1]:.0f}: "
-        "lower staleness.max or the learning rate, and check the sampler's precision."
-    )
-
-
-def _collapse(rows: Sequence[Row]) -> str:
+def _entropy_left(rows: Sequence[Row]) -> float:
+    """The last tenth's mean entropy as a share of the first tenth's; 1.0 when it isn't known."""
     entropy = [value for _, value in points(rows, "entropy")]
     span = max(1, len(entropy) // 10)
     if len(entropy) < 20 or fmean(entropy[:span]) <= TINY:
-        return ""
-    left = fmean(entropy[-span:]) / fmean(entropy[:span])
-    if left >= 0.05 or math.isnan(left):
-        return ""
-    return (
-        f"Entropy fell to {left:.1%} of its first value: the model hardly explores any more, which "
-        "is fine if the task is solved."
-    )
+        return 1.0
+    return fmean(entropy[-span:]) / fmean(entropy[:span])
 
 
 def _sum(rows: Sequence[Row], key: str) -> float:

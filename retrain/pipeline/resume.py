@@ -42,7 +42,7 @@ async def checkpoint(run: Run) -> None:
     run.record.checkpoint(run.step, path)
     for old in run.checkpoints.prune(run.config.checkpoint.keep, run.evaluation.steps):
         await _forget(run, old)
-    await run.callbacks.on_checkpoint(run, run.step, path)
+    await run.callbacks.call("on_checkpoint", run, run.step, path)
 
 
 async def _forget(run: Run, old: Path) -> None:

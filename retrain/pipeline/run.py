@@ -78,7 +78,7 @@ class Run:
             self.slot,
             self.logprobs,
             self.mark_best,
-            partial(callbacks.on_eval_end, self),
+            partial(callbacks.call, "on_eval_end", self),
         )
         self._setups = asyncio.Semaphore(config.rollout.setup_concurrency)
 

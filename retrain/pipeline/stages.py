@@ -132,7 +132,7 @@ async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
         first = error
     try:
         run.record.report()
-        await run.callbacks.on_train_end(run, run.result(status))
+        await run.callbacks.call("on_train_end", run, run.result(status))
     except Exception as error:  # noqa: BLE001 - raised or noted below
         first = first or error
     if first is None:
@@ -145,7 +145,7 @@ async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
 
 async def drive(run: Run) -> Status:
     """Run the stages until the learner stops."""
-    await run.callbacks.on_train_begin(run)
+    await run.callbacks.call("on_train_begin", run)
     async with asyncio.TaskGroup() as stages:
         try:
             learner = stages.create_task(learn(run), name="learn")
@@ -239,17 +239,17 @@ async def step(run: Run) -> bool:
     )
     run.retire(groups)
     run.signal.step(groups, has_credit)
-    await run.callbacks.on_step_end(run, number, row)
+    await run.callbacks.call("on_step_end", run, number, row)
     for epoch in range(run.epochs(number - 1), run.epochs(number)):
-        await run.callbacks.on_epoch_end(run, epoch + 1, row)
+        await run.callbacks.call("on_epoch_end", run, epoch + 1, row)
     return True
 
 
 async def take(run: Run) -> list[Group] | None:
     """The groups of the next step, in the order of issue; None when the run stops."""
     if run.at_epoch_start:
-        await run.callbacks.on_epoch_begin(run, run.epochs(run.step) + 1)
-    await run.callbacks.on_step_begin(run, run.step + 1)
+        await run.callbacks.call("on_epoch_begin", run, run.epochs(run.step) + 1)
+    await run.callbacks.call("on_step_begin", run, run.step + 1)
     return None if run.stopping else await run.intake.take(run.version)
 
 

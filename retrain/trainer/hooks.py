@@ -74,42 +74,42 @@ class Hooks(Callback):
 
     async def on_train_begin(self, trainer: RunFace) -> None:
         self.run, self._loop = cast("Run", trainer), asyncio.get_running_loop()
-        await self._callbacks.on_train_begin(self._trainer)
+        await self._callbacks.call("on_train_begin", self._trainer)
 
     async def on_epoch_begin(self, trainer: RunFace, epoch: int) -> None:
-        await self._callbacks.on_epoch_begin(self._trainer, epoch)
+        await self._callbacks.call("on_epoch_begin", self._trainer, epoch)
 
     async def on_step_begin(self, trainer: RunFace, step: int) -> None:
         if self._gate is not None and self.run is not None:
             with self.run.watchdog.waiting():
                 await self._gate.permits.acquire()
-        await self._callbacks.on_step_begin(self._trainer, step)
+        await self._callbacks.call("on_step_begin", self._trainer, step)
 
     async def on_step_end(self, trainer: RunFace, step: int, metrics: Metrics) -> None:
         shown = self._shown(metrics)
-        await self._callbacks.on_step_end(self._trainer, step, shown)
+        await self._callbacks.call("on_step_end", self._trainer, step, shown)
         if self.saves:
             await self._save()
         if self._gate is not None:
             self._gate.done.put_nowait(shown)
 
     async def on_epoch_end(self, trainer: RunFace, epoch: int, metrics: Metrics) -> None:
-        await self._callbacks.on_epoch_end(self._trainer, epoch, self._shown(metrics))
+        await self._callbacks.call("on_epoch_end", self._trainer, epoch, self._shown(metrics))
 
     async def on_eval_end(self, trainer: RunFace, step: int, metrics: Metrics) -> None:
-        await self._callbacks.on_eval_end(self._trainer, step, metrics)
+        await self._callbacks.call("on_eval_end", self._trainer, step, metrics)
 
     async def on_checkpoint(self, trainer: RunFace, step: int, path: Path) -> None:
         self.progress = replace(self.progress, step=step, checkpoint=path)
         assert self.run is not None
         if self.run.config.eval is None:
             self._mark_best(self.run, step)
-        await self._callbacks.on_checkpoint(self._trainer, step, path)
+        await self._callbacks.call("on_checkpoint", self._trainer, step, path)
 
     async def on_train_end(self, trainer: RunFace, result: TrainingResult) -> None:
         if self.progress.checkpoint != self._began_from:
             await self._copy()
-        await self._callbacks.on_train_end(self._trainer, self.finished(result))
+        await self._callbacks.call("on_train_end", self._trainer, self.finished(result))
 
     def finished(self, result: TrainingResult) -> TrainingResult:
         """The result, with the metrics of the last step even if this run made no step."""
