@@ -200,4 +200,4 @@ def test_a_step_that_blocks_the_loop_is_named_and_the_command_ends(tmp_path: Pat
         check=False,
     )
     assert done.returncode == 1
-    assert "FAIL  the event loop has been blocked for 0.5 s by step (own.py:5)" in done.stdout
+    assert "FAIL  the event loop has been blocked for 0.5 s by Own.step (own.py:5)" in done.stdout

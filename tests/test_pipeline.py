@@ -486,15 +486,9 @@ def test_a_group_without_a_turn_has_no_oldest_version():
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (
-            lambda groups: [[0.0] * 4],
-            "returned 1 lists of lengths 4, expected 4 lists of",
-        ),
-        (
-            lambda groups: [[0.0]] * 4,
-            "returned 4 lists of lengths 1, 1, 1, 1, expected 4 lists of",
-        ),
-        (lambda groups: [0.0] * 4, "returned [0.0, 0.0, 0.0, 0.0], expected one list per group"),
+        (lambda groups: [[0.0] * 4], "[[0.0, 0.0, 0.0, 0.0]] with the lengths [4]"),
+        (lambda groups: [[0.0]] * 4, "[[0.0], [0.0], [0.0], [0.0]] with the lengths [1, 1, 1, 1]"),
+        (lambda groups: [0.0] * 4, "[0.0, 0.0, 0.0, 0.0]"),
     ],
 )
 async def test_advantages_that_dont_fit_are_told_with_their_algorithm(tmp_path, wrong, told):
@@ -505,4 +499,6 @@ async def test_advantages_that_dont_fit_are_told_with_their_algorithm(tmp_path, 
     config = mock_config(tmp_path)
     with pytest.raises(ExceptionGroup) as caught:
         await train(config, parts=replace(assemble(config), algorithm=Mine()))
-    assert caught.group_contains(RunError, match=re.escape(f"Mine: advantages {told}"))
+    expected = "expected one list per group, with one entry per trajectory: 4 lists with the "
+    text = f"Mine: advantages returned {told}, {expected}lengths [4, 4, 4, 4]"
+    assert caught.group_contains(RunError, match=re.escape(text))

@@ -49,7 +49,7 @@ def play(tmp_path, *, step=END, judge="return 1.0", steps=2, **deadlines):
 def test_p4_user_code_that_blocks_the_loop_is_named_and_the_process_ends(tmp_path):
     code, stderr, seconds = play(tmp_path, step="time.sleep(3600)", blocked=0.5)
     assert code == 1
-    assert "blocked for 0.5 s by step (main.py:11)" in stderr
+    assert "blocked for 0.5 s by Env.step (main.py:11)" in stderr
     assert "--resume" in stderr
     assert seconds < 30
     assert '"stalled"' in (tmp_path / "run" / "events.jsonl").read_text()

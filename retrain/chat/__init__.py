@@ -2,7 +2,4 @@
 
 from retrain.chat.conversation import Chat, Conversation
 
-__all__ = [
-    "Chat",
-    "Conversation",
-]
+__all__ = ["Chat", "Conversation"]

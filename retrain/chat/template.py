@@ -136,12 +136,10 @@ class Template:
         """Whether the template takes reasoning from a separate field and ignores its tags."""
         tagged = Message(role="assistant", content=f"<think>\n{_PROBE}\n</think>\n\nHi")
         apart = Message(role="assistant", content="Hi", reasoning_content=_PROBE)
-        try:
-            if _PROBE not in self.render([_ASK, apart], generation=False):
-                return False
-            return self.render([_ASK, tagged], generation=False).count("</think>") > 1
-        except UserCodeError:
-            return False
+        return (
+            _PROBE in self._tried([_ASK, apart])
+            and self._tried([_ASK, tagged]).count("</think>") > 1
+        )
 
     @cached_property
     def shows_calls(self) -> bool:
@@ -149,20 +147,14 @@ class Template:
         function = {"name": "probe", "arguments": {"probe": _PROBE}}
         call = {"id": "call00000", "type": "function", "function": function}
         reply = Message(role="assistant", content="", tool_calls=[call])
-        try:
-            return _PROBE in self.render([_ASK, reply], generation=False)
-        except UserCodeError:
-            return False
+        return _PROBE in self._tried([_ASK, reply])
 
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the tools reach the model; logs a warning if not."""
         parameters = {"type": "object", "properties": {}}
         function = {"name": _PROBE, "description": "A probe.", "parameters": parameters}
-        try:
-            shown = _PROBE in self.render([_ASK], [{"type": "function", "function": function}])
-        except UserCodeError:
-            shown = False
+        shown = _PROBE in self._tried([_ASK], [{"type": "function", "function": function}])
         if not shown:
             logger.warning(
                 "the chat template doesn't show tools to the model: describe them in the "
@@ -182,11 +174,21 @@ class Template:
         return [self._after_reply([other], generation=True) for other in others]
 
     def _after_reply(self, following: Sequence[Message], *, generation: bool) -> str:
-        try:
-            text = self.render([_ASK, _SAY, *following], generation=generation)
-        except UserCodeError:  # the template rejects this role
-            return ""
+        text = self._tried([_ASK, _SAY, *following], generation=generation)
         return text.rpartition(_PROBE)[2] if _PROBE in text else ""
+
+    def _tried(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation: bool = False,
+    ) -> str:
+        """The text of a conversation; empty if the template rejects it."""
+        try:
+            return self.render(messages, tools, generation=generation)
+        except UserCodeError:
+            return ""
 
 
 def reasoning_opener(text: str) -> str:

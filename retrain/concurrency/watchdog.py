@@ -164,24 +164,19 @@ def _chain(task: asyncio.Task[object]) -> str:
         if frame is not None:
             frames.append(frame)
         awaited = getattr(awaited, "cr_await", None)
-    own = [f for f in frames if not f.f_code.co_filename.startswith(OWN)]
-    chosen = (own or frames)[-1:]
-    return (
-        _spot(chosen[0].f_code.co_filename, chosen[0].f_lineno, chosen[0].f_code.co_qualname)
-        if chosen
-        else "its end"
-    )
+    return _spot(frames) or "its end"
 
 
 def _place(frame: FrameType | None) -> str:
     """The innermost frame of a stack outside retrain and the standard library, or else any."""
-    if frame is None:
-        return "unknown code"
-    stack = traceback.extract_stack(frame)
-    own = [entry for entry in stack if not entry.filename.startswith(OWN)]
-    entry = (own or list(stack))[-1]
-    return _spot(entry.filename, entry.lineno or 0, entry.name)
+    frames = [] if frame is None else [f for f, _ in traceback.walk_stack(frame)]
+    return _spot(frames[::-1]) or "unknown code"
 
 
-def _spot(filename: str, line: int, name: str) -> str:
-    return f"{name} ({Path(filename).name}:{line})"
+def _spot(frames: list[FrameType]) -> str:
+    """The last of the frames in user code, or else of all; empty without a frame."""
+    own = [f for f in frames if not f.f_code.co_filename.startswith(OWN)]
+    for frame in (own or frames)[-1:]:
+        code = frame.f_code
+        return f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
+    return ""

@@ -19,7 +19,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -140,18 +140,13 @@ class RunDirectory:
             journal.sync()
 
     def close(self) -> None:
-        """Flush, close and unlock, then raise the first RunError."""
-        first: RunError | None = None
-        for journal in self._journals:
-            try:
-                journal.close()
-            except RunError as error:
-                first = first or error
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-        if first is not None:
-            raise first
+        """Flush, close and unlock, whatever fails; then raise that RunError."""
+        with ExitStack() as closing:
+            if self._lock >= 0:
+                closing.callback(os.close, self._lock)
+                self._lock = -1
+            for journal in self._journals:
+                closing.callback(journal.close)
 
     def __enter__(self) -> Self:
         return self

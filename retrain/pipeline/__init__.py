@@ -2,6 +2,4 @@
 
 from retrain.pipeline.stages import train
 
-__all__ = [
-    "train",
-]
+__all__ = ["train"]

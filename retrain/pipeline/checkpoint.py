@@ -1,7 +1,7 @@
 """Checkpoints: one folder each, written whole or not at all (promise P2).
 
-`write` fills a temporary folder, syncs every file, writes the manifest (size and digest of each
-file) last and renames the folder. `newest` skips and lists folders whose manifest is missing or
+`write` fills a temporary folder, writes the manifest (size and digest of each file) last, syncs
+every file and renames the folder. `newest` skips and lists folders whose manifest is missing or
 doesn't match. `best` is a link to the checkpoint with the best evaluation, which is never pruned;
 on a disk without links it is a text file that holds the name.
 """
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -66,18 +66,11 @@ class Checkpoints:
 
         Raises CheckpointError when the disk fails; older checkpoints stay as they are.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        target, temporary = self.path(step), self.folder / f".step_{step}.partial"
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
+        target = self.path(step)
+        with _partial(target) as temporary:
             temporary.mkdir()
             checkpoint = await fill(temporary)
             await self._disk.run(partial(_seal, checkpoint, temporary, target))
-        except Exception as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise
-            raise CheckpointError(f"can't write the checkpoint of step {step}: {error}") from error
         self.saved = step
         return target
 
@@ -174,19 +167,9 @@ def copy(source: Path, target: Path) -> None:
     verified(source)
     if target.exists() and not (target / MANIFEST).exists() and not _is_empty(target):
         raise FileExistsError(f"{target} exists and is no checkpoint. Choose another folder.")
-    temporary = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+    with _partial(target) as temporary:
         shutil.copytree(source, temporary)
-        for path in [*temporary.rglob("*"), temporary]:
-            _sync(path)
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        _sync(target.parent)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"can't write the checkpoint {target}: {error}") from error
+        _put(temporary, target)
 
 
 MODEL = ("model", "backend.type", "backend.lora")
@@ -234,12 +217,8 @@ def group_to_json(group: Group) -> dict[str, Any]:
             "info": plain(trajectory.info),  # an environment may put anything there
             "messages": plain(list(trajectory.messages)),
             "turns": [
-                {
-                    "prompt_ids": list(turn.prompt_ids),
-                    "completion": asdict(turn.completion),
-                    "observation": plain(list(turn.observation)),
-                }
-                for turn in trajectory.turns
+                [list(t.prompt_ids), asdict(t.completion), plain(list(t.observation))]
+                for t in trajectory.turns
             ],
         }
         for trajectory in group.trajectories
@@ -253,27 +232,45 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
     trajectories = []
     for row in saved["trajectories"]:
         turns = [
-            Turn(turn["prompt_ids"], Completion(**turn["completion"]), turn["observation"])
-            for turn in row["turns"]
+            Turn(prompt_ids, Completion(**completion), observation)
+            for prompt_ids, completion, observation in row["turns"]
         ]
         trajectories.append(Trajectory(prompt, **{**row, "turns": turns}))
     return Group(prompt, trajectories)
 
 
+@contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    """The temporary folder of `target`; raises CheckpointError when the disk fails."""
+    temporary = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        yield temporary
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"can't write the checkpoint {target}: {error}") from error
+        raise
+
+
 def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
-    """Write the run state, sync every file, write the manifest over them, then rename."""
+    """Write the run state, then the manifest over all files, and put the folder into place."""
     state = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
     (folder / RUN_STATE).write_text(json.dumps(state, default=repr))
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    entries = {}
-    for path in files:
-        entries[path.relative_to(folder).as_posix()] = [path.stat().st_size, _digest(path)]
+    entries = {
+        path.relative_to(folder).as_posix(): [path.stat().st_size, _digest(path)]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": entries}))
+    _put(folder, target)
+
+
+def _put(folder: Path, target: Path) -> None:
+    """Sync all that `folder` holds, then rename it to `target`, which is replaced."""
+    for path in [*folder.rglob("*"), folder]:
         _sync(path)
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, "files": entries}))
-    _sync(manifest)
-    for directory in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
-        _sync(directory)
     shutil.rmtree(target, ignore_errors=True)  # an incomplete one of a run that was killed
     folder.rename(target)
     _sync(target.parent)

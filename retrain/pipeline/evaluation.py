@@ -14,6 +14,7 @@ from statistics import fmean
 from retrain.assembly import Parts
 from retrain.batching import segments
 from retrain.config import EvalConfig, RunConfig
+from retrain.losses import FLOATS
 from retrain.pipeline.recorder import Recorder
 from retrain.prompts import PromptSource
 from retrain.rollout import Playback, Slot
@@ -85,7 +86,7 @@ class Evaluation:
         self.steps.discard(step)
         self.write_row()  # of the previous evaluation, if no step followed it
         self._row = metrics
-        self.record.evaluated(metrics)
+        self.record.event("eval", **metrics)
         await self.announce(step, metrics)
 
     async def _measure(self, step: int) -> Metrics:
@@ -163,7 +164,7 @@ async def held_out_loss(
         else:
             reference = await _assistant_logprobs(samples, score, reference=True)
             margins = _margins(logprobs, reference)
-            losses += [_softplus(-beta * margin) for margin in margins]
+            losses += [-FLOATS.logsigmoid(beta * margin) for margin in margins]
             right += sum(margin > 0 for margin in margins)
     if not losses:
         return {"eval/rows/failed": failed}
@@ -192,7 +193,3 @@ def _margins(
         math.fsum(now) - math.fsum(then) for now, then in zip(logprobs, reference, strict=True)
     ]
     return [chosen - rejected for chosen, rejected in zip(gains[::2], gains[1::2], strict=True)]
-
-
-def _softplus(x: float) -> float:
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

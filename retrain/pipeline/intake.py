@@ -64,7 +64,8 @@ class Intake:
                 continue
             refills -= cause == "no_signal"
             self._drop(group, cause)
-            self._check_failures()
+            if cause == "failed":
+                self._count_failure(group)
         rank = {ticket: index for index, ticket in enumerate(self._ledger.open)}
         return [chosen[ticket] for ticket in sorted(chosen, key=rank.__getitem__)]
 
@@ -97,7 +98,6 @@ class Intake:
         """The cause why a group can't be trained; None when it can."""
         scored = group.scored
         if not scored:
-            self._count_failure(group)
             return "failed"
         self.failed_in_a_row = 0
         oldest = group.oldest_version
@@ -112,8 +112,6 @@ class Intake:
         if self.failed_in_a_row == 0:
             self._first_error = str(group.trajectories[0].info.get("error", "unknown cause"))
         self.failed_in_a_row += 1
-
-    def _check_failures(self) -> None:
         if self.failed_in_a_row >= self._train.max_failed_groups:
             raise NoSignalError(
                 f"{self.failed_in_a_row} groups in a row had no scored rollout "

@@ -1,7 +1,7 @@
 """The only writer of the events, rows and counters of a run.
 
 Each method writes one kind of event to events.jsonl, together with its row of metrics.jsonl or
-rollouts.jsonl and its counters.
+rollouts.jsonl and its counters. `event` writes the kinds that have nothing but the event.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Recorder:
 
     def __init__(self, run_dir: RunDirectory, algorithm: Algorithm) -> None:
         self.run_dir = run_dir
+        self.event = run_dir.event
         self.history: list[Metrics] = []
         """The rows of all steps, in order."""
         self._sampled = algorithm.source == "rollouts"
@@ -35,13 +36,10 @@ class Recorder:
 
     # --- groups
 
-    def issued(self, ticket: Ticket) -> None:
-        self.run_dir.event("issued", ticket=str(ticket))
-
     def played(self, group: Group, started: float) -> None:
         """A group was played and scored. For an example, only the outcome is written."""
         trajectories, ticket = group.trajectories, group.prompt.id
-        self.run_dir.event(
+        self.event(
             "rollout" if self._sampled else "example",
             ticket=ticket,
             started=started,
@@ -54,29 +52,26 @@ class Recorder:
         if not self._sampled:
             self.run_dir.count(group)
             return
-        self.run_dir.event("scored", ticket=ticket, rewards=[t.reward for t in trajectories])
+        self.event("scored", ticket=ticket, rewards=[t.reward for t in trajectories])
         self.run_dir.rollouts(group)
 
     def dropped(self, group: Group, cause: str, again: Ticket | None) -> None:
         """A group is not trained; `again` is the new ticket of its prompt if it is reissued."""
         self.meter.group(group, cause)
         reissued = {} if again is None else {"again": str(again)}
-        self.run_dir.event("dropped", ticket=group.prompt.id, cause=cause, **reissued)
+        self.event("dropped", ticket=group.prompt.id, cause=cause, **reissued)
 
     # --- steps
 
     def batch(self, step: int, tickets: Sequence[str], batch: Batch) -> None:
         samples, tokens = len(batch.samples), batch.denominators.tokens
-        self.run_dir.event("batch", step=step, tickets=tickets, samples=samples, tokens=tokens)
+        self.event("batch", step=step, tickets=tickets, samples=samples, tokens=tokens)
         self.meter.lap("wait_for_batch")
 
     def update(self, step: int, tickets: Sequence[str], loss: float | None, started: float) -> None:
         times = {"started": started, "ended": time.time()}
-        self.run_dir.event("update", step=step, **times, tickets=tickets, loss=loss)
+        self.event("update", step=step, **times, tickets=tickets, loss=loss)
         self.meter.lap("update")
-
-    def publish(self, version: int, started: float) -> None:
-        self.run_dir.event("publish", version=version, started=started, ended=time.time())
 
     def step(
         self,
@@ -103,9 +98,6 @@ class Recorder:
             self.run_dir.rollouts(group, step=step)
         self.progress()
 
-    def evaluated(self, metrics: Metrics) -> None:
-        self.run_dir.event("eval", **metrics)
-
     def evaluation_row(self, metrics: Metrics) -> None:
         """A separate row for an evaluation that no step followed."""
         if self.history:
@@ -115,22 +107,14 @@ class Recorder:
 
     # --- checkpoints
 
-    def snapshot(self, step: int) -> None:
-        """The state that the checkpoint of `step` holds was taken."""
-        self.run_dir.event("snapshot", step=step)
-
     def checkpoint(self, step: int, path: Path) -> None:
-        self.run_dir.event("checkpoint", step=step, path=str(path))
+        self.event("checkpoint", step=step, path=str(path))
         self.run_dir.flush()
 
     def incomplete(self, checkpoint: str) -> None:
         """A resume skipped an incomplete checkpoint."""
-        self.run_dir.event("torn", checkpoint=checkpoint)
+        self.event("torn", checkpoint=checkpoint)
         self.fault(f"skipped the incomplete checkpoint {checkpoint}")
-
-    def resumed(self, step: int, **fields: object) -> None:
-        """The run continues after `step`."""
-        self.run_dir.event("resumed", from_step=step, **fields)
 
     def reread(self, step: int, changed: list[str]) -> None:
         """Read the history up to `step` from the files; `changed` are the changed config keys."""
@@ -141,14 +125,11 @@ class Recorder:
 
     def fault(self, error: str) -> None:
         """Something failed that affects no rollout, such as the `close` of an environment."""
-        self.run_dir.event("fault", error=error)
+        self.event("fault", error=error)
         self.run_dir.tally.errors[error] += 1
 
-    def export(self, model: Path | str | None) -> None:
-        self.run_dir.event("export", path=None if model is None else str(model))
-
     def end(self, status: str, step: int) -> None:
-        self.run_dir.event("end", status=status, step=step)
+        self.event("end", status=status, step=step)
         self.run_dir.flush()
 
     def report(self) -> None:
@@ -160,7 +141,7 @@ class Recorder:
 
     def last_words(self, message: str) -> None:
         """The watchdog is about to end the process, and calls this in its thread."""
-        self.run_dir.event("stalled", message=message)
+        self.event("stalled", message=message)
         self.run_dir.flush()
         sys.stderr.write(f"retrain: {message}. Continue {self.run_dir.path} with --resume.\n")
         sys.stderr.flush()

@@ -7,7 +7,6 @@ the weights belongs to the next checkpoint.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,6 @@ from retrain.pipeline.checkpoint import (
     verified,
 )
 from retrain.pipeline.run import Run
-from retrain.pipeline.signal import finite
 
 
 async def checkpoint(run: Run) -> None:
@@ -59,7 +57,7 @@ async def _fill(run: Run, folder: Path) -> Checkpoint:
     """Take the state of the run, then let the adapter save into `folder`."""
     run.intake.drain()
     finished = (*run.intake.held.values(), *run.kept.values())
-    run.record.snapshot(run.step)
+    run.record.event("snapshot", step=run.step)
     taken = Checkpoint(
         step=run.step,
         version=run.version,
@@ -68,7 +66,7 @@ async def _fill(run: Run, folder: Path) -> Checkpoint:
         adapter={},
         counters={
             **run.signal.state(),
-            "best_reward": finite(run.evaluation.best),
+            "best_reward": run.evaluation.best,
             "failed_in_a_row": run.intake.failed_in_a_row,
             "data_since": run.data_since,
             "rows": len(run.parts.prompts),
@@ -89,7 +87,7 @@ async def restore(run: Run) -> None:
     for skipped in run.checkpoints.torn:
         run.record.incomplete(skipped)
     if found is None:
-        run.record.resumed(0)
+        run.record.event("resumed", from_step=0)
         return
     path, saved = found
     if problem := changed_run(saved.config, run.config):
@@ -117,7 +115,7 @@ async def begin_from(run: Run, path: Path) -> None:
     await _load(run, path, saved)
     if changes(saved.config, run.config, DATA):
         run.data_since = run.step
-        run.record.resumed(run.step, checkpoint=str(path))
+        run.record.event("resumed", from_step=run.step, checkpoint=str(path))
         return
     _take_up(run, saved, [] if changes(saved.config, run.config, SCORING) else saved.groups)
 
@@ -141,6 +139,5 @@ def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -
     run.data_since = saved.counters.get("data_since", 0)
     run.signal.restore(saved.counters)
     run.intake.failed_in_a_row = saved.counters["failed_in_a_row"]
-    best = saved.counters["best_reward"]
-    run.evaluation.best = -math.inf if best is None else best
-    run.record.resumed(run.step, changed=run.run_dir.changed)
+    run.evaluation.best = saved.counters["best_reward"]
+    run.record.event("resumed", from_step=run.step, changed=run.run_dir.changed)

@@ -47,16 +47,8 @@ class Signal:
         self.solved = True
 
     def state(self) -> dict[str, Any]:
-        top, bottom = finite(self._top), finite(self._bottom)
-        return {"flat_steps": self._flat_steps, "top": top, "bottom": bottom}
+        return {"flat_steps": self._flat_steps, "top": self._top, "bottom": self._bottom}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._flat_steps = state["flat_steps"]
-        self._top = -math.inf if state["top"] is None else state["top"]
-        bottom = state.get("bottom")  # older checkpoints have none
-        self._bottom = math.inf if bottom is None else bottom
-
-
-def finite(value: float) -> float | None:
-    """`value`, or None where it is infinite or NaN, which JSON can't express."""
-    return value if math.isfinite(value) else None
+        self._top, self._bottom = state["top"], state["bottom"]

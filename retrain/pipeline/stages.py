@@ -175,7 +175,7 @@ async def feed(run: Run) -> None:
         if ticket in run.kept:
             await run.done.put(run.kept.pop(ticket))
             continue
-        run.record.issued(ticket)
+        run.record.event("issued", ticket=str(ticket))
         await run.todo.put(run.parts.prompts.prompt(ticket))
 
 
@@ -213,7 +213,7 @@ async def learn(run: Run) -> None:
     await checkpoint(run)
     export = run.adapter.export(run.run_dir.path / "final")
     run.model = await run.within("export", export, limit="checkpoint")
-    run.record.export(run.model)
+    run.record.event("export", path=None if run.model is None else str(run.model))
 
 
 async def step(run: Run) -> bool:
@@ -294,7 +294,7 @@ async def publish(run: Run) -> None:
     """Make the sampler serve the updated weights."""
     started = time.time()
     run.version = await run.within("publish", run.adapter.publish())
-    run.record.publish(run.version, started)
+    run.record.event("publish", version=run.version, started=started, ended=time.time())
 
 
 async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:

@@ -4,8 +4,4 @@ from retrain.rollout.group import Rollouts
 from retrain.rollout.playback import Playback
 from retrain.rollout.slot import Slot
 
-__all__ = [
-    "Playback",
-    "Rollouts",
-    "Slot",
-]
+__all__ = ["Playback", "Rollouts", "Slot"]
