@@ -128,11 +128,12 @@ class RemoteOptions(AdapterOptions):
         """A missing library of the local service, or a wrong url or key."""
         if self.url == "local":
             missing = ", ".join(name for name in LOCAL_NEEDS if find_spec(name) is None)
-            problem = (
+            if not missing:
+                return []
+            return [
                 f"backend.url: local needs what is not installed ({missing}): "
                 f"{install_command('service')}, or set the url of a service"
-            )
-            return [problem] if missing else []
+            ]
         if self.url != "hosted":
             found = _raised_by(checked_url, self.url, ", `local` or `hosted`")
             if found:
