@@ -130,10 +130,11 @@ class RemoteOptions(AdapterOptions):
             missing = ", ".join(name for name in LOCAL_NEEDS if find_spec(name) is None)
             if not missing:
                 return []
-            return [
+            problem = (
                 f"backend.url: local needs what is not installed ({missing}): "
                 f"{install_command('service')}, or set the url of a service"
-            ]
+            )
+            return [problem]
         if self.url != "hosted":
             found = _raised_by(checked_url, self.url, ", `local` or `hosted`")
             if found:
