@@ -26,15 +26,15 @@ from torch import Tensor
 
 from retrain.engine.models import choose_device, load_model, load_tokenizer, resolve_model
 from retrain.engine.sampler import LocalSampler
+from retrain.errors import ConfigError
 from retrain.protocols.training import AdamParams
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.jobs import Jobs, Lane
 from retrain.service.samplers import SamplerPool
-from retrain.service.state import Model, SamplingSession, Session, Settings
+from retrain.service.state import Limits, Model, SamplingSession, Session, Settings
 from retrain.service.store import Place, Saved, Store
 from retrain.service.trainer import Passed, Row, Trainer, Tuning, merged_weights, untied
-from retrain.service.validation import Limits
 from retrain.types import Completion
 
 T = TypeVar("T")
@@ -275,11 +275,21 @@ class Service:
                     self.store.delete(sampler.place)
 
     async def sample(
-        self, sampler: SamplingSession, prompt: list[int], params: SamplingParams, n: int
-    ) -> list[Completion]:
-        """`n` completions; raises ServiceError for a prompt or params that can't be sampled."""
+        self,
+        sampler: SamplingSession,
+        prompt: list[int],
+        params: SamplingParams,
+        n: int,
+        *,
+        score: bool,
+    ) -> tuple[list[Completion], list[float | None] | None]:
+        """`n` completions and, with `score`, the prompt's log-probs.
+
+        Raises ServiceError for a prompt or params that can't be sampled.
+        """
         async with self._serving(sampler) as one:
-            return await one.sample(prompt, params, n)
+            drawn = await one.sample(prompt, params, n)
+        return drawn, await self.logprobs(sampler, prompt) if score else None
 
     async def logprobs(self, sampler: SamplingSession, tokens: list[int]) -> list[float | None]:
         """The log-prob of each token given those before it; None for the first."""
@@ -304,8 +314,13 @@ class Service:
 
     def _load(self) -> None:
         torch.set_num_threads(self.settings.threads)
-        self.model_folder = resolve_model(self.settings.model, Path())
         device = self.settings.device or choose_device()
+        try:
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter in a build without CUDA
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"--device {device} is not available: {reason}; use cpu") from error
+        self.model_folder = resolve_model(self.settings.model, Path())
         self._base = load_model(self.model_folder, device).requires_grad_(False)
         self._plain = untied(self._base)
         self.tokenizer = cast(Tokenizer, load_tokenizer(self.model_folder))

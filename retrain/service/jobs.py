@@ -36,6 +36,8 @@ class Job:
     """Its name in the protocol, for the encoding of its result."""
     size: int = 1
     """How many numbers its result holds, approximately."""
+    show: Callable[[Any], Any] = lambda result: result
+    """From what the work returns to the result in the protocol's form."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     state: Literal["waiting", "pending", "running", "done", "failed"] = "pending"
     """`waiting` for a request with a lower number; `pending` before it runs."""
@@ -105,7 +107,7 @@ class Jobs:
     async def _run(self, job: Job, work: Work) -> None:
         job.state = "running"
         try:
-            job.result = await work()
+            job.result = job.show(await work())
         except asyncio.CancelledError:
             self.fail(job, _stopped())
             raise

@@ -44,6 +44,14 @@ class Settings:
     """Bytes of a decompressed request."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of the model."""
+
+    vocabulary: int
+    context: int | None
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     id: str
