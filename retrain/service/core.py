@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -47,28 +46,23 @@ class Service:
     limits: Limits
     store: Store
 
-    def __init__(self, settings: Settings | None = None) -> None:
-        self.settings = settings or Settings()
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.jobs = Jobs()
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, SamplingSession] = {}
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="retrain-trainer")
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         settings = self.settings
-        folder = settings.folder
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="retrain-service-")
-            folder = Path(self._temporary.name)
         try:
-            self.store = Store(folder)
+            self.store = Store(settings.folder)
             self.store.sweep(unlisted=True)
             await self.on_engine(self._load)
         except BaseException:
-            self._free()
+            self._engine.shutdown(cancel_futures=True)
             raise
         self._pool = SamplerPool(self._make_sampler, settings.max_live_samplers)
         self._sweeper = asyncio.create_task(self._sweep(), name="service sweeper")
@@ -83,12 +77,7 @@ class Service:
         await self.jobs.close()
         await self._pool.close()
         await asyncio.to_thread(self.store.sweep)
-        await asyncio.to_thread(self._free)
-
-    def _free(self) -> None:
-        self._engine.shutdown(cancel_futures=True)
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        await asyncio.to_thread(self._engine.shutdown, cancel_futures=True)
 
     # Sessions
 
@@ -103,7 +92,7 @@ class Service:
             raise missing(f"session {session_id}")
         session = self.sessions[session_id]
         if session.finished:
-            raise ServiceError(410, "gone", f"session {session_id} is over")
+            raise ServiceError(410, f"session {session_id} is over")
         session.seen = time.monotonic()
         return session
 
@@ -146,7 +135,6 @@ class Service:
         if model_id not in self.models:
             raise ServiceError(
                 404,
-                "not_found",
                 f"model {model_id} is not on this service. A restarted service has checkpoints and "
                 "no models: make one from a checkpoint",
             )

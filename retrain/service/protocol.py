@@ -19,7 +19,7 @@ from retrain.service.jobs import Job, Work
 from retrain.service.state import Model, SamplingSession, Session
 from retrain.service.store import Place
 from retrain.service.trainer import Row, Tuning
-from retrain.service.web import Json, decoded, json_object, read_body, want
+from retrain.service.web import Json, check_key, decoded, json_object, read_body, want
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,14 @@ class Protocol(ABC):
         """The checkpoint at a path of this protocol."""
 
     def routes(self) -> list[Route]:
-        return [self._route(key, answer) for key, answer in self.table().items()]
+        return [self._route(where, answer) for where, answer in self.table().items()]
 
-    def _route(self, key: str, answer: Handler | Json) -> Route:
-        method, path = key.split()
+    def _route(self, where: str, answer: Handler | Json) -> Route:
+        method, path = where.split()
 
         async def endpoint(request: Request) -> Response:
+            if (key := self._service.settings.api_key) and path != "healthz":
+                check_key(request, key)
             raw = await read_body(request, self._service.settings.max_body)
             protobuf = request.headers.get("content-type", "").startswith(PROTOBUF)
             body = {} if protobuf else await decoded(json_object, raw)

@@ -20,8 +20,8 @@ class Settings:
 
     model: str = "tiny"
     """`tiny`, a local folder, or a Hugging Face id: the one base model that is served."""
-    folder: Path | None = None
-    """For checkpoints; None is a temporary folder, deleted when the service ends."""
+    folder: Path = Path("service")
+    """For checkpoints."""
     api_key: str | None = field(default=None, repr=False)
     """The key that clients must send; None requires no key."""
     device: str | None = None

@@ -129,7 +129,7 @@ def operation(job: Job) -> Json:
             "error_code": job.error.code,
             "error_message": str(job.error),
             "error_details": details,
-            "retryable": job.error.retryable,
+            "retryable": False,
         }
     if job.state == "done":
         reply["response"] = job.result
