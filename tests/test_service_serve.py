@@ -80,6 +80,6 @@ def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):
 
 
 def test_a_missing_library_is_named_with_what_to_install(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "retrain.service.server", None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["--port", "0", "--folder", str(tmp_path)]) == 2
     assert install_command("service") in capsys.readouterr().err

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrain.engine.drawing import Drawer, row_keys
+from retrain.engine.drawing import Drawer
 from retrain.engine.kv_cache import make_cache
 from retrain.engine.lengths import of_like_length
 from retrain.engine.stopping import Stopping
@@ -44,18 +44,15 @@ class Request:
     """Completions of one prompt, one per key."""
 
     prompt_ids: Sequence[int]
-    params: SamplingParams
     stopping: Stopping
     keys: Sequence[int]
     future: asyncio.Future[list[Completion]]
     cancelled: bool = False
     """Set by the caller; the rows are retired before the next pass."""
-    completions: list[Completion | None] = field(default_factory=list)
-    unfinished: int = 0
+    completions: list[Completion | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.completions = [None] * len(self.keys)
-        self.unfinished = len(self.keys)
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +119,7 @@ class Decoder:
         rows, sources = [], []
         for source, request in enumerate(requests):
             for index, key in enumerate(request.keys):
-                rows.append(Row(request, index, request.params, key))
+                rows.append(Row(request, index, request.stopping.params, key))
                 sources.append(source)
         drawer = Drawer(rows, self.model.device)
         tokens, logprobs = drawer(logits[torch.tensor(sources, device=logits.device)])
@@ -164,8 +161,7 @@ class Decoder:
             request.completions[row.index] = Completion(
                 row.token_ids, row.logprobs, text, reason, self.version
             )
-            request.unfinished -= 1
-            if not request.unfinished:
+            if None not in request.completions:
                 done.append(request)
         return done, kept
 
@@ -184,21 +180,6 @@ class Decoder:
         self.rows = [self.rows[i] for i in order]
         self._tokens = [self._tokens[i] for i in order]
         self._drawer = None
-
-
-def make_requests(
-    prompt_ids: Sequence[int],
-    params: SamplingParams,
-    stopping: Stopping,
-    count: int,
-    max_rows: int,
-) -> Iterator[Request]:
-    """Requests of at most `max_rows` rows each, `count` completions in total."""
-    loop = asyncio.get_running_loop()
-    keys = row_keys(params.seed, count)
-    for first in range(0, count, max_rows):
-        some = keys[first : first + max_rows]
-        yield Request(prompt_ids, params, stopping, some, loop.create_future())
 
 
 def _padded(

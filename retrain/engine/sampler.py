@@ -15,10 +15,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from retrain.engine.decoder import Request, SamplerStats, make_requests
+from retrain.engine.decoder import Request, SamplerStats
+from retrain.engine.drawing import row_keys
 from retrain.engine.lengths import of_like_length
+from retrain.engine.losses import token_logprobs
 from retrain.engine.stopping import Stopping
 from retrain.engine.worker import Call, Worker
 from retrain.errors import shown
@@ -89,7 +92,11 @@ class LocalSampler:
         room = self._room(prompt_ids)
         _check_params(params, n)
         stopping = Stopping(params, self._tokenizer, self._always_stop, room)
-        requests = list(make_requests(list(prompt_ids), params, stopping, n, self._max_rows))
+        loop, prompt, keys = asyncio.get_running_loop(), list(prompt_ids), row_keys(params.seed, n)
+        requests = [
+            Request(prompt, stopping, keys[first : first + self._max_rows], loop.create_future())
+            for first in range(0, n, self._max_rows)
+        ]
         try:
             self._submit(requests)
             parts = [await request.future for request in requests]
@@ -159,20 +166,11 @@ class LocalSampler:
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of sequences padded on the right, which a causal model ignores."""
         model = self._worker.current.model
-        width = max(map(len, sequences))
-        padded = [[*row, *([0] * (width - len(row)))] for row in sequences]
-        ids = torch.tensor(padded, device=model.device)
-        logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        after = ids[:, 1:].flatten()[:, None]
-        scores: list[float] = []
-        for first in range(0, len(after), SCORED_POSITIONS):
-            part = logits[first : first + SCORED_POSITIONS].float().log_softmax(-1)
-            scores += part.gather(1, after[first : first + len(part)]).squeeze(1).tolist()
-        starts = range(0, len(sequences) * (width - 1), max(1, width - 1))
-        return [
-            [0.0, *scores[start : start + len(row) - 1]]
-            for row, start in zip(sequences, starts or [0] * len(sequences), strict=True)
-        ]
+        ids = pad_sequence([torch.tensor(row) for row in sequences], batch_first=True)
+        ids = ids.to(model.device)
+        logits = model(ids, use_cache=False).logits[:, :-1]
+        scores = token_logprobs(logits, ids[:, 1:], chunk_tokens=SCORED_POSITIONS).tolist()
+        return [[0.0, *row[: len(own) - 1]] for row, own in zip(scores, sequences, strict=True)]
 
     def _room(self, prompt_ids: Sequence[int]) -> int | None:
         """How many tokens may follow the prompt; None if the model has no limit."""

@@ -13,14 +13,13 @@ from typing import Self
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError
 from retrain.service.state import Settings
 from retrain.service.tinker import TinkerProtocol
 from retrain.service.weaver import WeaverProtocol
-from retrain.service.web import KeyCheck, answer_error
+from retrain.service.web import answer_error
 
 
 class ServiceApp(Starlette):
@@ -39,10 +38,9 @@ class ServiceApp(Starlette):
         await self.service.__aexit__(*error)
 
 
-def create_app(settings: Settings | None = None) -> ServiceApp:
+def create_app(settings: Settings) -> ServiceApp:
     """The app of one service; it loads nothing until it is entered."""
     service = Service(settings)
-    key = service.settings.api_key
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -51,7 +49,6 @@ def create_app(settings: Settings | None = None) -> ServiceApp:
 
     app = ServiceApp(
         routes=[*TinkerProtocol(service).routes(), *WeaverProtocol(service).routes()],
-        middleware=[Middleware(KeyCheck, key=key)] if key else [],
         exception_handlers=dict.fromkeys((ServiceError, HTTPException, Exception), answer_error),
         lifespan=lifespan,
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -26,15 +25,15 @@ from torch import Tensor
 
 from retrain.engine.models import choose_device, load_model, load_tokenizer, resolve_model
 from retrain.engine.sampler import LocalSampler
+from retrain.errors import ConfigError
 from retrain.protocols.training import AdamParams
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.jobs import Jobs, Lane
 from retrain.service.samplers import SamplerPool
-from retrain.service.state import Model, SamplingSession, Session, Settings
+from retrain.service.state import Limits, Model, SamplingSession, Session, Settings
 from retrain.service.store import Place, Saved, Store
 from retrain.service.trainer import Passed, Row, Trainer, Tuning, merged_weights, untied
-from retrain.service.validation import Limits
 from retrain.types import Completion
 
 T = TypeVar("T")
@@ -47,28 +46,23 @@ class Service:
     limits: Limits
     store: Store
 
-    def __init__(self, settings: Settings | None = None) -> None:
-        self.settings = settings or Settings()
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.jobs = Jobs()
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, SamplingSession] = {}
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="retrain-trainer")
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         settings = self.settings
-        folder = settings.folder
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="retrain-service-")
-            folder = Path(self._temporary.name)
         try:
-            self.store = Store(folder)
+            self.store = Store(settings.folder)
             self.store.sweep(unlisted=True)
             await self.on_engine(self._load)
         except BaseException:
-            self._free()
+            self._engine.shutdown(cancel_futures=True)
             raise
         self._pool = SamplerPool(self._make_sampler, settings.max_live_samplers)
         self._sweeper = asyncio.create_task(self._sweep(), name="service sweeper")
@@ -83,12 +77,7 @@ class Service:
         await self.jobs.close()
         await self._pool.close()
         await asyncio.to_thread(self.store.sweep)
-        await asyncio.to_thread(self._free)
-
-    def _free(self) -> None:
-        self._engine.shutdown(cancel_futures=True)
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        await asyncio.to_thread(self._engine.shutdown, cancel_futures=True)
 
     # Sessions
 
@@ -103,7 +92,7 @@ class Service:
             raise missing(f"session {session_id}")
         session = self.sessions[session_id]
         if session.finished:
-            raise ServiceError(410, "gone", f"session {session_id} is over")
+            raise ServiceError(410, f"session {session_id} is over")
         session.seen = time.monotonic()
         return session
 
@@ -146,7 +135,6 @@ class Service:
         if model_id not in self.models:
             raise ServiceError(
                 404,
-                "not_found",
                 f"model {model_id} is not on this service. A restarted service has checkpoints and "
                 "no models: make one from a checkpoint",
             )
@@ -275,11 +263,21 @@ class Service:
                     self.store.delete(sampler.place)
 
     async def sample(
-        self, sampler: SamplingSession, prompt: list[int], params: SamplingParams, n: int
-    ) -> list[Completion]:
-        """`n` completions; raises ServiceError for a prompt or params that can't be sampled."""
+        self,
+        sampler: SamplingSession,
+        prompt: list[int],
+        params: SamplingParams,
+        n: int,
+        *,
+        score: bool,
+    ) -> tuple[list[Completion], list[float | None] | None]:
+        """`n` completions and, with `score`, the prompt's log-probs.
+
+        Raises ServiceError for a prompt or params that can't be sampled.
+        """
         async with self._serving(sampler) as one:
-            return await one.sample(prompt, params, n)
+            drawn = await one.sample(prompt, params, n)
+        return drawn, await self.logprobs(sampler, prompt) if score else None
 
     async def logprobs(self, sampler: SamplingSession, tokens: list[int]) -> list[float | None]:
         """The log-prob of each token given those before it; None for the first."""
@@ -304,8 +302,13 @@ class Service:
 
     def _load(self) -> None:
         torch.set_num_threads(self.settings.threads)
-        self.model_folder = resolve_model(self.settings.model, Path())
         device = self.settings.device or choose_device()
+        try:
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter in a build without CUDA
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"--device {device} is not available: {reason}; use cpu") from error
+        self.model_folder = resolve_model(self.settings.model, Path())
         self._base = load_model(self.model_folder, device).requires_grad_(False)
         self._plain = untied(self._base)
         self.tokenizer = cast(Tokenizer, load_tokenizer(self.model_folder))

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 from retrain.errors import RetrainError
 
+_CODES = {
+    401: "unauthorized",
+    404: "not_found",
+    409: "conflict",
+    410: "gone",
+    413: "too_large",
+    415: "unsupported_encoding",
+    500: "internal",
+    503: "stopped",
+}
+
 
 class ServiceError(RetrainError):
-    """An error with its HTTP status; in a failed job, a status below 500 is the user's error.
+    """An error with its HTTP status; in a failed job, a status below 500 is the user's error."""
 
-    `code` is one word for programs. `retryable` means that nothing was done and that the same
-    request may succeed later.
-    """
-
-    def __init__(self, status: int, code: str, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.code = code
-        self.retryable = retryable
+        self.code = _CODES.get(status, "invalid_request")
+        """One word for programs."""
 
 
 def invalid(message: str) -> ServiceError:
     """400: the request has an invalid value."""
-    return ServiceError(400, "invalid_request", message)
+    return ServiceError(400, message)
 
 
 def missing(what: str) -> ServiceError:
     """404: the service has no `what`."""
-    return ServiceError(404, "not_found", f"{what} is not on this service")
+    return ServiceError(404, f"{what} is not on this service")
 
 
 def conflict(message: str) -> ServiceError:
     """409: the request contradicts an earlier one."""
-    return ServiceError(409, "conflict", message)
+    return ServiceError(409, message)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from retrain.errors import ConfigError
-from retrain.service.errors import ServiceError, conflict, missing
+from retrain.service.errors import ServiceError, conflict, invalid, missing
 
 KEPT = 20_000_000
 Work = Callable[[], Awaitable[Any]]
@@ -36,6 +36,8 @@ class Job:
     """Its name in the protocol, for the encoding of its result."""
     size: int = 1
     """How many numbers its result holds, approximately."""
+    show: Callable[[Any], Any] = lambda result: result
+    """From what the work returns to the result in the protocol's form."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     state: Literal["waiting", "pending", "running", "done", "failed"] = "pending"
     """`waiting` for a request with a lower number; `pending` before it runs."""
@@ -67,7 +69,7 @@ class Jobs:
         """Raises ServiceError: 404 for an unknown id, 410 for a forgotten one."""
         job = self._open.get(job_id) or self._finished.get(job_id)
         if job is None and self._forgotten:
-            raise ServiceError(410, "gone", f"request {job_id} is unknown or expired")
+            raise ServiceError(410, f"request {job_id} is unknown or expired")
         if job is None:
             raise missing(f"request {job_id}")
         return job
@@ -105,17 +107,17 @@ class Jobs:
     async def _run(self, job: Job, work: Work) -> None:
         job.state = "running"
         try:
-            job.result = await work()
+            job.result = job.show(await work())
         except asyncio.CancelledError:
             self.fail(job, _stopped())
             raise
         except ServiceError as error:
             self.fail(job, error)
         except ConfigError as error:  # of the keys of a loss
-            self.fail(job, ServiceError(400, "invalid_request", str(error)))
+            self.fail(job, invalid(str(error)))
         except Exception as error:  # the waiting client must get every failure
             log.exception("%s %s failed", job.kind, job.id)
-            self.fail(job, ServiceError(500, "internal", f"{type(error).__name__}: {error}"))
+            self.fail(job, ServiceError(500, f"{type(error).__name__}: {error}"))
         else:
             self._finish(job, "done")
         finally:
@@ -148,23 +150,24 @@ class Lane:
     def submit(self, seq_id: int, body: bytes, job: Job, work: Work, *, ordered: bool) -> Job:
         """The job of this number: `job`, or the one that was submitted before.
 
-        Raises ServiceError (409) if the number was used for another request or is too low.
+        Raises ServiceError (409) if the number was used for another request.
         """
         digest = hashlib.sha256(job.kind.encode() + b"\0" + body).digest()
-        if seq_id in self._known:
-            before, job_id = self._known[seq_id]
-            if before != digest:
-                raise conflict(f"seq_id {seq_id} was already used for another request")
+        before, job_id = self._known.setdefault(seq_id, (digest, job.id))
+        if before != digest:
+            raise conflict(f"seq_id {seq_id} was already used for another request")
+        if job_id != job.id:
             return self._jobs.get(job_id)
-        if ordered and seq_id < self._next:
-            raise conflict(f"got seq_id {seq_id}, expected {self._next} or higher")
-        self._known[seq_id] = digest, job.id
         if not ordered:
             return self._jobs.start(job, work)
         self._jobs.add(job).state = "waiting"
         timer = asyncio.get_running_loop().call_later(self._gap_timeout, self._give_up, seq_id)
         self._behind[seq_id] = job, work, timer
-        self._release()
+        while self._next in self._behind:
+            job_now, work_now, timer = self._behind.pop(self._next)
+            timer.cancel()
+            self._next += 1
+            self._jobs.start(job_now, work_now)
         return job
 
     def close(self) -> None:
@@ -172,20 +175,12 @@ class Lane:
         for seq_id in list(self._behind):
             self._give_up(seq_id)
 
-    def _release(self) -> None:
-        while self._next in self._behind:
-            job, work, timer = self._behind.pop(self._next)
-            timer.cancel()
-            self._next += 1
-            self._jobs.start(job, work)
-
     def _give_up(self, seq_id: int) -> None:
-        if entry := self._behind.pop(seq_id, None):
-            job, _, timer = entry
-            timer.cancel()
-            message = f"seq_id {seq_id} waited for seq_id {self._next}, which never arrived"
-            self._jobs.fail(job, ServiceError(400, "sequence_gap", message))
+        job, _, timer = self._behind.pop(seq_id)
+        timer.cancel()
+        message = f"seq_id {seq_id} waited for seq_id {self._next}, which never arrived"
+        self._jobs.fail(job, invalid(message))
 
 
 def _stopped() -> ServiceError:
-    return ServiceError(503, "stopped", "the job was cancelled or the service is shutting down")
+    return ServiceError(503, "the job was cancelled or the service is shutting down")

@@ -8,16 +8,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from pathlib import Path
 
-from retrain.errors import ConfigError, install_command
+from retrain.errors import ConfigError, RetrainError, RunError, install_command
 from retrain.service.state import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
+SHUTDOWN = 10
+"""Seconds that running requests may take after a signal."""
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than in clients, so that the service never
+closes one while a client sends a request on it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,16 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = _settings(arguments)
         with _listen(arguments.host, arguments.port) as listening:
-            asyncio.run(_server()(settings, listening, _announcement(settings, listening)))
-    except ConfigError as error:
-        return _complain(2, str(error))
-    except _PortError as error:
-        return _complain(1, str(error))
+            asyncio.run(_serve(settings, listening))
+    except RetrainError as error:
+        sys.stderr.write(f"retrain serve: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
-
-
-class _PortError(Exception):
-    """The service can't listen on the port."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,21 +117,43 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise _PortError(
+        raise RunError(
             f"can't listen on {host}:{port}: {error.strerror or error}. Choose another --port, or "
             "0 for a free port"
         ) from error
 
 
-def _server() -> Callable[[Settings, socket.socket, str], Coroutine[None, None, None]]:
-    """`server.serve`; raises ConfigError if a library that it needs is missing."""
+async def _serve(settings: Settings, listening: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM; a second SIGINT doesn't wait for running requests.
+
+    The socket already accepts connections when the announcement is printed. Raises ConfigError if
+    a library, the model or the device is not available.
+    """
     try:
-        from retrain.service.server import serve
+        import uvicorn
+
+        from retrain.service.app import create_app
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"needs {error.name}, which is not installed: {install_command('service')}"
         ) from error
-    return serve
+    async with create_app(settings) as app:
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=SHUTDOWN,
+        )
+        server = uvicorn.Server(config)
+        # uvicorn would raise signals again before the service has ended.
+        server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+        sys.stdout.write(_announcement(settings, listening))
+        sys.stdout.flush()
+        await server.serve(sockets=[listening])
 
 
 def _announcement(settings: Settings, listening: socket.socket) -> str:
@@ -140,11 +163,6 @@ def _announcement(settings: Settings, listening: socket.socket) -> str:
         f"Serving {settings.model} on {url}, with checkpoints in {settings.folder}. Stop: Ctrl-C.\n"
         f"In a config: backend: {{type: tinker, url: {url}}}   (or type: weaver)\n"
     )
-
-
-def _complain(code: int, message: str) -> int:
-    sys.stderr.write(f"retrain serve: {message}\n")
-    return code
 
 
 if __name__ == "__main__":

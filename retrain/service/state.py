@@ -20,8 +20,8 @@ class Settings:
 
     model: str = "tiny"
     """`tiny`, a local folder, or a Hugging Face id: the one base model that is served."""
-    folder: Path | None = None
-    """For checkpoints; None is a temporary folder, deleted when the service ends."""
+    folder: Path = Path("service")
+    """For checkpoints."""
     api_key: str | None = field(default=None, repr=False)
     """The key that clients must send; None requires no key."""
     device: str | None = None
@@ -42,6 +42,14 @@ class Settings:
     """Seconds that one request waits for a Tinker future."""
     max_body: int = 256 * 2**20
     """Bytes of a decompressed request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of the model."""
+
+    vocabulary: int
+    context: int | None
 
 
 @dataclass(slots=True, eq=False)

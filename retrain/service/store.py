@@ -8,6 +8,7 @@ characters: no request can lead out of FOLDER.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -163,13 +164,11 @@ class Store:
 
     def _all(self, model_id: str | None) -> Iterator[Saved]:
         """All manifests, without those that are deleted while this runs."""
-        models = (
-            _folders(self.folder) if model_id is None else [self.folder / _model_folder(model_id)]
-        )
-        for model in models:
-            for folder in [folder for kind in KINDS for folder in _folders(model / kind)]:
-                with suppress(FileNotFoundError):
-                    yield _read(folder / _MANIFEST)
+        model = "*" if model_id is None else _model_folder(model_id)
+        # Unlike Path.glob, this one passes over folders that are deleted meanwhile.
+        for path in glob.iglob(f"{model}/*/*/{_MANIFEST}", root_dir=self.folder):
+            with suppress(FileNotFoundError):
+                yield _read(self.folder / path)
 
     def _folder(self, place: Place) -> Path:
         if place.kind not in KINDS or not _WORD.fullmatch(place.name):
@@ -184,15 +183,6 @@ def _model_folder(model_id: str) -> str:
     if not _MODEL.fullmatch(model_id):
         raise invalid(f"{model_id!r} is not the id of a model")
     return model_id.replace(":", "+")  # every file system allows a plus
-
-
-def _folders(path: Path) -> list[Path]:
-    """The folders in `path` except drafts; none if `path` doesn't exist."""
-    try:
-        with os.scandir(path) as entries:
-            return [Path(e) for e in entries if e.is_dir() and not e.name.startswith(_DRAFT)]
-    except FileNotFoundError:
-        return []
 
 
 def _read(manifest: Path) -> Saved:

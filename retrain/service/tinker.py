@@ -11,178 +11,125 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
+from functools import partial
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from retrain.protocols.tinker import messages
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
 from retrain.service import bodies
 from retrain.service import tinker_wire as wire
-from retrain.service.core import Service
 from retrain.service.errors import invalid
-from retrain.service.jobs import Job, Work
+from retrain.service.jobs import Job
+from retrain.service.protocol import Call, Handler, Protocol, size_of
 from retrain.service.state import Model, Session
-from retrain.service.store import Place
-from retrain.service.trainer import Tuning
-from retrain.service.validation import TINKER_LOSSES, known_loss, training_rows
-from retrain.service.web import Handler, Json, decoded, json_object, read_body, want
-
-_UNSUPPORTED = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "prompt_alt_tokens_k",
-    "target_prompt_logprobs",
-    "record_stability_info",
-    "prompt_logprobs_last_n",
-)
-"""Options of a sample request."""
-JsonCall = Callable[[Json, bytes], Awaitable[Json]]
-"""From the body, as a JSON object and as bytes, to the reply."""
+from retrain.service.store import Kind, Place
+from retrain.service.trainer import Row
+from retrain.service.web import Json, decoded, want
 
 
-class TinkerProtocol:
+class TinkerProtocol(Protocol):
     """The routes of the protocol over a `Service`."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._calls = {
-            "client/config": self._config,
-            "client/dynamic_config": self._config,
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
-            "create_model": self._create_model,
-            "load_weights": self._load_weights,
-            "get_info": self._get_info,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "create_sampling_session": self._create_sampling_session,
-            "asample": self._sample,
-            "cancel_future": self._cancel_future,
-            "unload_model": self._unload_model,
-            "weights_info": self._weights_info,
-            "telemetry": self._telemetry,
+    ordered = True
+
+    def table(self) -> Mapping[str, Handler | Json]:
+        run = "training_runs/{model_id}"
+        one = f"{run}/checkpoints/{{kind}}/{{name}}"
+        return {
+            "GET healthz": {"status": "ok"},
+            "GET get_server_capabilities": self._capabilities,
+            "POST client/config": {},  # every flag has the client's default
+            "POST client/dynamic_config": {},
+            "POST telemetry": {"status": "accepted"},  # not kept
+            "POST create_session": self._create_session,
+            "POST session_heartbeat": self._heartbeat,
+            "POST sessions/{session_id}/finish": self._finish,
+            "POST create_model": self._create_model,
+            "POST load_weights": self._load_weights,
+            "POST get_info": self._get_info,
+            "POST unload_model": self._unload_model,
+            "POST forward_backward": self._forward_backward,
+            "POST forward": self._forward,
+            "POST optim_step": self._optim_step,
+            "POST save_weights": self._save_weights,
+            "POST save_weights_for_sampler": self._save_for_sampler,
+            "POST weights_info": self._weights_info,
+            "POST create_sampling_session": self._create_sampling_session,
+            "GET samplers/{sampler_id}": self._sampler_info,
+            "POST asample": self._sample,
+            "POST retrieve_future": self._retrieve,
+            "POST cancel_future": self._cancel_future,
+            "GET training_runs": self._training_runs,
+            f"GET {run}": self._training_run,
+            f"GET {run}/checkpoints": self._checkpoints,
+            "GET checkpoints": self._checkpoints,
+            f"DELETE {one}": self._delete_checkpoint,
+            f"PUT {one}/ttl": self._set_ttl,
         }
 
-    def routes(self) -> list[Route]:
-        runs = "/api/v1/training_runs"
-        one = f"{runs}/{{model_id}}/checkpoints/{{kind}}/{{name}}"
-        return [
-            Route("/api/v1/healthz", self._health),
-            Route("/api/v1/get_server_capabilities", self._capabilities),
-            *(
-                Route(f"/api/v1/{name}", self._json_call(call), methods=["POST"])
-                for name, call in self._calls.items()
-            ),
-            Route("/api/v1/forward_backward", self._forward_backward, methods=["POST"]),
-            Route("/api/v1/forward", self._forward, methods=["POST"]),
-            Route("/api/v1/retrieve_future", self._retrieve, methods=["POST"]),
-            Route("/api/v1/sessions/{session_id}/finish", self._finish, methods=["POST"]),
-            Route("/api/v1/samplers/{sampler_id}", self._sampler_info),
-            Route(runs, self._training_runs),
-            Route(f"{runs}/{{model_id}}", self._training_run),
-            Route(f"{runs}/{{model_id}}/checkpoints", self._checkpoints),
-            Route("/api/v1/checkpoints", self._checkpoints),
-            Route(one, self._delete_checkpoint, methods=["DELETE"]),
-            Route(f"{one}/ttl", self._set_ttl, methods=["PUT"]),
-        ]
+    def started(self, job: Job) -> Response:
+        return JSONResponse({"request_id": job.id, **job.facts})
 
-    def _json_call(self, call: JsonCall) -> Handler:
-        async def endpoint(request: Request) -> Response:
-            raw = await read_body(request, self._service.settings.max_body)
-            return JSONResponse(await call(await decoded(json_object, raw), raw))
+    def id_of(self, session: Session, kind: str, number: int) -> str:
+        return f"{session.id}:{kind}:{number}"
 
-        return endpoint
+    def place_of(self, path: str) -> Place:
+        return wire.place_of(path, "sampler_weights")
 
     # The service and its sessions
 
-    async def _health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _capabilities(self, _: Request) -> Response:
-        service = self._service
+    async def _capabilities(self, _: Call) -> Json:
         model = {
-            "model_name": service.settings.model,
-            "max_context_length": service.limits.context,
+            "model_name": self._service.settings.model,
+            "max_context_length": self._service.limits.context,
             "trainable": True,
             "sampleable": True,
         }
-        return JSONResponse({"supported_models": [model]})
+        return {"supported_models": [model]}
 
-    async def _config(self, _body: Json, _raw: bytes) -> Json:
-        return {}  # every flag has the client's default
-
-    async def _telemetry(self, _body: Json, _raw: bytes) -> Json:
-        return {"status": "accepted"}  # not kept
-
-    async def _create_session(self, _body: Json, _raw: bytes) -> Json:
+    async def _create_session(self, _: Call) -> Json:
         return {"session_id": self._service.create_session().id, "type": "create_session"}
 
-    async def _heartbeat(self, body: Json, _raw: bytes) -> Json:
-        self._service.session(want(body, "session_id", str))
+    async def _heartbeat(self, call: Call) -> Json:
+        self._session(call)
         return {"type": "session_heartbeat"}
 
-    async def _finish(self, request: Request) -> Response:
-        self._service.finish(self._service.session(request.path_params["session_id"]))
-        return JSONResponse({})
+    async def _finish(self, call: Call) -> Json:
+        self._service.finish(self._service.session(call["session_id"]))
+        return {}
 
     # Models
 
-    async def _create_model(self, body: Json, raw: bytes) -> Json:
-        session = self._service.session(want(body, "session_id", str))
-        self._service.check_base(want(body, "base_model", str))
-        wire.check_optimizer(body)
-        tuning = bodies.tuning(want(body, "lora_config", dict, {}), min_rank=0)
-        return self._make_model(session, body, raw, tuning, None)
+    async def _create_model(self, call: Call) -> Job:
+        session = self._session(call)
+        self._service.check_base(want(call.body, "base_model", str))
+        wire.check_optimizer(call.body)
+        tuning = bodies.tuning(call.body, min_rank=0)
+        return self.create_model(call, session, tuning, "CreateModel")
 
-    async def _load_weights(self, body: Json, raw: bytes) -> Json:
-        place = wire.place_of(want(body, "path", str), "weights")
-        optimizer = want(body, "optimizer", bool)
+    async def _load_weights(self, call: Call) -> Job:
+        path = want(call.body, "path", str)
+        place, optimizer = wire.place_of(path, "weights"), want(call.body, "optimizer", bool)
         saved = await self._service.checkpoint(place, optimizer=optimizer)
-        if body.get("session_id") is not None:
-            session = self._service.session(want(body, "session_id", str))
-            return self._make_model(session, body, raw, saved.tuning, (place, optimizer))
-        model, seq_id = self._addressed(body)
+        if call.body.get("session_id") is not None:
+            session, source = self._session(call), (place, optimizer)
+            return self.create_model(call, session, saved.tuning, "LoadWeights", source)
+        model, seq_id = self._addressed(call)
         if seq_id != 1:
             raise invalid(
                 f"LoadWeights is not permitted with seq_id {seq_id}, only as a model's first "
                 "request; make a new model from the checkpoint"
             )
+        result = {"path": path, "model_id": model.id, "type": "load_weights"}
+        job = Job("LoadWeights", show=lambda _: result)
+        work = partial(self._service.load, model, place, optimizer=optimizer)
+        return self.numbered(call, model, seq_id, job, work)
 
-        async def work() -> Json:
-            await self._service.load(model, place, optimizer=optimizer)
-            return {"path": body["path"], "model_id": model.id, "type": "load_weights"}
-
-        return self._numbered(model, seq_id, raw, Job("LoadWeights"), work)
-
-    def _make_model(
-        self,
-        session: Session,
-        body: Json,
-        raw: bytes,
-        tuning: Tuning,
-        source: tuple[Place, bool] | None,
-    ) -> Json:
-        seq_id = want(body, "model_seq_id", int)
-        metadata = want(body, "user_metadata", dict, {})
-        model_id = f"{session.id}:train:{seq_id}"
-
-        async def work() -> Json:
-            await self._service.build_model(self._service.models[model_id], source)
-            return {"model_id": model_id, "path": body.get("path")}
-
-        job = Job("CreateModel" if source is None else "LoadWeights")
-        submitted = session.models.submit(seq_id, raw, job, work, ordered=False)
-        if submitted is job:
-            self._service.add_model(session, model_id, tuning, metadata)
-        return {"request_id": submitted.id, "model_id": model_id}
-
-    async def _get_info(self, body: Json, _raw: bytes) -> Json:
-        model = self._service.model(want(body, "model_id", str))
+    async def _get_info(self, call: Call) -> Json:
+        model = self._model(call)
         name = self._service.settings.model
         return {
             "type": "get_info",
@@ -193,92 +140,61 @@ class TinkerProtocol:
             "lora_rank": model.tuning.rank,
         }
 
-    async def _unload_model(self, body: Json, _raw: bytes) -> Json:
-        model = self._service.model(want(body, "model_id", str))
-
-        async def work() -> Json:
-            await self._service.retire(model)
-            return {"model_id": model.id, "type": "unload_model"}
-
-        return wire.future(self._service.jobs.start(Job("UnloadModel"), work))
+    async def _unload_model(self, call: Call) -> Job:
+        model = self._model(call)
+        result = {"model_id": model.id, "type": "unload_model"}
+        job = Job("UnloadModel", show=lambda _: result)
+        return self._service.jobs.start(job, partial(self._service.retire, model))
 
     # Training
 
-    async def _forward_backward(self, request: Request) -> Response:
-        raw = await read_body(request, self._service.settings.max_body)
-        if request.headers.get("content-type", "").startswith(PROTOBUF):
-            call = await decoded(messages.decode_request, raw)
-        else:
-            call = await decoded(wire.forward_backward_request, raw)
-        return JSONResponse(await self._pass(call, raw))
+    async def _forward_backward(self, call: Call) -> Job:
+        return await self._pass(call, forward_only=False)
 
-    async def _forward(self, request: Request) -> Response:
-        raw = await read_body(request, self._service.settings.max_body)
-        return JSONResponse(await self._pass(await decoded(wire.forward_request, raw), raw))
+    async def _forward(self, call: Call) -> Job:
+        return await self._pass(call, forward_only=True)
 
-    async def _pass(self, call: ForwardBackward, raw: bytes) -> Json:
-        service = self._service
-        model = service.model(call.model_id)
-        config = wire.loss_config(call.loss, call.config)
-        expected = known_loss(call.loss, TINKER_LOSSES)
-        rows = await asyncio.to_thread(training_rows, call.data, expected, service.limits)
+    async def _pass(self, call: Call, *, forward_only: bool) -> Job:
+        def read(raw: bytes) -> tuple[ForwardBackward, Mapping[str, float], list[Row]]:
+            if call.protobuf:
+                given = messages.decode_request(raw)
+            else:
+                given = wire.request_of(call.body, forward_only=forward_only)
+            expected = bodies.known_loss(given.loss, bodies.TINKER_LOSSES)
+            rows = bodies.training_rows(given.data, expected, self._service.limits)
+            return given, wire.loss_config(given.loss, given.config), rows
 
-        async def work() -> ForwardBackwardOutput:
-            backward = not call.forward_only
-            found = await service.run_pass(model, rows, call.loss, config, backward=backward)
-            return wire.output(found)
+        given, config, rows = await decoded(read, call.raw)
+        model, backward = self._service.model(given.model_id), not given.forward_only
+        kind = "ForwardBackward" if backward else "Forward"
+        job = Job(kind, size=size_of(rows), show=wire.output)
+        work = partial(self._service.run_pass, model, rows, given.loss, config, backward=backward)
+        return self.numbered(call, model, given.seq_id, job, work)
 
-        kind = "Forward" if call.forward_only else "ForwardBackward"
-        job = Job(kind, size=sum(len(row.tokens) for row in rows))
-        return self._numbered(model, call.seq_id, raw, job, work)
-
-    async def _optim_step(self, body: Json, raw: bytes) -> Json:
-        model, seq_id = self._addressed(body)
-        if "adam_params" not in body:
-            raise invalid("adam_params is missing: AdamW is the only optimizer")
-        adam = bodies.adam_params(want(body, "adam_params", dict))
-
-        async def work() -> Json:
-            return {"metrics": await self._service.optim_step(model, adam), "type": "optim_step"}
-
-        return self._numbered(model, seq_id, raw, Job("OptimStep"), work)
+    async def _optim_step(self, call: Call) -> Job:
+        model, seq_id = self._addressed(call)
+        adam = bodies.adam_params(call.body)
+        job = Job("OptimStep", show=lambda metrics: {"metrics": metrics, "type": "optim_step"})
+        work = partial(self._service.optim_step, model, adam)
+        return self.numbered(call, model, seq_id, job, work)
 
     # Checkpoints
 
-    async def _save_weights(self, body: Json, raw: bytes) -> Json:
-        model, seq_id = self._addressed(body)
-        place = Place(model.id, "weights", want(body, "path", str))
-        self._service.store.check(place)
-        keep = wire.save_options(body)
-        overwrite = want(body, "overwrite", bool, False)
+    async def _save_weights(self, call: Call) -> Job:
+        overwrite = want(call.body, "overwrite", bool, False)
+        name = want(call.body, "path", str)
+        return self._save(call, "weights", name, optimizer=True, overwrite=overwrite)
 
-        async def work() -> Json:
-            await self._service.save(model, place, optimizer=True, overwrite=overwrite, **keep)
-            return {"path": wire.path_of(place), "type": "save_weights"}
-
-        return self._numbered(model, seq_id, raw, Job("SaveWeights"), work)
-
-    async def _save_for_sampler(self, body: Json, raw: bytes) -> Json:
-        model, seq_id = self._addressed(body)
-        if want(body, "kind", str, "snapshot") != "snapshot":
+    async def _save_for_sampler(self, call: Call) -> Job:
+        if want(call.body, "kind", str, "snapshot") != "snapshot":
             raise invalid("kind: only 'snapshot' is supported")
-        name = want(body, "path", str, None)
-        keep = wire.save_options(body)
-        if name is None:
-            return self._save_for_session(model, seq_id, body, raw)
-        place = Place(model.id, "sampler_weights", name)
-        self._service.store.check(place)
-
-        async def work() -> Json:
-            await self._service.save(model, place, **keep)
-            return {"path": wire.path_of(place), "type": "save_weights_for_sampler"}
-
-        return self._numbered(model, seq_id, raw, Job("SaveWeightsForSampler"), work)
-
-    def _save_for_session(self, model: Model, seq_id: int, body: Json, raw: bytes) -> Json:
-        """An unnamed snapshot of one sampling session."""
-        number = want(body, "sampling_session_seq_id", int)
-        sampler_id = f"{model.session.id}:sample:{number}"
+        name = want(call.body, "path", str, None)
+        if name is not None:
+            return self._save(call, "sampler_weights", name)
+        # An unnamed snapshot of one sampling session.
+        model, seq_id = self._addressed(call)
+        number = want(call.body, "sampling_session_seq_id", int)
+        sampler_id = self.id_of(model.session, "sample", number)
         place = Place(model.id, "sampler_weights", f"session-{uuid.uuid4().hex}")
 
         async def work() -> Json:
@@ -286,10 +202,25 @@ class TinkerProtocol:
             self._service.add_sampler(model.session, sampler_id, place)
             return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
-        return self._numbered(model, seq_id, raw, Job("SaveWeightsForSampler"), work)
+        return self.numbered(call, model, seq_id, Job("SaveWeightsForSampler"), work)
 
-    async def _weights_info(self, body: Json, _raw: bytes) -> Json:
-        place = wire.place_of(want(body, "tinker_path", str))
+    def _save(self, call: Call, kind: Kind, name: str, **options: bool) -> Job:
+        """Save under a name."""
+        model, seq_id = self._addressed(call)
+        place = Place(model.id, kind, name)
+        self._service.store.check(place)
+        job_kind = "SaveWeights" if kind == "weights" else "SaveWeightsForSampler"
+        result_type = "save_weights" if kind == "weights" else "save_weights_for_sampler"
+        result = {"path": wire.path_of(place), "type": result_type}
+        metadata = want(call.body, "user_metadata", dict, {})
+        seconds = bodies.ttl(call.body)
+        work = partial(
+            self._service.save, model, place, seconds=seconds, metadata=metadata, **options
+        )
+        return self.numbered(call, model, seq_id, Job(job_kind, show=lambda _: result), work)
+
+    async def _weights_info(self, call: Call) -> Json:
+        place = wire.place_of(want(call.body, "tinker_path", str))
         saved = await asyncio.to_thread(self._service.store.find, place)
         return {
             "base_model": saved.base_model,
@@ -300,27 +231,26 @@ class TinkerProtocol:
             "train_attn": saved.tuning.attention,
         }
 
-    async def _checkpoints(self, request: Request) -> Response:
-        model_id = request.path_params.get("model_id")
+    async def _checkpoints(self, call: Call) -> Json:
+        model_id = call.request.path_params.get("model_id")
         found = await asyncio.to_thread(self._service.store.list, model_id)
-        return wire.page(request, "checkpoints", found, wire.checkpoint)
+        return wire.page(call.request, "checkpoints", found, wire.checkpoint)
 
-    async def _delete_checkpoint(self, request: Request) -> Response:
-        await asyncio.to_thread(self._service.store.delete, wire.place_in_url(request))
-        return Response(status_code=204)
+    async def _delete_checkpoint(self, call: Call) -> None:
+        place = Place(**call.request.path_params)
+        await asyncio.to_thread(self._service.store.delete, place)
 
-    async def _set_ttl(self, request: Request) -> Response:
-        raw = await read_body(request, self._service.settings.max_body)
-        seconds = bodies.ttl(await decoded(json_object, raw))
-        await asyncio.to_thread(self._service.store.expire_at, wire.place_in_url(request), seconds)
-        return JSONResponse({})
+    async def _set_ttl(self, call: Call) -> Json:
+        place, seconds = Place(**call.request.path_params), bodies.ttl(call.body)
+        await asyncio.to_thread(self._service.store.expire_at, place, seconds)
+        return {}
 
-    async def _training_runs(self, request: Request) -> Response:
+    async def _training_runs(self, call: Call) -> Json:
         models = list(self._service.models.values())
-        return wire.page(request, "training_runs", models, self._run)
+        return wire.page(call.request, "training_runs", models, self._run)
 
-    async def _training_run(self, request: Request) -> Response:
-        return JSONResponse(self._run(self._service.model(request.path_params["model_id"])))
+    async def _training_run(self, call: Call) -> Json:
+        return self._run(self._service.model(call["model_id"]))
 
     def _run(self, model: Model) -> Json:
         return {
@@ -336,61 +266,38 @@ class TinkerProtocol:
 
     # Sampling
 
-    async def _create_sampling_session(self, body: Json, _raw: bytes) -> Json:
-        session = self._service.session(want(body, "session_id", str))
-        number = want(body, "sampling_session_seq_id", int)
-        path, base = bodies.weights_to_sample(body)
-        if base is not None:
-            self._service.check_base(base)
-        place = None if path is None else wire.place_of(path, "sampler_weights")
-        sampler_id = f"{session.id}:sample:{number}"
-        made = self._service.open_sampler(session, sampler_id, place, path)
+    async def _create_sampling_session(self, call: Call) -> Json:
+        made = self.open_sampler(call, self._session(call))
         return {"sampling_session_id": made.id, "type": "create_sampling_session"}
 
-    async def _sampler_info(self, request: Request) -> Response:
-        sampler = self._service.sampler(request.path_params["sampler_id"])
-        return JSONResponse(
-            {
-                "sampler_id": sampler.id,
-                "base_model": self._service.settings.model,
-                "model_path": sampler.path,
-            }
-        )
+    async def _sampler_info(self, call: Call) -> Json:
+        sampler, base = self._service.sampler(call["sampler_id"]), self._service.settings.model
+        return {"sampler_id": sampler.id, "base_model": base, "model_path": sampler.path}
 
-    async def _sample(self, body: Json, raw: bytes) -> Json:
-        sampler = self._service.sampler(want(body, "sampling_session_id", str))
-        bodies.check_unsupported(body, _UNSUPPORTED)
-        prompt = bodies.prompt_of(body, self._service.limits)
-        params = wire.sampling_params(body, prompt, self._service.limits)
-        count = want(body, "num_samples", int, 1)
-        with_prompt = want(body, "prompt_logprobs", bool, False)
-
-        async def work() -> SampleResult:
-            completions = await self._service.sample(sampler, prompt, params, count)
-            scored = await self._service.logprobs(sampler, prompt) if with_prompt else None
-            return wire.sampled(completions, scored)
-
-        job = Job("Sample", size=len(prompt) + count)
-        job.facts["sample_sequence_ids"] = [f"{job.id}:{i}" for i in range(count)]
-        seq_id = want(body, "seq_id", int)
-        return wire.future(sampler.lane.submit(seq_id, raw, job, work, ordered=False))
+    async def _sample(self, call: Call) -> Job:
+        sampler = self._service.sampler(want(call.body, "sampling_session_id", str))
+        if want(call.body, "sampling_params", dict, {}).get("stop") == []:
+            raise invalid("stop: [] (never stop) is not supported; remove stop and set max_tokens")
+        job = Job("Sample", show=wire.sampled)
+        work, seq_id = self.sampling(call, sampler, job), want(call.body, "seq_id", int)
+        return sampler.lane.submit(seq_id, call.raw, job, work, ordered=False)
 
     # Futures
 
-    async def _retrieve(self, request: Request) -> Response:
-        raw = await read_body(request, self._service.settings.max_body)
-        job = self._service.jobs.get(want(await decoded(json_object, raw), "request_id", str))
+    async def _retrieve(self, call: Call) -> Response | Json:
+        job = self._service.jobs.get(want(call.body, "request_id", str))
         if not await job.wait(self._service.settings.long_poll):
-            return JSONResponse(wire.try_again(job))
+            return wire.try_again(job)
         if job.error is not None:
             category = "user" if job.error.status < 500 else "server"
-            return JSONResponse({"error": str(job.error), "category": category})
+            return {"error": str(job.error), "category": category}
         if isinstance(job.result, (ForwardBackwardOutput, SampleResult)):
-            return wire.result(job.result, PROTOBUF in request.headers.get("accept", ""))
-        return JSONResponse(job.result)
+            return wire.result(job.result, PROTOBUF in call.request.headers.get("accept", ""))
+        found: Json = job.result
+        return found
 
-    async def _cancel_future(self, body: Json, _raw: bytes) -> Json:
-        job = self._service.jobs.get(want(body, "request_id", str))
+    async def _cancel_future(self, call: Call) -> Json:
+        job = self._service.jobs.get(want(call.body, "request_id", str))
         if job.kind != "Sample":
             raise invalid("only sampling requests can be cancelled")
         self._service.jobs.cancel(job)
@@ -398,11 +305,11 @@ class TinkerProtocol:
 
     # Addressing
 
-    def _addressed(self, body: Json) -> tuple[Model, int]:
-        return self._service.model(want(body, "model_id", str)), want(body, "seq_id", int)
+    def _session(self, call: Call) -> Session:
+        return self._service.session(want(call.body, "session_id", str))
 
-    def _numbered(self, model: Model, seq_id: int, raw: bytes, job: Job, work: Work) -> Json:
-        if seq_id < 1:
-            raise invalid(f"seq_id: got {seq_id}, expected 1 or more")
-        submitted = model.lane.submit(seq_id, raw, job, work, ordered=True)
-        return {**wire.future(submitted), "model_id": model.id}
+    def _model(self, call: Call) -> Model:
+        return self._service.model(want(call.body, "model_id", str))
+
+    def _addressed(self, call: Call) -> tuple[Model, int]:
+        return self._model(call), want(call.body, "seq_id", int)

@@ -7,12 +7,12 @@ A missing, unknown or invalid field is a ServiceError that names it. The codec i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from retrain.errors import shown
 from retrain.protocols.tinker import messages
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.payloads import tensor_to_json
@@ -24,40 +24,31 @@ from retrain.protocols.tinker.values import (
     SampleResult,
     Tensor,
 )
-from retrain.sampler import SamplingParams
 from retrain.service import bodies
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.store import KINDS, Place, Saved
 from retrain.service.trainer import Passed
-from retrain.service.validation import Limits, check_non_negative
-from retrain.service.web import Json, json_object, want
+from retrain.service.web import Json, want
 from retrain.types import Completion
 
 T = TypeVar("T")
 SCHEME = "tinker://"
 
 
-def forward_backward_request(body: bytes) -> ForwardBackward:
+def request_of(body: Json, *, forward_only: bool) -> ForwardBackward:
     """The JSON form of the protobuf request; it has a separate endpoint for `forward`."""
-    return _request(json_object(body), "forward_backward_input", forward_only=False)
-
-
-def forward_request(body: bytes) -> ForwardBackward:
-    return _request(json_object(body), "forward_input", forward_only=True)
-
-
-def sampling_params(body: Json, prompt: Sequence[int], limits: Limits) -> SamplingParams:
-    given = want(body, "sampling_params", dict, {})
-    stop = given.get("stop")
-    if stop == []:
-        raise invalid("stop: [] (never stop) is not supported; remove stop and set max_tokens")
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(stops, list) or not all(type(one) in (str, int) for one in stops):
-        raise invalid(f"stop: got {shown(stop)}, expected a string or a list of strings or ids")
-    texts = [one for one in stops if isinstance(one, str)]
-    ids = [one for one in stops if isinstance(one, int)]
-    return bodies.sampling_params(given, prompt, limits, texts, ids)
+    given = want(body, "forward_input" if forward_only else "forward_backward_input", dict)
+    loss = want(given, "loss_fn", str)
+    expected = bodies.known_loss(loss, bodies.TINKER_LOSSES)
+    return ForwardBackward(
+        model_id=want(body, "model_id", str),
+        seq_id=want(body, "seq_id", int),
+        data=[bodies.datum_of(datum, expected) for datum in want(given, "data", list)],
+        loss=loss,
+        config=want(given, "loss_fn_config", dict, {}),
+        forward_only=forward_only,
+    )
 
 
 def place_of(path: str, kind: str | None = None) -> Place:
@@ -67,7 +58,7 @@ def place_of(path: str, kind: str | None = None) -> Place:
         raise invalid(
             f"path: got {path!r}, expected {SCHEME}MODEL/weights/NAME or .../sampler_weights/NAME"
         )
-    place = Place(parts[0], "weights" if parts[1] == "weights" else "sampler_weights", parts[2])
+    place = Place(parts[0], parts[1], parts[2])
     if kind is not None and place.kind != kind:
         use = "sampling" if place.kind == "sampler_weights" else "training"
         raise invalid(f"path: got {path!r}, which is for {use}, expected {SCHEME}MODEL/{kind}/NAME")
@@ -94,7 +85,7 @@ def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
     if unknown := sorted(set(given) - set(known)):
         expected = ", ".join(known) or "no keys"
         raise invalid(f"loss_fn_config of {loss!r} has unknown keys {unknown}, expected {expected}")
-    check_non_negative("loss_fn_config", given)
+    bodies.check_non_negative("loss_fn_config", given)
     merged = {**known, **{key: float(value) for key, value in given.items()}}
     if "clip_low_threshold" not in merged:
         return merged
@@ -112,9 +103,8 @@ def output(passed: Passed) -> ForwardBackwardOutput:
     )
 
 
-def sampled(
-    completions: list[Completion], prompt_logprobs: list[float | None] | None
-) -> SampleResult:
+def sampled(found: tuple[list[Completion], list[float | None] | None]) -> SampleResult:
+    completions, prompt_logprobs = found
     sequences = [
         SampledSequence(
             tokens=list(one.token_ids),
@@ -127,15 +117,20 @@ def sampled(
 
 
 def result(result: ForwardBackwardOutput | SampleResult, protobuf: bool) -> Response:
-    if not protobuf:
-        return JSONResponse(_as_json(result))
     if isinstance(result, SampleResult):
-        return Response(messages.encode_sample(result), media_type=PROTOBUF)
-    return Response(messages.encode_output(result), media_type=PROTOBUF)
-
-
-def future(job: Job) -> dict[str, Any]:
-    return {"request_id": job.id, **job.facts}
+        if protobuf:
+            return Response(messages.encode_sample(result), media_type=PROTOBUF)
+        return JSONResponse({"type": "sample", **asdict(result)})
+    if protobuf:
+        return Response(messages.encode_output(result), media_type=PROTOBUF)
+    outputs = [{name: tensor_to_json(t) for name, t in one.items()} for one in result.outputs]
+    return JSONResponse(
+        {
+            "loss_fn_output_type": result.kind,
+            "loss_fn_outputs": outputs,
+            "metrics": dict(result.metrics),
+        }
+    )
 
 
 def try_again(job: Job) -> Json:
@@ -143,17 +138,6 @@ def try_again(job: Job) -> Json:
     if job.state == "waiting":
         reply["queue_state_reason"] = "a request with a lower seq_id has not arrived yet"
     return reply
-
-
-def save_options(body: Json) -> dict[str, Any]:
-    return {"seconds": bodies.ttl(body), "metadata": want(body, "user_metadata", dict, {})}
-
-
-def place_in_url(request: Request) -> Place:
-    given = request.path_params
-    if given["kind"] not in KINDS:
-        raise invalid(f"kind of checkpoint: got {given['kind']!r}, expected one of {KINDS}")
-    return Place(given["model_id"], given["kind"], given["name"])
 
 
 def checkpoint(saved: Saved) -> Json:
@@ -170,7 +154,7 @@ def checkpoint(saved: Saved) -> Json:
     }
 
 
-def page(request: Request, name: str, items: Sequence[T], show: Callable[[T], Json]) -> Response:
+def page(request: Request, name: str, items: Sequence[T], show: Callable[[T], Json]) -> Json:
     """The part of `items` that `offset` and `limit` in the URL ask for."""
     try:
         first = max(0, int(request.query_params.get("offset", 0)))
@@ -178,37 +162,4 @@ def page(request: Request, name: str, items: Sequence[T], show: Callable[[T], Js
     except ValueError:
         raise invalid("limit and offset must be integers") from None
     cursor = {"offset": first, "limit": count, "total_count": len(items)}
-    return JSONResponse({name: list(map(show, items[first : first + count])), "cursor": cursor})
-
-
-def _request(body: Json, key: str, *, forward_only: bool) -> ForwardBackward:
-    given = want(body, key, dict)
-    return ForwardBackward(
-        model_id=want(body, "model_id", str),
-        seq_id=want(body, "seq_id", int),
-        data=[bodies.datum_of(datum) for datum in want(given, "data", list)],
-        loss=want(given, "loss_fn", str),
-        config=want(given, "loss_fn_config", dict, {}),
-        forward_only=forward_only,
-    )
-
-
-def _as_json(result: ForwardBackwardOutput | SampleResult) -> Json:
-    if isinstance(result, SampleResult):
-        sequences = [
-            {"tokens": s.tokens, "logprobs": s.logprobs, "stop_reason": s.stop_reason}
-            for s in result.sequences
-        ]
-        reply: dict[str, Any] = {"type": "sample", "sequences": sequences}
-        if result.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = result.prompt_logprobs
-        return reply
-    outputs = [
-        {name: tensor_to_json(tensor) for name, tensor in output.items()}
-        for output in result.outputs
-    ]
-    return {
-        "loss_fn_output_type": result.kind,
-        "loss_fn_outputs": outputs,
-        "metrics": dict(result.metrics),
-    }
+    return {name: list(map(show, items[first : first + count])), "cursor": cursor}

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from retrain.errors import shown
-from retrain.protocols.training import AdamParams
-from retrain.sampler import SamplingParams, Tokenizer
+from retrain.sampler import Tokenizer
 from retrain.service import bodies
-from retrain.service.bodies import datum_of
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
+from retrain.service.state import Limits
 from retrain.service.store import Place, Saved
 from retrain.service.trainer import Passed, Row, Tuning
-from retrain.service.validation import WEAVER_LOSSES, Limits, known_loss, training_rows
 from retrain.service.web import Json, want
 from retrain.types import Completion
 
@@ -30,38 +27,29 @@ _NEUTRAL: Mapping[str, Any] = {"entropy_coeff": 0, "temperature": 1, "enable_deb
 """Settings of a loss, with the only value that is accepted; None accepts any."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingCall:
+class TrainingCall(NamedTuple):
     """A forward or forward-backward pass."""
 
-    seq_id: int
     loss: str
-    rows: Sequence[Row]
+    rows: list[Row]
     datum_ids: Sequence[str | None]
 
 
-def training_call(body: Json, model_id: str, key: str, limits: Limits) -> TrainingCall:
+def training_call(payload: Json, key: str, limits: Limits) -> TrainingCall:
     """Raises ServiceError for data that doesn't fit the loss."""
-    payload = addressed(body, model_id)
     if want(payload, "tensor_transport", str, "default") != "default":
         raise invalid("tensor_transport: only 'default' is supported")
     given = want(payload, key, dict)
     loss = want(given, "loss_fn", str)
-    expected = known_loss(loss, WEAVER_LOSSES)
+    expected = bodies.known_loss(loss, bodies.WEAVER_LOSSES)
     _check_config(loss, want(given, "loss_fn_config", dict, {}))
     data = want(given, "data", list)
-    rows = training_rows([datum_of(datum, expected) for datum in data], expected, limits)
+    read = [bodies.datum_of(datum, expected) for datum in data]
     ids = [want(datum, "datum_id", str, None) for datum in data]
-    return TrainingCall(want(payload, "seq_id", int), loss, rows, ids)
+    return TrainingCall(loss, bodies.training_rows(read, expected, limits), ids)
 
 
-def optimizer_call(body: Json, model_id: str) -> tuple[int, AdamParams]:
-    """The number of the request and AdamW's hyperparameters."""
-    payload = addressed(body, model_id)
-    return want(payload, "seq_id", int), bodies.adam_params(want(payload, "adam_params", dict))
-
-
-def addressed(body: Json, model_id: str) -> Json:
+def payload_of(body: Json, model_id: str) -> Json:
     """The payload; raises ServiceError if its model is not that of the path."""
     payload = want(body, "payload", dict)
     if want(payload, "model_id", str, model_id) != model_id:
@@ -78,20 +66,10 @@ def tuning(body: Json) -> Tuning:
         return Tuning(rank=0)
     if mode != "lora":
         raise invalid(f"training_mode: got {shown(mode)}, expected 'lora' or 'full_ft'")
-    made = bodies.tuning(want(body, "lora_config", dict, {}), min_rank=1)
+    made = bodies.tuning(body, min_rank=1)
     if not (made.attention or made.mlp or made.unembed):
         raise invalid("lora_config trains nothing: enable at least one kind of layer")
     return made
-
-
-def sampling_params(body: Json, prompt: Sequence[int], limits: Limits) -> SamplingParams:
-    given = want(body, "sampling_params", dict, {})
-    stop = given.get("stop") or []
-    stops = [stop] if isinstance(stop, str) else stop
-    ids = want(given, "stop_token_ids", list, [])
-    if not all(isinstance(one, str) for one in stops) or not all(type(i) is int for i in ids):
-        raise invalid("stop must have strings, and stop_token_ids integers")
-    return bodies.sampling_params(given, prompt, limits, stops, ids)
 
 
 def place_of(path: str) -> Place:
@@ -111,18 +89,21 @@ def path_of(place: Place) -> str:
     return f"{SCHEME}{place.model_id}{middle}/{place.name}"
 
 
-def passed(passed: Passed, call: TrainingCall, model_id: str) -> Json:
+def passed(passed: Passed, datum_ids: Sequence[str | None], model_id: str) -> Json:
     """The result of a pass, with the datum ids of the request."""
     outputs = [
         {"logprobs": row} if datum_id is None else {"logprobs": row, "datum_id": datum_id}
-        for row, datum_id in zip(passed.logprobs, call.datum_ids, strict=True)
+        for row, datum_id in zip(passed.logprobs, datum_ids, strict=True)
     ]
     metrics = {"loss:sum": passed.loss, "loss": passed.loss, "tokens": passed.tokens}
     result = {"loss_fn_outputs": outputs, "metrics": metrics}
     return {"status": "success", "model_id": model_id, "result": result}
 
 
-def sampled(completions: Sequence[Completion], tokenizer: Tokenizer) -> dict[str, Any]:
+def sampled(
+    found: tuple[list[Completion], list[float | None] | None], tokenizer: Tokenizer
+) -> Json:
+    completions, prompt_logprobs = found
     sequences = [
         {
             "tokens": list(one.token_ids),
@@ -132,12 +113,13 @@ def sampled(completions: Sequence[Completion], tokenizer: Tokenizer) -> dict[str
         }
         for one in completions
     ]
-    return {"sequences": sequences}
+    scored = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
+    return {"result": {"sequences": sequences, **scored}}
 
 
 def operation(job: Job) -> Json:
     """The state of a job, as clients see it."""
-    reply: dict[str, Any] = {"id": job.id, "type": job.kind, "status": "pending"}
+    reply: dict[str, Any] = {"id": job.id, "type": job.kind}
     if job.error is not None:
         details = {"diagnostic_message": str(job.error), "operation_id": job.id}
         return {
@@ -147,11 +129,11 @@ def operation(job: Job) -> Json:
             "error_code": job.error.code,
             "error_message": str(job.error),
             "error_details": details,
-            "retryable": job.error.retryable,
+            "retryable": False,
         }
     if job.state == "done":
-        return {**reply, "status": "done", "response": job.result}
-    return {**reply, "status": "running" if job.state == "running" else "pending"}
+        reply["response"] = job.result
+    return {**reply, "status": "pending" if job.state == "waiting" else job.state}
 
 
 def checkpoint(saved: Saved) -> Json:

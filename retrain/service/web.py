@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retrain.errors import shown
 from retrain.service.errors import ServiceError, invalid
 
 T = TypeVar("T")
+B = TypeVar("B", bytes, bytearray)
 Json = Mapping[str, Any]  # an object as it came off the wire
 IN_THREAD = 64 * 1024
 """Larger bodies, in bytes, are decoded in a thread to keep the event loop free."""
@@ -29,15 +29,14 @@ async def read_body(request: Request, limit: int) -> bytes:
     try:
         async for chunk in request.stream():
             body += chunk
-            if len(body) > limit:
-                raise _too_large(limit)
+            _within(limit, body)
     except ClientDisconnect:
         raise invalid("the connection closed before the end of the body") from None
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
         return await asyncio.to_thread(_unzstd, bytes(body), limit)
     if encoding != "identity":
-        raise _unsupported(f"Content-Encoding: got {encoding!r}, expected zstd")
+        raise ServiceError(415, f"Content-Encoding: got {encoding!r}, expected zstd")
     return bytes(body)
 
 
@@ -81,70 +80,43 @@ def want(body: Json, name: str, kind: type[T], default: Any = _REQUIRED) -> T | 
     return value  # type: ignore[no-any-return]  # checked above
 
 
-def failure(error: ServiceError) -> JSONResponse:
-    """The error body of both protocols: Tinker's clients read `detail`, Weaver's the rest."""
-    content = {
-        "error": error.code,
-        "message": str(error),
-        "retryable": error.retryable,
-        "detail": str(error),
-    }
-    return JSONResponse(content, status_code=error.status)
-
-
 async def answer_error(_: Request, error: Exception) -> Response:
     """Starlette's handler for all exceptions: clients always get the same error body."""
     if isinstance(error, HTTPException):
-        code = "not_found" if error.status_code == 404 else "invalid_request"
-        error = ServiceError(error.status_code, code, error.detail)
-    if not isinstance(error, ServiceError):
-        error = ServiceError(500, "internal", f"{type(error).__name__}: {error}")
-    return failure(error)
+        error = ServiceError(error.status_code, error.detail)
+    elif not isinstance(error, ServiceError):
+        error = ServiceError(500, f"{type(error).__name__}: {error}")
+    text = str(error)  # Tinker's clients read `detail`, Weaver's the rest
+    content = {"error": error.code, "message": text, "retryable": False, "detail": text}
+    return JSONResponse(content, status_code=error.status)
 
 
-class KeyCheck:
-    """ASGI middleware: without the key, only the health check works."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].endswith("/healthz"):
-            sent = dict(scope["headers"])
-            given = sent.get(b"x-api-key") or sent.get(b"x-weaver-api-key") or b""
-            if not hmac.compare_digest(given, self._key):
-                refusal = ServiceError(401, "unauthorized", "the API key is missing or wrong")
-                await failure(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-Handler = Callable[[Request], Awaitable[Response]]
+def check_key(request: Request, key: str) -> None:
+    """Raise ServiceError (401) unless the request has the key."""
+    given = request.headers.get("x-api-key") or request.headers.get("x-weaver-api-key") or ""
+    if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
+        raise ServiceError(401, "the API key is missing or wrong")
 
 
 def _unzstd(body: bytes, limit: int) -> bytes:
     try:
         import zstandard
     except ImportError:
-        raise _unsupported("zstd needs zstandard on the service; send it uncompressed") from None
+        raise ServiceError(
+            415, "zstd needs zstandard on the service; send it uncompressed"
+        ) from None
     try:
         with zstandard.ZstdDecompressor().stream_reader(body) as reader:
             plain: bytes = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise invalid(f"the body is not valid zstd: {error}") from None
-    if len(plain) > limit:
-        raise _too_large(limit)
-    return plain
+    return _within(limit, plain)
 
 
-def _unsupported(message: str) -> ServiceError:
-    return ServiceError(415, "unsupported_encoding", message)
-
-
-def _too_large(limit: int) -> ServiceError:
-    return ServiceError(
-        413, "too_large", f"the body has more than {limit} bytes; send less data per request"
-    )
+def _within(limit: int, body: B) -> B:
+    if len(body) > limit:
+        raise ServiceError(413, f"the body has more than {limit} bytes; send less data per request")
+    return body
 
 
 def _no_constant(name: str) -> float:
