@@ -14,7 +14,6 @@ import json
 import logging
 import ssl
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -90,8 +89,6 @@ class HttpClient:
         """Header name -> value; a renewed token is written here, and hidden (`hide`)."""
         self.refresh: Callable[[], Awaitable[None]] | None = None
         """Renews an expired token; awaited once per call, when the service says `invalid_token`."""
-        self.retries: Counter[str] = Counter()
-        """Attempts that were repeated, by code or status."""
         self._outlook = Outlook()
         self._vendor = vendor
         self._hidden: set[str] = set()
@@ -166,7 +163,6 @@ class HttpClient:
                     await self.refresh()
                     continue
                 pause = budget.pause(error, safe=call.idempotent or not error.may_have_acted)
-                self.retries[error.code or str(error.status)] += 1
                 level = logging.WARNING if budget.failures == LOUD_ATTEMPT else logging.DEBUG
                 log.log(level, "%s; trying again for up to %.0f s", error, budget.left)
                 await asyncio.sleep(pause)
@@ -185,7 +181,6 @@ class HttpClient:
                 code="malformed",
                 retryable=True,
                 may_have_acted=True,
-                fault="server",
             ) from error
         self._outlook.reached = True
         return decoded

@@ -12,14 +12,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from retrain.errors import AdapterError
 
 if TYPE_CHECKING:
     import httpx
-
-Fault = Literal["user", "server", "unknown"]
 
 
 class RemoteError(AdapterError):
@@ -34,7 +32,6 @@ class RemoteError(AdapterError):
         retryable: bool = False,
         may_have_acted: bool = False,
         request_id: str = "",
-        fault: Fault = "unknown",
         retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
@@ -48,8 +45,6 @@ class RemoteError(AdapterError):
         """The service may have executed the call: only an idempotent call is sent again."""
         self.request_id = request_id
         """The service's id of the request, for its support; empty when it gave none."""
-        self.fault = fault
-        """Who caused the error."""
         self.retry_after = retry_after
         """Seconds that the service asked to wait; None when it did not ask."""
 
@@ -76,9 +71,8 @@ class ErrorBody:
 
     message: str
     code: str = ""
-    fault: Fault | None = None
-    """None when the body does not say; so for `retryable` and `retry_after`."""
     retryable: bool | None = None
+    """None when the body does not say; so for `retry_after`."""
     request_id: str = ""
     retry_after: float | None = None
     html: bool = False
@@ -99,7 +93,6 @@ def refused(message: str, response: httpx.Response, body: ErrorBody) -> RemoteEr
         retryable=_retryable(response, body, broken),
         may_have_acted=broken and not turned_away,
         request_id=headers.get("x-request-id") or headers.get("request-id") or body.request_id,
-        fault=body.fault or ("server" if broken else "user"),
         retry_after=body.retry_after if asked is None else asked,
     )
 
@@ -137,12 +130,10 @@ def _from_json(body: Mapping[str, Any], text: str) -> ErrorBody:
     message = next((body[name] for name in names if body.get(name)), text)
     # The service's code: `code`, or `error` where the message has a key of its own.
     code = body.get("code") or body.get("error_code") or body.get("error")
-    fault = body.get("category") or body.get("fault")
     retryable = body.get("retryable")
     return ErrorBody(
         message if isinstance(message, str) else json.dumps(message),
         str(code) if code and code is not message and isinstance(code, (str, int)) else "",
-        fault if fault in ("user", "server") else None,
         retryable if isinstance(retryable, bool) else None,
         str(body.get("request_id") or ""),
         _asked_pause(body.get("details")),

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
@@ -94,12 +93,7 @@ class RemoteAdapter(Adapter):
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         await self._stack.__aexit__(kind, error, trace)
 
     async def update(self, batch: Batch) -> Metrics:

@@ -143,7 +143,6 @@ def on_the_service() -> Iterator[None]:
             "the last checkpoint",
             status=404,
             code="lost",
-            fault="server",
         ) from error
 
 

@@ -13,7 +13,6 @@ import os
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from retrain.adapters.tinker.connection import (
@@ -114,11 +113,6 @@ class TinkerClient:
     def __repr__(self) -> str:
         return f"TinkerClient({self._http.url!r}, session_id={self.session_id!r})"
 
-    @property
-    def retries(self) -> Mapping[str, int]:
-        """Number of retries, by cause."""
-        return self._http.retries
-
     async def __aenter__(self) -> Self:
         try:
             await self._handshake()
@@ -133,12 +127,7 @@ class TinkerClient:
         self._tasks.append(asyncio.create_task(self._beat(), name="tinker heartbeat"))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             for task in self._tasks:
                 task.cancel()

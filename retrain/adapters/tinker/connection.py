@@ -20,7 +20,7 @@ from retrain.adapters.tinker.limits import Backpressure
 from retrain.errors import DeadlineError
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.transport.client import Call, HttpClient
-from retrain.transport.refusals import Fault, RemoteError, error_body
+from retrain.transport.refusals import RemoteError, error_body
 from retrain.transport.retries import NO_RETRY, RetryBudget
 
 if TYPE_CHECKING:
@@ -284,13 +284,11 @@ class Future(Generic[T]):
 
     def _failed(self, response: httpx.Response) -> RemoteError:
         body = error_body(response.content)
-        fault: Fault = body.fault or ("user" if response.status_code == 400 else "unknown")
         return RemoteError(
             f"{self._kind.name} failed on the service: {body.message}",
             status=response.status_code if response.status_code >= 300 else None,
             code=body.code or "job_failed",
             request_id=self.request_id,
-            fault=fault,
         )
 
     def _report(self, pending: _Pending, started: float) -> None:

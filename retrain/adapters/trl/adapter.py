@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from retrain.adapters.base import Adapter, AdapterState
@@ -73,12 +72,7 @@ class TrlAdapter(Adapter):
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if self._reference is not None:
                 await self._reference.close()

@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from retrain.adapters.weaver import wire
@@ -117,12 +116,7 @@ class WeaverClient:
         self._beating = asyncio.create_task(self._beat(), name="weaver heartbeat")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -38,8 +38,6 @@ REPORT_AFTER = 30.0
 REPORT_EVERY = 60.0
 LOST_POLLS = 20
 """Polls in a row that may fail because the service has lost its own store."""
-USER_CODES = ("invalid", "unsupported", "quota", "unauthorized", "forbidden")
-"""Parts of an error code that mean that the caller caused the error."""
 
 
 def _json(response: httpx.Response) -> Any:
@@ -116,7 +114,6 @@ class Operation(Generic[T]):
                 code="malformed",
                 may_have_acted=True,
                 request_id=self.id,
-                fault="server",
             ) from error
 
     async def settle(self) -> None:
@@ -166,7 +163,6 @@ class Operation(Generic[T]):
             retryable=True,
             may_have_acted=True,
             request_id=self.id,
-            fault="server",
         )
 
     def _failed(self) -> RemoteError:
@@ -178,7 +174,6 @@ class Operation(Generic[T]):
             retryable=facts["retryable"],
             may_have_acted=True,
             request_id=self.id,
-            fault="user" if any(word in facts["code"] for word in USER_CODES) else "server",
         )
 
 

@@ -58,7 +58,6 @@ class SamplingSession:
                 code="malformed",
                 retryable=True,
                 request_id=operation.id,
-                fault="server",
             )
         return sequences
 
