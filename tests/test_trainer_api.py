@@ -6,6 +6,7 @@ import math
 import signal
 import types
 
+import numpy as np
 import pytest
 
 from benchmarks.mock_engine import MockAdapter
@@ -21,14 +22,18 @@ from retrain.errors import (
     UserCodeError,
 )
 from retrain.trainer import (
+    BaseTrainer,
     Callback,
     DPOTrainer,
     EnvironmentReturn,
     GRPOTrainer,
     RLOOTrainer,
     SFTTrainer,
+    batched,
     create_trainer,
     get_algorithm,
+    list_algorithms,
+    register_algorithm,
 )
 
 ROWS = [{"prompt": f"{c}=", "answer": c} for c in "abcd"]
@@ -125,6 +130,34 @@ def test_an_unknown_key_of_the_nested_config_is_told_by_its_path():
     first, second = error.value.problems
     assert first == "policy.learnin_rate: unknown key; did you mean policy.learning_rate?"
     assert second.startswith("grpo.num_prompts: unknown key; did you mean grpo.num_prompts_per_st")
+
+
+def policy(learning_rate: float | None = None, **kwargs: float) -> dict:
+    rate = {} if learning_rate is None else {"learning_rate": learning_rate}
+    return {"policy": {"model_name": "tiny", **rate, "optimizer": {"kwargs": kwargs}}}
+
+
+@pytest.mark.parametrize("config", [policy(lr=1e-5), policy(1e-5, lr=1e-5)])
+def test_the_optimizer_s_learning_rate_is_the_policy_s(config):
+    trainer = GRPOTrainer(config)
+    assert trainer.config["policy"]["learning_rate"] == 1e-5
+    assert trainer._run_config().backend.arguments["learning_rate"] == 1e-5
+    assert GRPOTrainer(trainer.config).config == trainer.config
+
+
+def test_two_learning_rates_that_disagree_are_refused():
+    text = r"policy: learning_rate is 1e-06 and optimizer\.kwargs\.lr is 1e-05: remove one"
+    with pytest.raises(ConfigError, match=text):
+        GRPOTrainer(policy(1e-6, lr=1e-5))
+
+
+def test_the_optimizer_s_weight_decay_reaches_the_backend():
+    config = policy(weight_decay=0.25)
+    assert GRPOTrainer(config)._run_config().backend.arguments["weight_decay"] == 0.25
+    with pytest.raises(ConfigError, match=r"backend\.weight_decay: set twice; remove it and use"):
+        GRPOTrainer({**config, "backend": {"weight_decay": 0.5}})
+    with pytest.raises(ConfigError, match=r"policy\.optimizer\.kwargs\.weight_decay: got -1"):
+        GRPOTrainer(policy(weight_decay=-1.0))
 
 
 def test_any_mapping_is_a_config_and_is_copied():
@@ -315,6 +348,17 @@ async def later(prompt, response):
     return 0.5
 
 
+@batched
+def halves(prompts, responses, rows):
+    assert [row["prompt"] for row in rows] == prompts
+    return [0.5] * len(responses)
+
+
+@batched
+async def halves_later(prompts, responses):
+    return [0.5] * len(responses)
+
+
 @reward
 def by_name(answer, prompt, completion, metadata):
     assert (prompt, metadata["solution"]) == (f"{answer}=", answer)
@@ -351,6 +395,10 @@ class Comparing(Judging):
         lambda *pair: 0.5 if len(pair) == 3 else 0.0,
         lambda prompt, response: {"length": 0.25, "style": 0.25},
         later,
+        halves,
+        halves_later,
+        batched(lambda prompts, responses: np.full(len(responses), 0.5)),
+        batched(lambda prompts, responses: [{"a": 0.25, "b": 0.25} for _ in responses]),
     ],
 )
 def test_a_reward_function_has_many_forms(reward_fn):
@@ -371,6 +419,33 @@ def test_a_dict_s_parts_are_summed_and_told_apart():
     assert result.metrics["reward/reward_fn.style/mean"] == 0.5
 
 
+def test_a_dict_s_parts_are_weighed():
+    trainer = grpo(max_steps=1, reward_weights={"length": 1.0, "style": 3.0})
+    result = trainer.fit(ROWS, lambda prompt, response: {"length": 0.25, "style": 0.5})
+    assert result.metrics["mean_reward"] == 1.75
+    assert result.metrics["reward/reward_fn.style/mean"] == 0.5
+
+
+def test_weights_must_name_the_dict_s_parts():
+    with pytest.raises(RewardError, match=r"a dict of a, expected the keys of reward_weights: b"):
+        grpo(reward_weights={"b": 1.0}).fit(ROWS, lambda prompt, response: {"a": 1.0})
+    with pytest.raises(ConfigError, match=r"grpo\.reward_weights\.a: got inf"):
+        grpo(reward_weights={"a": math.inf})
+
+
+def test_a_batched_function_is_called_once_per_group():
+    groups = []
+
+    @batched
+    def score(prompts, responses):
+        groups.append(prompts)
+        return [0.5] * len(responses)
+
+    grpo(max_steps=1, staleness={"target": 0}).fit(ROWS, score)
+    assert len(groups) == 2
+    assert all(len(prompts) == 2 and len(set(prompts)) == 1 for prompts in groups)
+
+
 @pytest.mark.parametrize(
     "reward_fn",
     [
@@ -379,6 +454,7 @@ def test_a_dict_s_parts_are_summed_and_told_apart():
         lambda prompt, response, row, more: 0.0,
         lambda prompt, response, answer: 0.0,
         lambda prompt, response, answers=None: 0.0,
+        batched(lambda prompts, responses, answers=None: 0.0),
         lambda prompt, response, *, scale: 0.0,
         0.5,
     ],
@@ -421,7 +497,11 @@ class Nothing(Judging):
         (lambda prompt, response: {"a": "b"}, "expected finite numbers"),
         (lambda prompt, response: later(prompt, response), "declare it with `async def`"),
         (failing, "raised KeyError: 'truth' .test_trainer_api.py:"),
-        (TooFew(), r"raised ValueError: zip\(\) argument 2 is longer than argument 1"),
+        (TooFew(), r"returned \[1\.0\], expected a list of 2 rewards"),
+        (batched(lambda prompts, responses: [1.0]), "expected a list of 2 rewards"),
+        (batched(lambda prompts, responses: None), "returned None, expected a list of 2"),
+        (batched(lambda prompts, responses: ["1", 1.0]), "returned '1', expected a finite number"),
+        (batched(failing), "raised KeyError: 'truth' .test_trainer_api.py:"),
         (unknown, r"prompt='.=', response='.*'\) raised KeyError: 'truth' .test_trainer_api.py:"),
         (Nothing(), r"returned Reward\(value=nan"),
     ],
@@ -443,6 +523,20 @@ def test_a_reward_that_fails_is_left_out_and_counted_when_it_is_to_be_dropped():
     result = grpo(max_steps=1, on_reward_error="drop").fit(ROWS, every_other)
     assert result.metrics["rollouts/failed"] == 2
     assert result.metrics["mean_reward"] == 1.0
+
+
+def test_a_batched_reward_that_fails_drops_its_group_when_it_is_to_be_dropped():
+    @batched
+    def only_some(prompts, responses):
+        return [1.0] * len(responses) if prompts[0] in ("a=", "b=") else []
+
+    result = grpo(max_steps=1, on_reward_error="drop").fit(ROWS, only_some)
+    assert result.metrics["mean_reward"] == 1.0
+    # Which prompts the step gets depends on the seed and on timing.
+    outcomes = {(r["messages"][0]["content"], r["reward"], r["outcome"]) for r in rollouts(result)}
+    good = {("a=", 1.0, "ok"), ("b=", 1.0, "ok")}
+    assert outcomes & good
+    assert outcomes - good <= {(p, None, "infra_error") for p in ("c=", "d=")}
 
 
 # --- environments
@@ -553,6 +647,8 @@ def test_a_bad_limit_is_refused_before_anything_loads(name, nothing_loads):
         grpo().fit(ROWS, variety, **{name: -1})
     with pytest.raises(ValueError, match=f"{name}: got True"):
         grpo().fit(ROWS, variety, **{name: True})
+    with pytest.raises(ValueError, match=f"{name}: got '3', expected an integer >= 0"):
+        grpo().fit(ROWS, variety, **{name: "3"})
 
 
 @pytest.mark.parametrize(
@@ -680,7 +776,7 @@ def test_a_first_ctrl_c_checkpoints_and_is_raised():
         ([Callback], r"got the class Callback, expected an instance; write Callback\(\)"),
         ([object()], "derive its class from Callback"),
         (Callback, "expected a list of Callback instances"),
-        (Callback(), "expected a list of Callback instances"),
+        (Callback(), r"callbacks: got <.*Callback.*, expected a list of Callback instances"),
     ],
 )
 def test_a_bad_callback_is_told_before_any_model_loads(callbacks, text, nothing_loads):
@@ -884,3 +980,25 @@ def test_algorithms_are_found_in_any_case_and_told_apart():
         get_algorithm(None)
     with pytest.raises(ValueError, match="model: got ''"):
         create_trainer("sft", "")
+
+
+def test_a_trainer_class_of_one_s_own_is_registered_once(monkeypatch):
+    known = {name: get_algorithm(name) for name in list_algorithms()}
+    monkeypatch.setattr("retrain.trainer.registry.TRAINERS", known)
+
+    class Mine(GRPOTrainer):
+        pass
+
+    register_algorithm("Mine", Mine)
+    assert list_algorithms() == ["dpo", "grpo", "mine", "rloo", "sft"]
+    assert get_algorithm("MINE") is Mine
+    assert isinstance(create_trainer("mine", "tiny", seed=3), Mine)
+    with pytest.raises(ValueError, match="mine: Mine has this name; choose another, or pass over"):
+        register_algorithm("mine", Mine)
+    register_algorithm("grpo", Mine, override=True)
+    assert get_algorithm("grpo") is Mine
+    for other in (dict, GRPOTrainer.from_pretrained("tiny")):
+        with pytest.raises(TypeError, match=r"other: got .*, expected a subclass of BaseTrainer"):
+            register_algorithm("other", other)
+    with pytest.raises(TypeError, match="BaseTrainer has no from_pretrained"):
+        register_algorithm("other", BaseTrainer)

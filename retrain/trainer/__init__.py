@@ -15,8 +15,14 @@ from retrain.trainer.nemo import (
     GRPOTrainer,
     RLOOTrainer,
     SFTTrainer,
+    batched,
 )
-from retrain.trainer.registry import create_trainer, get_algorithm, list_algorithms
+from retrain.trainer.registry import (
+    create_trainer,
+    get_algorithm,
+    list_algorithms,
+    register_algorithm,
+)
 
 __all__ = [
     "BaseTrainer",
@@ -28,7 +34,9 @@ __all__ = [
     "RLOOTrainer",
     "SFTTrainer",
     "TrainingResult",
+    "batched",
     "create_trainer",
     "get_algorithm",
     "list_algorithms",
+    "register_algorithm",
 ]

@@ -2,6 +2,7 @@
 
 from retrain.trainer.nemo.environments import EnvironmentInterface, EnvironmentReturn
 from retrain.trainer.nemo.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+from retrain.trainer.nemo.scoring import batched
 
 __all__ = [
     "DPOTrainer",
@@ -10,4 +11,5 @@ __all__ = [
     "GRPOTrainer",
     "RLOOTrainer",
     "SFTTrainer",
+    "batched",
 ]

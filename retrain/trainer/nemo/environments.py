@@ -82,7 +82,7 @@ class MessageLogEnvironment(Environment):
 
     async def step(self, action: Action) -> StepResult:
         self._log.append({"role": "assistant", "content": action.text})
-        returned = await _call(self._pool, self.inner.step, [list(self._log)], [self._metadata])
+        returned = await call(self._pool, self.inner.step, [list(self._log)], [self._metadata])
         try:  # of NeMo RL's own class, too: it has the same fields in the same order
             answer = EnvironmentReturn(*returned)
         except TypeError:
@@ -120,7 +120,7 @@ class Review(Learner):
         batch = {name: [of(t) for t in trajectories] for name, of in COLUMNS.items()}
         batch["metadata"] = [row_of(t.prompt) for t in trajectories]
         try:
-            changed, metrics = await _call(self._pool, self._hook, batch)
+            changed, metrics = await call(self._pool, self._hook, batch)
             rewards = [float(value) for value in changed["rewards"]]
             if len(rewards) != len(trajectories) or not all(map(math.isfinite, rewards)):
                 raise ValueError(
@@ -134,7 +134,7 @@ class Review(Learner):
         return named
 
 
-async def _call(pool: DaemonPool, function: Callable[..., Any], *arguments: Any) -> Any:
+async def call(pool: DaemonPool, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a user's function: an async one on the event loop, a plain one in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)

@@ -193,8 +193,8 @@ class RewardTrainer(PresetTrainer):
         limits, config = self._settings.limits, self._run_config()
         assert isinstance(limits, Rollouts)
         failed = self._reward_failed if limits.on_reward_error == "raise" else _counted
-        judge = Judge(failed)
-        scorer = one_reward(NAME, as_calculator(task.reward_fn, judge), config)
+        judge = Judge(limits.reward_weights, failed)
+        scorer = one_reward(NAME, as_calculator(task.reward_fn, judge, pool), config)
         return {"scorer": scorer}, {"rewards": [{"type": NAME}]}
 
 

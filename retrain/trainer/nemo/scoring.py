@@ -1,20 +1,21 @@
 """The `reward_fn` of `fit`: called with (prompt, response[, row]), as a RewardCalculator.
 
-It may return a number, a bool or a dict of numbers, and may be `async`. A RewardCalculator, such as
-an `@reward` function, is called as in a YAML: by name, or with the trajectory. A reward_fn that
-raises, or returns anything else, is a RewardError with the prompt and the response. It ends
-training, or with `on_reward_error: drop` its rollout is dropped and counted. It never becomes a
-reward of 0.
+It may return a number, a bool or a dict of numbers, be `async`, or score a group in one call
+(`@batched`). A RewardCalculator, such as an `@reward` function, is called as in a YAML: by name, or
+with the trajectory. A reward_fn that raises, or returns anything else, is a RewardError with the
+prompt and the response. It ends training, or with `on_reward_error: drop` its rollout (or group)
+is dropped and counted. It never becomes a reward of 0.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from retrain.concurrency.threads import DaemonPool
 from retrain.errors import RewardError, blame, shown
 from retrain.rewarding import (
     NAMES,
@@ -25,10 +26,21 @@ from retrain.rewarding import (
     is_async,
 )
 from retrain.trainer.data import row_of
+from retrain.trainer.nemo.environments import call
 from retrain.types import Trajectory
 
+F = TypeVar("F", bound=Callable[..., Any])
 NAME = "reward_fn"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def batched(function: F) -> F:
+    """Mark a reward function that takes lists: (prompts, responses[, rows]) -> list of rewards.
+
+    It is called once per group of rollouts.
+    """
+    function.__dict__["batched"] = True
+    return function
 
 
 def takes_row(function: Callable[..., Any]) -> bool:
@@ -73,6 +85,8 @@ def _accepts(signature: inspect.Signature, count: int) -> bool:
 class Judge:
     """Checks what a reward function returns."""
 
+    weights: Mapping[str, float] | None
+    """Of the numbers in a dict; None for the plain sum."""
     failed: Callable[[RewardError], None]
     """Called with each failure, possibly from a thread."""
 
@@ -109,7 +123,11 @@ class Judge:
             what = f"returned {shown(dict(parts))}, expected finite numbers"
             raise self.error(trajectory, what)
         values = {str(name): float(value) for name, value in parts.items()}
-        return Reward(math.fsum(values.values()), values)
+        weights = dict.fromkeys(values, 1.0) if self.weights is None else self.weights
+        if weights.keys() != values.keys():
+            what = f"returned a dict of {', '.join(values)}, expected the keys of reward_weights: "
+            raise self.error(trajectory, what + ", ".join(weights))
+        return Reward(math.fsum(weights[name] * value for name, value in values.items()), values)
 
 
 class PairReward(FunctionReward):
@@ -142,12 +160,14 @@ class PairReward(FunctionReward):
 
 
 class GroupReward(RewardCalculator):
-    """A calculator that scores whole groups, whose verdicts are judged."""
+    """Calls `ask` for each group, and judges the verdicts that it returns."""
 
     name = NAME
 
-    def __init__(self, calculator: RewardCalculator, judge: Judge) -> None:
-        self._calculator = calculator
+    def __init__(
+        self, ask: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Any]]], judge: Judge
+    ) -> None:
+        self._ask = ask
         self._judge = judge
 
     async def calculate(self, trajectory: Trajectory) -> Reward:
@@ -156,29 +176,40 @@ class GroupReward(RewardCalculator):
 
     async def calculate_group(self, group: Sequence[Trajectory]) -> Sequence[Reward]:
         try:
-            pairs = list(zip(await self._calculator.calculate_group(group), group, strict=True))
+            returned = await self._ask(group)
         except Exception as error:
             raise self._judge.raised(group[0], error) from error
+        try:
+            pairs = list(zip(returned, group, strict=True))
+        except (TypeError, ValueError):
+            what = f"returned {shown(returned)}, expected a list of {len(group)} rewards"
+            raise self._judge.error(group[0], what) from None
         return [self._judge.verdict(one, trajectory) for one, trajectory in pairs]
 
 
 def as_calculator(
-    function: Callable[..., Any] | RewardCalculator, judge: Judge
+    function: Callable[..., Any] | RewardCalculator, judge: Judge, pool: DaemonPool
 ) -> RewardCalculator:
     """A reward function as the pipe calls it. Raises TypeError for a wrong signature."""
     if isinstance(function, FunctionReward):
         return PairReward(function.call, judge, function)
     if isinstance(function, RewardCalculator):
         if type(function).calculate_group is not RewardCalculator.calculate_group:
-            return GroupReward(function, judge)
+            return GroupReward(function.calculate_group, judge)
         return PairReward(function.calculate, judge, function)
     row = takes_row(function)
 
-    def ask(trajectory: Trajectory) -> Any:
+    def arguments(trajectory: Trajectory) -> list[Any]:
         pair = [trajectory.prompt.text, trajectory.completion]
-        return function(*pair, row_of(trajectory.prompt)) if row else function(*pair)
+        return [*pair, row_of(trajectory.prompt)] if row else pair
 
-    return PairReward(ask, judge, function)
+    async def on_columns(group: Sequence[Trajectory]) -> Any:
+        columns = [list(column) for column in zip(*map(arguments, group), strict=True)]
+        return await call(pool, function, *columns)
+
+    if getattr(function, "batched", False):
+        return GroupReward(on_columns, judge)
+    return PairReward(lambda trajectory: function(*arguments(trajectory)), judge, function)
 
 
 def _finite(*values: Any) -> bool:

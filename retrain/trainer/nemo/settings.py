@@ -11,9 +11,9 @@ key in NeMo RL's sections is set there only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat, model_validator
 
 from retrain.config import Section
 from retrain.errors import ConfigError
@@ -32,6 +32,16 @@ class TensorParallel(Section):
     tensor_parallel_size: Single = 1
 
 
+class OptimizerArguments(Section):
+    lr: Rate | None = None
+    """Another name of `policy.learning_rate`."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+class Optimizer(Section):
+    kwargs: OptimizerArguments = OptimizerArguments()
+
+
 class Policy(Section):
     model_name: str
     """`tiny`, a local folder, or a Hugging Face id."""
@@ -39,6 +49,19 @@ class Policy(Section):
     max_total_sequence_length: Annotated[int, Field(ge=2)] = 512
     """Tokens of prompt and response together; a longer prompt is dropped and counted."""
     dtensor_cfg: TensorParallel = TensorParallel()
+    optimizer: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _one_learning_rate(self) -> Self:
+        rate = self.optimizer.kwargs.lr
+        if rate is None or rate == self.learning_rate:
+            return self
+        if "learning_rate" in self.model_fields_set:
+            raise ValueError(
+                f"learning_rate is {self.learning_rate} and optimizer.kwargs.lr is {rate}: remove "
+                "one of them"
+            )
+        return self.model_copy(update={"learning_rate": rate})
 
 
 class SFTPolicy(Policy):
@@ -69,6 +92,8 @@ class Rollouts(Limits):
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = 16
     """Rollouts per prompt. At least 2, since their rewards are compared."""
     max_rollout_turns: Count | None = None
+    reward_weights: dict[str, FiniteFloat] | None = None
+    """Weights of the numbers in a dict that `reward_fn` returns; None for the plain sum."""
     on_reward_error: Literal["raise", "drop"] = "raise"
     """What a failing reward does: end training with its error, or drop and count its rollout."""
 
@@ -141,11 +166,12 @@ class Settings(Section):
         if problems := list(self._twice()):
             raise ConfigError(*problems)
         limits, length = self.limits, self.policy.max_total_sequence_length
+        decay = _given({"weight_decay": self.policy.optimizer.kwargs.weight_decay})
         preset: dict[str, Any] = {
             "model": self.policy.model_name,
             "name": self.own,
             "algorithm": {"type": self.own, **limits.algorithm()},
-            "backend": {"type": "trl", "learning_rate": self.policy.learning_rate},
+            "backend": {"type": "trl", "learning_rate": self.policy.learning_rate, **decay},
             "train": {"seed": limits.seed, "groups_per_step": getattr(limits, limits.batch)},
         }
         if isinstance(limits, Rollouts):
@@ -174,6 +200,8 @@ class Settings(Section):
             "algorithm.group_size": f"{self.own}.num_generations_per_prompt",
             "backend.learning_rate": "policy.learning_rate",
         }
+        if self.policy.optimizer.kwargs.weight_decay is not None:
+            homes["backend.weight_decay"] = "policy.optimizer.kwargs.weight_decay"
         for path, home in homes.items():
             section, _, key = path.partition(".")
             given = getattr(self, section)
