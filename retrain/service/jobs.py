@@ -17,6 +17,7 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,12 +49,10 @@ class Job:
 
     async def wait(self, seconds: float) -> bool:
         """Wait at most `seconds`; returns whether the job has finished."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.finished.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self.finished.is_set()
 
 
 class Jobs:

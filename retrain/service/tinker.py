@@ -199,7 +199,7 @@ class TinkerProtocol(Protocol):
 
         async def work() -> Json:
             await self._service.save(model, place, listed=False)
-            self._service.add_sampler(model.session, sampler_id, place)
+            self._service.open_sampler(model.session, sampler_id, place)
             return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
         return self.numbered(call, model, seq_id, Job("SaveWeightsForSampler"), work)
