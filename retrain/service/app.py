@@ -15,10 +15,10 @@ from starlette.exceptions import HTTPException
 
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError
+from retrain.service.protocol import answer_error
 from retrain.service.state import Settings
 from retrain.service.tinker import TinkerProtocol
 from retrain.service.weaver import WeaverProtocol
-from retrain.service.web import answer_error
 
 
 class ServiceApp(Starlette):

@@ -21,13 +21,13 @@ from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
 from retrain.service import bodies
 from retrain.service import tinker_wire as wire
+from retrain.service.bodies import Json, want
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
-from retrain.service.protocol import Call, Handler, Protocol, size_of
+from retrain.service.protocol import Call, Handler, Protocol, decoded, size_of
 from retrain.service.state import Model, Session
 from retrain.service.store import Kind, Place
 from retrain.service.trainer import Row
-from retrain.service.web import Json, decoded, want
 
 
 class TinkerProtocol(Protocol):
