@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from retrain.service.app import ServiceApp, create_app
+from retrain.service.app import ServiceApp
 from retrain.service.state import Settings
 
 TOKENS = [70, 71, 72, 73, 74, 75]
@@ -118,7 +118,7 @@ async def in_process(
     folder: Path, kind: type[Caller] = Tinker, **settings: Any
 ) -> AsyncIterator[Any]:
     """A caller of a service that lives in this event loop."""
-    async with create_app(Settings(folder=folder, **{"long_poll": 20.0, **settings})) as app:
+    async with ServiceApp(Settings(folder=folder, **{"long_poll": 20.0, **settings})) as app:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://local") as http:
             yield kind(http, app)
@@ -129,7 +129,7 @@ def on_a_port(
     folder: Path, wrap: Callable[[ServiceApp], Any] | None = None, **settings: Any
 ) -> Iterator[str]:
     """The URL of a service on a free loopback port, in a thread of its own."""
-    app = create_app(Settings(folder=folder, **settings))
+    app = ServiceApp(Settings(folder=folder, **settings))
     config = uvicorn.Config(
         wrap(app) if wrap else app, port=0, log_level="warning", timeout_graceful_shutdown=2
     )

@@ -15,7 +15,7 @@ import zstandard
 
 from retrain.protocols.tinker import messages
 from retrain.protocols.tinker.values import Datum, ForwardBackward, Tensor
-from retrain.service.app import create_app
+from retrain.service.app import ServiceApp
 from retrain.service.state import Settings
 from retrain.service.store import Place, Saved, Store
 from retrain.service.trainer import Tuning
@@ -507,7 +507,7 @@ async def test_full_weights_are_trained_at_rank_0(tmp_path):
 
 
 async def test_leaving_the_service_answers_whoever_waits_and_ends_its_threads(tmp_path):
-    app = create_app(Settings(folder=tmp_path))
+    app = ServiceApp(Settings(folder=tmp_path))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://local") as http:
         tinker = Tinker(http, app)

@@ -113,7 +113,7 @@ def test_a_forward_leaves_no_gradient(base):
 def test_a_call_that_fails_adds_nothing(base):
     alone, failed = Trainer(base, FULL), Trainer(base, FULL)
     good, bad = rows(2), rows(2, seed=1)
-    bad[1] = replace(bad[1], logprobs=[-2000.0] * 7, mask=[1.0] * 7)  # exp overflows
+    bad[1] = bad[1]._replace(logprobs=[-2000.0] * 7, mask=[1.0] * 7)  # exp overflows
     alone.forward_backward(good, "importance_sampling", {})
     failed.forward_backward(good, "importance_sampling", {})
     with pytest.raises(ServiceError, match="check logprobs and advantages"):
@@ -124,7 +124,7 @@ def test_a_call_that_fails_adds_nothing(base):
 def test_a_gradient_that_is_not_finite_takes_no_step(base):
     trained = Trainer(base, FULL)
     before = trained.weights()
-    row = replace(rows(1)[0], advantages=[1e37, 0.0, 0.0], mask=[1.0, 0.0, 0.0])
+    row = rows(1)[0]._replace(advantages=[1e37, 0.0, 0.0], mask=[1.0, 0.0, 0.0])
     trained.forward_backward([row], "cross_entropy", {})  # finite, but not its square
     with pytest.raises(ServiceError, match="no step taken"):
         trained.optim_step(AdamParams())
@@ -183,7 +183,7 @@ def test_lora_shares_the_base_weights_and_never_changes_them(base):
 def test_without_the_output_layer_a_random_model_learns_little(base):
     def loss(**tuning: bool) -> float:
         trained = Trainer(base, Tuning(rank=16, **tuning))
-        data = [replace(row, advantages=[1.0] * len(row.tokens)) for row in rows(3)]
+        data = [row._replace(advantages=[1.0] * len(row.tokens)) for row in rows(3)]
         for _ in range(30):
             passed = trained.forward_backward(data, "cross_entropy", {})
             trained.optim_step(AdamParams(5e-3))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from retrain.errors import AdapterError
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """A detached copy of the weights under the plain model's names, with LoRA merged.
 
-    Plain LoRA is W + scaling B A (Hu et al. 2021, section 4.1); its variants are merged by PEFT in
-    a copy of the layer. A LoRA on one of two tied weights unties them.
+    A LoRA on one of two tied weights unties them.
     """
     weights: dict[str, Tensor] = {}
     # Keep the original beside its copy: a merged weight is temporary, and the next one of its shape
@@ -108,27 +107,13 @@ def _unwrapped(module: nn.Module) -> Mapping[str, Tensor] | None:
     return _saved(module) if isinstance(module, AuxiliaryTrainingWrapper) else None
 
 
-def _merged(layer: Any) -> dict[str, Tensor]:  # a peft layer; peft ships few types
-    """The state of the layer below a LoRA, with the active adapters merged."""
-    active = [] if layer.disable_adapters or layer.merged else list(layer.active_adapters)
-    if hasattr(layer, "lora_A"):
-        active = [name for name in active if name in layer.scaling]
-    if active and not _is_plain_lora(layer, active):
+def _merged(layer: Any) -> Mapping[str, Tensor]:  # a peft layer; peft ships few types
+    """The state of the layer below, with the active adapters merged by PEFT, in a copy."""
+    if not (layer.disable_adapters or layer.merged):
         layer = copy.deepcopy(layer)
         layer.merge()
-        active = []
-    state: dict[str, Tensor] = layer.get_base_layer().state_dict()
-    if active:
-        delta = sum(layer.get_delta_weight(name).to(state["weight"].dtype) for name in active)
-        state = {**state, "weight": state["weight"] + delta}
+    state: Mapping[str, Tensor] = layer.get_base_layer().state_dict()
     return state
-
-
-def _is_plain_lora(layer: Any, active: Sequence[str]) -> bool:  # the same
-    """Whether the merged weight is W + scaling B A, without a variant's or a bias's terms."""
-    return hasattr(layer, "lora_A") and not any(
-        name in layer.lora_variant or layer.lora_bias.get(name) for name in active
-    )
 
 
 def _saved(wrapper: Any) -> dict[str, Tensor]:  # a peft wrapper

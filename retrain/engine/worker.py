@@ -185,17 +185,14 @@ class Worker:
                 batch.append(request)
                 room -= len(request.keys)
             self._waiting.popleft()
-        if not batch:
-            return
-        decoders = self.current.decoders
-        if not self._alone:
-            if not decoders:
-                decoders.append(self._decoder())
-            self._finish(decoders[0].admit(batch))
-            return
-        for request in batch:
-            decoders.append(self._decoder())
-            self._finish(decoders[-1].admit([request]))
+        current, size = self.current, 1 if self._alone else len(batch)
+        for first in range(0, len(batch), size or 1):
+            if self._alone or not current.decoders:
+                decoder = Decoder(
+                    current.model, self._tokenizer, current.version, self.stats, self.max_rows
+                )
+                current.decoders.append(decoder)
+            self._finish(current.decoders[-1].admit(batch[first : first + size]))
 
     def _step(self) -> None:
         """One pass of every batch; keeps one generation without rows as the spare."""
@@ -210,10 +207,6 @@ class Worker:
         self._spare = self._spare or next(iter(drained), None)
         self.stats.rows = sum(g.rows for g in (*self._draining, self.current))
         self._finish(done)
-
-    def _decoder(self) -> Decoder:
-        current = self.current
-        return Decoder(current.model, self._tokenizer, current.version, self.stats, self.max_rows)
 
     def _finish(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -1,7 +1,6 @@
 """The ASGI app: both protocols over one service.
 
-app = create_app(Settings(model="tiny"))
-async with app:                                    # or uvicorn's lifespan
+async with ServiceApp(Settings(model="tiny")) as app:      # or uvicorn's lifespan
     httpx.ASGITransport(app, raise_app_exceptions=False)
 """
 
@@ -16,10 +15,10 @@ from starlette.exceptions import HTTPException
 
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError
+from retrain.service.protocol import answer_error
 from retrain.service.state import Settings
 from retrain.service.tinker import TinkerProtocol
 from retrain.service.weaver import WeaverProtocol
-from retrain.service.web import answer_error
 
 
 class ServiceApp(Starlette):
@@ -28,7 +27,20 @@ class ServiceApp(Starlette):
     Entering loads the model, leaving ends all threads. A server does both through the lifespan.
     """
 
-    service: Service
+    def __init__(self, settings: Settings) -> None:
+        self.service = Service(settings)
+        super().__init__(
+            routes=[*TinkerProtocol(self.service).routes(), *WeaverProtocol(self.service).routes()],
+            exception_handlers=dict.fromkeys(
+                (ServiceError, HTTPException, Exception), answer_error
+            ),
+            lifespan=ServiceApp._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self) -> AsyncIterator[None]:
+        async with self.service:
+            yield
 
     async def __aenter__(self) -> Self:
         await self.service.__aenter__()
@@ -36,21 +48,3 @@ class ServiceApp(Starlette):
 
     async def __aexit__(self, *error: object) -> None:
         await self.service.__aexit__(*error)
-
-
-def create_app(settings: Settings) -> ServiceApp:
-    """The app of one service; it loads nothing until it is entered."""
-    service = Service(settings)
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with service:
-            yield
-
-    app = ServiceApp(
-        routes=[*TinkerProtocol(service).routes(), *WeaverProtocol(service).routes()],
-        exception_handlers=dict.fromkeys((ServiceError, HTTPException, Exception), answer_error),
-        lifespan=lifespan,
-    )
-    app.service = service
-    return app

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any, TypeVar, cast, overload
 
 from retrain.errors import shown
 from retrain.protocols.tinker.values import Datum, Dtype, Tensor
@@ -21,8 +21,10 @@ from retrain.sampler import SamplingParams
 from retrain.service.errors import invalid
 from retrain.service.state import Limits
 from retrain.service.trainer import Row, Tuning
-from retrain.service.web import Json, want
 
+T = TypeVar("T")
+Json = Mapping[str, Any]  # an object as it came off the wire
+_REQUIRED: Any = object()  # no default
 IGNORED_TARGET = -100
 """A target without loss, as in torch's cross_entropy."""
 _DEFAULT_TOKENS = 4096
@@ -65,6 +67,33 @@ WEAVER_LOSSES: Mapping[str, Inputs] = {
     "forward_logprob": Inputs(frozenset({"target_tokens"}), ignores_others=True),
     "surrogate": Inputs(frozenset({"target_tokens", "surrogate_weights"}), ignores_others=True),
 }
+
+
+@overload
+def want(body: Json, name: str, kind: type[T]) -> T: ...
+@overload
+def want(body: Json, name: str, kind: type[T], default: None) -> T | None: ...
+@overload
+def want(body: Json, name: str, kind: type[T], default: T) -> T: ...
+def want(body: Json, name: str, kind: type[T], default: Any = _REQUIRED) -> T | None:
+    """`body[name]` of type `kind`; if missing or null, the default or else a ServiceError (400).
+
+    An integer is also a float; a boolean is not a number.
+    """
+    value: Any = body.get(name)
+    if value is None:
+        if default is _REQUIRED:
+            raise invalid(f"{name} is missing, expected {_article(kind)}")
+        return default  # type: ignore[no-any-return]  # T or None by the overloads
+    wide: Any = (int, float) if kind is float else kind  # isinstance takes both
+    if not isinstance(value, wide) or (isinstance(value, bool) and kind is not bool):
+        raise invalid(f"{name}: got {shown(value)}, expected {_article(kind)}")
+    return value  # type: ignore[no-any-return]  # checked above
+
+
+def _article(kind: type[Any]) -> str:
+    names = {str: "a string", int: "an integer", float: "a number", bool: "a boolean"}
+    return names.get(kind, "a list" if kind is list else "an object")
 
 
 def known_loss(loss: str, losses: Mapping[str, Inputs]) -> Inputs:

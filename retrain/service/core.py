@@ -99,21 +99,18 @@ class Service:
     def finish(self, session: Session) -> None:
         """End a session: drop its models and sampling sessions, keep checkpoints."""
         session.finished = True
-        for owned in list(session.owned.values()):
-            if isinstance(owned, Model):
-                self.drop_model(owned)
-            else:
-                self.drop_sampler(owned)
+        for model in [one for one in self.models.values() if one.session is session]:
+            self.drop_model(model)
+        for sampler in [one for one in self.samplers.values() if one.session is session]:
+            self.drop_sampler(sampler)
 
     # Models
 
     def add_model(
         self, session: Session, model_id: str, tuning: Tuning, metadata: Mapping[str, Any]
-    ) -> Model:
+    ) -> None:
         """A new model; requests for it wait for `build_model`."""
-        model = Model(model_id, session, self._lane(), tuning, metadata)
-        self.models[model_id] = session.owned[model_id] = model
-        return model
+        self.models[model_id] = Model(model_id, session, self._lane(), tuning, metadata)
 
     async def build_model(self, model: Model, source: tuple[Place, bool] | None = None) -> None:
         """Give a model fresh weights, or those of `source`: (checkpoint, with optimizer)."""
@@ -146,7 +143,6 @@ class Service:
         """Forget a model; jobs that were enqueued before still run."""
         model.lane.close()
         self.models.pop(model.id, None)
-        model.session.owned.pop(model.id, None)
 
     async def retire(self, model: Model) -> None:
         """Drop a model once all requests before this one are done."""
@@ -164,11 +160,8 @@ class Service:
     ) -> Passed:
         """Log-probs of the targets and the loss; `backward` also accumulates gradients."""
 
-        def call(trainer: Trainer) -> Passed:
-            run = trainer.forward_backward if backward else trainer.forward
-            return run(rows, loss, config)
-
-        return await self.on_trainer(model, call)
+        run = Trainer.forward_backward if backward else Trainer.forward
+        return await self.on_trainer(model, lambda trainer: run(trainer, rows, loss, config))
 
     async def optim_step(self, model: Model, adam: AdamParams) -> dict[str, float]:
         return await self.on_trainer(model, lambda trainer: trainer.optim_step(adam))
@@ -224,26 +217,20 @@ class Service:
     # Sampling
 
     def open_sampler(
-        self, session: Session, sampler_id: str, place: Place | None, path: str | None
+        self, session: Session, sampler_id: str, place: Place | None, path: str | None = None
     ) -> SamplingSession:
         """The sampling session of this id; made of a snapshot or the base model if it is new.
 
         Raises ServiceError: 404 if there is no such snapshot, 409 if the id has other weights.
         """
-        known = self.samplers.get(sampler_id)
-        if known is not None and known.place != place:
+        if sampler_id not in self.samplers:
+            if place is not None:
+                self.check_base(self.store.find(place).base_model)
+            made = SamplingSession(sampler_id, session, self._lane(), place, path)
+            self.samplers[sampler_id] = made
+        elif self.samplers[sampler_id].place != place:
             raise conflict(f"sampling session {sampler_id} already exists for other weights")
-        return known or self.add_sampler(session, sampler_id, place, path)
-
-    def add_sampler(
-        self, session: Session, sampler_id: str, place: Place | None, path: str | None = None
-    ) -> SamplingSession:
-        """A new sampling session; raises ServiceError (404) if there is no such snapshot."""
-        if place is not None:
-            self.check_base(self.store.find(place).base_model)
-        made = SamplingSession(sampler_id, session, self._lane(), place, path)
-        self.samplers[sampler_id] = session.owned[sampler_id] = made
-        return made
+        return self.samplers[sampler_id]
 
     def sampler(self, sampler_id: str) -> SamplingSession:
         """Find a sampling session and keep its session alive; raises ServiceError (404)."""
@@ -256,7 +243,6 @@ class Service:
     def drop_sampler(self, sampler: SamplingSession) -> None:
         """Forget a sampling session, and delete its snapshot if it has no name."""
         self.samplers.pop(sampler.id, None)
-        sampler.session.owned.pop(sampler.id, None)
         if sampler.place is not None:
             with suppress(ServiceError):
                 if not self.store.find(sampler.place).listed:
@@ -324,8 +310,7 @@ class Service:
     async def _serving(self, sampler: SamplingSession) -> AsyncIterator[LocalSampler]:
         sampler.used = time.monotonic()
         place = sampler.place
-        key = "" if place is None else "/".join(place)
-        async with self._pool.use(key, lambda: self._weights(place)) as serving:
+        async with self._pool.use(place, lambda: self._weights(place)) as serving:
             try:
                 yield serving
             except ValueError as error:
@@ -334,10 +319,7 @@ class Service:
     # In other threads
 
     def _make_sampler(self) -> LocalSampler:
-        settings = self.settings
-        return LocalSampler(
-            self._plain, self.tokenizer, max_rows=settings.max_rows, threads=settings.threads
-        )
+        return LocalSampler(self._plain, self.tokenizer, threads=self.settings.threads)
 
     def _weights(self, place: Place | None) -> dict[str, Tensor]:
         if place is None:

@@ -17,11 +17,12 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from retrain.errors import ConfigError
-from retrain.service.errors import ServiceError, conflict, invalid, missing
+from retrain.service.errors import ServiceError, conflict, invalid
 
 KEPT = 20_000_000
 Work = Callable[[], Awaitable[Any]]
@@ -48,12 +49,10 @@ class Job:
 
     async def wait(self, seconds: float) -> bool:
         """Wait at most `seconds`; returns whether the job has finished."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.finished.wait()
-        except TimeoutError:
-            return False
-        return True
+        return self.finished.is_set()
 
 
 class Jobs:
@@ -66,12 +65,11 @@ class Jobs:
         self._kept = self._forgotten = 0
 
     def get(self, job_id: str) -> Job:
-        """Raises ServiceError: 404 for an unknown id, 410 for a forgotten one."""
+        """Raises ServiceError: 410 if it may be a forgotten job, else 404."""
         job = self._open.get(job_id) or self._finished.get(job_id)
-        if job is None and self._forgotten:
-            raise ServiceError(410, f"request {job_id} is unknown or expired")
         if job is None:
-            raise missing(f"request {job_id}")
+            status = 410 if self._forgotten else 404
+            raise ServiceError(status, f"request {job_id} is unknown or expired")
         return job
 
     def add(self, job: Job) -> Job:

@@ -1,25 +1,34 @@
-"""What both protocols do alike: routes, models, numbered requests, sampling."""
+"""What both protocols do alike: HTTP, routes, models, numbered requests, sampling."""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.service import bodies
+from retrain.service.bodies import Json, want
 from retrain.service.core import Service
-from retrain.service.errors import invalid
+from retrain.service.errors import ServiceError, invalid
 from retrain.service.jobs import Job, Work
 from retrain.service.state import Model, SamplingSession, Session
 from retrain.service.store import Place
 from retrain.service.trainer import Row, Tuning
-from retrain.service.web import Json, check_key, decoded, json_object, read_body, want
+
+T = TypeVar("T")
+IN_THREAD = 64 * 1024
+"""Larger bodies, in bytes, are decoded in a thread to keep the event loop free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +152,81 @@ class Protocol(ABC):
 def size_of(rows: list[Row]) -> int:
     """How many numbers the result of a pass holds."""
     return sum(len(row.tokens) for row in rows)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The decompressed body; raises ServiceError (413) if it has more than `limit` bytes."""
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            _check_size(len(body), limit)
+    except ClientDisconnect:
+        raise invalid("the connection closed before the end of the body") from None
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "zstd":
+        return await asyncio.to_thread(_unzstd, bytes(body), limit)
+    if encoding != "identity":
+        raise ServiceError(415, f"Content-Encoding: got {encoding!r}, expected zstd")
+    return bytes(body)
+
+
+async def decoded(parse: Callable[[bytes], T], body: bytes) -> T:
+    """`parse(body)`, in a thread if it is large; raises ServiceError (400) if it fails."""
+    try:
+        if len(body) > IN_THREAD:
+            return await asyncio.to_thread(parse, body)
+        return parse(body)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise invalid(f"the body can't be read: {type(error).__name__}: {error}") from None
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Raises ValueError unless the body is empty or a JSON object; NaN is not valid JSON."""
+    value = json.loads(body, parse_constant=_no_constant) if body else {}
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
+async def answer_error(_: Request, error: Exception) -> Response:
+    """Starlette's handler for all exceptions: clients always get the same error body."""
+    if isinstance(error, HTTPException):
+        error = ServiceError(error.status_code, error.detail)
+    elif not isinstance(error, ServiceError):
+        error = ServiceError(500, f"{type(error).__name__}: {error}")
+    text = str(error)  # Tinker's clients read `detail`, Weaver's the rest
+    content = {"error": error.code, "message": text, "retryable": False, "detail": text}
+    return JSONResponse(content, status_code=error.status)
+
+
+def check_key(request: Request, key: str) -> None:
+    """Raise ServiceError (401) unless the request has the key."""
+    given = request.headers.get("x-api-key") or request.headers.get("x-weaver-api-key") or ""
+    if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
+        raise ServiceError(401, "the API key is missing or wrong")
+
+
+def _unzstd(body: bytes, limit: int) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        raise ServiceError(
+            415, "zstd needs zstandard on the service; send it uncompressed"
+        ) from None
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+            plain: bytes = reader.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise invalid(f"the body is not valid zstd: {error}") from None
+    _check_size(len(plain), limit)
+    return plain
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise ServiceError(413, f"the body has more than {limit} bytes; send less data per request")
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"got {name}, expected finite numbers")

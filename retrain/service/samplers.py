@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from retrain.engine.sampler import LocalSampler
 
-Key = str
 Load = Callable[[], Mapping[str, Tensor]]
 """Reads a snapshot as weights of the plain model; runs in a thread."""
 
@@ -34,12 +33,12 @@ class SamplerPool:
     def __init__(self, make: Callable[[], LocalSampler], limit: int) -> None:
         self._make = make
         self._limit = limit
-        self._live: OrderedDict[Key, _Live] = OrderedDict()  # the least recently used first
+        self._live: OrderedDict[Hashable, _Live] = OrderedDict()  # the least recently used first
         self._freed = asyncio.Condition()
         self._loads = 0
 
     @asynccontextmanager
-    async def use(self, key: Key, load: Load) -> AsyncIterator[LocalSampler]:
+    async def use(self, key: Hashable, load: Load) -> AsyncIterator[LocalSampler]:
         """The sampler of snapshot `key`, loaded if it isn't live."""
         async with self._freed:
             while key not in self._live and not self._has_room():
@@ -63,7 +62,7 @@ class SamplerPool:
     def _has_room(self) -> bool:
         return len(self._live) < self._limit or any(not one.users for one in self._live.values())
 
-    async def _bring(self, key: Key, load: Load) -> _Live:
+    async def _bring(self, key: Hashable, load: Load) -> _Live:
         """Runs with the condition's lock held, so that a snapshot is loaded once."""
         weights = await asyncio.to_thread(load)
         idle = next((old for old, one in self._live.items() if not one.users), None)

@@ -132,12 +132,12 @@ async def _serve(settings: Settings, listening: socket.socket) -> None:
     try:
         import uvicorn
 
-        from retrain.service.app import create_app
+        from retrain.service.app import ServiceApp
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"needs {error.name}, which is not installed: {install_command('service')}"
         ) from error
-    async with create_app(settings) as app:
+    async with ServiceApp(settings) as app:
         config = uvicorn.Config(
             app,
             lifespan="off",

@@ -30,8 +30,6 @@ class Settings:
     """CPU threads of the trainer, and of each sampler."""
     max_live_samplers: int = 4
     """Snapshots in memory at once for sampling."""
-    max_rows: int = 256
-    """Completions that a sampler decodes at once."""
     session_ttl: float = 900.0
     """Seconds of silence that end a session."""
     snapshot_ttl: float = 3600.0
@@ -58,7 +56,6 @@ class Session:
     models: Lane
     seen: float
     """Time of the last request, on the monotonic clock."""
-    owned: dict[str, Model | SamplingSession] = field(default_factory=dict)
     finished: bool = False
 
 

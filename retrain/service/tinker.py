@@ -21,13 +21,13 @@ from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
 from retrain.service import bodies
 from retrain.service import tinker_wire as wire
+from retrain.service.bodies import Json, want
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
-from retrain.service.protocol import Call, Handler, Protocol, size_of
+from retrain.service.protocol import Call, Handler, Protocol, decoded, size_of
 from retrain.service.state import Model, Session
 from retrain.service.store import Kind, Place
 from retrain.service.trainer import Row
-from retrain.service.web import Json, decoded, want
 
 
 class TinkerProtocol(Protocol):
@@ -199,7 +199,7 @@ class TinkerProtocol(Protocol):
 
         async def work() -> Json:
             await self._service.save(model, place, listed=False)
-            self._service.add_sampler(model.session, sampler_id, place)
+            self._service.open_sampler(model.session, sampler_id, place)
             return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
         return self.numbered(call, model, seq_id, Job("SaveWeightsForSampler"), work)

@@ -25,11 +25,11 @@ from retrain.protocols.tinker.values import (
     Tensor,
 )
 from retrain.service import bodies
+from retrain.service.bodies import Json, want
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.store import KINDS, Place, Saved
 from retrain.service.trainer import Passed
-from retrain.service.web import Json, want
 from retrain.types import Completion
 
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +52,7 @@ class Tuning:
     """Of the initial LoRA matrices."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A training sequence whose position t predicts `targets[t]`; every field has length N."""
 
     tokens: Sequence[int]
@@ -189,30 +188,20 @@ class Trainer:
     ) -> tuple[float, Tensor]:
         lengths = torch.tensor([len(row.tokens) for row in rows])
         attended = (torch.arange(int(lengths.max())) < lengths[:, None]).long().to(self._device)
-        logits = self.model(
-            input_ids=self._padded([row.tokens for row in rows], torch.long),
-            attention_mask=attended,
-            use_cache=False,
-        ).logits
-        logprobs = token_logprobs(logits, self._padded([row.targets for row in rows], torch.long))
-        value, _ = shared_loss(
-            loss,
-            config,
-            logprobs,
-            self._padded([row.logprobs for row in rows]),
-            self._padded([row.advantages for row in rows]),
-            self._padded([row.mask for row in rows]),
-        )
+        dtypes = (torch.long, torch.long, torch.float32, torch.float32, torch.float32)
+        tokens, targets, *credit = map(self._padded, zip(*rows, strict=True), dtypes)
+        logits = self.model(input_ids=tokens, attention_mask=attended, use_cache=False).logits
+        logprobs = token_logprobs(logits, targets)
+        advantages, old, mask = credit
+        value, _ = shared_loss(loss, config, logprobs, old, advantages, mask)
         if not torch.isfinite(value):
             raise invalid(f"{loss} loss: got {value.item()}; check logprobs and advantages")
         if torch.is_grad_enabled():
             value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return float(value.detach()), logprobs.detach()
 
-    def _padded(
-        self, values: Sequence[Sequence[float]], dtype: torch.dtype | None = None
-    ) -> Tensor:
-        tensors = [torch.tensor(one, dtype=dtype or torch.float32) for one in values]
+    def _padded(self, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        tensors = [torch.tensor(one, dtype=dtype) for one in values]
         return pad_sequence(tensors, batch_first=True).to(self._device)
 
 
@@ -251,7 +240,13 @@ def merged_weights(
 def _with_lora(model: PreTrainedModel, tuning: Tuning) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    targets = [name for name, wanted in _layers(model, tuning) if wanted]
+    head = _head(model)
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        if (tuning.unembed if module is head else tuning.attention if "att" in name else tuning.mlp)
+    ]
     if not targets:
         raise invalid("this model trains nothing; enable at least one kind of layer")
     # peft uses a name that transformers deprecates; it would fail where warnings are errors.
@@ -261,17 +256,6 @@ def _with_lora(model: PreTrainedModel, tuning: Tuning) -> torch.nn.Module:
         torch.manual_seed(tuning.seed)
         adapted: torch.nn.Module = get_peft_model(model, config)
     return adapted
-
-
-def _layers(model: PreTrainedModel, tuning: Tuning) -> Iterator[tuple[str, bool]]:
-    """The name of each linear layer, and whether `tuning` trains it."""
-    head = _head(model)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            if module is head:
-                yield name, tuning.unembed
-            else:
-                yield name, tuning.attention if "att" in name else tuning.mlp
 
 
 def _head(model: PreTrainedModel) -> Any:  # a Linear, or None; transformers leaves it untyped

@@ -17,12 +17,12 @@ from starlette.responses import JSONResponse, Response
 
 from retrain.service import bodies
 from retrain.service import weaver_wire as wire
+from retrain.service.bodies import Json, want
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.protocol import Call, Handler, Protocol, size_of
 from retrain.service.state import Model, SamplingSession, Session
 from retrain.service.store import Place
-from retrain.service.web import Json, want
 
 LONGEST_LOOK = 5.0
 """Seconds that a poll of an operation may wait; clients time out after 60."""

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from retrain.errors import shown
 from retrain.sampler import Tokenizer
 from retrain.service import bodies
+from retrain.service.bodies import Json, want
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.state import Limits
 from retrain.service.store import Place, Saved
 from retrain.service.trainer import Passed, Row, Tuning
-from retrain.service.web import Json, want
 from retrain.types import Completion
 
 SCHEME = "weaver://"

@@ -41,11 +41,11 @@ async def in_process(config: RunConfig) -> AsyncIterator[httpx.AsyncBaseTranspor
     """
     import httpx
 
-    from retrain.service.app import create_app
+    from retrain.service.app import ServiceApp
     from retrain.service.state import Settings
 
     settings = Settings(model=local_model(config), folder=_folder(config))
-    async with create_app(settings) as app:
+    async with ServiceApp(settings) as app:
         yield httpx.ASGITransport(app, raise_app_exceptions=False)
 
 
