@@ -286,9 +286,14 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
 def _write_config(path: Path, config: RunConfig) -> None:
     text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
     note = f"# The resolved configuration; paths are relative to {config.base_dir.absolute()}"
-    temporary = path.with_suffix(".tmp")
+    write_whole(path, f"{note}\n{text}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file completely or not at all; raises ConfigError."""
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.write_text(f"{note}\n{text}", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="replace")
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):
