@@ -147,6 +147,12 @@ class WeightedReward:
     calculator: RewardCalculator
 
 
+def fail(trajectory: Trajectory, error: UserCodeError) -> None:
+    """Mark a rollout as failed by user code."""
+    trajectory.outcome = "timeout" if isinstance(error, LateError) else "infra_error"
+    trajectory.info["error"] = str(error)
+
+
 class Scorer:
     """The rewards of a run. The reward of a rollout is their weighted sum.
 
@@ -184,8 +190,7 @@ class Scorer:
             try:
                 self._add_up(trajectory, [column[index] for column in columns])
             except UserCodeError as error:
-                trajectory.outcome = "timeout" if isinstance(error, LateError) else "infra_error"
-                trajectory.info["error"] = str(error)
+                fail(trajectory, error)
 
     def _add_up(self, trajectory: Trajectory, row: Sequence[Any]) -> None:
         total = trajectory.rewards.get("environment", 0.0)

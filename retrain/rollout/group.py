@@ -18,8 +18,8 @@ from retrain.chat import Chat, Conversation
 from retrain.concurrency.deadlines import adapter_call, user_call
 from retrain.config import RunConfig
 from retrain.environment import Action, Environment, StepResult
-from retrain.errors import AdapterError, LateError, UserCodeError, shown
-from retrain.rewarding import as_number
+from retrain.errors import AdapterError, UserCodeError, shown
+from retrain.rewarding import as_number, fail
 from retrain.sampler import Sampler, SamplingParams
 from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory, Turn
 
@@ -229,7 +229,7 @@ class _Rollout:
         try:
             return await user_call(self._name(stage), call, limit, stage)
         except UserCodeError as error:
-            self._fail("timeout" if isinstance(error, LateError) else "infra_error", str(error))
+            fail(self.trajectory, error)
             return None
         finally:
             self._took("environment", started)
