@@ -91,9 +91,7 @@ class FunctionReward(RewardCalculator):
 
     async def calculate(self, trajectory: Trajectory) -> Verdict:
         verdict: Any = self.call(trajectory)
-        if self.is_async or inspect.isawaitable(verdict):
-            verdict = await verdict
-        return cast(Verdict, verdict)
+        return cast(Verdict, await verdict if inspect.isawaitable(verdict) else verdict)
 
     def call(self, trajectory: Trajectory) -> Any:
         """What the function returns: a verdict, or an awaitable of one."""

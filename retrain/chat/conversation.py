@@ -242,12 +242,10 @@ class _Opening:
 def _checked(messages: object, what: str) -> list[Message]:
     """A copy of the messages that user code returned; raises TypeError or ValueError."""
     if not isinstance(messages, list | tuple):
-        hint = ""
-        if isinstance(messages, str):
-            hint = f'; write [{{"role": "user", "content": {shown(messages)}}}]'
-        elif isinstance(messages, Mapping):
-            hint = "; put the message into a list"
-        raise TypeError(f"{what}: got {shown(messages)}, expected a list of messages{hint}")
+        wanted = '[{"role": "user", "content": ...}]'
+        raise TypeError(
+            f"{what}: got {shown(messages)}, expected a list of messages such as {wanted}"
+        )
     return [_checked_message(message, f"{what}[{i}]") for i, message in enumerate(messages)]
 
 

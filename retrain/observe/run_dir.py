@@ -87,23 +87,19 @@ class RunDirectory:
                 f"can't write the run directory {path}: {error.strerror or error}; "
                 "choose another with --run-dir"
             ) from error
-        try:
-            return cls._open_locked(path, lock, config, resume)
-        except BaseException:
-            os.close(lock)
-            raise
-
-    @classmethod
-    def _open_locked(cls, path: Path, lock: int, config: RunConfig, resume: bool) -> RunDirectory:
-        if not resume and (path / EVENTS).exists():
-            raise ConfigError(
-                f"{path} already has a run; continue it with --resume, choose another directory "
-                "with --run-dir, or delete it"
-            )
-        for name in (EVENTS, METRICS, ROLLOUTS):
-            repair(path / name)
-        _write_config(path / CONFIG, config)
-        return cls(path, lock, resumed=resume)
+        with ExitStack() as unlock:
+            unlock.callback(os.close, lock)
+            if not resume and (path / EVENTS).exists():
+                raise ConfigError(
+                    f"{path} already has a run; continue it with --resume, choose another "
+                    "directory with --run-dir, or delete it"
+                )
+            for name in (EVENTS, METRICS, ROLLOUTS):
+                repair(path / name)
+            _write_config(path / CONFIG, config)
+            run_dir = cls(path, lock, resumed=resume)
+            unlock.pop_all()
+        return run_dir
 
     def event(self, kind: str, /, **fields: object) -> None:
         """Append one event; times in `fields` are seconds since 1970, tickets are strings."""
@@ -133,11 +129,6 @@ class RunDirectory:
         """Pass all lines so far to the OS: they survive a kill -9."""
         for journal in self._journals:
             journal.flush()
-
-    def sync(self) -> None:
-        """Write all lines so far to the disk. Blocks: call it from a thread."""
-        for journal in self._journals:
-            journal.sync()
 
     def close(self) -> None:
         """Flush, close and unlock, whatever fails; then raise that RunError."""

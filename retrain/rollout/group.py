@@ -81,14 +81,9 @@ class Rollouts:
 
     async def _first_turns(self, rollouts: Sequence[_Rollout]) -> None:
         """Sample all first turns, equal prompts together."""
-        together: dict[tuple[int, ...], list[_Rollout]] = {}
-        if rollouts and all(
-            r.conversation.prompt_ids is rollouts[0].conversation.prompt_ids for r in rollouts
-        ):
-            together[()] = list(rollouts)
-        else:
-            for rollout in rollouts:
-                together.setdefault(tuple(rollout.conversation.prompt_ids), []).append(rollout)
+        together: dict[int, list[_Rollout]] = {}
+        for rollout in rollouts:  # equal openings share one list
+            together.setdefault(id(rollout.conversation.prompt_ids), []).append(rollout)
 
         async def sample(members: list[_Rollout]) -> None:
             first = members[0]
