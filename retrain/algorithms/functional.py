@@ -111,12 +111,8 @@ def kl_estimates(
 
 def token_rewards(reward: float, loss_mask: Sequence[int]) -> list[float]:
     """A rollout's reward as one per token, (T,): the last trained token gets it, the others 0."""
-    rewards = [0.0] * len(loss_mask)
-    for index in range(len(loss_mask) - 1, -1, -1):
-        if loss_mask[index]:
-            rewards[index] = float(reward)
-            break
-    return rewards
+    last = max((index for index, kept in enumerate(loss_mask) if kept), default=-1)
+    return [float(reward) if index == last else 0.0 for index in range(len(loss_mask))]
 
 
 def gae(

@@ -96,7 +96,11 @@ class RunDirectory:
                 )
             for name in (EVENTS, METRICS, ROLLOUTS):
                 repair(path / name)
-            _write_config(path / CONFIG, config)
+            text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+            note = (
+                f"# The resolved configuration; paths are relative to {config.base_dir.absolute()}"
+            )
+            write_whole(path / CONFIG, f"{note}\n{text}")
             run_dir = cls(path, lock, resumed=resume)
             unlock.pop_all()
         return run_dir
@@ -193,16 +197,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def in_use(path: Path) -> bool:
     """Whether a process has the run directory open."""
-    try:
-        lock = os.open(path / ".lock", os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
+    with suppress(FileNotFoundError), (path / ".lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
@@ -272,12 +271,6 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
     """All keys of `config`, including defaults, without values that look like secrets."""
     shown: dict[str, Any] = _without_secrets(plain(config.model_dump()))
     return shown
-
-
-def _write_config(path: Path, config: RunConfig) -> None:
-    text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
-    note = f"# The resolved configuration; paths are relative to {config.base_dir.absolute()}"
-    write_whole(path, f"{note}\n{text}")
 
 
 def write_whole(path: Path, text: str) -> None:
