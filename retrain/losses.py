@@ -254,25 +254,11 @@ def pair_rows(pair_ids: Sequence[float], credits: Sequence[float]) -> list[tuple
 class _Floats:
     """`Ops` for floats; an overflow is infinity."""
 
-    @staticmethod
-    def exp(x: float) -> float:
-        return math.exp(x) if x < 700.0 else math.inf
-
-    @staticmethod
-    def clip(x: float, low: float, high: float) -> float:
-        return min(max(x, low), high)
-
-    @staticmethod
-    def where(condition: bool, x: float, y: float) -> float:
-        return x if condition else y
-
-    @staticmethod
-    def sigmoid(x: float) -> float:
-        return math.exp(_Floats.logsigmoid(x))
-
-    @staticmethod
-    def logsigmoid(x: float) -> float:
-        return min(x, 0.0) - math.log1p(math.exp(-abs(x)))
+    exp = staticmethod(lambda x: math.exp(x) if x < 700.0 else math.inf)
+    clip = staticmethod(lambda x, low, high: min(max(x, low), high))
+    where = staticmethod(lambda condition, x, y: x if condition else y)
+    sigmoid = staticmethod(lambda x: math.exp(FLOATS.logsigmoid(x)))
+    logsigmoid = staticmethod(lambda x: min(x, 0.0) - math.log1p(math.exp(-abs(x))))
 
 
 FLOATS: Ops = _Floats()

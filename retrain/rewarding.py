@@ -89,9 +89,7 @@ class FunctionReward(RewardCalculator):
 
     async def calculate(self, trajectory: Trajectory) -> Verdict:
         verdict: Any = self.call(trajectory)
-        if self.is_async or inspect.isawaitable(verdict):
-            verdict = await verdict
-        return cast(Verdict, verdict)
+        return cast(Verdict, await verdict if inspect.isawaitable(verdict) else verdict)
 
     def call(self, trajectory: Trajectory) -> Any:
         """What the function returns: a verdict, or an awaitable of one."""
@@ -145,6 +143,12 @@ class WeightedReward:
     calculator: RewardCalculator
 
 
+def fail(trajectory: Trajectory, error: UserCodeError) -> None:
+    """Mark a rollout as failed by user code."""
+    trajectory.outcome = "timeout" if isinstance(error, LateError) else "infra_error"
+    trajectory.info["error"] = str(error)
+
+
 class Scorer:
     """The rewards of a run. The reward of a rollout is their weighted sum.
 
@@ -175,21 +179,14 @@ class Scorer:
         if not trajectories:
             return
         started = time.perf_counter()
-        if len(self.rewards) == 1:  # the common case needs no tasks
-            columns = [await self._verdicts(self.rewards[0], trajectories)]
-        else:
-            columns = await _together([self._verdicts(p, trajectories) for p in self.rewards])
+        columns = await _together([self._verdicts(p, trajectories) for p in self.rewards])
         seconds = time.perf_counter() - started
         for index, trajectory in enumerate(trajectories):
             trajectory.seconds["reward"] = seconds
-            self._combine(trajectory, [column[index] for column in columns])
-
-    def _combine(self, trajectory: Trajectory, row: Sequence[Any]) -> None:
-        try:
-            self._add_up(trajectory, row)
-        except UserCodeError as error:
-            trajectory.outcome = "timeout" if isinstance(error, LateError) else "infra_error"
-            trajectory.info["error"] = str(error)
+            try:
+                self._add_up(trajectory, [column[index] for column in columns])
+            except UserCodeError as error:
+                fail(trajectory, error)
 
     def _add_up(self, trajectory: Trajectory, row: Sequence[Any]) -> None:
         total = trajectory.rewards.get("environment", 0.0)
@@ -266,9 +263,8 @@ class Scorer:
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
     ) -> list[Any]:
         """A plain function: one thread per group while it is fast, else one per rollout."""
-        if part.name not in self._slow:
-            return await self._thread(part, calculator, trajectories)
-        pieces = await _together([self._thread(part, calculator, [t]) for t in trajectories])
+        pieces = [[t] for t in trajectories] if part.name in self._slow else [trajectories]
+        pieces = await _together([self._thread(part, calculator, piece) for piece in pieces])
         return [verdict for piece in pieces for verdict in piece]
 
     async def _thread(
@@ -312,6 +308,8 @@ async def _judged(part: WeightedReward, trajectory: Trajectory) -> Any:
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all calls; a cancellation waits until each has ended."""
+    if len(calls) == 1:  # the common case needs no task
+        return [await calls[0]]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]

@@ -547,9 +547,9 @@ def test_an_empty_observation_starts_another_turn_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("messages", "error", "told"),
     [
-        ("Hi", TypeError, "; write [{\"role\": \"user\", \"content\": 'Hi'}]"),
+        ("Hi", TypeError, "expected a list of messages such as [{\"role\": \"user\""),
         (None, TypeError, "got None, expected a list of messages"),
-        ({"role": "user", "content": "Hi"}, TypeError, "put the message into a list"),
+        ({"role": "user", "content": "Hi"}, TypeError, "expected a list of messages such as [{"),
         (["Hi"], TypeError, "[0]: got 'Hi', expected a dict"),
         ([{"content": "Hi"}], ValueError, "[0]: got role None"),
         ([{"role": 3, "content": "Hi"}], ValueError, "got role 3, expected user, tool or system"),

@@ -191,9 +191,9 @@ def test_a_resume_cuts_torn_lines_off_before_it_writes(tmp_path: Path) -> None:
     assert [len(list(read_lines(tmp_path / name))) for name in names] == [2, 2, 2]
 
 
-def test_sync_may_run_in_a_thread_while_events_are_written(tmp_path: Path) -> None:
+def test_flush_may_run_in_a_thread_while_events_are_written(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path, config()) as run_dir:
-        threads = [threading.Thread(target=run_dir.sync) for _ in range(4)]
+        threads = [threading.Thread(target=run_dir.flush) for _ in range(4)]
         for number in range(2000):
             if number % 500 == 0:
                 threads[number // 500].start()

@@ -7,7 +7,7 @@ signal, and their advantages are exactly 0, without a rounding error.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 Baseline = Literal["mean", "leave_one_out"]
@@ -97,26 +97,22 @@ def kl_estimates(
     `k1` is d, unbiased and of either sign. `abs` is |d|. `k2` is d^2 / 2. `k3` is exp(-d) - 1 + d,
     unbiased and never negative (http://joschu.net/blog/kl-approx.html); it is finite for every d.
     """
-    gaps = [lp - ref for lp, ref in zip(logprobs, reference, strict=True)]
-    if estimator == "k1":
-        return gaps
-    if estimator == "abs":
-        return [abs(gap) for gap in gaps]
-    if estimator == "k2":
-        return [gap * gap / 2 for gap in gaps]
-    if estimator == "k3":
-        return [math.expm1(min(-gap, 50.0)) + gap for gap in gaps]
-    raise ValueError(f"estimator: got {estimator!r}, expected k1, abs, k2 or k3")
+    formulas: dict[KLEstimator, Callable[[float], float]] = {
+        "k1": lambda gap: gap,
+        "abs": abs,
+        "k2": lambda gap: gap * gap / 2,
+        "k3": lambda gap: math.expm1(min(-gap, 50.0)) + gap,
+    }
+    if estimator not in formulas:
+        raise ValueError(f"estimator: got {estimator!r}, expected k1, abs, k2 or k3")
+    formula = formulas[estimator]
+    return [formula(lp - ref) for lp, ref in zip(logprobs, reference, strict=True)]
 
 
 def token_rewards(reward: float, loss_mask: Sequence[int]) -> list[float]:
     """A rollout's reward as one per token, (T,): the last trained token gets it, the others 0."""
-    rewards = [0.0] * len(loss_mask)
-    for index in range(len(loss_mask) - 1, -1, -1):
-        if loss_mask[index]:
-            rewards[index] = float(reward)
-            break
-    return rewards
+    last = max((index for index, kept in enumerate(loss_mask) if kept), default=-1)
+    return [float(reward) if index == last else 0.0 for index in range(len(loss_mask))]
 
 
 def gae(

@@ -5,20 +5,11 @@ A_i = r_i - mean(r_j for j != i)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from retrain.algorithms.base import Algorithm
-from retrain.algorithms.functional import centred, check_finite
-from retrain.types import Group
+from retrain.algorithms.grpo import GRPO
 
 
-class RLOO(Algorithm):
+class RLOO(GRPO):
     """REINFORCE Leave-One-Out; the advantages of a group sum to zero."""
 
-    def advantages(self, groups: Sequence[Group]) -> list[list[float]]:
-        credit = []
-        for group in groups:
-            rewards = [t.reward for t in group.trajectories]
-            check_finite(rewards, group.prompt.id)
-            credit.append(centred(rewards, "leave_one_out"))
-        return credit
+    def __init__(self) -> None:
+        super().__init__(baseline="leave_one_out", scale="none")

@@ -59,7 +59,8 @@ class Chat:
         self.template = Template(tokenizer, template, arguments)
         self.tokens = TurnTokens(tokenizer, self.template)
         self.stop_token_ids = self.tokens.stops
-        self._openings = _Openings()
+        self._openings: OrderedDict[object, _Opening] = OrderedDict()
+        self._cached = 0  # tokens of the openings
 
     def begin(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Conversation:
         """Start a conversation with `messages`; equal openings are tokenized once.
@@ -72,12 +73,15 @@ class Chat:
             raise ValueError("got no messages, expected at least one to start a rollout")
         key = (tuple([tuple(m.items()) for m in checked]), repr(tools) if tools else "")
         try:
-            opening = self._openings.get(key)
+            opening = self._openings.pop(key, None)
         except TypeError:  # unhashable: a message has tool calls
             return Conversation(self, self._open(checked, tools), checked)
         if opening is None:
             opening = self._open(checked, tools)
-            self._openings.put(key, opening)
+            self._cached += len(opening.prompt_ids)
+        self._openings[key] = opening  # the most recently used one is the last
+        while self._cached > _CACHED_TOKENS:
+            self._cached -= len(self._openings.popitem(last=False)[1].prompt_ids)
         return Conversation(self, opening, checked)
 
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> _Opening:
@@ -235,35 +239,13 @@ class _Opening:
     shows_calls: bool
 
 
-class _Openings:
-    """The most recently used openings, at most `_CACHED_TOKENS` tokens."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[object, _Opening] = OrderedDict()
-        self._tokens = 0
-
-    def get(self, key: object) -> _Opening | None:
-        opening = self._kept.get(key)
-        if opening is not None:
-            self._kept.move_to_end(key)
-        return opening
-
-    def put(self, key: object, opening: _Opening) -> None:
-        self._kept[key] = opening
-        self._tokens += len(opening.prompt_ids)
-        while self._tokens > _CACHED_TOKENS:
-            self._tokens -= len(self._kept.popitem(last=False)[1].prompt_ids)
-
-
 def _checked(messages: object, what: str) -> list[Message]:
     """A copy of the messages that user code returned; raises TypeError or ValueError."""
     if not isinstance(messages, list | tuple):
-        hint = ""
-        if isinstance(messages, str):
-            hint = f'; write [{{"role": "user", "content": {shown(messages)}}}]'
-        elif isinstance(messages, Mapping):
-            hint = "; put the message into a list"
-        raise TypeError(f"{what}: got {shown(messages)}, expected a list of messages{hint}")
+        wanted = '[{"role": "user", "content": ...}]'
+        raise TypeError(
+            f"{what}: got {shown(messages)}, expected a list of messages such as {wanted}"
+        )
     return [_checked_message(message, f"{what}[{i}]") for i, message in enumerate(messages)]
 
 

@@ -24,7 +24,8 @@ class TurnTokens:
 
     def __init__(self, tokenizer: Tokenizer, template: Template) -> None:
         self._tokenizer = tokenizer
-        self._pads = self._pads_texts()
+        # SentencePiece models put a space before every text
+        self._pads = tokenizer.decode([*self.encode("\n"), *self.encode("\n")]) != "\n\n"
         self.start = self._before_texts() if template.joins else []
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         ends = [] if template.joins else [self._end_token(text) for text in template.closers()]
@@ -84,10 +85,6 @@ class TurnTokens:
                 if both[: len(before)] == before:
                     return both[len(before) :]
         return self.encode(text)
-
-    def _pads_texts(self) -> bool:
-        """Whether the tokenizer puts a space before every text, as SentencePiece models do."""
-        return self._tokenizer.decode([*self.encode("\n"), *self.encode("\n")]) != "\n\n"
 
     def _before_texts(self) -> list[int]:
         bare, full = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True)

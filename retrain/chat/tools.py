@@ -107,8 +107,6 @@ def check_tools(tools: Sequence[object]) -> None:
 def _check_schema(tool: ToolSpec) -> None:
     where = f"tool {tool.name!r}: parameters"
     try:
-        if not isinstance(tool.parameters, Mapping):
-            raise TypeError
         _validator(_as_json(tool.parameters))
     except TypeError:
         raise TypeError(

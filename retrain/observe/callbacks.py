@@ -142,7 +142,11 @@ class Callbacks:
                 f"callbacks: got {shown(callbacks)}, expected a list of Callback instances"
             )
         for callback in callbacks:
-            _check(callback)
+            if not isinstance(callback, Callback):
+                raise TypeError(
+                    f"callbacks: got {shown(callback)}, expected an instance of a class that is "
+                    "derived from retrain.Callback"
+                )
         self._callbacks = tuple(callbacks)
 
     async def call(self, hook: Hook, *arguments: object) -> None:
@@ -179,16 +183,3 @@ def _own_copy(argument: object) -> object:
     if isinstance(argument, Mapping):
         return {key: float(value) for key, value in argument.items()}
     return argument
-
-
-def _check(callback: object) -> None:
-    if isinstance(callback, type):
-        raise TypeError(
-            f"callbacks: got the class {callback.__name__}, expected an instance; "
-            f"write {callback.__name__}()"
-        )
-    if not isinstance(callback, Callback):
-        raise TypeError(
-            f"callbacks: got {shown(callback)}, expected an instance of retrain.Callback; "
-            "derive its class from Callback"
-        )

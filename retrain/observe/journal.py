@@ -1,7 +1,7 @@
 """Append-only files of JSON lines: after a crash, complete lines remain in the order written.
 
-- Lines are buffered and reach the OS in large writes: `flush` survives a kill -9, `sync` a power
-  failure. A file may end with an incomplete line; `repair` removes it and `read_lines` skips it.
+- Lines are buffered and reach the OS in large writes: `flush` survives a kill -9. A file may end
+  with an incomplete line; `repair` removes it and `read_lines` skips it.
 - Every line is valid JSON, whatever an environment puts into it: NaN and infinities become null and
   are listed in the line's `nonfinite`; other values are written as their `repr`.
 - Any thread may write; lines are never interleaved.
@@ -55,14 +55,6 @@ class Journal:
         """Pass all lines so far to the OS."""
         with self._lock:
             self._flush()
-
-    def sync(self) -> None:
-        """Write all lines so far to the disk. Blocks: call it from a thread."""
-        self.flush()
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise _refused(self.path, error) from error
 
     def close(self) -> None:
         """Flush and close; a second call does nothing."""

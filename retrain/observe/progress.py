@@ -101,14 +101,16 @@ class Progress:
             rows.add_row("reward", self._reward(reward))
         facts = [fact for fact in self._facts() if fact[0] not in _ELSEWHERE]
         if facts:
-            rows.add_row("step", Text("   ").join(_fact(*fact) for fact in facts))
+            shown = [Text.assemble((f"{label} ", "dim"), text) for label, text in facts]
+            rows.add_row("step", Text("   ").join(shown))
         rows.add_row(self.tally.unit, self._rollouts())
         note = [Text(self.note, style="bold")] if self.note else []
         return Group(self._bar(), rows, *note)
 
     def _bar(self) -> RenderableType:
         left, done = self.seconds_left, self.step >= self.total_steps
-        under_way = "" if done else f"step {self.step + 1} for {clock_text(self._since_step())}"
+        since = clock_text(self.clock() - self._ends[-1])
+        under_way = "" if done else f"step {self.step + 1} for {since}"
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
             Text(f"step {self.step}/{self.total_steps}", style="bold"),
@@ -117,9 +119,6 @@ class Progress:
             Text(under_way, style="dim"),
         )
         return bar
-
-    def _since_step(self) -> float:
-        return self.clock() - self._ends[-1]
 
     def _reward(self, reward: float) -> Text:
         text = Text(f"{number(reward)}  ", style="bold")
@@ -130,11 +129,10 @@ class Progress:
         return text
 
     def _rollouts(self) -> Text:
-        outcomes, drops = self.tally.outcomes, self.tally.drops
-        failed = outcomes.total() - outcomes["ok"]
-        text = Text(f"{outcomes['ok']:,} {_done(self.tally)}")
+        scored, failed = _outcomes(self.tally)
+        text = Text(scored)
         text.append(f"   {failed:,} failed", style="red" if failed else "dim")
-        dropped = ", ".join(f"{count:,} {cause}" for cause, count in drops.most_common())
+        dropped = _dropped(self.tally)
         text.append(f"   groups dropped: {dropped or 'none'}", style="" if dropped else "dim")
         if (flat := self.metrics.get("groups/zero_signal")) is not None:
             text.append(f"   no-signal groups in the last step: {flat:.0f}", style="dim")
@@ -148,7 +146,7 @@ class Progress:
             ("entropy", "entropy", number),
             ("staleness", "staleness/mean", number),
             ("tokens/s", "tokens/per_second", short),
-            ("trainer idle", "trainer/idle_fraction", percent),
+            ("trainer idle", "trainer/idle_fraction", "{:.0%}".format),
             ("no-signal groups", "groups/zero_signal", short),
             ("failed rollouts", "rollouts/failed", short),
         ]
@@ -177,31 +175,29 @@ def closing(
         lines.append(("reward", moved))
     elif len(losses := [row["loss"] for row in result.history if "loss" in row]) > 1:
         lines.append(("loss", f"{number(losses[0])} in the first step -> {number(losses[-1])}"))
-    failed = tally.outcomes.total() - tally.outcomes["ok"]
+    scored, failed = _outcomes(tally)
     since = " since the resume" if resumed else ""
     label = "rollouts" if tally.unit == "rollouts" else "rows"
-    done = f"{tally.outcomes['ok']:,} {_done(tally)}"
-    lines.append((label, f"{done}, {failed:,} failed{since}"))
+    lines.append((label, f"{scored}, {failed:,} failed{since}"))
     if held_out := tally.evaluated.total():
         lines.append(
             ("", f"{held_out:,} in evaluations, {held_out - tally.evaluated['ok']:,} failed")
         )
     lines += [("", f"{n:,} x {cause}") for cause, n in tally.errors.most_common(MAX_SHOWN_CAUSES)]
     if tally.drops:
-        causes = ", ".join(f"{n:,} {cause}" for cause, n in tally.drops.most_common())
-        lines.append(("dropped", f"groups: {causes}"))
+        lines.append(("dropped", f"groups: {_dropped(tally)}"))
     return lines + _places(result)
 
 
 def _places(result: TrainingResult) -> list[tuple[str, str]]:
-    folder = near(result.run_dir)
-    lines = [("files", folder)]
-    if result.model is not None:
-        lines.append(("model", near(result.model)))
-    if result.best_checkpoint_path is not None:
-        lines.append(("best", near(result.best_checkpoint_path)))
-    if (result.run_dir / "report.html").is_file():
-        lines.append(("report", near(result.run_dir / "report.html")))
+    report = result.run_dir / "report.html"
+    places = (
+        ("files", result.run_dir),
+        ("model", result.model),
+        ("best", result.best_checkpoint_path),
+        ("report", report if report.is_file() else None),
+    )
+    lines = [(label, near(place)) for label, place in places if place is not None]
     stopped = result.status in ("interrupted", "failed")
     if stopped and any((result.run_dir / "checkpoints").glob("step_*")):
         lines.append(
@@ -253,14 +249,12 @@ def short(value: float) -> str:
     return f"{value:.0f}"
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.0f}%"
+def _outcomes(tally: Tally) -> tuple[str, int]:
+    """How many rollouts were scored, or rows of the data set read; and how many failed."""
+    ok = tally.outcomes["ok"]
+    done = "scored" if tally.unit == "rollouts" else "read"
+    return f"{ok:,} {done}", tally.outcomes.total() - ok
 
 
-def _done(tally: Tally) -> str:
-    """The verb for a good rollout, or for a row of the data set."""
-    return "scored" if tally.unit == "rollouts" else "read"
-
-
-def _fact(label: str, text: str) -> Text:
-    return Text.assemble((f"{label} ", "dim"), text)
+def _dropped(tally: Tally) -> str:
+    return ", ".join(f"{count:,} {cause}" for cause, count in tally.drops.most_common())

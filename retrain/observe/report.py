@@ -30,6 +30,7 @@ from retrain.observe.run_dir import (
     read_events,
     read_metrics,
     surviving,
+    write_whole,
 )
 from retrain.observe.samples import Samples
 from retrain.observe.timeline import Event, Fates, fates, timeline, waste
@@ -48,13 +49,8 @@ def write_report(run_dir: Path) -> Path:
         raise ConfigError(f"no run in {run_dir}, expected a run directory such as runs/quickstart")
     template = files("retrain.observe").joinpath("report.html").read_text(encoding="utf-8")
     page = template.replace("{{data}}", _embedded(digest(run_dir)))
-    report, temporary = run_dir / REPORT, run_dir / f"{REPORT}.tmp"
-    try:
-        temporary.write_text(page, encoding="utf-8", errors="replace")
-        temporary.replace(report)
-    except OSError as error:
-        raise ConfigError(f"can't write {report}: {error.strerror or error}") from error
-    return report
+    write_whole(run_dir / REPORT, page)
+    return run_dir / REPORT
 
 
 def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
@@ -130,7 +126,7 @@ def _history(events: Sequence[Event]) -> list[str]:
         "export": lambda e: (
             f"model exported to {e['path']}" if e.get("path") else "no model exported"
         ),
-        "stalled": lambda e: f"stalled: {_rest(e)}",
+        "stalled": lambda e: f"stalled: {e.get('message')}",
         "end": lambda e: f"ended: {e.get('status')}",
     }
     return [
@@ -143,10 +139,6 @@ def _history(events: Sequence[Event]) -> list[str]:
 def _changed(event: Event) -> str:
     changed = event.get("changed") or ()
     return f", changed: {first_of(changed)}" if changed else ""
-
-
-def _rest(event: Event) -> str:
-    return ", ".join(f"{key} {event[key]}" for key in event if key not in ("event", "time"))
 
 
 def _counted(counter: Counter[str]) -> list[dict[str, Any]]:

@@ -87,23 +87,23 @@ class RunDirectory:
                 f"can't write the run directory {path}: {error.strerror or error}; "
                 "choose another with --run-dir"
             ) from error
-        try:
-            return cls._open_locked(path, lock, config, resume)
-        except BaseException:
-            os.close(lock)
-            raise
-
-    @classmethod
-    def _open_locked(cls, path: Path, lock: int, config: RunConfig, resume: bool) -> RunDirectory:
-        if not resume and (path / EVENTS).exists():
-            raise ConfigError(
-                f"{path} already has a run; continue it with --resume, choose another directory "
-                "with --run-dir, or delete it"
+        with ExitStack() as unlock:
+            unlock.callback(os.close, lock)
+            if not resume and (path / EVENTS).exists():
+                raise ConfigError(
+                    f"{path} already has a run; continue it with --resume, choose another "
+                    "directory with --run-dir, or delete it"
+                )
+            for name in (EVENTS, METRICS, ROLLOUTS):
+                repair(path / name)
+            text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+            note = (
+                f"# The resolved configuration; paths are relative to {config.base_dir.absolute()}"
             )
-        for name in (EVENTS, METRICS, ROLLOUTS):
-            repair(path / name)
-        _write_config(path / CONFIG, config)
-        return cls(path, lock, resumed=resume)
+            write_whole(path / CONFIG, f"{note}\n{text}")
+            run_dir = cls(path, lock, resumed=resume)
+            unlock.pop_all()
+        return run_dir
 
     def event(self, kind: str, /, **fields: object) -> None:
         """Append one event; times in `fields` are seconds since 1970, tickets are strings."""
@@ -133,11 +133,6 @@ class RunDirectory:
         """Pass all lines so far to the OS: they survive a kill -9."""
         for journal in self._journals:
             journal.flush()
-
-    def sync(self) -> None:
-        """Write all lines so far to the disk. Blocks: call it from a thread."""
-        for journal in self._journals:
-            journal.sync()
 
     def close(self) -> None:
         """Flush, close and unlock, whatever fails; then raise that RunError."""
@@ -202,16 +197,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def in_use(path: Path) -> bool:
     """Whether a process has the run directory open."""
-    try:
-        lock = os.open(path / ".lock", os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
+    with suppress(FileNotFoundError), (path / ".lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
@@ -283,12 +273,11 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
     return shown
 
 
-def _write_config(path: Path, config: RunConfig) -> None:
-    text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
-    note = f"# The resolved configuration; paths are relative to {config.base_dir.absolute()}"
-    temporary = path.with_suffix(".tmp")
+def write_whole(path: Path, text: str) -> None:
+    """Write a file completely or not at all; raises ConfigError."""
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.write_text(f"{note}\n{text}", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="replace")
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):

@@ -5,9 +5,8 @@ The file is read once, in bounded memory.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +17,7 @@ PICKED = 6
 MAX_TEXT = 20_000
 """Characters of one message that a report shows."""
 
+KINDS = ("best", "worst", "first", "last", "failed", "eval")
 Rollout = Mapping[str, Any]  # a JSON object of rollouts.jsonl
 Ranked = tuple[float, int, Rollout]
 """(rank by reward, number, rollout)."""
@@ -38,56 +38,49 @@ class Samples:
         """Turns, by stop reason."""
         self.seconds: Counter[str] = Counter()
         """Summed over rollouts, by stage."""
-        self._first: list[Rollout] = []
-        self._last: deque[Rollout] = deque(maxlen=PICKED)
-        self._failed: deque[Rollout] = deque(maxlen=PICKED)
-        self._evaluated: deque[Rollout] = deque(maxlen=PICKED)
-        self._best: list[Ranked] = []
-        self._worst: list[Ranked] = []
+        self._kept: dict[str, list[Ranked]] = {kind: [] for kind in KINDS}
         for rollout in rollouts:
             self._add(rollout)
 
     def picked(self) -> dict[str, list[dict[str, Any]]]:
         """Shortened rollouts, by why they are shown."""
-        kinds = {
-            "best": [rollout for *_, rollout in self._best],
-            "worst": [rollout for *_, rollout in self._worst],
-            "first": self._first,
-            "last": list(self._last),
-            "failed": list(self._failed),
-            "eval": list(self._evaluated),
+        return {
+            kind: [_shortened(rollout) for *_, rollout in kept]
+            for kind, kept in self._kept.items()
+            if kept
         }
-        return {kind: [_shortened(r) for r in found] for kind, found in kinds.items() if found}
 
     def _add(self, rollout: Rollout) -> None:
         if str(rollout.get("ticket")).startswith("-"):
             self.evaluated += 1
-            self._evaluated.append(rollout)
+            self._keep("eval", rollout)
             if rollout.get("outcome") != "ok":
                 self.errors[f"eval: {_cause(rollout)}"] += 1
             return
         self.count += 1
         self.stop_reasons.update(rollout.get("stop_reasons") or ())
         self.seconds.update(rollout.get("seconds") or {})
-        if len(self._first) < PICKED:
-            self._first.append(rollout)
-        self._last.append(rollout)
+        if self.count <= PICKED:
+            self._keep("first", rollout)
+        self._keep("last", rollout)
         reward = rollout.get("reward")
         if rollout.get("outcome") != "ok":
             self.errors[_cause(rollout)] += 1
-            self._failed.append(rollout)
+            self._keep("failed", rollout)
         elif reward is not None and known(reward):
-            # of equal rewards the latest, since it shows the current model
-            self._best = _largest([*self._best, (float(reward), self.count, rollout)])
-            self._worst = _largest([*self._worst, (-float(reward), self.count, rollout)])
+            self._keep("best", rollout, float(reward))
+            self._keep("worst", rollout, -float(reward))
+
+    def _keep(self, kind: str, rollout: Rollout, rank: float | None = None) -> None:
+        """Keep the highest ranks; of equal ones the latest, since it shows the current model."""
+        kept = [*self._kept[kind], (rank or 0.0, self.count, rollout)]
+        if rank is not None:
+            kept.sort(key=itemgetter(0, 1), reverse=True)
+        self._kept[kind] = kept[-PICKED:] if rank is None else kept[:PICKED]
 
 
 def _cause(rollout: Rollout) -> str:
     return str(rollout.get("error") or rollout.get("outcome")).partition("\n")[0][:300]
-
-
-def _largest(ranked: Sequence[Ranked]) -> list[Ranked]:
-    return heapq.nlargest(PICKED, ranked, key=itemgetter(0, 1))
 
 
 def _shortened(rollout: Rollout) -> dict[str, Any]:

@@ -23,9 +23,8 @@ class Fates:
     """Ticket -> step."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Ticket -> cause."""
-    issued: set[str] = field(default_factory=set)
     tokens: dict[str, int] = field(default_factory=dict)
-    """Ticket -> sampled tokens."""
+    """Ticket -> sampled tokens, of every ticket that was issued."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """Rollouts by outcome."""
 
@@ -40,7 +39,7 @@ def fates(events: Sequence[Event]) -> Fates:
     for event in events:
         match event["event"]:
             case "issued":
-                found.issued.add(str(event.get("ticket")))
+                found.tokens.setdefault(str(event.get("ticket")), 0)
             case "rollout":
                 found.tokens[str(event.get("ticket"))] = int(event.get("tokens") or 0)
                 found.outcomes.update(event.get("outcomes") or ())
@@ -56,9 +55,9 @@ def waste(found: Fates) -> list[dict[str, Any]]:
     """Groups and sampled tokens by fate, trained ones first."""
     groups: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    for ticket in found.issued | set(found.tokens):
+    for ticket, count in found.tokens.items():
         groups[found.of(ticket)] += 1
-        tokens[found.of(ticket)] += found.tokens.get(ticket, 0)
+        tokens[found.of(ticket)] += count
     order = sorted(groups, key=lambda fate: (fate != "trained", fate == "left", -groups[fate]))
     return [{"fate": fate, "groups": groups[fate], "tokens": tokens[fate]} for fate in order]
 

@@ -111,11 +111,6 @@ class Recorder:
         self.event("checkpoint", step=step, path=str(path))
         self.run_dir.flush()
 
-    def incomplete(self, checkpoint: str) -> None:
-        """A resume skipped an incomplete checkpoint."""
-        self.event("torn", checkpoint=checkpoint)
-        self.fault(f"skipped the incomplete checkpoint {checkpoint}")
-
     def reread(self, step: int, changed: list[str]) -> None:
         """Read the history up to `step` from the files; `changed` are the changed config keys."""
         self.history = [row for row in read_metrics(self.run_dir.path) if row["step"] <= step]

@@ -85,7 +85,8 @@ async def restore(run: Run) -> None:
     """Continue from the newest complete checkpoint; from the beginning when there is none."""
     found = await asyncio.to_thread(run.checkpoints.newest)
     for skipped in run.checkpoints.torn:
-        run.record.incomplete(skipped)
+        run.record.event("torn", checkpoint=skipped)
+        run.record.fault(f"skipped the incomplete checkpoint {skipped}")
     if found is None:
         run.record.event("resumed", from_step=0)
         return

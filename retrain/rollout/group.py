@@ -18,8 +18,8 @@ from retrain.chat import Chat, Conversation
 from retrain.concurrency.deadlines import adapter_call, user_call
 from retrain.config import RunConfig
 from retrain.environment import Action, Environment, StepResult
-from retrain.errors import AdapterError, LateError, UserCodeError, shown
-from retrain.rewarding import as_number
+from retrain.errors import AdapterError, UserCodeError, shown
+from retrain.rewarding import as_number, fail
 from retrain.sampler import Sampler, SamplingParams
 from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory, Turn
 
@@ -81,14 +81,9 @@ class Rollouts:
 
     async def _first_turns(self, rollouts: Sequence[_Rollout]) -> None:
         """Sample all first turns, equal prompts together."""
-        together: dict[tuple[int, ...], list[_Rollout]] = {}
-        if rollouts and all(
-            r.conversation.prompt_ids is rollouts[0].conversation.prompt_ids for r in rollouts
-        ):
-            together[()] = list(rollouts)
-        else:
-            for rollout in rollouts:
-                together.setdefault(tuple(rollout.conversation.prompt_ids), []).append(rollout)
+        together: dict[int, list[_Rollout]] = {}
+        for rollout in rollouts:  # equal openings share one list
+            together.setdefault(id(rollout.conversation.prompt_ids), []).append(rollout)
 
         async def sample(members: list[_Rollout]) -> None:
             first = members[0]
@@ -229,7 +224,7 @@ class _Rollout:
         try:
             return await user_call(self._name(stage), call, limit, stage)
         except UserCodeError as error:
-            self._fail("timeout" if isinstance(error, LateError) else "infra_error", str(error))
+            fail(self.trajectory, error)
             return None
         finally:
             self._took("environment", started)

@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterable
 from retrain.concurrency.deadlines import is_theirs, user_call
 from retrain.config import DeadlinesConfig
 from retrain.environment import Environment
-from retrain.errors import LateError, UserCodeError, blame
-from retrain.rewarding import Scorer
+from retrain.errors import UserCodeError, blame
+from retrain.rewarding import Scorer, fail
 from retrain.rollout.group import Rollouts
-from retrain.types import Group, Outcome, Prompt, Trajectory
-
-Failure = tuple[Outcome, str]
-"""The outcome and the error of a rollout."""
+from retrain.types import Group, Prompt, Trajectory
 
 
 class Slot:
@@ -44,13 +41,11 @@ class Slot:
 
     async def play(self, prompt: Prompt) -> Group:
         """Play and score one group. Raises only what the sampler raises."""
-        if failure := await self._fill():
-            outcome, error = failure
-            size = len(self._environments)
-            failed = [
-                Trajectory(prompt, outcome=outcome, info={"error": error}) for _ in range(size)
-            ]
-            return Group(prompt, failed)
+        if error := await self._fill():
+            group = Group(prompt, [Trajectory(prompt) for _ in self._environments])
+            for trajectory in group.trajectories:
+                fail(trajectory, error)
+            return group
         group = await self._rollouts.play(prompt, [e for e in self._environments if e is not None])
         outcomes = enumerate(t.outcome for t in group.trajectories)
         await self._drop([i for i, o in outcomes if o in ("infra_error", "timeout")])
@@ -61,16 +56,16 @@ class Slot:
         """Close all instances at the same time, each within its deadline."""
         await self._drop(range(len(self._environments)))
 
-    async def _fill(self) -> Failure | None:
+    async def _fill(self) -> UserCodeError | None:
         """Make the missing instances; return why one can't be made."""
         missing = [i for i, kept in enumerate(self._environments) if kept is None]
         if not missing:
             return None
         async with asyncio.TaskGroup() as setups:
             made = [setups.create_task(self._set_up(index)) for index in missing]
-        return next((failure for task in made if (failure := task.result())), None)
+        return next((error for task in made if (error := task.result())), None)
 
-    async def _set_up(self, index: int) -> Failure | None:
+    async def _set_up(self, index: int) -> UserCodeError | None:
         """Make and set up one instance; return why that fails."""
         name = "the environment"
         try:
@@ -78,7 +73,7 @@ class Slot:
         except BaseException as error:
             if not is_theirs(error):
                 raise
-            return "infra_error", str(blame(name, error))
+            return blame(name, error)
         name = type(environment).__name__
         if type(environment).setup is Environment.setup:
             self._environments[index] = environment
@@ -89,7 +84,7 @@ class Slot:
                 await user_call(f"{name}.setup", environment.setup, self._deadlines.setup, "setup")
             except UserCodeError as error:
                 await self._drop([index])
-                return "timeout" if isinstance(error, LateError) else "infra_error", str(error)
+                return error
         return None
 
     async def _drop(self, places: Iterable[int]) -> None:

@@ -19,6 +19,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 
 from retrain.errors import ConfigError, install_command
 from retrain.observe.callbacks import Callback, Run, TrainingResult
@@ -111,11 +112,9 @@ class Logger(Callback, ABC):
     def _end(self) -> bool:
         """Ask the thread to end; whether it did so in time."""
         assert self._thread is not None
-        try:
+        with suppress(queue.Full):
             self._rows.put(None, timeout=self.close_seconds)
-        except queue.Full:
-            return False
-        self._thread.join(self.close_seconds)
+            self._thread.join(self.close_seconds)
         return not self._thread.is_alive()
 
     def _work(self, trainer: Run) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from retrain.observe.callbacks import Run
 from retrain.observe.loggers.wandb import WandbLogger
 
 
@@ -13,6 +10,4 @@ class TrackioLogger(WandbLogger):
 
     library = "trackio"
     extra = "trackio"
-
-    def _own_settings(self, trainer: Run) -> dict[str, Any]:
-        return self._settings
+    takes_dir = False

@@ -23,6 +23,8 @@ class WandbLogger(Logger):
 
     library = "wandb"
     extra = "wandb"
+    takes_dir = True
+    """Whether `init` takes the folder of its files."""
 
     def __init__(self, project: str = "retrain", name: str | None = None, **settings: Any) -> None:
         super().__init__()
@@ -34,7 +36,7 @@ class WandbLogger(Logger):
             project=self._project,
             name=self._name_given or trainer.run_dir.path.name,
             config=resolved(trainer.config),
-            **self._own_settings(trainer),
+            **({"dir": str(trainer.run_dir.path)} if self.takes_dir else {}) | self._settings,
         )
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -42,6 +44,3 @@ class WandbLogger(Logger):
 
     def close(self) -> None:
         self._run.finish()
-
-    def _own_settings(self, trainer: Run) -> dict[str, Any]:
-        return {"dir": str(trainer.run_dir.path), **self._settings}
