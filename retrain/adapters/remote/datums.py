@@ -12,9 +12,11 @@ The first token of a sample has no context and is never a target.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from retrain.errors import NonFiniteError
 from retrain.types import Sample
 
 
@@ -43,7 +45,8 @@ def shift(sample: Sample) -> Datum:
     """The datum of one sample.
 
     Values become 0.0 where the mask is 0, so that a service without a mask trains the same tokens.
-    Raises ValueError when the sample has fewer than two tokens.
+    Raises ValueError when the sample has fewer than two tokens, NonFiniteError when a value with
+    mask 1 is NaN or infinite.
     """
     if len(sample.token_ids) < 2:
         raise ValueError(
@@ -55,11 +58,18 @@ def shift(sample: Sample) -> Datum:
         inputs=list(sample.token_ids[:-1]),
         targets=list(sample.token_ids[1:]),
         mask=mask,
-        logprobs=_masked(sample.logprobs[1:], mask),
-        advantages=_masked(sample.advantages[1:], mask),
+        logprobs=_masked(sample, "logprobs", mask),
+        advantages=_masked(sample, "advantages", mask),
         streams={name: list(stream[1:]) for name, stream in sample.streams.items()},
     )
 
 
-def _masked(values: Sequence[float], mask: Sequence[float]) -> list[float]:
-    return [float(value) if kept else 0.0 for value, kept in zip(values, mask, strict=True)]
+def _masked(sample: Sample, name: str, mask: Sequence[float]) -> list[float]:
+    values = getattr(sample, name)[1:]
+    masked = [float(value) if kept else 0.0 for value, kept in zip(values, mask, strict=True)]
+    if not all(map(math.isfinite, masked)):
+        raise NonFiniteError(
+            f"the {name} of a sample of group {sample.group_id!r} are NaN or infinite. Check its "
+            "reward and the sampler's log-probs."
+        )
+    return masked

@@ -18,10 +18,7 @@ from retrain.adapters.remote.published import Scorer
 from retrain.adapters.weaver.client import WeaverClient
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.adapters.weaver.sampling import SamplingSession
-from retrain.adapters.weaver.wire import (
-    ForwardResult,
-    TrainingRow,
-)
+from retrain.adapters.weaver.wire import TrainingRow
 from retrain.types import Batch, Metrics
 
 
@@ -73,11 +70,11 @@ class WeaverAdapter(RemoteAdapter):
         return await self._client.sampling_session(base_model=self.base_model)
 
     async def _save(self, name: str) -> Mapping[str, Any]:  # JSON values
-        path = await self._model.save_state(name, optimizer=True)
+        path = await self._model.save_state(name)
         return {"path": path, "model_id": self._model.id}
 
     async def _restore(self, path: str) -> None:
-        await self._model.load_state(path, optimizer=True)
+        await self._model.load_state(path)
 
     async def _native(
         self, batch: Batch, datums: Sequence[Datum]
@@ -88,7 +85,7 @@ class WeaverAdapter(RemoteAdapter):
         looks = [
             await self._model.forward(part) for part in self._requests(list(map(_target, datums)))
         ]
-        return _joined([await look.result() for look in looks])
+        return [row for look in looks for row in await look.result()]
 
     async def _backward(
         self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]]
@@ -104,7 +101,7 @@ class WeaverAdapter(RemoteAdapter):
         """Log-probs and metrics of one step; optim_step is submitted before the passes end."""
         passes = [await self._model.forward_backward(part, loss) for part in self._requests(rows)]
         stepping = await self._model.optim_step(self._adam())
-        logprobs = _joined([await one.result() for one in passes])
+        logprobs = [row for one in passes for row in await one.result()]
         return logprobs, grad_norm(await stepping.result())
 
     def _requests(self, rows: Sequence[TrainingRow]) -> Iterator[Sequence[TrainingRow]]:
@@ -129,7 +126,3 @@ def _row(loss: str, datum: Datum) -> TrainingRow:
 
 def _target(datum: Datum, **inputs: Sequence[float]) -> TrainingRow:
     return TrainingRow(datum.inputs, {"target_tokens": datum.targets, **inputs})
-
-
-def _joined(results: Sequence[ForwardResult]) -> list[list[float]]:
-    return [list(row) for result in results for row in result.logprobs]
