@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from retrain.adapters import tinker as tinker_package
 from retrain.adapters import weaver as weaver_package
+from retrain.adapters.remote.datums import chunks
 from retrain.adapters.tinker import (
     AdamParams,
     Datum,
@@ -23,7 +24,7 @@ from retrain.adapters.tinker import (
     TinkerClient,
 )
 from retrain.adapters.tinker import client as client_module
-from retrain.adapters.tinker.data import merge, split
+from retrain.adapters.tinker.data import merge
 from retrain.adapters.tinker.limits import LARGE_PROMPT, Backpressure
 from retrain.adapters.weaver import WeaverClient
 from retrain.errors import AdapterError, ConfigError, DeadlineError
@@ -448,9 +449,13 @@ async def test_deleted_weights_are_gone_and_deleting_them_twice_is_no_error() ->
 
 def test_chunks_keep_to_both_limits_and_a_huge_datum_goes_alone() -> None:
     small, huge = datum(1, 2), datum(*range(100))
-    chunks = split([small, small, small, huge, small], most_datums=2, most_bytes=100)
-    assert [len(chunk) for chunk in chunks] == [2, 1, 1, 1]
-    assert split([], most_datums=2, most_bytes=100) == []
+    parts = chunks([small, small, small, huge, small], lambda datum: datum.size, 100, 2)
+    assert [len(part) for part in parts] == [2, 1, 1, 1]
+    assert chunks([small, small, small], lambda datum: datum.size, 2 * small.size) == [
+        [small, small],
+        [small],
+    ]
+    assert chunks([], lambda datum: datum.size, 100) == []
 
 
 def test_metrics_merge_by_their_reduction_and_odd_names_do_no_harm() -> None:

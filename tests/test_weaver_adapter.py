@@ -492,11 +492,6 @@ def test_what_cannot_be_honoured_is_a_problem(
     assert match in problem
 
 
-def test_the_loss_has_one_key() -> None:
-    with pytest.raises(ValidationError, match=r"that is algorithm\.loss here"):
-        WeaverOptions.model_validate({"loss_fn": "ppo"})
-
-
 def test_an_unknown_key_is_refused() -> None:
     with pytest.raises(ValidationError, match="learning_rte"):
         WeaverOptions(learning_rte=1)  # type: ignore[call-arg]  # it is the misspelling

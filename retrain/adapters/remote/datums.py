@@ -13,11 +13,15 @@ The first token of a sample has no context and is never a target.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from retrain.errors import NonFiniteError
 from retrain.types import Sample
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,24 @@ def shift(sample: Sample) -> Datum:
         advantages=_masked(sample, "advantages", mask),
         streams={name: list(stream[1:]) for name, stream in sample.streams.items()},
     )
+
+
+def chunks(
+    items: Sequence[T], size: Callable[[T], int], most: int, count: int = sys.maxsize
+) -> list[list[T]]:
+    """Consecutive parts of at most `count` items and the total size `most`.
+
+    An item larger than `most` is a part by itself.
+    """
+    parts: list[list[T]] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if not parts or len(parts[-1]) >= count or total > most:
+            parts.append([])
+            total = size(item)
+        parts[-1].append(item)
+    return parts
 
 
 def _masked(sample: Sample, name: str, mask: Sequence[float]) -> list[float]:

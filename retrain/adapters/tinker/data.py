@@ -1,25 +1,11 @@
-"""The data of one batch, split into requests, and their results merged again."""
+"""The results of the requests of one batch, merged into one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from retrain.protocols.tinker.values import Datum, ForwardBackwardOutput
-
-
-def split(data: Sequence[Datum], *, most_datums: int, most_bytes: int) -> list[list[Datum]]:
-    """Consecutive chunks within both limits; a datum larger than `most_bytes` gets its own."""
-    chunks: list[list[Datum]] = []
-    size = 0
-    for datum in data:
-        full = chunks and (len(chunks[-1]) >= most_datums or size + datum.size > most_bytes)
-        if not chunks or full:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(datum)
-        size += datum.size
-    return chunks
+from retrain.protocols.tinker.values import ForwardBackwardOutput
 
 
 def merge(parts: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:

@@ -17,8 +17,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from retrain.adapters.remote.datums import chunks
 from retrain.adapters.tinker.connection import Connection, Future, Kind
-from retrain.adapters.tinker.data import merge, split
+from retrain.adapters.tinker.data import merge
 from retrain.errors import AdapterError, ConfigError, install_command
 from retrain.protocols.tinker import messages, payloads
 from retrain.protocols.tinker.messages import PROTOBUF
@@ -121,15 +122,11 @@ class TrainingClient:
 
     async def _pass(self, data: Sequence[Datum], empty: ForwardBackward) -> Chunked:
         flags = self._connection.flags
-        parts = split(
-            data,
-            most_datums=flags.fwdbwd_max_chunk_len,
-            most_bytes=flags.fwdbwd_max_chunk_bytes_count,
-        )
+        limits = flags.fwdbwd_max_chunk_bytes_count, flags.fwdbwd_max_chunk_len
         kind = FORWARD if empty.forward_only else FORWARD_BACKWARD
         async with self._turn:
             futures: list[Future[ForwardBackwardOutput]] = []
-            for part in parts:
+            for part in chunks(data, lambda datum: datum.size, *limits):
                 request = replace(empty, data=part)
                 try:
                     futures.append(await self._submit(kind, self._pass_call(request)))

@@ -6,14 +6,14 @@ For a loss that the service lacks, dL/dlogp is sent as the weights of the loss `
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
-from retrain.adapters.remote.datums import Datum
+from retrain.adapters.remote.datums import Datum, chunks
 from retrain.adapters.remote.published import Scorer
 from retrain.adapters.weaver.client import WeaverClient
 from retrain.adapters.weaver.options import WeaverOptions
@@ -104,15 +104,8 @@ class WeaverAdapter(RemoteAdapter):
         logprobs = [row for one in passes for row in await one.result()]
         return logprobs, grad_norm(await stepping.result())
 
-    def _requests(self, rows: Sequence[TrainingRow]) -> Iterator[Sequence[TrainingRow]]:
-        """Consecutive rows with at most `request_tokens` tokens; a longer row goes by itself."""
-        start, tokens = 0, 0
-        for index, row in enumerate(rows):
-            if index > start and tokens + len(row.tokens) > self.options.request_tokens:
-                yield rows[start:index]
-                start, tokens = index, 0
-            tokens += len(row.tokens)
-        yield rows[start:]
+    def _requests(self, rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
+        return chunks(rows, lambda row: len(row.tokens), self.options.request_tokens)
 
 
 def _row(loss: str, datum: Datum) -> TrainingRow:

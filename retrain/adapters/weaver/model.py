@@ -90,11 +90,10 @@ class WeaverModel:
         loss_fn: str,
     ) -> Operation[list[list[float]]]:
         value = wire.training_input(rows, loss_fn)
-        lengths = [len(row.tokens) for row in rows]
         return await self._train(
             f"{kind.replace('_', '-')}-passes",
             lambda seq_id: wire.training_body(self.id, seq_id, f"{kind}_input", value),
-            lambda response: _of_lengths(wire.target_logprobs(response), lengths),
+            wire.target_logprobs,
             what=f"{kind}({loss_fn})",
         )
 
@@ -173,10 +172,3 @@ class WeaverModel:
                     await operation.settle()
             self._unsettled.clear()
             yield
-
-
-def _of_lengths(logprobs: list[list[float]], lengths: list[int]) -> list[list[float]]:
-    got = [len(row) for row in logprobs]
-    if got != lengths:
-        raise ValueError(f"expected log-probs of lengths {lengths}, got {got}")
-    return logprobs
