@@ -37,9 +37,6 @@ class SamplingClient:
         self._connection = connection
         self._seq_ids = itertools.count()
 
-    def __repr__(self) -> str:
-        return f"SamplingClient({self.session_id!r})"
-
     async def sample(
         self,
         prompt: Sequence[int],

@@ -68,9 +68,6 @@ class TrainingClient:
         self._turn = asyncio.Lock()  # fair: operations keep the order of the calls
         self._broken = ""
 
-    def __repr__(self) -> str:
-        return f"TrainingClient({self.model_id!r}, next_seq_id={self._next})"
-
     async def forward_backward(
         self, data: Sequence[Datum], loss: str, config: LossConfig | None = None
     ) -> Chunked:

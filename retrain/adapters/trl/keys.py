@@ -108,10 +108,8 @@ def installed_keys() -> frozenset[str]:
         path = Path(spec.origin).parent / file if spec and spec.origin else None
         if path is None or not path.is_file():
             return frozenset()
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-        fields = [
-            part.target for one in classes for part in one.body if isinstance(part, ast.AnnAssign)
-        ]
-        found |= {field.id for field in fields if isinstance(field, ast.Name)}
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for part in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    found.add(part.target.id)
     return frozenset(found)

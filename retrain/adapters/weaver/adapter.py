@@ -14,7 +14,6 @@ from typing import Any
 from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
 from retrain.adapters.remote.datums import Datum, chunks
-from retrain.adapters.remote.published import Scorer
 from retrain.adapters.weaver.client import WeaverClient
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.adapters.weaver.sampling import SamplingSession
@@ -26,13 +25,11 @@ class WeaverAdapter(RemoteAdapter):
     """Trains `config.model` on a Weaver service."""
 
     options: WeaverOptions
+    _client: WeaverClient
 
     async def forget(self, state: AdapterState) -> None:
         """Delete the checkpoint on the service; no error if it no longer exists."""
         await self._model.expire(str(state.data["path"]), str(state.data["model_id"]))
-
-    def hurry(self) -> None:
-        self._client.stop_retrying()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
@@ -65,9 +62,6 @@ class WeaverAdapter(RemoteAdapter):
         session = await self._client.sampling_session(path=path, model=self._model)
         session.after = partial(self._model.expire, path)
         return session
-
-    async def _untrained(self) -> Scorer:
-        return await self._client.sampling_session(base_model=self.base_model)
 
     async def _save(self, name: str) -> Mapping[str, Any]:  # JSON values
         path = await self._model.save_state(name)

@@ -95,7 +95,7 @@ class WeaverClient:
             "sdk_version": f"retrain-{version('retrain')}",
             **_scope(),
         }
-        self._models: dict[str, WeaverModel] = {}
+        self._models: list[WeaverModel] = []
         self._samplers: dict[str, SamplingSession] = {}
         self._model_seq = itertools.count(1)
         self._sampler_seq = itertools.count(1)
@@ -122,7 +122,7 @@ class WeaverClient:
         """
         made: list[SamplingSession | WeaverModel] = [
             *self._samplers.values(),
-            *self._models.values(),
+            *self._models,
         ]
         try:
             await asyncio.gather(*(clean_up(one.close()) for one in made))
@@ -163,9 +163,8 @@ class WeaverClient:
             self._connection,
             id,
             base_model=str(name),
-            forget=lambda id: self._models.pop(id, None),
         )
-        self._models[model.id] = model
+        self._models.append(model)
         return model
 
     async def sampling_session(

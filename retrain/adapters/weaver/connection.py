@@ -87,9 +87,6 @@ class Operation(Generic[T]):
         self._ends = time.monotonic() + deadline
         self._pace = pace
 
-    def __repr__(self) -> str:
-        return f"Operation({self.what!r}, id={self.id!r}, {self._state.status})"
-
     @property
     def settled(self) -> bool:
         """Whether the last poll found the operation done or failed."""
@@ -138,7 +135,7 @@ class Operation(Generic[T]):
     async def _poll(self, *, may_be_lost: bool) -> bool:
         call = Call("GET", f"api/v1/operations/{self.id}")
         try:
-            async with asyncio.timeout_at(self._loop_deadline()):
+            async with asyncio.timeout(max(self._ends - time.monotonic(), 0.0)):
                 self._state = await self._http.send(call, _operation)
         except TimeoutError:
             raise self._late() from None
@@ -148,9 +145,6 @@ class Operation(Generic[T]):
                 return False
             raise
         return True
-
-    def _loop_deadline(self) -> float:
-        return asyncio.get_running_loop().time() + max(self._ends - time.monotonic(), 0.0)
 
     def _late(self) -> RemoteError:
         waits = self._state.waiting_for

@@ -35,19 +35,13 @@ class WeaverModel:
         id: str,
         *,
         base_model: str,
-        forget: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """`forget` is called with the id when the model is terminated."""
         self.id = id
         self.base_model = base_model
         self._connection = connection
-        self._forget = forget
         self._seq_id = 0
         self._order = asyncio.Lock()
         self._unsettled: list[Operation[Any]] = []
-
-    def __repr__(self) -> str:
-        return f"WeaverModel({self.id!r}, {self.base_model!r})"
 
     # Training. A call returns once it is submitted; its Operation's `result()` waits for it.
 
@@ -159,7 +153,6 @@ class WeaverModel:
 
     async def close(self) -> None:
         """Terminate the model on the service; no error if it no longer exists."""
-        self._forget(self.id)
         with ignored(404, 409):
             await self._connection.call("POST", f"models/{self.id}/terminate", {})
 

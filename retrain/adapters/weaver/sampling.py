@@ -25,9 +25,6 @@ class SamplingSession:
         self._connection = connection
         self._forget = forget
 
-    def __repr__(self) -> str:
-        return f"SamplingSession({self.id!r})"
-
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
     ) -> list[Sampled]:
