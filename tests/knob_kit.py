@@ -21,7 +21,6 @@ import httpx
 from retrain.adapters.base import Adapter
 from retrain.adapters.remote.adapter import RemoteAdapter
 from retrain.adapters.remote.local import in_process
-from retrain.adapters.trl.rows import micro_batches
 from retrain.assembly import Parts, assemble
 from retrain.config import parse_config
 from retrain.errors import ConfigError, RetrainError
@@ -183,8 +182,7 @@ class Local(Around):
 
     async def update(self, batch: Any) -> Any:
         trainer = self.adapter._thread.trainer
-        parts = micro_batches(batch.samples, rows=trainer.cut.rows, tokens=trainer.cut.tokens,
-                              paired=batch.loss == "dpo")  # fmt: skip
+        parts = trainer.cut(batch.samples, paired=batch.loss == "dpo")
         self.told.append(["micro-batches", list(map(len, parts))])
         return await self.adapter.update(batch)
 

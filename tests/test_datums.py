@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.adapters.remote.datums import shift
+from retrain.errors import NonFiniteError
 from retrain.types import Sample
 
 
@@ -75,3 +78,11 @@ def test_a_sample_of_one_token_is_refused() -> None:
     lonely = Sample([5], [1], [-0.1], [1.0], [0], group_id="0.3.0")
     with pytest.raises(ValueError, match=r"group '0\.3\.0' has 1 tokens, expected at least 2"):
         shift(lonely)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "advantages"])
+def test_a_trained_value_that_is_not_finite_is_refused(name: str) -> None:
+    sample = Sample([5, 6], [0, 1], [0.0, -0.1], [0.0, 1.0], [0, 0], group_id="0.3.0")
+    assert shift(replace(sample, loss_mask=[1, 0], **{name: [0.0, math.nan]})).mask == [0.0]
+    with pytest.raises(NonFiniteError, match=rf"the {name} of a sample of group '0\.3\.0'"):
+        shift(replace(sample, **{name: [0.0, math.inf]}))

@@ -94,7 +94,7 @@ async def train_weaver(url: str) -> None:
             stepped = await model.optim_step(AdamParams(1e-2))
             await passed.result()
             await stepped.result()
-        await model.save_state("end", optimizer=True)
+        await model.save_state("end")
 
 
 async def outcome(train: Callable[[str], Any], folder: Path, fault: str) -> tuple[int, str, int]:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 import re
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -15,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from retrain.adapters import tinker as tinker_package
 from retrain.adapters import weaver as weaver_package
+from retrain.adapters.remote.datums import chunks
 from retrain.adapters.tinker import (
     AdamParams,
     Datum,
@@ -24,8 +24,8 @@ from retrain.adapters.tinker import (
     TinkerClient,
 )
 from retrain.adapters.tinker import client as client_module
-from retrain.adapters.tinker.data import LOSS_INPUTS, merge, split
-from retrain.adapters.tinker.limits import Backpressure, Budget
+from retrain.adapters.tinker.data import merge
+from retrain.adapters.tinker.limits import LARGE_PROMPT, Backpressure
 from retrain.adapters.weaver import WeaverClient
 from retrain.errors import AdapterError, ConfigError, DeadlineError
 from retrain.protocols.tinker.values import ForwardBackwardOutput
@@ -409,8 +409,6 @@ def test_help_shows_how_a_client_is_used() -> None:
         example = inspect.getdoc(client) or ""
         assert f"async with {client.__name__}(" in example
         assert set(re.findall(r"\b([A-Z][A-Za-z]+)\(", example)) <= set(package.__all__)
-    for loss, inputs in LOSS_INPUTS.items():
-        assert all(f"`{name}`" in str(Datum.__doc__) for name in inputs), loss
 
 
 def test_a_plain_list_among_the_inputs_of_a_loss_is_a_type_error() -> None:
@@ -449,45 +447,15 @@ async def test_deleted_weights_are_gone_and_deleting_them_twice_is_no_error() ->
     assert raised.value.status == 404
 
 
-def spoiled(change: Callable[[dict[str, Tensor]], None], tokens: tuple[int, ...] = (1, 2)) -> Datum:
-    inputs = {"target_tokens": Tensor([2, 3], "int64"), "weights": Tensor([1.0, 1.0])}
-    change(inputs)
-    return Datum(list(tokens), inputs)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (spoiled(lambda i: i.update(weights=Tensor([1.0]))), "got 1 values for 2 tokens"),
-        (spoiled(lambda i: i.update(weights=Tensor([1.0, float("nan")]))), "NaN"),
-        (spoiled(lambda i: i.update(weights=Tensor([1.0, 1e39]))), "not a float32"),
-        (
-            spoiled(lambda i: i.update(weights=Tensor([1.0, 1.0], shape=(3,)))),
-            "2 numbers for the shape",
-        ),
-        (spoiled(lambda i: i.update(target_tokens=Tensor([1.5, 2], "int64"))), "not an integer"),
-        (spoiled(lambda i: i.update(mask=Tensor([1.0, 1.0]))), "expected"),
-        (spoiled(lambda i: None, tokens=(1, -2)), "negative"),
-        (spoiled(lambda i: None, tokens=()), "no tokens"),
-    ],
-)
-async def test_data_that_the_service_would_refuse_takes_no_seq_id(bad: Datum, message: str) -> None:
-    server = TinkerServer()
-    async with tinker(server) as client:
-        model = await client.create_model("org/base")
-        with pytest.raises(ValueError, match=message):
-            await model.forward_backward([datum(1, 2), bad], "cross_entropy")
-        with pytest.raises(ValueError, match="empty"):
-            await model.forward_backward([], "cross_entropy")
-        await (await model.optim_step(ADAM))
-    assert server.models[model.model_id].arrivals == [(1, "optim_step")]
-
-
 def test_chunks_keep_to_both_limits_and_a_huge_datum_goes_alone() -> None:
     small, huge = datum(1, 2), datum(*range(100))
-    chunks = split([small, small, small, huge, small], most_datums=2, most_bytes=100)
-    assert [len(chunk) for chunk in chunks] == [2, 1, 1, 1]
-    assert split([], most_datums=2, most_bytes=100) == []
+    parts = chunks([small, small, small, huge, small], lambda datum: datum.size, 100, 2)
+    assert [len(part) for part in parts] == [2, 1, 1, 1]
+    assert chunks([small, small, small], lambda datum: datum.size, 2 * small.size) == [
+        [small, small],
+        [small],
+    ]
+    assert chunks([], lambda datum: datum.size, 100) == []
 
 
 def test_metrics_merge_by_their_reduction_and_odd_names_do_no_harm() -> None:
@@ -502,26 +470,20 @@ def test_metrics_merge_by_their_reduction_and_odd_names_do_no_harm() -> None:
     assert merged.metrics == {"a:sum": 3, "b:mean": 4, "c:min": 0, "d:max": 4, "plain": 4}
 
 
-async def test_a_budget_serves_in_order_and_a_cancelled_waiter_costs_nothing() -> None:
-    budget = Budget(2)
-    order: list[str] = []
+async def test_few_large_prompts_are_sent_at_once() -> None:
+    pressure = Backpressure(10, 2 * LARGE_PROMPT)
+    sent: list[int] = []
 
-    async def take(name: str, units: int) -> None:
-        async with budget.take(units):
-            order.append(name)
+    async def send(tokens: int) -> None:
+        async with pressure.turn(tokens):
+            sent.append(tokens)
+            await asyncio.sleep(0.01)
 
-    async with budget.take(1):
-        large = asyncio.create_task(take("large", 9))
-        gone = asyncio.create_task(take("gone", 1))
-        small = asyncio.create_task(take("small", 1))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.sleep(0)
-        assert order == [], "a small request overtook the large one"
-    await asyncio.gather(large, small, gone, return_exceptions=True)
-    assert order == ["large", "small"]
-    async with asyncio.timeout(1), budget.take(2):
-        pass
+    sending = asyncio.gather(*map(send, [20_000, 30_000, 40_000, 10]))
+    await asyncio.sleep(0)
+    assert sent == [20_000, 30_000, 10]
+    await sending
+    assert sent[-1] == 40_000
 
 
 async def test_a_pause_is_longer_after_a_large_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

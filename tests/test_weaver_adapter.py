@@ -277,7 +277,7 @@ async def test_a_nan_advantage_is_refused_before_it_is_sent(
     fake: FakeWeaver, weaver: WeaverAdapter
 ) -> None:
     broken = Batch([sample([1, 2], math.nan)], "importance_sampling", {}, Denominators(1, 1))
-    with pytest.raises(NonFiniteError, match=r"advantages\[0\] is nan"):
+    with pytest.raises(NonFiniteError, match="advantages of a sample of group"):
         await weaver.update(broken)
     assert not fake.applied["forward_backward"]
 
@@ -490,11 +490,6 @@ def test_what_cannot_be_honoured_is_a_problem(
 ) -> None:
     (problem,) = problems(options, **sections)
     assert match in problem
-
-
-def test_the_loss_has_one_key() -> None:
-    with pytest.raises(ValidationError, match=r"that is algorithm\.loss here"):
-        WeaverOptions.model_validate({"loss_fn": "ppo"})
 
 
 def test_an_unknown_key_is_refused() -> None:

@@ -35,18 +35,19 @@ async def ours(url: str) -> list[Any]:
         for loss, inputs in INPUTS.items():
             rows = [TrainingRow(TOKENS, {"target_tokens": TARGETS, **inputs})]
             passed = await (await model.forward_backward(rows, loss)).result()
-            results.append(passed.logprobs[0])
+            results.append(passed[0])
             adam = AdamParams(0.5, 0.8, 0.9, 1e-6, 0.1, 2.0)
             results.append((await (await model.optim_step(adam)).result())["grad_norm"])
         bare = [TrainingRow(TOKENS, {"target_tokens": TARGETS})]
-        results.append((await (await model.forward(bare)).result()).logprobs[0])
-        saved = await model.save_state("kept", optimizer=True)
-        await model.load_state(saved, optimizer=True)
+        results.append((await (await model.forward(bare)).result())[0])
+        saved = await model.save_state("kept")
+        await model.load_state(saved)
         path = await (await model.save_for_sampler("served")).result()
-        async with await client.sampling_session(path=path, model=model) as session:
-            params = SamplingParams(3, 0.5, 0.9, 5, ("x",), (7,), seed=3)
-            results += [one.tokens for one in await session.sample([1, 2], params, n=2)]
-            results.append(await session.compute_logprobs([1, 2, 3]))
+        session = await client.sampling_session(path=path, model=model)
+        params = SamplingParams(3, 0.5, 0.9, 5, ("x",), (7,), seed=3)
+        results += [one.tokens for one in await session.sample([1, 2], params, n=2)]
+        results.append(await session.compute_logprobs([1, 2, 3]))
+        await session.close()
     return results
 
 

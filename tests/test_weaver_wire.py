@@ -31,7 +31,7 @@ def rows(draw: st.DrawFn) -> wire.TrainingRow:
 def test_a_spliced_body_is_the_json_of_the_whole(
     data: list[wire.TrainingRow], seq_id: int, model_id: str
 ) -> None:
-    value = wire.training_input(data, "cross_entropy", {"k": 1})
+    value = wire.training_input(data, "cross_entropy")
     body = json.loads(wire.training_body(model_id, seq_id, "forward_backward_input", value))
     assert body["payload"].keys() == {
         "model_id",
@@ -54,14 +54,10 @@ def test_a_field_is_found_in_every_spelling(name: str) -> None:
     assert wire.read({name: None}, "model_path", "default") == "default"
 
 
-def test_reports_of_tasks_are_added_or_averaged_by_their_names() -> None:
-    tasks = {
-        "a": {"metrics": {"tokens": 3, "loss:sum": 1.0, "loss": 2.0}},
-        "b": {"metrics": {"tokens": 5, "loss:sum": 2.0, "loss": 4.0, "note": "text"}},
-    }
-    wanted = {"tokens": 8.0, "loss:sum": 3.0, "loss": 3.0}
-    assert wire.metrics({"forward_backward_task_results": tasks}) == wanted
-    assert wire.metrics({"result": {"metrics": {"grad_norm": 1}}}) == {"grad_norm": 1.0}
+def test_metrics_are_the_numbers_of_a_result() -> None:
+    found = {"grad_norm": 1, "note": "text", "flag": True}
+    assert wire.metrics({"result": {"metrics": found}}) == {"grad_norm": 1.0}
+    assert wire.metrics({"metrics": found}) == {"grad_norm": 1.0}
     assert wire.metrics({}) == {}
 
 
@@ -71,8 +67,8 @@ def test_reports_of_tasks_are_added_or_averaged_by_their_names() -> None:
         (wire.identifier, {"name": "x"}, r"with an id, got an object with the keys \['name'\]"),
         (wire.operation, {"id": "x", "status": "odd"}, "status pending, running, done or error"),
         (wire.operation, [], "got a list"),
-        (wire.forward_result, {"result": {}}, "expected loss_fn_outputs"),
-        (wire.forward_result, {"loss_fn_outputs": [{"logprobs": "x"}]}, "list of numbers"),
+        (wire.target_logprobs, {"result": {}}, "expected loss_fn_outputs"),
+        (wire.target_logprobs, {"loss_fn_outputs": [{"logprobs": "x"}]}, "list of numbers"),
         (wire.sequences, {"result": {}}, "expected sequences"),
         (wire.sequences, {"sequences": [{"tokens": [1], "logprobs": []}]}, "1 tokens but 0"),
         (wire.prompt_logprobs, {}, "expected prompt_logprobs"),
@@ -89,7 +85,7 @@ def test_a_reply_that_cannot_be_read_says_what_was_expected(
 def test_logprobs_come_as_lists_or_tensors() -> None:
     outputs = [{"logprobs": [-1, -2.5]}, {"logprobs": {"data": [-3.0], "dtype": "float32"}}]
     for response in ({"loss_fn_outputs": outputs}, {"result": {"loss_fn_outputs": outputs}}):
-        assert wire.forward_result(response).logprobs == [[-1.0, -2.5], [-3.0]]
+        assert wire.target_logprobs(response) == [[-1.0, -2.5], [-3.0]]
 
 
 def test_nan_and_infinity_have_no_words_in_json() -> None:

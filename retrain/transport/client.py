@@ -71,7 +71,6 @@ class HttpClient:
         policy: RetryPolicy | None = None,
         http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
         vendor: Vendor | None = None,
-        max_connections: int = 1000,
     ) -> None:
         """Connects to nothing yet.
 
@@ -95,11 +94,9 @@ class HttpClient:
         for secret in self.secrets.values():
             self.hide(secret)
         self._headers = dict(headers or {})
-        self._open(http, max_connections)
+        self._open(http)
 
-    def _open(
-        self, http: httpx.AsyncClient | httpx.AsyncBaseTransport | None, max_connections: int
-    ) -> None:
+    def _open(self, http: httpx.AsyncClient | httpx.AsyncBaseTransport | None) -> None:
         try:
             import httpx
 
@@ -113,7 +110,7 @@ class HttpClient:
         if isinstance(http, httpx.AsyncClient):
             self._http = http
         else:
-            self._http = network.open_client(http, max_connections)
+            self._http = network.open_client(http)
         self._unsent = network.UNSENT
         self._timeout = network.TIMEOUT
         self._url_of = lru_cache(maxsize=64)(lambda path: httpx.URL(f"{self.url}/{path}"))

@@ -20,6 +20,8 @@ from retrain.errors import ConfigError
 
 KEEPALIVE = 4.0
 """Seconds that an idle connection is kept: below the 5 s after which uvicorn closes its end."""
+MAX_CONNECTIONS = 1000
+"""Connections of one transport."""
 CONNECT = 10.0
 """Seconds that opening a connection may take."""
 TIMEOUT = httpx.Timeout(None, connect=CONNECT)
@@ -55,12 +57,10 @@ class NetworkTransport(httpx.AsyncBaseTransport):
         *,
         verify: ssl.SSLContext | None = None,
         proxy: str | None = None,
-        max_connections: int = 1000,
     ) -> None:
         """`verify` is by default httpx's context: SSL_CERT_FILE or SSL_CERT_DIR, else certifi's."""
         self._verify = verify
         self._proxy = proxy
-        self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -89,7 +89,7 @@ class NetworkTransport(httpx.AsyncBaseTransport):
             await self._session.close()
 
     def _open(self) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEPALIVE)
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE)
         self._session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -137,9 +137,7 @@ class _Client(httpx.AsyncClient):
         return request
 
 
-def open_client(
-    transport: httpx.AsyncBaseTransport | None, max_connections: int
-) -> httpx.AsyncClient:
+def open_client(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
     """A client over `transport`, by default over the network and the environment's proxies.
 
     Raises ConfigError on a proxy of an unknown kind.
@@ -148,9 +146,9 @@ def open_client(
         return _Client(transport=transport)
     try:
         return _Client(
-            transport=NetworkTransport(max_connections=max_connections),
+            transport=NetworkTransport(),
             mounts={
-                pattern: None if proxy is None else _through(proxy, max_connections)
+                pattern: None if proxy is None else _through(proxy)
                 for pattern, proxy in environment_proxies().items()
             },
         )
@@ -187,9 +185,9 @@ def _pattern(name: str) -> str:
     return f"all://[{name}]" if version == 6 else f"all://{name}"
 
 
-def _through(proxy: str, max_connections: int) -> httpx.AsyncBaseTransport:
+def _through(proxy: str) -> httpx.AsyncBaseTransport:
     if proxy.startswith(("http:", "https:")):
-        return NetworkTransport(proxy=proxy, max_connections=max_connections)
+        return NetworkTransport(proxy=proxy)
     # aiohttp has no SOCKS; httpx's own pool has it, where httpx[socks] is installed.
-    limits = httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEPALIVE)
+    limits = httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE)
     return httpx.AsyncHTTPTransport(proxy=proxy, limits=limits)

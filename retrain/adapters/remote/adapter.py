@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.remote.datums import Datum, shift
@@ -51,12 +51,20 @@ UNLIMITED = 10**8
 """Tokens; a tokenizer's limit above it means that there is none."""
 
 
+class Client(Protocol):
+    """A session with the service."""
+
+    def stop_retrying(self) -> None: ...
+    async def sampling_session(self, *, base_model: str) -> Scorer: ...
+
+
 class RemoteAdapter(Adapter):
     """Trains `config.model` on a service."""
 
     options: RemoteOptions
     """May be replaced between steps: each step reads it again."""
     sampler: PublishedSampler
+    _client: Client
 
     def __init__(
         self,
@@ -156,8 +164,11 @@ class RemoteAdapter(Adapter):
         if not reference:
             return await logprobs_of(self.sampler, sequences)
         if self._reference is None:
-            self._reference = await self._untrained()
+            self._reference = await self._client.sampling_session(base_model=self.base_model)
         return await logprobs_of(self._reference, sequences)
+
+    def hurry(self) -> None:
+        self._client.stop_retrying()
 
     # Implemented by each protocol
 
@@ -172,10 +183,6 @@ class RemoteAdapter(Adapter):
     @abstractmethod
     async def _snapshot(self, version: int) -> Session:
         """A session that samples the present weights; later steps don't change them."""
-
-    @abstractmethod
-    async def _untrained(self) -> Scorer:
-        """A session of the base model."""
 
     @abstractmethod
     async def _save(self, name: str) -> Mapping[str, Any]:  # JSON values

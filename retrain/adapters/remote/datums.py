@@ -12,10 +12,16 @@ The first token of a sample has no context and is never a target.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from retrain.errors import NonFiniteError
 from retrain.types import Sample
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,8 @@ def shift(sample: Sample) -> Datum:
     """The datum of one sample.
 
     Values become 0.0 where the mask is 0, so that a service without a mask trains the same tokens.
-    Raises ValueError when the sample has fewer than two tokens.
+    Raises ValueError when the sample has fewer than two tokens, NonFiniteError when a value with
+    mask 1 is NaN or infinite.
     """
     if len(sample.token_ids) < 2:
         raise ValueError(
@@ -55,11 +62,36 @@ def shift(sample: Sample) -> Datum:
         inputs=list(sample.token_ids[:-1]),
         targets=list(sample.token_ids[1:]),
         mask=mask,
-        logprobs=_masked(sample.logprobs[1:], mask),
-        advantages=_masked(sample.advantages[1:], mask),
+        logprobs=_masked(sample, "logprobs", mask),
+        advantages=_masked(sample, "advantages", mask),
         streams={name: list(stream[1:]) for name, stream in sample.streams.items()},
     )
 
 
-def _masked(values: Sequence[float], mask: Sequence[float]) -> list[float]:
-    return [float(value) if kept else 0.0 for value, kept in zip(values, mask, strict=True)]
+def chunks(
+    items: Sequence[T], size: Callable[[T], int], most: int, count: int = sys.maxsize
+) -> list[list[T]]:
+    """Consecutive parts of at most `count` items and the total size `most`.
+
+    An item larger than `most` is a part by itself.
+    """
+    parts: list[list[T]] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if not parts or len(parts[-1]) >= count or total > most:
+            parts.append([])
+            total = size(item)
+        parts[-1].append(item)
+    return parts
+
+
+def _masked(sample: Sample, name: str, mask: Sequence[float]) -> list[float]:
+    values = getattr(sample, name)[1:]
+    masked = [float(value) if kept else 0.0 for value, kept in zip(values, mask, strict=True)]
+    if not all(map(math.isfinite, masked)):
+        raise NonFiniteError(
+            f"the {name} of a sample of group {sample.group_id!r} are NaN or infinite. Check its "
+            "reward and the sampler's log-probs."
+        )
+    return masked

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.adapters.losses import custom_loss, loss_keys, run_loss
@@ -80,13 +80,6 @@ class RemoteOptions(AdapterOptions):
     tokenizer reports."""
     tokenizer: str | None = None
     """A folder or Hugging Face id; by default the model's."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_loss_key(cls, data: Any) -> Any:  # any YAML value
-        if isinstance(data, dict) and "loss_fn" in data:
-            raise ValueError("loss_fn: that is algorithm.loss here")
-        return data
 
     @field_validator("native_losses")
     @classmethod

@@ -70,28 +70,16 @@ class PublishedSampler:
     ) -> list[Completion]:
         """`n` completions; raises AdapterError when the service fails or cuts them short."""
         for _ in range(TRIES):
-            served = self._current()
-            served.in_flight += 1
-            try:
-                with on_the_service():
-                    found = await served.session.sample(prompt_ids, params, n)
-            finally:
-                served.in_flight -= 1
-                self._retire(served)
+            with self._in_use() as served:
+                found = await served.session.sample(prompt_ids, params, n)
             if not any(one.stop_reason == ABORTED for one in found):
                 return [self._completion(one, len(prompt_ids), served.version) for one in found]
         raise AdapterError(f"the service cut the completions of a prompt short in {TRIES} attempts")
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]:
         """Log-probs of given tokens under the present weights; None for the first."""
-        served = self._current()
-        served.in_flight += 1
-        try:
-            with on_the_service():
-                return await served.session.compute_logprobs(token_ids)
-        finally:
-            served.in_flight -= 1
-            self._retire(served)
+        with self._in_use() as served:
+            return await served.session.compute_logprobs(token_ids)
 
     def swap(self, session: Session, version: int) -> None:
         """Sample from `session` from now on; its weights have this version."""
@@ -105,10 +93,19 @@ class PublishedSampler:
         while self._closing:
             await asyncio.wait(self._closing)
 
-    def _current(self) -> _Served:
-        if self._now is None:
+    @contextmanager
+    def _in_use(self) -> Iterator[_Served]:
+        """The present session; it is closed after the block if it was replaced meanwhile."""
+        served = self._now
+        if served is None:
             raise AdapterError("can't sample: no weights are published yet")
-        return self._now
+        served.in_flight += 1
+        try:
+            with on_the_service():
+                yield served
+        finally:
+            served.in_flight -= 1
+            self._retire(served)
 
     def _retire(self, served: _Served) -> None:
         """Close a session that was replaced and has nothing in flight."""

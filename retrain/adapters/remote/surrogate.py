@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from retrain.adapters.losses import custom_loss
@@ -82,9 +83,10 @@ def surrogate(
     formula = partial(row.formula, FLOATS, keys)
     compute = _pairwise if row.reads == "pairs" else _tokenwise
     value, gradients, metrics = compute(formula, logprobs, datums)
-    if not math.isfinite(value):
+    if not all(map(math.isfinite, chain([value], *gradients))):
         raise NonFiniteError(
-            f"the loss {loss} is {value}; the log-probs or the advantages diverged"
+            f"the loss {loss} is {value}, or its gradient is not finite; the log-probs or the "
+            "advantages diverged"
         )
     return Surrogate(value, gradients, {**_drift(logprobs, datums), **metrics})
 

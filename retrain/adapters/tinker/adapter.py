@@ -13,7 +13,6 @@ from typing import Any
 from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
 from retrain.adapters.remote.datums import Datum
-from retrain.adapters.remote.published import Scorer
 from retrain.adapters.tinker.client import TinkerClient
 from retrain.adapters.tinker.options import TinkerOptions
 from retrain.adapters.tinker.sampling import ServedWeights
@@ -27,13 +26,11 @@ class TinkerAdapter(RemoteAdapter):
     """Trains `config.model` on a service that speaks Tinker's protocol."""
 
     options: TinkerOptions
+    _client: TinkerClient
 
     async def forget(self, state: AdapterState) -> None:
         """Delete the checkpoint on the service; no error if it no longer exists."""
         await self._client.delete(str(state.data["path"]))
-
-    def hurry(self) -> None:
-        self._client.stop_retrying()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
@@ -58,9 +55,6 @@ class TinkerAdapter(RemoteAdapter):
         deadlines = self.config.deadlines
         sampler = await self._client.sampler_of(self._model, timeout=deadlines.publish)
         return ServedWeights(sampler, self.tokenizer, deadlines.sample, self._client.delete)
-
-    async def _untrained(self) -> Scorer:
-        return await self._client.sampling_session(base_model=self.base_model)
 
     async def _save(self, name: str) -> Mapping[str, Any]:  # JSON values
         saving = await self._model.save_weights(name, ttl_seconds=self.options.checkpoint_ttl)

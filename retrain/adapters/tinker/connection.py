@@ -107,9 +107,8 @@ class Connection:
 
     async def submit(self, call: Call, kind: Kind[T]) -> Future[T]:
         """Submit a job. The call may be sent twice, so it needs a seq_id."""
-        asked = time.monotonic()
         request_id = await self.http.send(call, lambda reply: str(json_object(reply)["request_id"]))
-        return Future(self, request_id, kind, time.monotonic() - asked)
+        return Future(self, request_id, kind)
 
     async def submit_json(
         self, endpoint: str, payload: Mapping[str, Any], kind: Kind[T], **rest: Any
@@ -151,21 +150,14 @@ class Connection:
 class Future(Generic[T]):
     """A job that the service accepted. Await it for its result, any number of times."""
 
-    def __init__(
-        self, connection: Connection, request_id: str, kind: Kind[T], roundtrip: float
-    ) -> None:
+    def __init__(self, connection: Connection, request_id: str, kind: Kind[T]) -> None:
         self.request_id = request_id
         self.queue_state = "active"
         """`active`, `paused_capacity` or `paused_rate_limit`, by the last poll."""
         self._connection = connection
         self._kind = kind
-        self._path = "api/v1/retrieve_future"
-        self._roundtrip = roundtrip
         self._result: list[T] = []
         self._reported = 0.0
-
-    def __repr__(self) -> str:
-        return f"Future({self._kind.name} {self.request_id}, {self.queue_state})"
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result().__await__()
@@ -222,12 +214,10 @@ class Future(Generic[T]):
         }
         if self._kind.from_proto and self._connection.wire == "proto":
             headers["Accept"] = f"{PROTOBUF}, application/json"
-        if iteration == 0:
-            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self._roundtrip:.6f}"
         payload = {"request_id": self.request_id, "allow_metadata_only": False}
         call = Call.json(
             "POST",
-            self._path,
+            "api/v1/retrieve_future",
             payload,
             headers=headers,
             timeout=POLL_TIMEOUT,
@@ -240,10 +230,7 @@ class Future(Generic[T]):
         """Wait before the next poll; raises `error` when another poll can't succeed."""
         if error.code == "timeout":
             return  # the service held the poll for longer than we waited: no failure
-        if error.status in (
-            402,
-            429,
-        ):  # no payment, or no capacity: only the deadline ends it
+        if error.status in (402, 429):  # no payment, or no capacity: only the deadline ends it
             pause = self._connection.http.policy.pause(3, error.retry_after)
         else:
             pause = budget.pause(error)

@@ -37,9 +37,6 @@ class SamplingClient:
         self._connection = connection
         self._seq_ids = itertools.count()
 
-    def __repr__(self) -> str:
-        return f"SamplingClient({self.session_id!r})"
-
     async def sample(
         self,
         prompt: Sequence[int],
@@ -66,7 +63,7 @@ class SamplingClient:
         }
         limit = self._connection.result_timeout if timeout is None else timeout
         try:
-            async with asyncio.timeout(limit), self._connection.backpressure.in_flight.take():
+            async with asyncio.timeout(limit), self._connection.backpressure.in_flight:
                 return await self._until_done(payload, len(prompt))
         except TimeoutError as error:
             raise DeadlineError(
@@ -108,7 +105,7 @@ class SamplingClient:
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
         budget: RetryBudget | None = None
         while True:
-            async with pressure.submissions.take(), pressure.weight(tokens):
+            async with pressure.turn(tokens), pressure.submissions:
                 await pressure.pause_over()
                 try:
                     return await self._connection.submit_json(

@@ -17,8 +17,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from retrain.adapters.remote.datums import chunks
 from retrain.adapters.tinker.connection import Connection, Future, Kind
-from retrain.adapters.tinker.data import check_data, merge, split
+from retrain.adapters.tinker.data import merge
 from retrain.errors import AdapterError, ConfigError, install_command
 from retrain.protocols.tinker import messages, payloads
 from retrain.protocols.tinker.messages import PROTOBUF
@@ -60,30 +61,22 @@ class Chunked:
 class TrainingClient:
     """Made by `TinkerClient.create_model` and `load_model`."""
 
-    def __init__(self, connection: Connection, model_id: str, *, next_seq_id: int = 1) -> None:
+    def __init__(self, connection: Connection, model_id: str) -> None:
         self.model_id = model_id
         self._connection = connection
-        self._next = next_seq_id
+        self._next = 1
         self._turn = asyncio.Lock()  # fair: operations keep the order of the calls
         self._broken = ""
-
-    def __repr__(self) -> str:
-        return f"TrainingClient({self.model_id!r}, next_seq_id={self._next})"
 
     async def forward_backward(
         self, data: Sequence[Datum], loss: str, config: LossConfig | None = None
     ) -> Chunked:
-        """Accumulate the gradients of the loss, summed over the data.
-
-        Raises ValueError on data that the service would refuse, RemoteError when it refuses.
-        """
+        """Accumulate the gradients of the loss, summed over the data."""
         return await self._pass(data, ForwardBackward(self.model_id, 0, (), loss, config or {}))
 
-    async def forward(
-        self, data: Sequence[Datum], loss: str = "cross_entropy", config: LossConfig | None = None
-    ) -> Chunked:
-        """The log-probs and the loss, without gradients."""
-        empty = ForwardBackward(self.model_id, 0, (), loss, config or {}, forward_only=True)
+    async def forward(self, data: Sequence[Datum]) -> Chunked:
+        """The log-probs and the loss of cross_entropy, without gradients."""
+        empty = ForwardBackward(self.model_id, 0, (), "cross_entropy", forward_only=True)
         return await self._pass(data, empty)
 
     async def optim_step(self, adam: AdamParams) -> Future[Mapping[str, float]]:
@@ -125,17 +118,12 @@ class TrainingClient:
         await (await self._connection.submit_json("unload_model", payload, LOAD_WEIGHTS))
 
     async def _pass(self, data: Sequence[Datum], empty: ForwardBackward) -> Chunked:
-        check_data(data, empty.loss)
         flags = self._connection.flags
-        parts = split(
-            data,
-            most_datums=flags.fwdbwd_max_chunk_len,
-            most_bytes=flags.fwdbwd_max_chunk_bytes_count,
-        )
+        limits = flags.fwdbwd_max_chunk_bytes_count, flags.fwdbwd_max_chunk_len
         kind = FORWARD if empty.forward_only else FORWARD_BACKWARD
         async with self._turn:
             futures: list[Future[ForwardBackwardOutput]] = []
-            for part in parts:
+            for part in chunks(data, lambda datum: datum.size, *limits):
                 request = replace(empty, data=part)
                 try:
                     futures.append(await self._submit(kind, self._pass_call(request)))

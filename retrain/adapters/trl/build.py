@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from trl import GRPOConfig
 
 from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.adapters.trl.plan import LossPlan
-from retrain.adapters.trl.trainer import Feed, MicroBatches, PipeTrainer
+from retrain.adapters.trl.rows import micro_batches
+from retrain.adapters.trl.trainer import PipeTrainer
+from retrain.adapters.trl.worker import TrainerThread
 from retrain.config import RunConfig
 from retrain.engine.models import choose_device, load_model
 from retrain.errors import ConfigError
@@ -58,7 +61,7 @@ def build_trainer(
     folder: str,
     tokenizer: Any,  # a PreTrainedTokenizerBase; transformers ships no types
     scratch: Path,
-    feed: Feed,
+    feed: TrainerThread,
 ) -> PipeTrainer:
     """The trainer of a run, with the model in `folder`; it only writes to `scratch`.
 
@@ -76,7 +79,11 @@ def build_trainer(
             processing_class=tokenizer,
             peft_config=_lora(options.lora),
             plan=plan,
-            cut=_cut(options, placement),
+            cut=partial(
+                micro_batches,
+                rows=options.micro_batch_rows,
+                tokens=_tokens(options, placement),
+            ),
             feed=feed,
         )
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -128,11 +135,10 @@ def grpo_args(
     return args
 
 
-def _cut(options: TrlOptions, placement: Placement) -> MicroBatches:
-    tokens = options.micro_batch_tokens
-    if tokens == "auto":
-        tokens = 16_384 if placement.device.type == "cuda" else 2_048
-    return MicroBatches(options.micro_batch_rows, tokens)
+def _tokens(options: TrlOptions, placement: Placement) -> int:
+    if options.micro_batch_tokens == "auto":
+        return 16_384 if placement.device.type == "cuda" else 2_048
+    return options.micro_batch_tokens
 
 
 def _placeholder(config: RunConfig) -> Dataset:

@@ -73,11 +73,11 @@ REFUSED: Mapping[str, str] = {
 """Patterns of keys that a run decides in another place or that it cannot use, and what to do."""
 
 SOURCES = (
-    ("transformers", "training_args.py", "TrainingArguments"),
-    ("trl", "trainer/base_config.py", "_BaseConfig"),
-    ("trl", "trainer/grpo_config.py", "GRPOConfig"),
+    ("transformers", "training_args.py"),
+    ("trl", "trainer/base_config.py"),
+    ("trl", "trainer/grpo_config.py"),
 )
-"""The package, file and name of each class of GRPOConfig, bases first."""
+"""The packages and files that define GRPOConfig and its bases."""
 
 
 def refusal(key: str) -> str | None:
@@ -99,24 +99,17 @@ def refusal(key: str) -> str | None:
 def installed_keys() -> frozenset[str]:
     """The fields of the installed GRPOConfig.
 
-    Empty where TRL is not installed, or its classes are not those of `SOURCES`. An unknown key is
-    then found when the run starts, by GRPOConfig itself.
+    Empty where a file of `SOURCES` is missing. An unknown key is then found when the run starts, by
+    GRPOConfig itself.
     """
-    known: dict[str, set[str]] = {}
-    for package, file, name in SOURCES:
-        node = _class(package, file, name)
-        if node is None or {ast.unparse(base) for base in node.bases} - known.keys():
+    found: set[str] = set()
+    for package, file in SOURCES:
+        spec = find_spec(package)
+        path = Path(spec.origin).parent / file if spec and spec.origin else None
+        if path is None or not path.is_file():
             return frozenset()
-        fields = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
-        known[name] = {field.id for field in fields if isinstance(field, ast.Name)}
-    return frozenset().union(*known.values())
-
-
-def _class(package: str, file: str, name: str) -> ast.ClassDef | None:
-    spec = find_spec(package)
-    path = Path(spec.origin).parent / file if spec and spec.origin else None
-    if path is None or not path.is_file():
-        return None
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-    return classes.get(name)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for part in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    found.add(part.target.id)
+    return frozenset(found)

@@ -16,11 +16,10 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,34 +31,14 @@ from trl import GRPOTrainer
 
 from retrain.adapters.trl.plan import LossPlan
 from retrain.adapters.trl.record import StepRecord
-from retrain.adapters.trl.rows import Rows, collate, group_ids, micro_batches
+from retrain.adapters.trl.rows import Rows, collate, group_ids
+from retrain.adapters.trl.worker import TrainerThread
 from retrain.engine.losses import shared_loss
 from retrain.errors import NonFiniteError
 from retrain.losses import LOSSES, row_of
-from retrain.types import Batch, Metrics, Sample
+from retrain.types import Sample
 
 STREAM = "stream:"
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatches:
-    """How a batch is split (see `rows.micro_batches`)."""
-
-    rows: int | None
-    tokens: int
-
-
-class Feed(Protocol):
-    """The source of batches."""
-
-    def next_batch(self) -> Batch:
-        """Block until there is a batch; an exception ends the training."""
-
-    def check_stop(self) -> None:
-        """Raise an exception if the training is to end before the next micro-batch."""
-
-    def finish_step(self, metrics: Metrics) -> None:
-        """The batch's optimizer step is done."""
 
 
 class PipeTrainer(GRPOTrainer):
@@ -69,8 +48,8 @@ class PipeTrainer(GRPOTrainer):
         self,
         *args: Any,  # GRPOTrainer's own
         plan: LossPlan,
-        cut: MicroBatches,
-        feed: Feed,
+        cut: Callable[..., list[list[Sample]]],  # `micro_batches` with its limits
+        feed: TrainerThread,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -91,12 +70,7 @@ class PipeTrainer(GRPOTrainer):
         """
         batch = self.feed.next_batch()
         self.record = StepRecord(batch)
-        parts = micro_batches(
-            batch.samples,
-            rows=self.cut.rows,
-            tokens=self.cut.tokens,
-            paired=row_of(batch.loss).reads == "pairs",
-        )
+        parts = self.cut(batch.samples, paired=row_of(batch.loss).reads == "pairs")
         with self._own_randomness():
             loss = self._whole_batch(model, parts)
         self.record.loss = loss.item()

@@ -6,22 +6,18 @@ For a loss that the service lacks, dL/dlogp is sent as the weights of the loss `
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
-from retrain.adapters.remote.datums import Datum
-from retrain.adapters.remote.published import Scorer
+from retrain.adapters.remote.datums import Datum, chunks
 from retrain.adapters.weaver.client import WeaverClient
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.adapters.weaver.sampling import SamplingSession
-from retrain.adapters.weaver.wire import (
-    ForwardResult,
-    TrainingRow,
-)
+from retrain.adapters.weaver.wire import TrainingRow
 from retrain.types import Batch, Metrics
 
 
@@ -29,13 +25,11 @@ class WeaverAdapter(RemoteAdapter):
     """Trains `config.model` on a Weaver service."""
 
     options: WeaverOptions
+    _client: WeaverClient
 
     async def forget(self, state: AdapterState) -> None:
         """Delete the checkpoint on the service; no error if it no longer exists."""
         await self._model.expire(str(state.data["path"]), str(state.data["model_id"]))
-
-    def hurry(self) -> None:
-        self._client.stop_retrying()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         deadlines = self.config.deadlines
@@ -69,15 +63,12 @@ class WeaverAdapter(RemoteAdapter):
         session.after = partial(self._model.expire, path)
         return session
 
-    async def _untrained(self) -> Scorer:
-        return await self._client.sampling_session(base_model=self.base_model)
-
     async def _save(self, name: str) -> Mapping[str, Any]:  # JSON values
-        path = await self._model.save_state(name, optimizer=True)
+        path = await self._model.save_state(name)
         return {"path": path, "model_id": self._model.id}
 
     async def _restore(self, path: str) -> None:
-        await self._model.load_state(path, optimizer=True)
+        await self._model.load_state(path)
 
     async def _native(
         self, batch: Batch, datums: Sequence[Datum]
@@ -88,7 +79,7 @@ class WeaverAdapter(RemoteAdapter):
         looks = [
             await self._model.forward(part) for part in self._requests(list(map(_target, datums)))
         ]
-        return _joined([await look.result() for look in looks])
+        return [row for look in looks for row in await look.result()]
 
     async def _backward(
         self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]]
@@ -104,18 +95,11 @@ class WeaverAdapter(RemoteAdapter):
         """Log-probs and metrics of one step; optim_step is submitted before the passes end."""
         passes = [await self._model.forward_backward(part, loss) for part in self._requests(rows)]
         stepping = await self._model.optim_step(self._adam())
-        logprobs = _joined([await one.result() for one in passes])
+        logprobs = [row for one in passes for row in await one.result()]
         return logprobs, grad_norm(await stepping.result())
 
-    def _requests(self, rows: Sequence[TrainingRow]) -> Iterator[Sequence[TrainingRow]]:
-        """Consecutive rows with at most `request_tokens` tokens; a longer row goes by itself."""
-        start, tokens = 0, 0
-        for index, row in enumerate(rows):
-            if index > start and tokens + len(row.tokens) > self.options.request_tokens:
-                yield rows[start:index]
-                start, tokens = index, 0
-            tokens += len(row.tokens)
-        yield rows[start:]
+    def _requests(self, rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
+        return chunks(rows, lambda row: len(row.tokens), self.options.request_tokens)
 
 
 def _row(loss: str, datum: Datum) -> TrainingRow:
@@ -129,7 +113,3 @@ def _row(loss: str, datum: Datum) -> TrainingRow:
 
 def _target(datum: Datum, **inputs: Sequence[float]) -> TrainingRow:
     return TrainingRow(datum.inputs, {"target_tokens": datum.targets, **inputs})
-
-
-def _joined(results: Sequence[ForwardResult]) -> list[list[float]]:
-    return [list(row) for result in results for row in result.logprobs]

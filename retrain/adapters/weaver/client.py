@@ -1,7 +1,7 @@
 """WeaverClient: a session with a Weaver service; it creates models and sampling sessions.
 
-- The client removes what it creates on the service: leaving it terminates its models and deletes
-  its sampling sessions, and a cancelled call is undone (`or_undo`).
+- Leaving the client terminates its models and deletes its sampling sessions. The service itself
+  ends what a cancelled call created, once the session is silent.
 - The API key is sent as a header; it appears in no repr, log or error.
 """
 
@@ -11,13 +11,13 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection, Pace, clean_up, or_undo
+from retrain.adapters.weaver.connection import Connection, Pace, clean_up
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.sampling import SamplingSession
 from retrain.protocols.training import LoraConfig
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT = 30.0
+"""Seconds between heartbeats."""
+
 
 class WeaverClient:
     """An async context manager: entering opens the session, leaving removes what it created.
@@ -39,15 +42,15 @@ class WeaverClient:
         model = await client.create_model("Qwen/Qwen3-8B", lora=LoraConfig(rank=16))
         passed = await model.forward_backward(rows, "cross_entropy")
         stepped = await model.optim_step(AdamParams(learning_rate=1e-4))
-        print((await passed.result()).metrics, await stepped.result())
+        print(await passed.result(), await stepped.result())
         path = await (await model.save_for_sampler("step_1")).result()
-        async with await client.sampling_session(path=path, model=model) as session:
-            print(await session.sample([1, 2, 3], SamplingParams(max_tokens=16), n=4))
+        session = await client.sampling_session(path=path, model=model)
+        print(await session.sample([1, 2, 3], SamplingParams(max_tokens=16), n=4))
 
     Every method raises RemoteError when the service refuses, fails or stays silent.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword arguments, except the URL
+    def __init__(
         self,
         url: str = WEAVER.url,
         *,
@@ -56,10 +59,8 @@ class WeaverClient:
         policy: RetryPolicy | None = None,
         pace: Pace | None = None,
         deadline: float = 3600.0,
-        heartbeat: float = 30.0,
         resend: bool = False,
         metadata: Mapping[str, Any] | None = None,
-        tags: Sequence[str] = (),
     ) -> None:
         """Connects to nothing yet.
 
@@ -71,7 +72,6 @@ class WeaverClient:
             http: an httpx client (it stays open) or transport (it is closed with this client) that
                 carries the requests in place of our own connections.
             deadline: seconds that one operation may take.
-            heartbeat: seconds between heartbeats.
             resend: the service recognises a repeated seq_id, so a training call whose reply was
                 lost is sent again. Otherwise a lost reply is an error: the call may have been
                 applied.
@@ -89,14 +89,13 @@ class WeaverClient:
         )
         self.session_id = ""
         self._connection = Connection(self._http, deadline, pace or Pace(), resend)
-        self._heartbeat = heartbeat
         self._session = {
-            "tags": list(tags),
+            "tags": [],
             "user_metadata": dict(metadata or {}),
             "sdk_version": f"retrain-{version('retrain')}",
             **_scope(),
         }
-        self._models: dict[str, WeaverModel] = {}
+        self._models: list[WeaverModel] = []
         self._samplers: dict[str, SamplingSession] = {}
         self._model_seq = itertools.count(1)
         self._sampler_seq = itertools.count(1)
@@ -117,16 +116,13 @@ class WeaverClient:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        await self.close()
-
-    async def close(self) -> None:
         """Delete the sampling sessions, terminate the models, stop the heartbeat, disconnect.
 
         Failures are only logged: the service ends a silent session by itself.
         """
         made: list[SamplingSession | WeaverModel] = [
             *self._samplers.values(),
-            *self._models.values(),
+            *self._models,
         ]
         try:
             await asyncio.gather(*(clean_up(one.close()) for one in made))
@@ -156,23 +152,19 @@ class WeaverClient:
         }
         if training_mode == "lora":
             payload["lora_config"] = (lora or LoraConfig()).payload()
-        return await or_undo(self._create_model(payload), WeaverModel.close)
-
-    async def _create_model(self, payload: dict[str, Any]) -> WeaverModel:
         path = f"sessions/{self.session_id}/models"
         name, id = await self._connection.call(
             "POST",
             path,
             payload,
-            lambda made: (wire.read(made, "base_model"), wire.identifier(made)),
+            lambda made: (wire.read(made, "base_model", base_model), wire.identifier(made)),
         )
         model = WeaverModel(
             self._connection,
             id,
-            base_model=str(name or payload["base_model"]),
-            forget=lambda id: self._models.pop(id, None),
+            base_model=str(name),
         )
-        self._models[model.id] = model
+        self._models.append(model)
         return model
 
     async def sampling_session(
@@ -194,7 +186,12 @@ class WeaverClient:
         }
         if model is not None:
             payload["model_id"] = model.id
-        session, loading = await or_undo(self._open(payload), lambda made: made[0].close())
+        where = f"sessions/{self.session_id}/sampling-sessions"
+        id, loading = await self._connection.call("POST", where, payload, wire.sampling_session)
+        session = SamplingSession(
+            self._connection, id, forget=lambda id: self._samplers.pop(id, None)
+        )
+        self._samplers[session.id] = session
         if loading is not None:
             what = "loading weights into a sampling session"
             try:
@@ -204,18 +201,6 @@ class WeaverClient:
                 raise
         return session
 
-    async def _open(
-        self, payload: dict[str, Any]
-    ) -> tuple[SamplingSession, wire.OperationState | None]:
-        """The session, and the operation that loads its weights, if there is one."""
-        where = f"sessions/{self.session_id}/sampling-sessions"
-        id, loading = await self._connection.call("POST", where, payload, wire.sampling_session)
-        session = SamplingSession(
-            self._connection, id, forget=lambda id: self._samplers.pop(id, None)
-        )
-        self._samplers[session.id] = session
-        return session, loading
-
     async def _beat(self) -> None:
         """Send heartbeats. A failed one is ignored; the next may succeed."""
         while True:
@@ -223,7 +208,7 @@ class WeaverClient:
                 await self._connection.call("POST", f"sessions/{self.session_id}/heartbeat")
             except RemoteError as error:
                 log.debug("heartbeat: %s", error)
-            await asyncio.sleep(self._heartbeat)
+            await asyncio.sleep(HEARTBEAT)
 
 
 def _scope() -> dict[str, str]:

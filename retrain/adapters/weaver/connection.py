@@ -1,12 +1,10 @@
-"""Calls to one Weaver service, the operations that they start, and clean-up after cancellation.
+"""Calls to one Weaver service, the operations that they start, and clean-up.
 
 - Weaver answers slow requests with an operation: submitted by POST, then polled by GET. The first
   poll comes soon and the pauses grow (`Pace`), so a short step loses little time and a long queue
   costs few requests.
 - A wait ends with the result, with the operation's error, or at the deadline. A failed operation is
   never submitted again here: it may have changed part of the model.
-- A cancelled call that creates something on the service gets a few seconds to end, and what it
-  created is removed (`or_undo`).
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -89,9 +87,6 @@ class Operation(Generic[T]):
         self._ends = time.monotonic() + deadline
         self._pace = pace
 
-    def __repr__(self) -> str:
-        return f"Operation({self.what!r}, id={self.id!r}, {self._state.status})"
-
     @property
     def settled(self) -> bool:
         """Whether the last poll found the operation done or failed."""
@@ -140,7 +135,7 @@ class Operation(Generic[T]):
     async def _poll(self, *, may_be_lost: bool) -> bool:
         call = Call("GET", f"api/v1/operations/{self.id}")
         try:
-            async with asyncio.timeout_at(self._loop_deadline()):
+            async with asyncio.timeout(max(self._ends - time.monotonic(), 0.0)):
                 self._state = await self._http.send(call, _operation)
         except TimeoutError:
             raise self._late() from None
@@ -150,9 +145,6 @@ class Operation(Generic[T]):
                 return False
             raise
         return True
-
-    def _loop_deadline(self) -> float:
-        return asyncio.get_running_loop().time() + max(self._ends - time.monotonic(), 0.0)
 
     def _late(self) -> RemoteError:
         waits = self._state.waiting_for
@@ -220,21 +212,6 @@ class Connection:
     ) -> Operation[T]:
         """An operation that the service has started."""
         return Operation(self.http, state, parse, what=what, deadline=self.deadline, pace=self.pace)
-
-
-async def or_undo(make: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]]) -> T:
-    """Await `make`; when cancelled meanwhile, `undo` what it made."""
-    making = asyncio.ensure_future(make)
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        await clean_up(_undo_made(making, undo))
-        making.cancel()
-        raise
-
-
-async def _undo_made(making: asyncio.Future[T], undo: Callable[[T], Awaitable[object]]) -> None:
-    await undo(await making)
 
 
 async def clean_up(ending: Awaitable[object]) -> None:

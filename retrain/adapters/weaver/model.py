@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, TypeVar
 
@@ -35,42 +35,28 @@ class WeaverModel:
         id: str,
         *,
         base_model: str,
-        forget: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """`forget` is called with the id when the model is terminated."""
         self.id = id
         self.base_model = base_model
         self._connection = connection
-        self._forget = forget
         self._seq_id = 0
         self._order = asyncio.Lock()
         self._unsettled: list[Operation[Any]] = []
 
-    def __repr__(self) -> str:
-        return f"WeaverModel({self.id!r}, {self.base_model!r})"
-
     # Training. A call returns once it is submitted; its Operation's `result()` waits for it.
 
-    async def forward(
-        self,
-        rows: Sequence[wire.TrainingRow],
-        loss_fn: str = "forward_logprob",
-        loss_fn_config: Mapping[str, Any] | None = None,
-    ) -> Operation[wire.ForwardResult]:
-        """Log-probs without gradients. Raises ValueError or NonFiniteError on bad rows."""
-        return await self._pass("forward", rows, loss_fn, loss_fn_config)
+    async def forward(self, rows: Sequence[wire.TrainingRow]) -> Operation[list[list[float]]]:
+        """The log-probs of the targets, row by row, without gradients."""
+        return await self._pass("forward", rows, "forward_logprob")
 
     async def forward_backward(
-        self,
-        rows: Sequence[wire.TrainingRow],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, Any] | None = None,
-    ) -> Operation[wire.ForwardResult]:
+        self, rows: Sequence[wire.TrainingRow], loss_fn: str
+    ) -> Operation[list[list[float]]]:
         """Log-probs, and gradients that accumulate until the next `optim_step`.
 
-        Raises ValueError or NonFiniteError on bad rows, before a seq_id is taken.
+        Raises ValueError on NaN or infinity, before a seq_id is taken.
         """
-        return await self._pass("forward_backward", rows, loss_fn, loss_fn_config)
+        return await self._pass("forward_backward", rows, loss_fn)
 
     async def optim_step(self, adam: AdamParams) -> Operation[dict[str, float]]:
         """Apply the gradients and zero them; the result is the service's metrics."""
@@ -81,15 +67,9 @@ class WeaverModel:
             what="optim_step",
         )
 
-    async def save_for_sampler(
-        self, name: str | None = None, *, ttl_seconds: int | None = EXPORT_TTL
-    ) -> Operation[str]:
-        """Export the present weights; the result is the path for a sampling session.
-
-        `ttl_seconds` None keeps the export until it is deleted.
-        """
+    async def save_for_sampler(self, name: str, *, ttl_seconds: int = EXPORT_TTL) -> Operation[str]:
+        """Export the present weights; the result is the path for a sampling session."""
         wanted = {"path": name, "ttl_seconds": ttl_seconds}
-        wanted = {key: value for key, value in wanted.items() if value is not None}
         return await self._train(
             "export-sampler",
             lambda seq_id: wire.dumps({"seq_id": seq_id, **wanted}),
@@ -102,14 +82,12 @@ class WeaverModel:
         kind: Literal["forward", "forward_backward"],
         rows: Sequence[wire.TrainingRow],
         loss_fn: str,
-        loss_fn_config: Mapping[str, Any] | None,
-    ) -> Operation[wire.ForwardResult]:
-        value = wire.training_input(rows, loss_fn, loss_fn_config)
-        lengths = [len(row.tokens) for row in rows]
+    ) -> Operation[list[list[float]]]:
+        value = wire.training_input(rows, loss_fn)
         return await self._train(
             f"{kind.replace('_', '-')}-passes",
             lambda seq_id: wire.training_body(self.id, seq_id, f"{kind}_input", value),
-            lambda response: _of_lengths(wire.forward_result(response), lengths),
+            wire.target_logprobs,
             what=f"{kind}({loss_fn})",
         )
 
@@ -141,51 +119,40 @@ class WeaverModel:
 
     # Checkpoints
 
-    async def save_state(
-        self, name: str, *, optimizer: bool = True, ttl_seconds: int | None = None
-    ) -> str:
-        """Save a checkpoint, with or without the optimizer's state; returns its path."""
-        payload: dict[str, Any] = {
-            "type": "weight_and_optimizer" if optimizer else "weight",
-            "name": name,
-        }
-        if ttl_seconds is not None:
-            payload["ttl_seconds"] = ttl_seconds
+    async def save_state(self, name: str) -> str:
+        """Save weights and optimizer; returns the path."""
         async with self._alone():
             operation = await self._connection.submit(
                 f"models/{self.id}/checkpoints",
-                wire.dumps(payload),
+                wire.dumps({"type": "weight_and_optimizer", "name": name}),
                 wire.checkpoint_path,
                 what=f"save_state({name!r})",
             )
             return await operation.result()
 
-    async def load_state(self, path: str, *, optimizer: bool = True) -> None:
+    async def load_state(self, path: str) -> None:
         """Continue from a checkpoint of this model, or of another model of the same shape."""
         async with self._alone():
             operation = await self._connection.submit(
                 f"models/{self.id}/load",
-                wire.dumps({"path": path, "include_optimizer": optimizer}),
+                wire.dumps({"path": path, "include_optimizer": True}),
                 lambda _: None,
                 what=f"load_state({path!r})",
             )
             await operation.result()
 
-    async def expire(
-        self, path: str, model_id: str | None = None, *, ttl_seconds: int | None = 1
-    ) -> None:
-        """Delete a checkpoint after `ttl_seconds`, or never (None); Weaver has no immediate delete.
+    async def expire(self, path: str, model_id: str | None = None) -> None:
+        """Delete a checkpoint after a second: Weaver has no immediate delete.
 
         `model_id` is the model that wrote it, if that was another one.
         """
-        payload = {"path": path, "ttl_seconds": ttl_seconds}
+        payload = {"path": path, "ttl_seconds": 1}
         where = f"models/{model_id or self.id}/checkpoints/ttl"
         with ignored(404):
             await self._connection.call("PATCH", where, payload)
 
     async def close(self) -> None:
         """Terminate the model on the service; no error if it no longer exists."""
-        self._forget(self.id)
         with ignored(404, 409):
             await self._connection.call("POST", f"models/{self.id}/terminate", {})
 
@@ -198,10 +165,3 @@ class WeaverModel:
                     await operation.settle()
             self._unsettled.clear()
             yield
-
-
-def _of_lengths(result: wire.ForwardResult, lengths: Sequence[int]) -> wire.ForwardResult:
-    got = [len(row) for row in result.logprobs]
-    if got != list(lengths):
-        raise ValueError(f"expected log-probs of lengths {lengths}, got {got}")
-    return result

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from retrain.adapters.remote.published import Sampled
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection, clean_up
+from retrain.adapters.weaver.connection import Connection
 from retrain.sampler import SamplingParams
 from retrain.transport.refusals import RemoteError, ignored
 
 
 class SamplingSession:
-    """An async context manager; leaving deletes the session. Made by `WeaverClient`."""
+    """Made by `WeaverClient.sampling_session`; `close` deletes it."""
 
     def __init__(
         self, connection: Connection, id: str, forget: Callable[[str], object] = lambda _: None
@@ -25,20 +24,6 @@ class SamplingSession:
         """Called once the session is deleted, to delete its weights too."""
         self._connection = connection
         self._forget = forget
-
-    def __repr__(self) -> str:
-        return f"SamplingSession({self.id!r})"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await clean_up(self.close())
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1

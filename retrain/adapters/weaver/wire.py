@@ -1,7 +1,5 @@
 """Weaver's JSON as pure functions: encode request bodies, decode replies into typed values.
 
-- Requests are checked first (`training_input`): equal lengths, finite numbers, integer tokens. A
-  body that can't be sent raises before it takes a `seq_id`.
 - Services spell field names differently (`id`, `ID`, `model_path`, `ModelPath`); `read` accepts all
   spellings. Log-probs come as lists or as tensors, results at the top level or inside `result`.
 - A malformed reply raises ValueError; `HttpClient` reports it.
@@ -10,13 +8,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from retrain.adapters.remote.published import Sampled
-from retrain.errors import NonFiniteError, shown
 from retrain.protocols.training import AdamParams
 
 Json = Mapping[str, Any]  # an object as received
@@ -29,13 +25,6 @@ class TrainingRow:
     tokens: Sequence[int]
     loss_fn_inputs: Mapping[str, Sequence[float]]
     """`target_tokens` and, depending on the loss, `weights`, `logprobs`, ...; (N,) each."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
-    logprobs: Sequence[Sequence[float]]
-    """The log-prob of each target: one list (N,) per row, in the order of the rows."""
-    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +44,9 @@ class OperationState:
 # Requests
 
 
-def training_input(
-    rows: Sequence[TrainingRow], loss_fn: str, loss_fn_config: Mapping[str, Any] | None = None
-) -> bytes:
-    """The `forward_backward_input` of a call, as JSON text.
-
-    Raises ValueError on an empty batch, on unequal lengths or on a token that is no integer >= 0,
-    and NonFiniteError on NaN or infinity. Errors name the row and the input.
-    """
-    if not rows:
-        raise ValueError(f"{loss_fn}: got no rows, expected at least one")
-    value: dict[str, Any] = {"loss_fn": loss_fn}
-    if loss_fn_config:
-        value["loss_fn_config"] = dict(loss_fn_config)
-    value["data"] = [_row(index, row) for index, row in enumerate(rows)]
-    return dumps(value)
+def training_input(rows: Sequence[TrainingRow], loss_fn: str) -> bytes:
+    """The `forward_backward_input` of a call, as JSON text; raises ValueError on NaN."""
+    return dumps({"loss_fn": loss_fn, "data": [_row(row) for row in rows]})
 
 
 def training_body(model_id: str, seq_id: int, key: str, value: bytes) -> bytes:
@@ -92,44 +69,17 @@ def dumps(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _row(index: int, row: TrainingRow) -> dict[str, Any]:
-    if not row.tokens:
-        raise ValueError(f"row {index} has no tokens")
+def _row(row: TrainingRow) -> dict[str, Any]:
     return {
-        "model_input": prompt(_whole(index, "tokens", row.tokens)),
+        "model_input": prompt(row.tokens),
         "loss_fn_inputs": {
-            name: _tensor(index, name, values, len(row.tokens))
+            name: {
+                "data": list(values),
+                "dtype": "int64" if name == "target_tokens" else "float32",
+            }
             for name, values in row.loss_fn_inputs.items()
         },
     }
-
-
-def _tensor(index: int, name: str, values: Sequence[float], length: int) -> dict[str, Any]:
-    if len(values) != length:
-        raise ValueError(
-            f"row {index}: {name} has {len(values)} values for {length} tokens, expected one per "
-            "token"
-        )
-    if name == "target_tokens":
-        return {"data": _whole(index, name, values), "dtype": "int64"}
-    numbers = [float(value) for value in values]
-    if not all(map(math.isfinite, numbers)):
-        bad = next(t for t, value in enumerate(numbers) if not math.isfinite(value))
-        raise NonFiniteError(
-            f"row {index}: {name}[{bad}] is {numbers[bad]}, expected a finite number. Check "
-            "the reward and the sampler's log-probs of this row."
-        )
-    return {"data": numbers, "dtype": "float32"}
-
-
-def _whole(index: int, name: str, values: Sequence[float]) -> list[int]:
-    tokens = [int(value) for value in values]
-    for position, (token, value) in enumerate(zip(tokens, values, strict=True)):
-        if token != value or token < 0:
-            raise ValueError(
-                f"row {index}: {name}[{position}] is {shown(value)}, expected a token id"
-            )
-    return tokens
 
 
 # Replies
@@ -193,33 +143,23 @@ def _failure(payload: Any) -> dict[str, Any]:
     }
 
 
-def forward_result(response: Any) -> ForwardResult:
-    """The result of a pass; raises ValueError when it has no log-probs per row."""
+def target_logprobs(response: Any) -> list[list[float]]:
+    """The log-probs of a pass's targets, row by row; raises ValueError when there are none."""
     inner = read(response, "result", response)
     outputs = read(inner, "loss_fn_outputs", read(response, "loss_fn_outputs"))
     if not isinstance(outputs, list):
         raise ValueError(f"expected loss_fn_outputs, got {brief(response)}")
-    return ForwardResult([_numbers(read(output, "logprobs")) for output in outputs], metrics(inner))
+    return [_numbers(read(output, "logprobs")) for output in outputs]
 
 
 def metrics(response: Any) -> dict[str, float]:
-    """The metrics of a result.
-
-    If each task of a pass reports its own, `tokens` and names that end in `:sum` are added, the
-    others averaged.
-    """
-    inner = read(response, "result", response)
-    direct = read(inner, "metrics")
-    if isinstance(direct, Mapping):
-        return _plain(direct)
-    tasks = read(inner, "forward_backward_task_results")
-    reports = [_plain(read(task, "metrics", {})) for task in dict(tasks or {}).values()]
-    joined: dict[str, float] = {}
-    for name in dict.fromkeys(name for report in reports for name in report):
-        values = [report[name] for report in reports if name in report]
-        added = name == "tokens" or name.endswith(":sum")
-        joined[name] = math.fsum(values) / (1 if added else len(values))
-    return joined
+    """The metrics of a result that are numbers."""
+    found = read(read(response, "result", response), "metrics", {})
+    return {
+        str(name): float(value)
+        for name, value in found.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def sequences(response: Any) -> list[Sampled]:
@@ -266,11 +206,3 @@ def _numbers(value: Any) -> list[float]:
     if not isinstance(data, list):
         raise ValueError(f"expected a list of numbers, got {brief(value)}")
     return [float(number) for number in data]
-
-
-def _plain(found: Any) -> dict[str, float]:
-    return {
-        str(name): float(value)
-        for name, value in dict(found or {}).items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }

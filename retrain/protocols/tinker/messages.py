@@ -41,7 +41,7 @@ _SCHEMA = {
     "Record": "fields:2 {Batched}, count:3 int64",
     "Output": "kind:1 string, records:2 Record*, metrics:3 {double}",
     "Sequence": "stop_reason:1 int32, tokens:2 bytes, logprobs:3 bytes?",
-    "Sample": "sequences:1 Sequence*, prompt_logprobs:2 bytes?, cache_hit_tokens:4 int32",
+    "Sample": "sequences:1 Sequence*, prompt_logprobs:2 bytes?",
 }
 """The fields of each message, `name:number type`: `*` is repeated, `?` optional, `{}` a map from
 strings. The names are ours; the wire has only the numbers."""
@@ -120,7 +120,7 @@ def decode_output(body: bytes) -> ForwardBackwardOutput:
 
 
 def encode_sample(result: SampleResult) -> bytes:
-    body = _types().Sample(cache_hit_tokens=result.cache_hit_tokens)
+    body = _types().Sample()
     for sequence in result.sequences:
         written = body.sequences.add(
             stop_reason=_STOP_REASONS.index(sequence.stop_reason),
@@ -143,7 +143,6 @@ def decode_sample(body: bytes) -> SampleResult:
     return SampleResult(
         [_read_sequence(sequence) for sequence in read.sequences],
         prompt_logprobs,
-        read.cache_hit_tokens,
     )
 
 

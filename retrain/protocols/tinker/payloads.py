@@ -65,7 +65,6 @@ def sample_from_json(body: Mapping[str, Any]) -> SampleResult:
     return SampleResult(
         sequences,
         body.get("prompt_logprobs"),
-        body.get("prompt_cache_hit_tokens") or 0,
     )
 
 

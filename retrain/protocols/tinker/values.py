@@ -103,4 +103,3 @@ class SampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Sequence[float | None] | None = None
     """None where a token has no context, such as the first."""
-    cache_hit_tokens: int = 0
