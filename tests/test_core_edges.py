@@ -698,7 +698,7 @@ async def test_a_torn_checkpoint_of_the_last_step_is_written_anew(tmp_path):
 async def test_a_checkpoint_of_another_format_is_refused_and_no_older_one_taken(tmp_path):
     await train(mock_config(tmp_path, checkpoint={"every": 2}))
     manifest = tmp_path / "checkpoints" / "step_4" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 7'))
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 7'))
     longer = mock_config(tmp_path, train={"total_train_steps": 6})
     with pytest.raises(CheckpointError, match=r"step_4 has the .*format 7, expected 1.*--run-dir"):
         await train(longer, resume=True)

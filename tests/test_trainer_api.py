@@ -773,8 +773,8 @@ def test_a_first_ctrl_c_checkpoints_and_is_raised():
 @pytest.mark.parametrize(
     ("callbacks", "text"),
     [
-        ([Callback], r"got the class Callback, expected an instance; write Callback\(\)"),
-        ([object()], "derive its class from Callback"),
+        ([Callback], "Callback'>, expected an instance of a class that is derived from"),
+        ([object()], "expected an instance of a class that is derived from retrain.Callback"),
         (Callback, "expected a list of Callback instances"),
         (Callback(), r"callbacks: got <.*Callback.*, expected a list of Callback instances"),
     ],

@@ -419,6 +419,19 @@ async def test_cancelling_while_weights_load_deletes_the_session(
         assert not fake.samplers
 
 
+async def test_cancelling_the_creation_of_a_model_terminates_it(fake: FakeWeaver, url: str) -> None:
+    fake.faults = [Fault("POST .*models$", kind="slow")]
+    async with client(url) as weaver:
+        creating = asyncio.create_task(weaver.create_model("tiny"))
+        await fake.hanging.wait()
+        creating.cancel()
+        fake.released.set()
+        with pytest.raises(asyncio.CancelledError):
+            await creating
+        assert fake.terminated == list(fake.models)
+        assert len(fake.terminated) == 1
+
+
 async def test_leaving_ends_all_that_was_made_even_after_an_error(
     fake: FakeWeaver, url: str
 ) -> None:

@@ -1,7 +1,7 @@
 """WeaverClient: a session with a Weaver service; it creates models and sampling sessions.
 
-- Leaving the client terminates its models and deletes its sampling sessions. The service itself
-  ends what a cancelled call created, once the session is silent.
+- Leaving the client terminates its models and deletes its sampling sessions. What a cancelled call
+  creates is removed (`or_undo`).
 - The API key is sent as a header; it appears in no repr, log or error.
 """
 
@@ -17,7 +17,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection, Pace, clean_up
+from retrain.adapters.weaver.connection import Connection, Pace, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.sampling import SamplingSession
 from retrain.protocols.training import LoraConfig
@@ -152,7 +152,10 @@ class WeaverClient:
         }
         if training_mode == "lora":
             payload["lora_config"] = (lora or LoraConfig()).payload()
-        path = f"sessions/{self.session_id}/models"
+        return await or_undo(self._create_model(payload), WeaverModel.close)
+
+    async def _create_model(self, payload: dict[str, Any]) -> WeaverModel:
+        path, base_model = f"sessions/{self.session_id}/models", payload["base_model"]
         name, id = await self._connection.call(
             "POST",
             path,
@@ -186,12 +189,7 @@ class WeaverClient:
         }
         if model is not None:
             payload["model_id"] = model.id
-        where = f"sessions/{self.session_id}/sampling-sessions"
-        id, loading = await self._connection.call("POST", where, payload, wire.sampling_session)
-        session = SamplingSession(
-            self._connection, id, forget=lambda id: self._samplers.pop(id, None)
-        )
-        self._samplers[session.id] = session
+        session, loading = await or_undo(self._open(payload), lambda made: made[0].close())
         if loading is not None:
             what = "loading weights into a sampling session"
             try:
@@ -200,6 +198,18 @@ class WeaverClient:
                 await clean_up(session.close())
                 raise
         return session
+
+    async def _open(
+        self, payload: dict[str, Any]
+    ) -> tuple[SamplingSession, wire.OperationState | None]:
+        """A new session, and the operation that loads its weights, if there is one."""
+        where = f"sessions/{self.session_id}/sampling-sessions"
+        id, loading = await self._connection.call("POST", where, payload, wire.sampling_session)
+        session = SamplingSession(
+            self._connection, id, forget=lambda id: self._samplers.pop(id, None)
+        )
+        self._samplers[session.id] = session
+        return session, loading
 
     async def _beat(self) -> None:
         """Send heartbeats. A failed one is ignored; the next may succeed."""

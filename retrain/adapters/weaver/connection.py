@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -212,6 +212,21 @@ class Connection:
     ) -> Operation[T]:
         """An operation that the service has started."""
         return Operation(self.http, state, parse, what=what, deadline=self.deadline, pace=self.pace)
+
+
+async def or_undo(make: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]]) -> T:
+    """The result of `make`; if cancelled while it runs, `undo` what it makes."""
+    making = asyncio.ensure_future(make)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await clean_up(_undo_made(making, undo))
+        making.cancel()
+        raise
+
+
+async def _undo_made(making: asyncio.Future[T], undo: Callable[[T], Awaitable[object]]) -> None:
+    await undo(await making)
 
 
 async def clean_up(ending: Awaitable[object]) -> None:
