@@ -28,7 +28,7 @@ class Calculator(Environment):
     """Offers the tool `calc(x)`; ends with a turn without a call.
 
     Args:
-        attempts: End the episode after this many turns with a failed call, too.
+        attempts: Also end the episode after this many turns with a failed call.
     """
 
     tools = (

@@ -40,7 +40,7 @@ def command(argv: Sequence[str]) -> int:
     """Call the command that `argv` names; returns its exit code."""
     name, rest = (argv[0], argv[1:]) if argv else ("", ())
     if name in ("", "-h", "--help"):
-        print("usage: retrain COMMAND ... (for a command: retrain COMMAND --help)\n")
+        print("usage: retrain COMMAND [ARGUMENTS] (help on a command: retrain COMMAND --help)\n")
         print(*(f"  {known:8} {words}" for known, words in COMMANDS.items()), sep="\n")
         return DONE if name else USAGE
     if name == "--version":
@@ -57,6 +57,7 @@ def command(argv: Sequence[str]) -> int:
 
 def _check(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="retrain check",
         description="Play rollouts with fixed replies and check that the environment keeps its "
         "contract. Exit codes: 0 all checks passed, 1 a check failed, 2 it can't be loaded.",
@@ -82,7 +83,9 @@ async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
 
 
 def _report(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="retrain report", description="Write a report.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="retrain report", description="Write a report."
+    )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     arguments = parser.parse_args(argv)
     from retrain.observe.report import write_report
@@ -99,7 +102,9 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _schema(argv: Sequence[str]) -> int:
     description = "Print the JSON schema of a config, with the keys of every built-in plug-in."
-    argparse.ArgumentParser(prog="retrain schema", description=description).parse_args(argv)
+    argparse.ArgumentParser(
+        allow_abbrev=False, prog="retrain schema", description=description
+    ).parse_args(argv)
     from retrain.assembly.schema import run_schema
 
     print(json.dumps(run_schema(), indent=2))

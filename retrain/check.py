@@ -101,7 +101,7 @@ async def check_environment(
     ]
     if all(finding.good for finding in findings):
         more = (
-            ("a used instance plays like a new one", _again(environment, prompts, alone)),
+            ("a reused instance behaves like a new one", _again(environment, prompts, alone)),
             (f"{INSTANCES} concurrent instances play like one", _at_once(make, prompts, alone)),
             ("a cancelled step ends immediately", _cancelled(environment, prompts[0])),
         )

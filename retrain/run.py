@@ -187,6 +187,7 @@ def leave(code: int) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="retrain run",
         description="Train from a YAML file. Exit codes: 0 done, 1 the run failed, "
         "2 bad config or usage, 130 interrupted (after a checkpoint).",

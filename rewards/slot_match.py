@@ -7,7 +7,7 @@ from retrain import reward
 
 @reward
 def slot_match(completion: str, answer: object) -> float:
-    """The fraction of the answer's characters that are right, so that stopping early never pays."""
+    """The fraction of the answer's characters that are right; missing characters count as wrong."""
     if answer is None or not str(answer):
         raise ValueError("the prompt has no answer: add an `answer` to its row")
     right = str(answer)

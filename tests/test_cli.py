@@ -401,3 +401,10 @@ def test_report_writes_the_page_of_a_run(config: Path, capsys: pytest.CaptureFix
 
 def test_run_is_the_same_command(config: Path) -> None:
     assert command(["run", str(config), "--dry-run"]) == 0
+
+
+def test_an_abbreviated_option_is_an_error(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["quickstart", "--resum", "--dry-run"])
+    assert error.value.code == 2
+    assert "--resum" in capsys.readouterr().err

@@ -700,9 +700,9 @@ async def test_a_checkpoint_of_another_format_is_refused_and_no_older_one_taken(
     manifest = tmp_path / "checkpoints" / "step_4" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 7'))
     longer = mock_config(tmp_path, train={"total_train_steps": 6})
-    with pytest.raises(CheckpointError, match=r"step_4 has the .*format 7, expected 1.*--run-dir"):
+    with pytest.raises(CheckpointError, match=r"step_4 has the .*format 7, expected 2.*--run-dir"):
         await train(longer, resume=True)
-    with pytest.raises(CheckpointError, match="format 7, expected 1"):
+    with pytest.raises(CheckpointError, match="format 7, expected 2"):
         verified(manifest.parent)
 
 

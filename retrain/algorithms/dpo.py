@@ -29,7 +29,7 @@ class DPO(Algorithm):
     Args:
         beta: The strength of the pull towards the reference model.
         pair_by: A column of scores: pair the best and the worst response to each prompt.
-        max_length: Drop pairs with an answer of more tokens than this, its prompt included.
+        max_length: Drop a pair if its prompt and one of its answers have more tokens than this.
     """
 
     loss: ClassVar[str] = "dpo"

@@ -23,7 +23,7 @@ class GRPO(Algorithm):
     Args:
         baseline: What a reward is compared with: the group's mean, or the mean of the others.
         scale: Divide by the standard deviation of the group, of the batch, or by 1 (`none`).
-        eps: Added to the standard deviation.
+        eps: Added to the standard deviation, to avoid a division by zero.
     """
 
     def __init__(

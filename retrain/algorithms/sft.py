@@ -22,7 +22,7 @@ class SFT(Algorithm):
     """Imitates the data set; a group is one demonstration.
 
     Args:
-        max_length: Drop rows of more tokens than this; rows are never cut.
+        max_length: Drop rows with more tokens than this; rows are never truncated.
     """
 
     loss: ClassVar[str] = "cross_entropy"

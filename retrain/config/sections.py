@@ -61,10 +61,11 @@ class AlgorithmConfig(Plugin):
     loss_config: dict[str, Any] = {}
     """The keys of the loss: epsilon, epsilon_high, delta, beta, ..."""
     normalisation: Normalisation | None = None
-    """What a shared loss is averaged over, by default tokens. TRL's own losses fix it."""
+    """What the loss is averaged over; by default tokens. TRL's own losses have a fixed average."""
     kl_penalty: Annotated[float, Field(ge=0)] = 0.0
     """Subtract kl_penalty x log(p / reference) from the advantage of each sampled token. The
-    reference is the model that the run started from. It means the same on every backend."""
+    reference is the model that the run started from. It works in the same way on every
+    backend."""
 
 
 class SamplingConfig(Section):
@@ -111,7 +112,7 @@ class StalenessConfig(Section):
     """How far sampling may run ahead of training."""
 
     target: Annotated[int, Field(ge=0)] = 1
-    """Work starts while untrained groups < (target + 1) x groups_per_step; 0 is synchronous."""
+    """How many steps sampling may run ahead of training; 0 is synchronous."""
     max: Annotated[int, Field(ge=0)] | None = None
     """A group with a token more than this many versions old is dropped and its prompt issued
     again; by default 2 x target."""

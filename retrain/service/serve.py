@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="retrain serve",
         description="Run a training service that speaks the Tinker and Weaver protocols, for one "
         "base model on this machine.",

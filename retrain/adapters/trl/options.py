@@ -76,10 +76,10 @@ class TrlOptions(AdapterOptions):
     lora: LoraOptions | None = None
     """Train low-rank adapters; by default all weights are trained."""
     micro_batch_rows: Annotated[int, Field(ge=1)] | None = None
-    """Sequences per forward pass; None: as many as `micro_batch_tokens` allows."""
+    """Sequences per forward pass; null: as many as `micro_batch_tokens` allows."""
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Tokens per forward pass, including padding; a longer sequence gets its own. `auto`: 2,048 on
-    the CPU (1,024 to 2,048 are the fastest, measured), 16,384 on CUDA."""
+    the CPU, 16,384 on CUDA."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA if available."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -88,8 +88,8 @@ class TrlOptions(AdapterOptions):
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Recompute activations in the backward pass to save memory; `auto`: only on CUDA."""
     threads: Annotated[int, Field(ge=1)] = 1
-    """OpenMP threads of the trainer, and of the sampler. On a busy machine more threads wait for
-    each other (measured: 20 times slower)."""
+    """OpenMP threads of the trainer, and of the sampler. More threads can be much slower on a busy
+    machine (20 times, measured)."""
     max_rows: Annotated[int, Field(ge=1)] = 256
     """The maximum number of sequences that the sampler decodes at once."""
     args: dict[str, Any] = Field(default_factory=dict)  # values of whatever type TRL gives a key

@@ -6,7 +6,7 @@ from retrain.observe.loggers.wandb import WandbLogger
 
 
 class TrackioLogger(WandbLogger):
-    """Trackio, which keeps its runs on this machine and has wandb's face."""
+    """Trackio, with the same interface as wandb; its runs stay on this machine."""
 
     library = "trackio"
     extra = "trackio"

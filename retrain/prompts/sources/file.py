@@ -16,7 +16,7 @@ class FilePrompts(ListPrompts):
 
     Args:
         path: The file, in the config's folder or else in the working folder.
-        format: The format, if the file extension does not say it.
+        format: The format, if it can't be inferred from the file extension.
 
     Raises PromptError with the file and the line.
     """

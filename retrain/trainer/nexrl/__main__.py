@@ -20,7 +20,9 @@ MODES = {"self-hosted": ("self-hosted",), "training-service": ("tinker", "weaver
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code, as `retrain run` does."""
-    parser = argparse.ArgumentParser(prog="python -m retrain.trainer.nexrl", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m retrain.trainer.nexrl", description=__doc__
+    )
     parser.add_argument("-m", "--mode", choices=tuple(MODES), help="the backend of the recipe")
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the recipe")
     parser.add_argument("--run-nexrl", action="store_true", help="run it; default: only check")
