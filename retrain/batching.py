@@ -77,7 +77,7 @@ def batch_of(
     return batch if normalisation is None else normalised(batch, normalisation)
 
 
-def penalised(
+def kl_penalised(
     samples: Sequence[Sample], reference: Sequence[Sequence[float]], coefficient: float
 ) -> tuple[list[Sample], float]:
     """The samples with a KL penalty, A_t - coefficient x (log p_t - log ref_t), and the mean KL.

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
-from retrain.batching import batch_of, fitting, make_samples, penalised
+from retrain.batching import batch_of, fitting, kl_penalised, make_samples
 from retrain.concurrency.deadlines import cancelled
 from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
@@ -267,7 +267,7 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool, Metric
     has_credit = any(any(sample.advantages) for sample in samples)
     if penalty := run.config.algorithm.kl_penalty:
         reference = await run.logprobs([s.token_ids for s in samples], reference=True)
-        samples, kl["kl/reference"] = penalised(samples, reference, penalty)
+        samples, kl["kl/reference"] = kl_penalised(samples, reference, penalty)
     batch = batch_of(
         samples,
         loss=parts.loss,
