@@ -701,3 +701,21 @@ def test_the_built_in_rewards_take_any_answer_but_none(folder: Path, name: str) 
     assert match("12", 12) == 1.0
     with pytest.raises(ValueError, match="add an `answer` to its row"):
         match("None", None)
+
+
+def test_a_key_cant_replace_what_a_reward_is_called_with():
+    def score(completion, **further):
+        return float(len(completion))
+
+    assert bind(score, {"size": 2}, "rewards.0", provided=["completion"]) == {"size": 2}
+    with pytest.raises(
+        PluginError, match=r"rewards\.0\.completion: the run sets this argument; remove it"
+    ):
+        bind(score, {"completion": "x"}, "rewards.0", provided=["completion"])
+
+
+def test_annotations_that_cant_be_resolved_are_no_error():
+    def make(model: Unknown | None = None, n: int = 1):  # type: ignore[name-defined]  # noqa: F821
+        return n
+
+    assert bind(make, {"n": 3}, "x") == {"n": 3}

@@ -1002,3 +1002,14 @@ def test_a_trainer_class_of_one_s_own_is_registered_once(monkeypatch):
             register_algorithm("other", other)
     with pytest.raises(TypeError, match="BaseTrainer has no from_pretrained"):
         register_algorithm("other", BaseTrainer)
+
+
+async def test_step_too_takes_either_a_reward_function_or_an_environment(nothing_loads):
+    with pytest.raises(ValueError, match="got both of reward_fn and environment"):
+        await grpo().step(ROWS, variety, environment=Environment)
+
+
+def test_a_folder_with_other_contents_is_refused_at_once(tmp_path):
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(FileExistsError, match="is no checkpoint"):
+        grpo().save_checkpoint(tmp_path)

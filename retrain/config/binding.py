@@ -48,6 +48,10 @@ def bind(
         valid = [name for name in (*parameters, *beside) if name not in provided]
         problems = problems_of(error, valid, prefix=where, known=known, missing=missing)
         raise PluginError(*problems) from None
+    if taken := [key for key in keys if key in provided]:  # only with **kwargs: all keys are valid
+        raise PluginError(
+            *(f"{where}.{key}: the run sets this argument; remove it" for key in taken)
+        )
     return {**before, **keys}
 
 
@@ -107,7 +111,9 @@ def _signature(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """The parameters; without types if one can't be resolved, as if imported for type checkers."""
     try:
         return inspect.signature(target, eval_str=True).parameters
-    except (NameError, AttributeError):
+    except (NameError, AttributeError, TypeError, ValueError):
+        pass
+    try:
         return inspect.signature(target).parameters
     except (ValueError, TypeError):
         raise PluginError(f"{target!r} has no signature: wrap it in a function") from None

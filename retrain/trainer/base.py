@@ -25,7 +25,7 @@ from retrain.errors import CheckpointError, NotFoundError, RewardError, shown
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.observe.callbacks import Run as RunFace
 from retrain.pipeline import train
-from retrain.pipeline.checkpoint import DATA, MODEL, changes, copy, verified
+from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
 from retrain.rewarding import RewardCalculator, Scorer, WeightedReward
 from retrain.trainer.hooks import Gate, Hooks, Progress
 from retrain.types import Metrics
@@ -162,6 +162,10 @@ class BaseTrainer(ABC):
         training, FileExistsError when the folder has other contents.
         """
         target = Path(path).expanduser()
+        if target.is_file() or (
+            target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists()
+        ):
+            raise FileExistsError(f"{target} exists and is no checkpoint; choose another folder")
         if self._hooks is not None:
             self._hooks.saves.append(target)
         elif self._progress.checkpoint is None:

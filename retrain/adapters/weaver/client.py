@@ -13,9 +13,9 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import retrain
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection, Pace, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
@@ -81,7 +81,7 @@ class WeaverClient:
         key = WEAVER.api_key(url, api_key)
         self._http = HttpClient(
             url,
-            headers={"User-Agent": f"retrain/{version('retrain')}"},
+            headers={"User-Agent": f"retrain/{retrain.__version__}"},
             secrets={"X-WEAVER-API-KEY": key} if key else {},
             policy=policy,
             http=http,
@@ -92,7 +92,7 @@ class WeaverClient:
         self._session = {
             "tags": [],
             "user_metadata": dict(metadata or {}),
-            "sdk_version": f"retrain-{version('retrain')}",
+            "sdk_version": f"retrain-{retrain.__version__}",
             **_scope(),
         }
         self._models: list[WeaverModel] = []

@@ -83,13 +83,7 @@ class MessageLogEnvironment(Environment):
     async def step(self, action: Action) -> StepResult:
         self._log.append({"role": "assistant", "content": action.text})
         returned = await call(self._pool, self.inner.step, [list(self._log)], [self._metadata])
-        try:  # of NeMo RL's own class, too: it has the same fields in the same order
-            answer = EnvironmentReturn(*returned)
-        except TypeError:
-            raise UserCodeError(
-                f"step returned {shown(returned)}, expected an EnvironmentReturn with "
-                f"{', '.join(EnvironmentReturn._fields)}"
-            ) from None
+        answer = _fields(returned)
         if stops := _first(answer.next_stop_strings):
             raise ValueError(
                 f"next_stop_strings: got {stops!r}, expected None: a run has one set of stop "
@@ -140,6 +134,25 @@ async def call(pool: DaemonPool, function: Callable[..., Any], *arguments: Any) 
         return await function(*arguments)
     returned = await pool.run(lambda: function(*arguments))
     return await returned if inspect.isawaitable(returned) else returned
+
+
+def _fields(returned: Any) -> EnvironmentReturn:
+    """The fields of an EnvironmentReturn, of NeMo RL's own class, a plain tuple or a dict."""
+    names = EnvironmentReturn._fields
+    if isinstance(returned, Mapping):
+        found = dict(returned)
+    elif isinstance(returned, tuple) and len(returned) in (len(names) - 1, len(names)):
+        found = dict(zip(names, returned, strict=False))
+    else:
+        found = {name: getattr(returned, name) for name in names if hasattr(returned, name)}
+    missing = [name for name in ("observations", "rewards", "terminateds") if name not in found]
+    if missing:
+        raise UserCodeError(
+            f"step returned {shown(returned)} without {', '.join(missing)}, expected an "
+            f"EnvironmentReturn with {', '.join(names)}"
+        )
+    fields: list[Any] = [found.get(name) for name in names]
+    return EnvironmentReturn(*fields)
 
 
 def _reward(rewards: Any) -> tuple[float, dict[str, float]]:

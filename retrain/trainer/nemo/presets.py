@@ -175,17 +175,20 @@ class RewardTrainer(PresetTrainer):
         Raises ConfigError, TypeError or ValueError before any model loads, RewardError when
         `reward_fn` fails. `fit` is the same for code without an event loop.
         """
-        if (reward_fn is None) == (environment is None):
-            got = "both" if reward_fn is not None else "neither"
-            raise ValueError(
-                f"{type(self).__name__}: got {got} of reward_fn and environment, expected one: "
-                "a function that scores a response, or an environment that returns the reward"
-            )
         return await self._train(
             Task(dataset, reward_fn, environment, max_steps, max_epochs, callbacks)
         )
 
     fit = blocking(train)
+
+    def _plan(self, task: Task) -> Plan:
+        if (task.reward_fn is None) == (task.environment is None):
+            got = "both" if task.reward_fn is not None else "neither"
+            raise ValueError(
+                f"{type(self).__name__}: got {got} of reward_fn and environment, expected one: "
+                "a function that scores a response, or an environment that returns the reward"
+            )
+        return super()._plan(task)
 
     def _scoring(self, task: Task, data: Data, pool: DaemonPool) -> Scoring:
         if task.environment is not None:
