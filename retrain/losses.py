@@ -197,7 +197,7 @@ def settings(name: str, config: Mapping[str, Any]) -> dict[str, float]:
     merged = {**LOSSES[name].keys, **given}
     if merged.get("epsilon_high", 0.0) is None:
         merged["epsilon_high"] = merged["epsilon"]
-    return {key: float(value) for key, value in merged.items()}
+    return {key: float(value) for key, value in merged.items() if value is not None}
 
 
 def clip_bounds(values: Keys) -> tuple[float, float] | None:

@@ -16,7 +16,7 @@ import pytest
 
 from retrain.errors import ConfigError
 from retrain.transport.client import Call, HttpClient
-from retrain.transport.network import NetworkTransport, environment_proxies
+from retrain.transport.network import NetworkTransport, environment_proxies, open_client
 from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import NO_RETRY, RetryPolicy
 
@@ -268,3 +268,13 @@ async def test_a_compressed_reply_is_read_and_no_cookie_is_kept() -> None:
             assert await client.send(GET, lambda reply: reply.content) == b"squeezed"
     assert len(heads) == 2, "one connection, kept alive"
     assert not any(b"cookie" in head.lower() for head in heads)
+
+
+@pytest.mark.parametrize("excluded", ["[::1]", "[::1]:80", "::1/128", "fd00::/8", "10.0.0.0/8"])
+def test_addresses_that_no_proxy_is_for_may_be_of_any_form(
+    excluded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", excluded)
+    assert environment_proxies() == {}  # there is no proxy to except from
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    open_client(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import re
 from typing import Any
 
@@ -25,7 +26,8 @@ from retrain.adapters.tinker import (
 )
 from retrain.adapters.tinker import client as client_module
 from retrain.adapters.tinker.data import merge
-from retrain.adapters.tinker.limits import LARGE_PROMPT, Backpressure
+from retrain.adapters.tinker.limits import Backpressure, Budget
+from retrain.adapters.tinker.training import check_data
 from retrain.adapters.weaver import WeaverClient
 from retrain.errors import AdapterError, ConfigError, DeadlineError
 from retrain.protocols.tinker.values import ForwardBackwardOutput
@@ -470,20 +472,26 @@ def test_metrics_merge_by_their_reduction_and_odd_names_do_no_harm() -> None:
     assert merged.metrics == {"a:sum": 3, "b:mean": 4, "c:min": 0, "d:max": 4, "plain": 4}
 
 
-async def test_few_large_prompts_are_sent_at_once() -> None:
-    pressure = Backpressure(10, 2 * LARGE_PROMPT)
-    sent: list[int] = []
+async def test_a_budget_serves_in_order_and_a_cancelled_waiter_costs_nothing() -> None:
+    budget = Budget(2)
+    order: list[str] = []
 
-    async def send(tokens: int) -> None:
-        async with pressure.turn(tokens):
-            sent.append(tokens)
-            await asyncio.sleep(0.01)
+    async def take(name: str, units: int) -> None:
+        async with budget.take(units):
+            order.append(name)
 
-    sending = asyncio.gather(*map(send, [20_000, 30_000, 40_000, 10]))
-    await asyncio.sleep(0)
-    assert sent == [20_000, 30_000, 10]
-    await sending
-    assert sent[-1] == 40_000
+    async with budget.take(1):
+        large = asyncio.create_task(take("large", 9))
+        gone = asyncio.create_task(take("gone", 1))
+        small = asyncio.create_task(take("small", 1))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        assert order == [], "a small request overtook the large one"
+    await asyncio.gather(large, small, gone, return_exceptions=True)
+    assert order == ["large", "small"]
+    async with asyncio.timeout(1), budget.take(2):
+        pass
 
 
 async def test_a_pause_is_longer_after_a_large_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,3 +507,15 @@ async def test_a_pause_is_longer_after_a_large_prompt(monkeypatch: pytest.Monkey
         pressure.pause(tokens, None)
         await pressure.pause_over()
         assert slept.pop() == pytest.approx(seconds, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weights"),
+    [([], []), ([1], [math.nan]), ([1], [1e39]), ([-1], [1.0]), ([1, 2], [1.0]), ([2**31], [1.0])],
+)
+def test_data_that_a_service_could_not_read_are_not_sent(tokens, weights) -> None:
+    with pytest.raises(ValueError, match="datum 0: "):
+        check_data([Datum(tokens, {"weights": Tensor(weights)})])
+    with pytest.raises(ValueError, match="the batch is empty"):
+        check_data([])
+    check_data([Datum([1], {"weights": Tensor([0.5])})])

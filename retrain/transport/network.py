@@ -171,18 +171,24 @@ def environment_proxies() -> dict[str, str | None]:
         for scheme in ("http", "https", "all")
         if found.get(scheme)
     }
-    return proxies | {_pattern(name): None for name in excluded}
+    return proxies and proxies | {_pattern(name): None for name in excluded}
 
 
 def _pattern(name: str) -> str:
-    """The URL pattern of an entry of NO_PROXY: an address, or a domain with its subdomains."""
+    """The URL pattern of an entry of NO_PROXY: an address, or a domain with its subdomains.
+
+    Of a range of IPv6 addresses, only the first address is excluded.
+    """
     if "://" in name:
         return name
+    if name.startswith("["):  # [::1] or [::1]:80
+        return f"all://{name.partition('/')[0]}"
+    host = name.partition("/")[0]
     try:
-        version = ipaddress.ip_address(name.split("/")[0]).version
+        version = ipaddress.ip_address(host).version
     except ValueError:
         return f"all://{name}" if name.lower() == "localhost" else f"all://*{name}"
-    return f"all://[{name}]" if version == 6 else f"all://{name}"
+    return f"all://[{host}]" if version == 6 else f"all://{name}"
 
 
 def _through(proxy: str) -> httpx.AsyncBaseTransport:

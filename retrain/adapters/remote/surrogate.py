@@ -45,6 +45,7 @@ async def valued(
 
     Raises NonFiniteError when it is NaN or infinite, UserCodeError when a user's own loss fails.
     """
+    _check_lengths(logprobs, datums)
     custom = custom_loss(config) if ":" in batch.loss else None
     if custom is None:
         return await asyncio.to_thread(surrogate, batch.loss, batch.loss_config, logprobs, datums)

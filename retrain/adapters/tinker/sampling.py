@@ -63,7 +63,7 @@ class SamplingClient:
         }
         limit = self._connection.result_timeout if timeout is None else timeout
         try:
-            async with asyncio.timeout(limit), self._connection.backpressure.in_flight:
+            async with asyncio.timeout(limit), self._connection.backpressure.in_flight.take():
                 return await self._until_done(payload, len(prompt))
         except TimeoutError as error:
             raise DeadlineError(
@@ -105,7 +105,7 @@ class SamplingClient:
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
         budget: RetryBudget | None = None
         while True:
-            async with pressure.turn(tokens), pressure.submissions:
+            async with pressure.submissions.take(), pressure.weight(tokens):
                 await pressure.pause_over()
                 try:
                     return await self._connection.submit_json(

@@ -152,7 +152,11 @@ class WeaverClient:
         }
         if training_mode == "lora":
             payload["lora_config"] = (lora or LoraConfig()).payload()
-        return await or_undo(self._create_model(payload), WeaverModel.close)
+        return await or_undo(self._create_model(payload), self._terminate)
+
+    async def _terminate(self, model: WeaverModel) -> None:
+        self._models.remove(model)
+        await model.close()
 
     async def _create_model(self, payload: dict[str, Any]) -> WeaverModel:
         path, base_model = f"sessions/{self.session_id}/models", payload["base_model"]

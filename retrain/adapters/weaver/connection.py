@@ -183,10 +183,22 @@ class Connection:
     async def call(
         self, method: str, path: str, payload: Any = None, parse: Callable[[Any], T] = _as_is
     ) -> T:
-        """`parse` of the reply's JSON; the call is retried when the reply is lost or malformed."""
+        """`parse` of the reply's JSON.
+
+        A lost reply, or one that isn't JSON, is asked for again. One that `parse` can't read is a
+        RemoteError at once: the service has acted, and might create a second session or model.
+        """
         where = f"api/v1/{path}"
         call = Call(method, where) if payload is None else Call.json(method, where, payload)
-        return await self.http.send(call, lambda reply: parse(_json(reply)))
+        reply = await self.http.send(call, _json)
+        try:
+            return parse(reply)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RemoteError(
+                f"{method} {where}: the reply can't be read: {error}",
+                code="malformed",
+                may_have_acted=True,
+            ) from error
 
     async def submit(
         self,

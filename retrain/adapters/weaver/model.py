@@ -87,7 +87,7 @@ class WeaverModel:
         return await self._train(
             f"{kind.replace('_', '-')}-passes",
             lambda seq_id: wire.training_body(self.id, seq_id, f"{kind}_input", value),
-            wire.target_logprobs,
+            lambda found: _of_lengths(wire.target_logprobs(found), rows),
             what=f"{kind}({loss_fn})",
         )
 
@@ -165,3 +165,11 @@ class WeaverModel:
                     await operation.settle()
             self._unsettled.clear()
             yield
+
+
+def _of_lengths(found: list[list[float]], rows: Sequence[wire.TrainingRow]) -> list[list[float]]:
+    """Log-probs with one value per target; raises ValueError, as for a malformed reply."""
+    got, expected = [len(row) for row in found], [len(row.tokens) for row in rows]
+    if got != expected:
+        raise ValueError(f"got log-probs of lengths {got[:8]}, expected {expected[:8]}")
+    return found
