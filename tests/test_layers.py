@@ -38,7 +38,7 @@ ROOMS = [
         "__main__",
     )
 ]
-"""The rooms of CONTRIBUTING.md, lowest first: a room imports from the rows below its own."""
+"""The rooms of CONTRIBUTING.md, in the order of imports: a room imports from earlier rows."""
 ALLOWED = {
     "torch": ("engine", "adapters.trl", "service", "trainer.nexrl"),
     "trl": ("adapters.trl",),
