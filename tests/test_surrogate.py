@@ -12,7 +12,7 @@ from retrain.adapters.remote.datums import Datum
 from retrain.adapters.remote.schedule import learning_rate
 from retrain.adapters.remote.surrogate import surrogate
 from retrain.engine.losses import shared_loss
-from retrain.errors import ConfigError, NonFiniteError
+from retrain.errors import AdapterError, ConfigError, NonFiniteError
 from retrain.losses import LOSSES
 
 CASES = [
@@ -183,7 +183,7 @@ def test_unknown_losses_keys_and_lengths_are_refused() -> None:
         surrogate("grpo2", {}, [], [])
     with pytest.raises(ConfigError, match=r"loss_config\.beta: the loss 'ppo' has no such key"):
         surrogate("ppo", {"beta": 1.0}, [], [])
-    with pytest.raises(ValueError, match="one per target"):
+    with pytest.raises(AdapterError, match="one per target"):
         surrogate("ppo", {}, [[-1.0, -1.0]], one(-1.0, 1.0))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from retrain.adapters.losses import custom_loss
 from retrain.adapters.remote.datums import Datum
 from retrain.config import RunConfig
-from retrain.errors import ConfigError, NonFiniteError
+from retrain.errors import AdapterError, ConfigError, NonFiniteError
 from retrain.losses import FLOATS, Formula, pair_rows, row_of, settings
 from retrain.types import Batch, Metrics
 
@@ -74,8 +74,9 @@ def surrogate(
     `pair_ids`, or 0-1, 2-3, ... without it. The sign of the advantages marks the chosen row (+) and
     the rejected row (-); their size is the pair's weight.
 
-    Raises ConfigError on an unknown loss or key, ValueError on log-probs that do not fit the datums
-    or on rows that do not form pairs, NonFiniteError when the loss is NaN or infinite.
+    Raises ConfigError on an unknown loss or key, AdapterError on log-probs that do not fit the
+    datums, ValueError on rows that do not form pairs, NonFiniteError when the loss is NaN or
+    infinite.
     """
     keys, row = settings(loss, config), row_of(loss)
     if row.formula is None:
@@ -182,7 +183,7 @@ def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metr
 def _check_lengths(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> None:
     got, wanted = [len(row) for row in logprobs], [len(datum.targets) for datum in datums]
     if got != wanted:
-        raise ValueError(
+        raise AdapterError(
             f"the service returned log-probs of lengths {got[:8]}, expected {wanted[:8]}: "
             "one per target"
         )
