@@ -25,9 +25,8 @@ from retrain.adapters.tinker import (
     TinkerClient,
 )
 from retrain.adapters.tinker import client as client_module
-from retrain.adapters.tinker.data import merge
+from retrain.adapters.tinker.data import check_data, merge
 from retrain.adapters.tinker.limits import Backpressure, Budget
-from retrain.adapters.tinker.training import check_data
 from retrain.adapters.weaver import WeaverClient
 from retrain.errors import AdapterError, ConfigError, DeadlineError
 from retrain.protocols.tinker.values import ForwardBackwardOutput

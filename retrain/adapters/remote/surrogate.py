@@ -43,12 +43,13 @@ async def valued(
 ) -> Surrogate:
     """The batch's loss at the learner's log-probs, computed in a thread because Python is slow.
 
-    Raises NonFiniteError when it is NaN or infinite, UserCodeError when a user's own loss fails.
+    Raises AdapterError on log-probs that do not fit the datums, NonFiniteError when the loss is NaN
+    or infinite, UserCodeError when a user's own loss fails.
     """
-    _check_lengths(logprobs, datums)
     custom = custom_loss(config) if ":" in batch.loss else None
     if custom is None:
         return await asyncio.to_thread(surrogate, batch.loss, batch.loss_config, logprobs, datums)
+    _check_lengths(logprobs, datums)
     from retrain.engine.losses import custom_surrogate  # imports torch, for a user's own loss only
 
     value, gradients = await asyncio.to_thread(

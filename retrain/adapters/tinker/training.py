@@ -13,14 +13,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from retrain.adapters.remote.datums import chunks
 from retrain.adapters.tinker.connection import Connection, Future, Kind
-from retrain.adapters.tinker.data import merge
+from retrain.adapters.tinker.data import check_data, merge
 from retrain.errors import AdapterError, ConfigError, install_command
 from retrain.protocols.tinker import messages, payloads
 from retrain.protocols.tinker.messages import PROTOBUF
@@ -186,28 +185,6 @@ class TrainingClient:
             raise
         self._next += 1
         return future
-
-
-FLOAT32_MAX = 3.4028234663852886e38
-
-
-def check_data(data: Sequence[Datum]) -> None:
-    """Raises ValueError on data that can't be sent: a service may train on what it can't read."""
-    if not data:
-        raise ValueError("the batch is empty, expected at least one datum")
-    for number, datum in enumerate(data):
-        count = len(datum.tokens)
-        if not count or not all(0 <= token < 2**31 for token in datum.tokens):
-            raise ValueError(f"datum {number}: expected tokens, each an integer from 0 to 2^31 - 1")
-        for name, tensor in datum.inputs.items():
-            if len(tensor.data) != math.prod(tensor.dimensions) or tensor.dimensions[0] != count:
-                raise ValueError(
-                    f"datum {number}: {name} has {len(tensor.data)} values of the shape "
-                    f"{tensor.dimensions}, expected {count} along the first dimension"
-                )
-            numbers = tensor.dtype == "float32"
-            if numbers and not all(-FLOAT32_MAX <= value <= FLOAT32_MAX for value in tensor.data):
-                raise ValueError(f"datum {number}: {name} has a value that is no finite float32")
 
 
 def _zstd(body: bytes) -> bytes:
