@@ -17,13 +17,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.concurrency.locks import in_use
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError
 from retrain.observe import journal
 from retrain.observe.journal import Journal, encode, read_lines, repair
 from retrain.observe.run_dir import (
     RunDirectory,
-    in_use,
     read_events,
     read_metrics,
     surviving,
@@ -159,16 +159,17 @@ def test_two_processes_never_share_a_run_directory(tmp_path: Path) -> None:
 
 def test_flushed_lines_survive_a_kill_which_frees_the_lock(tmp_path: Path) -> None:
     script = (
-        "import os, signal; from pathlib import Path\n"
+        "import os, signal, sys; from pathlib import Path\n"
         "from retrain.config import RunConfig; from retrain.observe.run_dir import RunDirectory\n"
         "config = RunConfig.model_validate({'prompts': {'type': 'list'}})\n"
         f"run_dir = RunDirectory.open(Path({str(tmp_path)!r}), config)\n"
         "run_dir.event('issued', ticket='0.0.0'); run_dir.metrics({'step': 1})\n"
+        "if os.fork() == 0: sys.exit(sys.stdin.read())\n"  # a child that outlives the run
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
-    assert killed.returncode == -9
-    assert not in_use(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as killed:
+        assert killed.wait(60) == -9
+        assert not in_use(tmp_path)
     with RunDirectory.open(tmp_path, config(), resume=True) as run_dir:
         assert run_dir.resumed
         assert [event["event"] for event in read_events(tmp_path)] == ["issued"]

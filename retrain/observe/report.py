@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from retrain.concurrency.locks import in_use
 from retrain.errors import ConfigError, first_of
 from retrain.observe.callbacks import tenths
 from retrain.observe.charts import charts
@@ -26,7 +27,6 @@ from retrain.observe.run_dir import (
     CONFIG,
     EVENTS,
     ROLLOUTS,
-    in_use,
     read_events,
     read_metrics,
     surviving,

@@ -13,8 +13,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import time
 from collections import Counter
@@ -26,6 +24,7 @@ from typing import Any, Self
 
 import yaml
 
+from retrain.concurrency.locks import FolderLock, InUseError
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError
 from retrain.observe.journal import Journal, plain, read_lines, repair
@@ -56,7 +55,7 @@ class Tally:
 class RunDirectory:
     """An open run directory, for the only process that may write it."""
 
-    def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
+    def __init__(self, path: Path, lock: FolderLock, *, resumed: bool) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.resumed = resumed
@@ -81,14 +80,19 @@ class RunDirectory:
             raise ConfigError(f"no run to resume in {path}; drop --resume, or pass --run-dir")
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-            lock = _lock(path)
+            lock = FolderLock(path)
+        except InUseError as error:
+            raise ConfigError(
+                f"the run directory {path} is in use by {error}; end that run first, or choose "
+                "another directory with --run-dir"
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"can't write the run directory {path}: {error.strerror or error}; "
                 "choose another with --run-dir"
             ) from error
         with ExitStack() as unlock:
-            unlock.callback(os.close, lock)
+            unlock.callback(lock.release)
             if not resume and (path / EVENTS).exists():
                 raise ConfigError(
                     f"{path} already has a run; continue it with --resume, choose another "
@@ -137,9 +141,7 @@ class RunDirectory:
     def close(self) -> None:
         """Flush, close and unlock, whatever fails; then raise that RunError."""
         with ExitStack() as closing:
-            if self._lock >= 0:
-                closing.callback(os.close, self._lock)
-                self._lock = -1
+            closing.callback(self._lock.release)
             for journal in self._journals:
                 closing.callback(journal.close)
 
@@ -195,16 +197,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def in_use(path: Path) -> bool:
-    """Whether a process has the run directory open."""
-    with suppress(FileNotFoundError), (path / ".lock").open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
 def _cut(events: list[dict[str, Any]], from_step: int) -> int:
     """How many of `events` the checkpoint of `from_step` includes."""
     for kind in ("snapshot", "checkpoint"):
@@ -241,23 +233,6 @@ def _rollout(trajectory: Trajectory, index: int, step: int | None) -> dict[str, 
     if trajectory.info:
         line["info"] = trajectory.info
     return line
-
-
-def _lock(path: Path) -> int:
-    """A file descriptor that holds the lock of the directory until it is closed."""
-    lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 64).decode(errors="replace").strip() or "another process"
-        os.close(lock)
-        raise ConfigError(
-            f"the run directory {path} is in use by {holder}; end that run first, or choose "
-            "another directory with --run-dir"
-        ) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()}\n".encode(), 0)
-    return lock
 
 
 _SECRET_KEY = re.compile(
