@@ -57,12 +57,13 @@ class Service:
 
     async def __aenter__(self) -> Self:
         settings = self.settings
+        self.store = Store(settings.folder).open()
         try:
-            self.store = Store(settings.folder)
             self.store.sweep(unlisted=True)
             await self.on_engine(self._load)
         except BaseException:
             self._engine.shutdown(cancel_futures=True)
+            self.store.close()
             raise
         self._pool = SamplerPool(self._make_sampler, settings.max_live_samplers)
         self._sweeper = asyncio.create_task(self._sweep(), name="service sweeper")
@@ -78,6 +79,7 @@ class Service:
         await self._pool.close()
         await asyncio.to_thread(self.store.sweep)
         await asyncio.to_thread(self._engine.shutdown, cancel_futures=True)
+        self.store.close()
 
     # Sessions
 
@@ -190,7 +192,7 @@ class Service:
             model.tuning,
             steps,
             optimizer,
-            expires_at=None if seconds is None else time.time() + seconds,
+            expires_at=None if seconds is None else self.store.now() + seconds,
             listed=listed,
             metadata=metadata or {},
         )
@@ -303,8 +305,7 @@ class Service:
         self.limits = Limits(int(config.vocab_size), context)
 
     def _restore(self, trainer: Trainer, place: Place, optimizer: bool) -> None:
-        state = self.store.optimizer(place) if optimizer else None
-        trainer.load(self.store.weights(place), state)
+        trainer.load(*self.store.load(place, optimizer=optimizer))
 
     @asynccontextmanager
     async def _serving(self, sampler: SamplingSession) -> AsyncIterator[LocalSampler]:

@@ -1,38 +1,50 @@
 """Checkpoints and sampler snapshots on disk; they survive the server.
 
 Each is a folder `FOLDER/MODEL/KIND/NAME/` with `manifest.json`, `weights.safetensors` and, for a
-training state, `optimizer.pt`. A rename makes a complete folder visible, so that a server that
-crashes leaves no incomplete checkpoint. Models and names are single words of a few safe
-characters: no request can lead out of FOLDER.
+training state, `optimizer.pt`. Models and names are single words of a few safe characters: no
+request can lead out of FOLDER.
+
+- One `Store` at a time may be open on a folder.
+- A rename makes a complete folder visible, so that a server that crashes leaves no incomplete
+  checkpoint. A replaced checkpoint is kept beside its place until the new one is there, and `open`
+  puts it back if it never came.
+- Files and folders are on the disk before a save returns.
+- Time to live is measured on a clock that the system's clock can't move while the process lives.
 """
 
 from __future__ import annotations
 
 import glob
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from pydantic import TypeAdapter
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from retrain.service.errors import conflict, invalid, missing
+from retrain.concurrency.locks import FolderLock, InUseError
+from retrain.errors import ConfigError
+from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.trainer import Tuning
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(:train:[0-9]{1,9})?")
-_DRAFT = ".draft-"
+_DRAFT, _REPLACED = ".draft-", ".replaced"
 _MANIFEST, _WEIGHTS, _OPTIMIZER = "manifest.json", "weights.safetensors", "optimizer.pt"
 
 
@@ -54,8 +66,8 @@ class Saved:
     steps: int
     """Optimizer steps that the model had taken."""
     optimizer: bool
-    created_at: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
+    created_at: float = 0.0
+    """Seconds since the epoch; set by `Store.save`."""
     expires_at: float | None = None
     """Seconds since the epoch; None keeps it until it is deleted."""
     listed: bool = True
@@ -64,14 +76,59 @@ class Saved:
     size_bytes: int = 0
 
 
+_FOREVER = 253402300800.0
+"""The year 10000, in seconds since the epoch: no date can show later times."""
+_SAVED = TypeAdapter(Saved)
+log = logging.getLogger(__name__)
+
+
 class Store:
     """Reads and writes checkpoints in one folder. Its methods block: call them in a thread."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for draft in folder.glob(f"{_DRAFT}*"):
+        self._epoch = time.time() - time.monotonic()
+        self._moving = threading.Lock()
+        """Held while a folder changes its place, and while files in it are opened."""
+        self._lock: FolderLock | None = None
+        self._reported: set[Path] = set()
+
+    def open(self) -> Self:
+        """Take the folder for this process, and clean up what a killed one left.
+
+        Raises ConfigError if another service uses the folder, or if it can't be written.
+        """
+        try:
+            self._lock = FolderLock(self.folder)
+        except InUseError as error:
+            raise ConfigError(
+                f"the service folder {self.folder} is in use by {error}; end that service or run "
+                "first, or choose another folder with --folder"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"can't write the service folder {self.folder}: {error.strerror}; choose a "
+                "writable folder with --folder"
+            ) from error
+        for draft in self.folder.glob(f"{_DRAFT}*"):
             shutil.rmtree(draft, ignore_errors=True)
+        for old in self.folder.glob(f"*/*/{_replaced('*')}"):
+            target = old.with_name(old.name[1 : -len(_REPLACED)])
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(target)
+        return self
+
+    def close(self) -> None:
+        """Let another process use the folder."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def now(self) -> float:
+        """Seconds since the epoch, as of this process's start: it passes at an even rate."""
+        return self._epoch + time.monotonic()
 
     def save(
         self,
@@ -87,29 +144,28 @@ class Store:
         """
         self.sweep()
         target = self._folder(saved.place)
-        if target.exists() and not overwrite:
-            raise conflict(
-                f"{saved.place.kind}/{saved.place.name} already exists for this model; choose "
-                "another name, or delete it first"
-            )
-        draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=self.folder))
+        self._check_free(target, overwrite)
+        draft = self._draft()
         try:
             save_file(dict(weights), draft / _WEIGHTS)
             if optimizer is not None:
                 torch.save(dict(optimizer), draft / _OPTIMIZER)
-            size = sum(file.stat().st_size for file in draft.iterdir())
-            saved = replace(saved, size_bytes=size, optimizer=optimizer is not None)
+            saved = replace(
+                saved,
+                size_bytes=sum(file.stat().st_size for file in draft.iterdir()),
+                optimizer=optimizer is not None,
+                created_at=self.now(),
+            )
             (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
-            for file in draft.iterdir():
-                _sync(file)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.exists():
-                target.rename(draft.with_name(f"{draft.name}-replaced"))
-            draft.rename(target)
-            _sync(target.parent)
+            for path in (*draft.iterdir(), draft):
+                _sync(path)
+            with self._moving:
+                self._check_free(target, overwrite)  # another save may have been faster
+                _swap(draft, target)
+            for folder in (target.parent, target.parent.parent, self.folder):
+                _sync(folder)
         finally:
-            for left in self.folder.glob(f"{draft.name}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
         return saved
 
     def check(self, place: Place) -> None:
@@ -118,57 +174,124 @@ class Store:
 
     def find(self, place: Place) -> Saved:
         """The manifest; raises ServiceError (404) if there is none or it has expired."""
-        try:
-            saved = _read(self._folder(place) / _MANIFEST)
-        except FileNotFoundError:
-            raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}") from None
-        if _expired(saved):
+        with self._moving:
+            saved = self._read(place)
+        if saved is None:
+            raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
+        if self._expired(saved):
             raise missing(f"checkpoint {place.kind}/{place.name} has expired and")
         return saved
 
     def weights(self, place: Place) -> dict[str, Tensor]:
         """The trained weights, on the CPU; raises ServiceError (404)."""
-        self.find(place)
-        return load_file(self._folder(place) / _WEIGHTS)
+        return self.load(place)[0]
 
-    def optimizer(self, place: Place) -> dict[str, Any]:
-        """AdamW's state, of a checkpoint that has one."""
-        state: dict[str, Any] = torch.load(self._folder(place) / _OPTIMIZER, weights_only=True)
-        return state
+    def load(
+        self, place: Place, *, optimizer: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """The weights and, with `optimizer`, AdamW's state of a checkpoint that has one.
+
+        Both are of the same save. Raises ServiceError (404).
+        """
+        self.find(place)
+        with ExitStack() as files:
+            with self._moving:  # open files stay whole, whatever becomes of their folder
+                folder = self._folder(place)
+                tensors = files.enter_context(safe_open(folder / _WEIGHTS, "pt"))
+                state = files.enter_context((folder / _OPTIMIZER).open("rb")) if optimizer else None
+            return (
+                {name: tensors.get_tensor(name) for name in tensors.keys()},  # noqa: SIM118
+                torch.load(state, weights_only=True) if state else None,
+            )
 
     def list(self, model_id: str | None = None) -> list[Saved]:
         """The listed checkpoints of one model or of all, newest first."""
-        found = [saved for saved in self._all(model_id) if saved.listed and not _expired(saved)]
+        found = [one for one in self._all(model_id) if one.listed and not self._expired(one)]
         return sorted(found, key=lambda saved: saved.created_at, reverse=True)
 
     def expire_at(self, place: Place, seconds: float | None) -> Saved:
         """Keep it for `seconds` from now; None keeps it until it is deleted."""
-        expires = None if seconds is None else time.time() + seconds
-        saved = replace(self.find(place), expires_at=expires)
-        manifest = self._folder(place) / _MANIFEST
-        draft = manifest.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(saved)))
-        draft.replace(manifest)
+        expires = None if seconds is None else self.now() + seconds
+        self.find(place)
+        draft = self._draft()
+        try:
+            with self._moving:
+                saved = self._read(place)
+                if saved is None:
+                    raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
+                saved = replace(saved, expires_at=expires)
+                (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
+                _sync(draft / _MANIFEST)
+                (draft / _MANIFEST).replace(self._folder(place) / _MANIFEST)
+                _sync(self._folder(place))
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
         return saved
 
     def delete(self, place: Place) -> None:
-        """Delete it; raises ServiceError (404) if there is none."""
-        self.find(place)
-        shutil.rmtree(self._folder(place))
+        """Delete it, readable or not; raises ServiceError (404) if there is none."""
+        if not self._folder(place).exists():
+            raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
+        self._discard(place)
 
     def sweep(self, *, unlisted: bool = False) -> None:
         """Delete expired checkpoints, and with `unlisted` those that no session can know."""
         for saved in list(self._all(None)):
-            if _expired(saved) or (unlisted and not saved.listed):
-                shutil.rmtree(self._folder(saved.place), ignore_errors=True)
+            if self._expired(saved) or (unlisted and not saved.listed):
+                with suppress(OSError):
+                    self._discard(saved.place, saved)
 
     def _all(self, model_id: str | None) -> Iterator[Saved]:
-        """All manifests, without those that are deleted while this runs."""
+        """All readable manifests, without those that are deleted while this runs."""
         model = "*" if model_id is None else _model_folder(model_id)
         # Unlike Path.glob, this one passes over folders that are deleted meanwhile.
         for path in glob.iglob(f"{model}/*/*/{_MANIFEST}", root_dir=self.folder):
-            with suppress(FileNotFoundError):
-                yield _read(self.folder / path)
+            folder, kind, name, _ = Path(path).parts
+            with suppress(ServiceError):  # the folder of something else
+                saved = self._read(Place(folder.replace("+", ":"), cast(Kind, kind), name))
+                if saved is not None:
+                    yield saved
+
+    def _read(self, place: Place) -> Saved | None:
+        """The manifest, or None if it is missing or, after one warning, if it can't be read."""
+        path = self._folder(place) / _MANIFEST
+        try:
+            saved = _SAVED.validate_json(path.read_bytes())
+            json.dumps([saved.created_at, dict(saved.metadata)], allow_nan=False)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            if path not in self._reported:
+                self._reported.add(path)
+                reason = " ".join(str(error).split())[:200]
+                log.warning("skipping a checkpoint: %s can't be read: %s", path, reason)
+            return None
+        expires = saved.expires_at if (saved.expires_at or 0) < _FOREVER else None
+        return replace(saved, place=place, expires_at=expires)
+
+    def _expired(self, saved: Saved) -> bool:
+        return saved.expires_at is not None and saved.expires_at <= self.now()
+
+    def _check_free(self, target: Path, overwrite: bool) -> None:
+        """Raise ServiceError (409) if there is a checkpoint that must not be replaced."""
+        if (target / _MANIFEST).exists() and not overwrite:
+            raise conflict(
+                f"{target.parent.name}/{target.name} already exists for this model; choose another "
+                "name, or delete it first"
+            )
+
+    def _discard(self, place: Place, seen: Saved | None = None) -> None:
+        """Delete a checkpoint, or only the one `seen`. A kill leaves all of it, or a draft."""
+        draft = self._draft()
+        try:
+            with self._moving, suppress(FileNotFoundError):  # another thread was faster
+                if seen is None or seen == self._read(place):
+                    self._folder(place).rename(draft)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _draft(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix=_DRAFT, dir=self.folder))
 
     def _folder(self, place: Place) -> Path:
         if place.kind not in KINDS or not _WORD.fullmatch(place.name):
@@ -185,14 +308,21 @@ def _model_folder(model_id: str) -> str:
     return model_id.replace(":", "+")  # every file system allows a plus
 
 
-def _read(manifest: Path) -> Saved:
-    values = json.loads(manifest.read_text())
-    place, tuning = Place(*values.pop("place")), Tuning(**values.pop("tuning"))
-    return Saved(place=place, tuning=tuning, **values)
+def _swap(draft: Path, target: Path) -> None:
+    """Make a complete draft visible; what it replaces becomes the draft."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    old = target.with_name(_replaced(target.name))
+    replaces = target.exists()
+    if replaces:
+        target.rename(old)
+    draft.rename(target)
+    if replaces:
+        old.rename(draft)
 
 
-def _expired(saved: Saved) -> bool:
-    return saved.expires_at is not None and saved.expires_at <= time.time()
+def _replaced(name: str) -> str:
+    """Where a checkpoint of this name waits until it is replaced: no name starts with a dot."""
+    return f".{name}{_REPLACED}"
 
 
 def _sync(path: Path) -> None:
