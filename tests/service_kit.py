@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -13,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from retrain.service.app import ServiceApp
-from retrain.service.state import Settings
+from retrain.service.front import make_server
+from retrain.service.state import FrontSettings, Settings
 
 TOKENS = [70, 71, 72, 73, 74, 75]
 CROSS_ENTROPY = {"target_tokens": ([71, 72, 73, 74, 75], "int64"), "weights": ([0, 1, 1, 1, 1],)}
@@ -126,24 +128,30 @@ async def in_process(
 
 @contextmanager
 def on_a_port(
-    folder: Path, wrap: Callable[[ServiceApp], Any] | None = None, **settings: Any
+    folder: Path,
+    wrap: Callable[[ServiceApp], Any] | None = None,
+    front: FrontSettings | None = None,
+    **settings: Any,
 ) -> Iterator[str]:
     """The URL of a service on a free loopback port, in a thread of its own."""
     app = ServiceApp(Settings(folder=folder, **settings))
-    config = uvicorn.Config(
-        wrap(app) if wrap else app, port=0, log_level="warning", timeout_graceful_shutdown=2
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the service did not start"
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    server = make_server(wrap(app) if wrap else app, front or FrontSettings(shutdown=2))
+
+    async def serve() -> None:
+        async with app:
+            await server.serve(sockets=[listening])
+
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listening:
+        thread = threading.Thread(target=asyncio.run, args=(serve(),))
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive(), "the service did not start"
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @contextmanager

@@ -58,6 +58,10 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
         (("--port", "99999"), "--port: got 99999, expected 0 to 65535"),
         (("--port", "-1"), "--port: got -1, expected 0 to 65535"),
         (("--threads", "0"), "--threads: got 0, expected an integer >= 1"),
+        (("--max-connections", "0"), "--max-connections: got 0, expected an integer >= 1"),
+        (("--header-timeout", "0"), "--header-timeout: got 0, expected a number of seconds > 0"),
+        (("--body-timeout", "nan"), "--body-timeout: got nan, expected a number of seconds > 0"),
+        (("--allow-host", "a:80"), "--allow-host: got 'a:80', expected a host name or address"),
         (("--folder", f"{__file__}/x"), "test_service_serve.py/x: Not a directory"),
         (("--device", "tpu9"), "--device tpu9 is not available: "),
         pytest.param(
@@ -81,5 +85,6 @@ def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):
 
 def test_a_missing_library_is_named_with_what_to_install(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "retrain.service.front")  # it has found uvicorn
     assert main(["--port", "0", "--folder", str(tmp_path)]) == 2
     assert install_command("service") in capsys.readouterr().err

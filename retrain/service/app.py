@@ -12,9 +12,11 @@ from typing import Self
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError
+from retrain.service.gate import Gate
 from retrain.service.protocol import answer_error
 from retrain.service.state import Settings
 from retrain.service.tinker import TinkerProtocol
@@ -31,6 +33,7 @@ class ServiceApp(Starlette):
         self.service = Service(settings)
         super().__init__(
             routes=[*TinkerProtocol(self.service).routes(), *WeaverProtocol(self.service).routes()],
+            middleware=[Middleware(Gate, settings)],
             exception_handlers=dict.fromkeys(
                 (ServiceError, HTTPException, Exception), answer_error
             ),

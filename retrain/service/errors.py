@@ -6,6 +6,7 @@ from retrain.errors import RetrainError
 
 _CODES = {
     401: "unauthorized",
+    403: "forbidden",
     404: "not_found",
     409: "conflict",
     410: "gone",
@@ -29,6 +30,11 @@ class ServiceError(RetrainError):
 def invalid(message: str) -> ServiceError:
     """400: the request has an invalid value."""
     return ServiceError(400, message)
+
+
+def forbidden(message: str) -> ServiceError:
+    """403: the request comes from where none may come from."""
+    return ServiceError(403, message)
 
 
 def missing(what: str) -> ServiceError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -81,8 +80,6 @@ class Protocol(ABC):
         method, path = where.split()
 
         async def endpoint(request: Request) -> Response:
-            if (key := self._service.settings.api_key) and path != "healthz":
-                check_key(request, key)
             raw = await read_body(request, self._service.settings.max_body)
             protobuf = request.headers.get("content-type", "").startswith(PROTOBUF)
             body = {} if protobuf else await decoded(json_object, raw)
@@ -198,13 +195,6 @@ async def answer_error(_: Request, error: Exception) -> Response:
     text = str(error)  # Tinker's clients read `detail`, Weaver's the rest
     content = {"error": error.code, "message": text, "retryable": False, "detail": text}
     return JSONResponse(content, status_code=error.status)
-
-
-def check_key(request: Request, key: str) -> None:
-    """Raise ServiceError (401) unless the request has the key."""
-    given = request.headers.get("x-api-key") or request.headers.get("x-weaver-api-key") or ""
-    if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
-        raise ServiceError(401, "the API key is missing or wrong")
 
 
 def _unzstd(body: bytes, limit: int) -> bytes:

@@ -12,27 +12,24 @@ import signal
 import socket
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from retrain.errors import ConfigError, RetrainError, RunError, install_command
-from retrain.service.state import Settings
+from retrain.service.state import FrontSettings, Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
-SHUTDOWN = 10
-"""Seconds that running requests may take after a signal."""
-KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open: longer than in clients, so that the service never
-closes one while a client sends a request on it."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until interrupted; returns 0, 1 if the port is not available, 2 for a bad setting."""
     arguments = _parser().parse_args(argv)
     try:
-        settings = _settings(arguments)
+        settings, front = _settings(arguments), _front(arguments)
         with _listen(arguments.host, arguments.port) as listening:
-            asyncio.run(_serve(settings, listening))
+            asyncio.run(_serve(settings, front, listening))
     except RetrainError as error:
         sys.stderr.write(f"retrain serve: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
@@ -46,36 +43,42 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a training service that speaks the Tinker and Weaver protocols, for one "
         "base model on this machine.",
     )
-    parser.add_argument(
-        "--model",
-        default="tiny",
-        help="tiny, a model folder or a Hugging Face id (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=8765, help="port, or 0 for a free one (default: %(default)s)"
-    )
+    add = partial(_add, parser)
+    add("--model", "tiny", "tiny, a model folder or a Hugging Face id")
+    add("--host", "127.0.0.1", "address to listen on")
+    add("--port", 8765, "port, or 0 for a free one")
     parser.add_argument(
         "--api-key-env",
         metavar="NAME",
         help="environment variable with the API key that clients must send",
     )
     parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("service"),
-        help="folder for checkpoints, kept across restarts (default: %(default)s)",
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="also accept requests that are addressed to this host name, for example behind a "
+        "proxy; can be repeated (on a loopback address, only localhost, 127.0.0.1 and [::1] are "
+        "accepted by default)",
     )
+    add("--folder", Path("service"), "folder for checkpoints, kept across restarts")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if available)")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        help="CPU threads of the trainer and of each sampler (default: %(default)s)",
+    add("--threads", 1, "CPU threads of the trainer and of each sampler")
+    front = FrontSettings()
+    add("--max-connections", front.max_connections, "limit of open connections")
+    add("--header-timeout", front.header_timeout, "seconds in which a request's head must arrive")
+    add(
+        "--body-timeout",
+        front.body_timeout,
+        "seconds in which a request's body must arrive, plus one for each 1000 bytes",
     )
     return parser
+
+
+def _add(parser: argparse.ArgumentParser, name: str, default: object, text: str) -> None:
+    parser.add_argument(
+        name, type=type(default), default=default, help=f"{text} (default: %(default)s)"
+    )
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
@@ -108,8 +111,41 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         model=arguments.model,
         folder=arguments.folder,
         api_key=key,
+        hosts=_hosts(arguments),
         device=arguments.device,
         threads=arguments.threads,
+    )
+
+
+def _hosts(arguments: argparse.Namespace) -> tuple[str, ...] | None:
+    """The names that a Host header may have; None if clients may use any."""
+    allowed = tuple(name.lower().strip("[]").rstrip(".") for name in arguments.allow_host)
+    for given, name in zip(arguments.allow_host, allowed, strict=True):
+        if not name or "/" in name or (":" in name and not given.startswith("[")):
+            raise ConfigError(
+                f"--allow-host: got {given!r}, expected a host name or address without a port, "
+                "such as gpu-machine or [::1]"
+            )
+    if arguments.host in LOOPBACK:
+        return (*LOOPBACK, *allowed)
+    return allowed or None
+
+
+def _front(arguments: argparse.Namespace) -> FrontSettings:
+    if arguments.max_connections < 1:
+        raise ConfigError(
+            f"--max-connections: got {arguments.max_connections}, expected an integer >= 1"
+        )
+    for name in ("header_timeout", "body_timeout"):
+        seconds = getattr(arguments, name)
+        if not 0 < seconds < float("inf"):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: got {seconds:g}, expected a number of seconds > 0"
+            )
+    return FrontSettings(
+        header_timeout=arguments.header_timeout,
+        body_timeout=arguments.body_timeout,
+        max_connections=arguments.max_connections,
     )
 
 
@@ -124,30 +160,23 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-async def _serve(settings: Settings, listening: socket.socket) -> None:
+async def _serve(settings: Settings, front: FrontSettings, listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; a second SIGINT doesn't wait for running requests.
 
     The socket already accepts connections when the announcement is printed. Raises ConfigError if
     a library, the model or the device is not available.
     """
     try:
-        import uvicorn
-
         from retrain.service.app import ServiceApp
+        from retrain.service.front import fit_connections, log_to_stderr, make_server
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"needs {error.name}, which is not installed: {install_command('service')}"
         ) from error
+    log_to_stderr()
+    front = replace(front, max_connections=fit_connections(front.max_connections))
     async with ServiceApp(settings) as app:
-        config = uvicorn.Config(
-            app,
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=SHUTDOWN,
-        )
-        server = uvicorn.Server(config)
+        server = make_server(app, front)
         # uvicorn would raise signals again before the service has ended.
         server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
         for number in (signal.SIGINT, signal.SIGTERM):

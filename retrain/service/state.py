@@ -24,6 +24,8 @@ class Settings:
     """For checkpoints."""
     api_key: str | None = field(default=None, repr=False)
     """The key that clients must send; None requires no key."""
+    hosts: tuple[str, ...] | None = None
+    """The names that a request may address in its Host header; None checks no name."""
     device: str | None = None
     """None is cuda if available, else cpu."""
     threads: int = 1
@@ -40,6 +42,19 @@ class Settings:
     """Seconds that one request waits for a Tinker future."""
     max_body: int = 256 * 2**20
     """Bytes of a decompressed request."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """The limits of the HTTP server."""
+
+    header_timeout: float = 20.0
+    """Seconds in which the head of a request must arrive."""
+    body_timeout: float = 60.0
+    """Seconds in which its body must arrive, and one more for each 1000 bytes."""
+    max_connections: int = 4096
+    shutdown: int = 10
+    """Seconds that running requests may take after a signal."""
 
 
 @dataclass(frozen=True, slots=True)

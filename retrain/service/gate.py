@@ -1,0 +1,79 @@
+"""Who may call the service: checked before a request's body is read, and before its path is known.
+
+- With an API key, every request needs it, except those for `/api/v1/healthz`.
+- With `Settings.hosts`, a request must be addressed to one of them. A web page whose name resolves
+  to this machine (DNS rebinding) sends its own name.
+- A browser names the page that sends a request: pages from elsewhere are refused.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from retrain.service.errors import ServiceError, forbidden
+from retrain.service.protocol import answer_error
+from retrain.service.state import Settings
+
+HEALTH = "/api/v1/healthz"
+"""The only path that needs no key."""
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s/@:\[\]]+))(?::[0-9]+)?")
+
+
+class Gate:
+    """Middleware that answers requests that must not reach `app`: with status 401 or 403."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, settings = Headers(scope=scope), self._settings
+        try:
+            _check_origin(headers)
+            if settings.hosts is not None:
+                _check_host(headers, settings.hosts)
+            if settings.api_key is not None and scope["path"] != HEALTH:
+                _check_key(headers, settings.api_key)
+        except ServiceError as error:
+            reply = await answer_error(Request(scope), error)
+            await reply(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _check_origin(headers: Headers) -> None:
+    site = headers.get("sec-fetch-site", "none")
+    if site not in ("none", "same-origin"):
+        raise forbidden("requests from web pages of other sites are not accepted")
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+        raise forbidden(f"requests from web pages of {origin[:200]!r} are not accepted")
+
+
+def _check_host(headers: Headers, hosts: tuple[str, ...]) -> None:
+    given = headers.get("host", "")
+    if _name(given) not in hosts:
+        raise forbidden(
+            f"Host: got {given[:200]!r}, expected one of {', '.join(hosts)}; if this name is "
+            "right, start the service with --allow-host"
+        )
+
+
+def _name(given: str) -> str:
+    """The name or address in a Host header, without its port; empty if there is none."""
+    found = _HOST.fullmatch(given.lower())
+    return (found[1] or found[2]).rstrip(".") if found else ""
+
+
+def _check_key(headers: Headers, key: str) -> None:
+    given = headers.get("x-api-key") or headers.get("x-weaver-api-key") or ""
+    if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
+        raise ServiceError(401, "the API key is missing or wrong")
