@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,11 @@ MIN_RATE = 1000.0
 """Bytes per second: a body that arrives faster is never too slow."""
 OTHER_FILES = 256
 """File descriptors that connections leave to the rest of the process."""
+BACKLOG = 2048
+"""Connections that wait in the kernel to be accepted."""
+ACCEPTS = 16
+"""Connections that are accepted at once: asyncio would take the whole backlog before it closes one,
+and run out of file descriptors."""
 log = logging.getLogger(__name__)
 
 
@@ -46,10 +52,18 @@ def make_server(app: ASGIApp, settings: FrontSettings) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         proxy_headers=False,
+        backlog=ACCEPTS,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=settings.shutdown,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or []:
+            listening.listen(BACKLOG)
 
 
 class _Door:
