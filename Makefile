@@ -15,17 +15,20 @@ remote: $(VENV)/.remote  ## install what the tinker and weaver backends need
 test: $(VENV)/.test  ## the whole suite, in a few processes
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-check: $(VENV)/.test  ## lint, format, types
+check: $(VENV)/.test  ## lint, format, types, licences, known vulnerabilities
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/licences.py --check
+	$(BIN)/python .ci/audit.py $(AUDIT)  # AUDIT="--ignore-vuln ID" accepts one
 
 fmt: $(VENV)/.test  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.test  ## write the tables of docs/configuration.md anew
+docs: $(VENV)/.test  ## write the tables of docs/configuration.md and docs/licences.md
 	$(BIN)/python docs/configuration.py
+	$(BIN)/python docs/licences.py
 
 clean:
 	rm -rf $(VENV) runs

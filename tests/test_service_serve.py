@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
+import retrain
 from retrain.errors import install_command
-from retrain.service.serve import main
+from retrain.service.serve import _parser, main
 from tests.service_kit import Tinker, as_process, in_process, passed
 
 
@@ -75,6 +78,15 @@ def test_a_setting_that_cannot_be_is_told_in_a_sentence(setting, told, capsys, t
     assert main(["--port", "0", "--folder", str(tmp_path), *setting]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert told in line
+
+
+def test_the_page_describes_every_option():
+    page = (Path(retrain.__file__).parent.parent / "docs/remote.md").read_text(encoding="utf-8")
+    for action in _parser()._actions[1:]:
+        [row] = re.findall(rf"^\| `{action.option_strings[0]}` \| (.*?) \|", page, re.MULTILINE)
+        default = getattr(action.default, "name", action.default)
+        if isinstance(default, str | float | int):
+            assert row == (f"`{default:g}`" if isinstance(default, float) else f"`{default}`")
 
 
 def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):

@@ -1,0 +1,74 @@
+"""Licences and known vulnerabilities of the dependencies, as `make check` sees them."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+import retrain
+
+ROOT = Path(retrain.__file__).resolve().parent.parent
+LICENCES = runpy.run_path(str(ROOT / "docs/licences.py"))
+AUDIT = runpy.run_path(str(ROOT / ".ci/audit.py"))
+
+
+def test_the_licences_page_is_current() -> None:
+    page = (ROOT / "docs/licences.md").read_text(encoding="utf-8")
+    packages = LICENCES["needed"]()
+    assert LICENCES["problems"](page, packages) == []
+    assert packages["nex-weaver"] == {"test"}
+    packages["nex-weaver"].add("remote")
+    stale = page.replace("| rich | MIT |", "| rich | GPL-3.0 |")
+    [proprietary, *rest] = LICENCES["problems"](stale, packages)
+    assert "nex-weaver: its licence 'Proprietary' is not allowed" in proprietary
+    assert [line.partition(":")[0] for line in rest] == [
+        "docs/licences.md is not current for nex-weaver",
+        "docs/licences.md is not current for rich",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "allowed"),
+    [
+        ("MPL-2.0 AND (Apache-2.0 OR MIT)", True),
+        ("Apache-2.0 WITH LLVM-exception AND MIT", True),
+        ("GPL-3.0-only OR MIT", True),
+        ("GPL-3.0-only", False),
+        ("MIT AND GPL-3.0-only", False),
+        ("Proprietary", False),
+        ("", False),
+    ],
+)
+def test_a_licence_is_allowed_if_each_part_of_it_is(expression: str, allowed: bool) -> None:
+    assert LICENCES["allowed"](expression) is allowed
+
+
+def test_a_known_vulnerability_fails_the_check_and_no_answer_skips_it(capsys, monkeypatch) -> None:
+    good = {"name": "a", "version": "1", "vulns": []}
+    bad = {"name": "b", "version": "2", "vulns": [{"id": "PYSEC-1", "fix_versions": ["3"]}]}
+    unknown = {"name": "c", "skip_reason": "Dependency not found on PyPI"}
+    main = AUDIT["main"]
+
+    def check(*reports: list[object] | None) -> tuple[int, list[str]]:
+        answers = iter("" if r is None else json.dumps({"dependencies": r}) for r in reports)
+        monkeypatch.setitem(main.__globals__, "ask", lambda *_: next(answers))
+        return main([]), capsys.readouterr().out.splitlines()
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    skipped = "pip-audit: skipped, no vulnerability service can be reached"
+    assert check(None, None) == (0, [skipped])
+    assert check([unknown], None) == (0, [skipped])
+    assert check([good]) == (0, ["pip-audit: 1 packages, 0 vulnerabilities"])
+    assert check([unknown], [good, bad, unknown]) == (
+        1,
+        ["pip-audit: 2 packages, 1 not known, 1 vulnerabilities", "b 2: PYSEC-1, fixed in 3"],
+    )
+
+
+def test_without_pip_audit_the_check_says_so(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert AUDIT["main"]([]) == 0
+    assert capsys.readouterr().out == "pip-audit: skipped, it is not installed\n"
