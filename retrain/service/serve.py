@@ -13,7 +13,6 @@ import socket
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from retrain.errors import ConfigError, RetrainError, RunError, install_command
@@ -21,6 +20,11 @@ from retrain.service.state import FrontSettings, Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
+_FRONT = {
+    "max_connections": "limit of open connections",
+    "header_timeout": "seconds in which the head of a request must arrive",
+    "body_timeout": "seconds in which its body must arrive, plus one for each 1000 bytes",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,42 +47,37 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a training service that speaks the Tinker and Weaver protocols, for one "
         "base model on this machine.",
     )
-    add = partial(_add, parser)
-    add("--model", "tiny", "tiny, a model folder or a Hugging Face id")
-    add("--host", "127.0.0.1", "address to listen on")
-    add("--port", 8765, "port, or 0 for a free one")
+    parser.add_argument(
+        "--model",
+        default="tiny",
+        help="tiny, a model folder or a Hugging Face id (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8765, help="port, or 0 for a free one (default: %(default)s)"
+    )
     parser.add_argument(
         "--api-key-env",
         metavar="NAME",
         help="environment variable with the API key that clients must send",
     )
+    _add_front(parser)
     parser.add_argument(
-        "--allow-host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="also accept requests that are addressed to this host name, for example behind a "
-        "proxy; can be repeated (on a loopback address, only localhost, 127.0.0.1 and [::1] are "
-        "accepted by default)",
+        "--folder",
+        type=Path,
+        default=Path("service"),
+        help="folder for checkpoints, kept across restarts (default: %(default)s)",
     )
-    add("--folder", Path("service"), "folder for checkpoints, kept across restarts")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if available)")
-    add("--threads", 1, "CPU threads of the trainer and of each sampler")
-    front = FrontSettings()
-    add("--max-connections", front.max_connections, "limit of open connections")
-    add("--header-timeout", front.header_timeout, "seconds in which a request's head must arrive")
-    add(
-        "--body-timeout",
-        front.body_timeout,
-        "seconds in which a request's body must arrive, plus one for each 1000 bytes",
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="CPU threads of the trainer and of each sampler (default: %(default)s)",
     )
     return parser
-
-
-def _add(parser: argparse.ArgumentParser, name: str, default: object, text: str) -> None:
-    parser.add_argument(
-        name, type=type(default), default=default, help=f"{text} (default: %(default)s)"
-    )
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
@@ -131,22 +130,37 @@ def _hosts(arguments: argparse.Namespace) -> tuple[str, ...] | None:
     return allowed or None
 
 
-def _front(arguments: argparse.Namespace) -> FrontSettings:
-    if arguments.max_connections < 1:
-        raise ConfigError(
-            f"--max-connections: got {arguments.max_connections}, expected an integer >= 1"
-        )
-    for name in ("header_timeout", "body_timeout"):
-        seconds = getattr(arguments, name)
-        if not 0 < seconds < float("inf"):
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: got {seconds:g}, expected a number of seconds > 0"
-            )
-    return FrontSettings(
-        header_timeout=arguments.header_timeout,
-        body_timeout=arguments.body_timeout,
-        max_connections=arguments.max_connections,
+def _add_front(parser: argparse.ArgumentParser) -> None:
+    """The options of the HTTP server."""
+    parser.add_argument(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="also accept requests that are addressed to this host name, for example behind a "
+        "proxy; can be repeated (on a loopback address, only localhost, 127.0.0.1 and [::1] are "
+        "accepted by default)",
     )
+    defaults = FrontSettings()
+    for name, text in _FRONT.items():
+        default = getattr(defaults, name)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="N",
+            type=type(default),
+            default=default,
+            help=f"{text} (default: {default:g})",
+        )
+
+
+def _front(arguments: argparse.Namespace) -> FrontSettings:
+    given = {name: getattr(arguments, name) for name in _FRONT}
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            what = "an integer >= 1" if name == "max_connections" else "a number of seconds > 0"
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option}: got {value:g}, expected {what}")
+    return FrontSettings(**given)
 
 
 def _listen(host: str, port: int) -> socket.socket:
