@@ -18,6 +18,7 @@ import httpx
 
 from retrain.service.app import ServiceApp
 from retrain.service.front import make_server
+from retrain.service.serve import LOOPBACK
 from retrain.service.state import FrontSettings, Settings
 
 TOKENS = [70, 71, 72, 73, 74, 75]
@@ -134,7 +135,7 @@ def on_a_port(
     **settings: Any,
 ) -> Iterator[str]:
     """The URL of a service on a free loopback port, in a thread of its own."""
-    app = ServiceApp(Settings(folder=folder, **settings))
+    app = ServiceApp(Settings(folder=folder, **{"hosts": LOOPBACK, **settings}))
     server = make_server(wrap(app) if wrap else app, front or FrontSettings(shutdown=2))
 
     async def serve() -> None:

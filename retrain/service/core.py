@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -70,16 +70,16 @@ class Service:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.wait([self._sweeper])
-        for model in self.models.values():
-            model.lane.close()
-        await self.jobs.close()
-        await self._pool.close()
-        await asyncio.to_thread(self.store.sweep)
-        await asyncio.to_thread(self._engine.shutdown, cancel_futures=True)
-        self.store.close()
+        with closing(self.store):
+            if self._sweeper is not None:
+                self._sweeper.cancel()
+                await asyncio.wait([self._sweeper])
+            for model in self.models.values():
+                model.lane.close()
+            await self.jobs.close()
+            await self._pool.close()
+            await asyncio.to_thread(self.store.sweep)
+            await asyncio.to_thread(self._engine.shutdown, cancel_futures=True)
 
     # Sessions
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -263,7 +263,7 @@ class Store:
         except (OSError, ValueError, RecursionError) as error:
             if path not in self._reported:
                 self._reported.add(path)
-                reason = " ".join(str(error).split())[:200]
+                reason = _reason(error)
                 log.warning("skipping a checkpoint: %s can't be read: %s", path, reason)
             return None
         expires = saved.expires_at if (saved.expires_at or 0) < _FOREVER else None
@@ -323,6 +323,14 @@ def _swap(draft: Path, target: Path) -> None:
 def _replaced(name: str) -> str:
     """Where a checkpoint of this name waits until it is replaced: no name starts with a dot."""
     return f".{name}{_REPLACED}"
+
+
+def _reason(error: Exception) -> str:
+    """One line; pydantic's own text has several."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_input=False)[0]
+        return ": ".join([*map(str, first["loc"]), first["msg"]])
+    return str(error).partition("\n")[0]
 
 
 def _sync(path: Path) -> None:
