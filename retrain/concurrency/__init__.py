@@ -1,1 +1,1 @@
-"""Deadlines, threads, locks of folders and the watchdog: every await has an owner and a deadline."""
+"""Deadlines, threads, folder locks and the watchdog: every await has an owner and a deadline."""
