@@ -16,16 +16,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import pickle
 import random
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +37,7 @@ from retrain.observe.journal import read_lines
 from retrain.observe.run_dir import RunDirectory
 from retrain.rewarding import reward
 from tests.chaos.judgement import judge_log
+from tests.chaos.processes import beside, run_forked
 
 ROOT = Path(__file__).parent.parent.parent
 LETTERS = "abcdefgh"
@@ -143,9 +144,19 @@ def play(case: Case) -> None:
     (case.folder / "run.yaml").write_text(yaml.safe_dump(sections(case.variant)))
     for start in range(MOST_STARTS):
         point = case.points[start] if start < len(case.points) else ""
-        case.codes.append(_forked(lambda p=point: _run(case, p)))  # type: ignore[misc]  # mypy can't infer a lambda with a default
+        case.codes.append(_start(case, point))
         if case.codes[-1] != -signal.SIGKILL:
             return
+
+
+def _start(case: Case, point: str) -> int:
+    """Start or resume the run; the process kills itself at `point`."""
+    log = case.folder / "log.txt"
+    with log.open("a") as file:
+        file.write(f"--- killed at: {point or 'nowhere'}\n")
+    resume = ["--resume"] if (case.run_dir / "events.jsonl").exists() else []
+    argv = [str(case.folder / "run.yaml"), "--run-dir", str(case.run_dir), *resume]
+    return run_forked(argv, log, before=partial(arm, point, case.run_dir))
 
 
 def sections(variant: str) -> dict[str, Any]:
@@ -154,37 +165,13 @@ def sections(variant: str) -> dict[str, Any]:
     return {key: value for key, value in merged.items() if value not in ({}, [])}
 
 
-def _forked(work: Callable[[], int]) -> int:
-    """Do the work in a forked process; its exit code, negative for a signal."""
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        try:
-            os._exit(work())
-        finally:
-            os._exit(70)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _run(case: Case, point: str) -> int:
-    """`python -m retrain.run`, with its output in a file; it kills itself at `point`."""
-    from retrain.run import main
-
-    log = os.open(case.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.write(log, f"--- killed at: {point or 'nowhere'}\n".encode())
-    if point:
-        arm(point, case.run_dir)
-    resume = ["--resume"] if (case.run_dir / "events.jsonl").exists() else []
-    return main([str(case.folder / "run.yaml"), "--run-dir", str(case.run_dir), *resume])
-
-
 def arm(point: str, run_dir: Path) -> None:
     """Kill this process at the nth occurrence of a point: `event update 3`, `disk rename 2`.
 
     Calls to the disk count only for files of the run directory; the kill comes before the call.
     """
+    if not point:
+        return
     kind, name, nth = point.split()
     left = int(nth)
 
@@ -320,27 +307,6 @@ def campaign(variant: str, kills: int, seed: int, folder: Path) -> list[Case]:
     return cases
 
 
-def beside(jobs: Sequence[Callable[[], list[Case]]], folder: Path, at_once: int) -> list[Case]:
-    """The cases of all jobs, each job in a forked process."""
-    running: dict[int, Path] = {}
-    cases: list[Case] = []
-    waiting = list(enumerate(jobs))
-    while waiting or running:
-        if waiting and len(running) < at_once:
-            number, job = waiting.pop(0)
-            result = folder / f"result_{number}"
-            if not (child := os.fork()):
-                try:
-                    result.write_bytes(pickle.dumps(job()))
-                finally:
-                    os._exit(0)
-            running[child] = result
-            continue
-        child, _ = os.wait()
-        cases += pickle.loads(running.pop(child).read_bytes())
-    return cases
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=60)
@@ -356,7 +322,7 @@ def main() -> int:
         folder.mkdir(exist_ok=True)
         each = math.ceil(arguments.kills / len(variants))
         jobs = [partial(campaign, name, each, arguments.seed, folder) for name in variants]
-        cases = beside(jobs, folder, arguments.jobs)
+        cases = list(chain.from_iterable(beside(jobs, folder, arguments.jobs)))
     wrong = [case for case in cases if case.wrong]
     for case in wrong:
         print(f"{case.folder.name}, killed at {list(case.points)}: " + "; ".join(case.wrong[:4]))
