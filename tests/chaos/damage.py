@@ -113,12 +113,18 @@ DAMAGES = [
     Damage("a manifest of a list", manifest("[]"), words="step_4"),
     Damage("files as a list", manifest('{"format": 2, "files": ["a"]}'), words="step_4"),
     Damage("files as null", manifest('{"format": 2, "files": null}'), words="step_4"),
-    Damage("a number per file", manifest('{"format": 2, "files": {"run.json": 3}}'), words="step_4"),
+    Damage(
+        "a number per file", manifest('{"format": 2, "files": {"run.json": 3}}'), words="step_4"
+    ),
     Damage("a deep manifest", manifest("[" * 100_000), words="step_4"),
-    Damage("a path outside", manifest('{"format": 2, "files": {"../../x": [1, "a"]}}'), words="step_4"),
+    Damage(
+        "a path outside", manifest('{"format": 2, "files": {"../../x": [1, "a"]}}'), words="step_4"
+    ),
     Damage("a short run.json", truncate("run.json"), words="step_4"),
     Damage("a short weight file", truncate("adapter/skill.txt"), words="step_4"),
-    Damage("no weight file", lambda run: (newest(run) / "adapter/skill.txt").unlink(), words="step_4"),
+    Damage(
+        "no weight file", lambda run: (newest(run) / "adapter/skill.txt").unlink(), words="step_4"
+    ),
     Damage("an unreadable run.json", unreadable_state, words="step_4"),
     Damage("another format", manifest('{"format": 99, "files": {}}'), 1, "format 99"),
     Damage("a folder step_²", lambda run: (run / "checkpoints/step_²").mkdir()),
@@ -126,8 +132,12 @@ DAMAGES = [
     Damage("a file step_9", add("checkpoints/step_9")),
     Damage("a partial checkpoint", add("checkpoints/.step_21.partial/run.json")),
     Damage("a temporary file", add("config.yaml.tmp")),
-    Damage("all checkpoints torn", all_torn, 1, r"checkpoint.*(start over|new run|--run-dir|delete)"),
-    Damage("no checkpoints folder", lambda run: shutil.rmtree(run / "checkpoints"), 1, "checkpoint"),
+    Damage(
+        "all checkpoints torn", all_torn, 1, r"checkpoint.*(start over|new run|--run-dir|delete)"
+    ),
+    Damage(
+        "no checkpoints folder", lambda run: shutil.rmtree(run / "checkpoints"), 1, "checkpoint"
+    ),
     Damage("a short last event", append("events.jsonl", b'{"event": "iss')),
     Damage("zeros after the events", append("events.jsonl", b"\0" * 4096)),
     Damage("a short last row", append("metrics.jsonl", b'{"step": 5, "lo')),
@@ -135,12 +145,14 @@ DAMAGES = [
     Damage("no rollouts.jsonl", lambda run: (run / "rollouts.jsonl").unlink()),
     Damage("no config.yaml", lambda run: (run / "config.yaml").unlink()),
     Damage("an empty best link", lambda run: (run / "checkpoints/best").symlink_to("step_99")),
-    Damage("the run directory deleted", shutil.rmtree, 1, "run directory|deleted|No such", live=True),
+    Damage(
+        "the run directory deleted", shutil.rmtree, 1, "run directory|deleted|No such", live=True
+    ),
     Damage("checkpoints is a file", blocked_by_a_file, 1, "checkpoint", live=True),
     Damage(
         "events.jsonl deleted", lambda run: (run / "events.jsonl").unlink(), 1, "events", live=True
     ),
-]  # fmt: skip
+]
 BY_NAME = {damage.name: damage for damage in DAMAGES}
 
 
