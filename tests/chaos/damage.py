@@ -105,27 +105,29 @@ def unreadable_state(run: Path) -> None:
     listed.write_text(json.dumps(entries))
 
 
+STEP_4 = "step_4"
+"""The output names the checkpoint that is skipped."""
 DAMAGES = [
     Damage("nothing", lambda run: None),
-    Damage("no manifest", lambda run: (newest(run) / "manifest.json").unlink(), words="step_4"),
-    Damage("an empty manifest", manifest(""), words="step_4"),
-    Damage("a manifest of null", manifest("null"), words="step_4"),
-    Damage("a manifest of a list", manifest("[]"), words="step_4"),
-    Damage("files as a list", manifest('{"format": 2, "files": ["a"]}'), words="step_4"),
-    Damage("files as null", manifest('{"format": 2, "files": null}'), words="step_4"),
+    Damage("no manifest", lambda run: (newest(run) / "manifest.json").unlink(), words=STEP_4),
+    Damage("an empty manifest", manifest(""), words=STEP_4),
+    Damage("a manifest of null", manifest("null"), words=STEP_4),
+    Damage("a manifest of a list", manifest("[]"), words=STEP_4),
+    Damage("files as a list", manifest('{"format": 2, "files": ["a"]}'), words=STEP_4),
+    Damage("files as null", manifest('{"format": 2, "files": null}'), words=STEP_4),
     Damage(
         "a number per file", manifest('{"format": 2, "files": {"run.json": 3}}'), words="step_4"
     ),
-    Damage("a deep manifest", manifest("[" * 100_000), words="step_4"),
+    Damage("a deep manifest", manifest("[" * 100_000), words=STEP_4),
     Damage(
         "a path outside", manifest('{"format": 2, "files": {"../../x": [1, "a"]}}'), words="step_4"
     ),
-    Damage("a short run.json", truncate("run.json"), words="step_4"),
-    Damage("a short weight file", truncate("adapter/skill.txt"), words="step_4"),
+    Damage("a short run.json", truncate("run.json"), words=STEP_4),
+    Damage("a short weight file", truncate("adapter/skill.txt"), words=STEP_4),
     Damage(
         "no weight file", lambda run: (newest(run) / "adapter/skill.txt").unlink(), words="step_4"
     ),
-    Damage("an unreadable run.json", unreadable_state, words="step_4"),
+    Damage("an unreadable run.json", unreadable_state, words=STEP_4),
     Damage("another format", manifest('{"format": 99, "files": {}}'), 1, "format 99"),
     Damage("a folder step_²", lambda run: (run / "checkpoints/step_²").mkdir()),
     Damage("a folder step_x", lambda run: (run / "checkpoints/step_x").mkdir()),
