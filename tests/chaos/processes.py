@@ -1,0 +1,76 @@
+"""Runs in forked processes: a start costs no import of torch or trl where the parent has them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def run_forked(
+    argv: Sequence[str],
+    log: Path,
+    *,
+    before: Callable[[], object] = lambda: None,
+    limit: float = 60.0,
+) -> int:
+    """`python -m retrain.run ARGV` in a forked process; its exit code, negative for a signal.
+
+    Its output is appended to `log`, and `before` is called in it. After `limit` seconds it is
+    killed, and the result is -SIGALRM.
+    """
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            from retrain.run import leave, main
+
+            before()
+            leave(main(list(argv)))
+        except SystemExit as end:
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else 70)
+        finally:
+            os._exit(70)
+    until = time.monotonic() + limit
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return -signal.SIGALRM
+        time.sleep(0.02)
+
+
+def beside(jobs: Sequence[Callable[[], T]], folder: Path, at_once: int) -> list[T]:
+    """The results of all jobs, each done in a forked process; they come back by pickle."""
+    running: dict[int, Path] = {}
+    results: dict[Path, T] = {}
+    waiting = list(enumerate(jobs))
+    while waiting or running:
+        if waiting and len(running) < at_once:
+            number, job = waiting.pop(0)
+            file = folder / f"result_{number}"
+            if not (child := os.fork()):
+                try:
+                    file.write_bytes(pickle.dumps(job()))
+                finally:
+                    os._exit(0)
+            running[child] = file
+            continue
+        child, _ = os.wait()
+        file = running.pop(child)
+        results[file] = pickle.loads(file.read_bytes())
+    return [results[folder / f"result_{number}"] for number in range(len(jobs))]
