@@ -67,7 +67,6 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
     file = Path(subject) if own else config_file(subject)
     if file.suffix in (".yaml", ".yml"):
         parts = assemble(load_config(file, keys))
-        parts.scorer.close()
         count = min(PROMPTS, len(parts.prompts))
         prompts = [parts.prompts.prompt(Ticket(0, index)) for index in range(count)]
         fit = Finding(True, "all parts of the config load and fit together")

@@ -253,7 +253,6 @@ def test_a_run_is_put_together(folder: Path) -> None:
     assert "dapo" in parts.capabilities.losses
     assert parts.scorer.rewards[0].name == "exact_match"
     assert parts.warnings == ()
-    parts.scorer.close()
 
 
 async def test_rewards_may_be_functions_classes_or_decorated(folder: Path) -> None:
@@ -288,7 +287,6 @@ class Calculator(RewardCalculator):
     prompt = Prompt("0.0.0", ({"role": "user", "content": "a"},))
     trajectory = Trajectory(prompt, [Turn([1], completion)])
     await parts.scorer.score(Group(prompt, [trajectory]))
-    parts.scorer.close()
     assert trajectory.rewards == {"length": 5.0, "constant": 1.0, "nice": 3.0, "own": 5.0}
     assert trajectory.reward == 5 + 3 + 3 + 5
 
@@ -613,7 +611,7 @@ def test_the_schema_has_the_built_ins_keys() -> None:
     assert files["then"]["required"] == ["path"]
     assert "base_dir" not in files["then"]["properties"]
     rewards = schema["$defs"]["RewardConfig"]
-    assert {"type", "weight", "name"} == set(rewards["properties"])
+    assert {"type", "weight", "name", "processes"} == set(rewards["properties"])
 
 
 def test_the_schema_is_valid_and_takes_the_repository_s_configs() -> None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from retrain.config import DeadlinesConfig
 from retrain.errors import PluginError
 from retrain.rewarding import (
     FunctionReward,
@@ -34,8 +35,8 @@ async def scored(group: Group, *rewards, weights=(1.0, 1.0, 1.0), **keys) -> lis
         for r, w in zip(rewards, weights, strict=False)
     ]
     scorer = Scorer(parts, **keys)
-    await scorer.score(group)
-    scorer.close()
+    async with scorer.serving(pytest.fail):
+        await scorer.score(group)
     return group.trajectories
 
 
@@ -191,7 +192,6 @@ async def test_a_slow_plain_function_gets_a_thread_for_each_rollout():
     group = played(*"abcd")
     await scorer.score(group)
     assert [t.reward for t in group.trajectories] == [1.0] * 4, "the four met in four threads"
-    scorer.close()
 
 
 async def test_what_a_thread_had_scored_before_its_deadline_counts():
@@ -203,7 +203,7 @@ async def test_what_a_thread_had_scored_before_its_deadline_counts():
             never.wait()
         return 1.0
 
-    trajectories = await scored(played(*"abcd"), judge, deadline=0.1)
+    trajectories = await scored(played(*"abcd"), judge, deadlines=DeadlinesConfig(reward=0.1))
     never.set()
     assert [t.outcome for t in trajectories] == ["ok", "ok", "timeout", "timeout"]
 
