@@ -13,6 +13,7 @@ from retrain.algorithms.base import Algorithm
 from retrain.assembly.compatibility import check_compatible, warnings_about
 from retrain.assembly.kinds import make, maker, target_of
 from retrain.assembly.learner import Learner
+from retrain.assembly.packages import missing_packages
 from retrain.assembly.parts import Given, Parts
 from retrain.config import Plugin, RunConfig
 from retrain.config.foreign import HOMES
@@ -71,6 +72,7 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
     environment = attempt(partial(_environment, config), given.environment)
     scorer = attempt(partial(_scorer, config), given.scorer)
     options = attempt(partial(_options, config))
+    attempt(lambda: _check_installed(options(), config))
     loggers = [
         attempt(partial(make, "logger", plugin, f"loggers.{index}", config))
         for index, plugin in enumerate(config.loggers)
@@ -177,6 +179,11 @@ def _scorer(config: RunConfig) -> Scorer:
         raise PluginError(*problems)
     concurrency = config.rollout.reward_concurrency
     return Scorer(parts, deadlines=config.deadlines, concurrency=concurrency)
+
+
+def _check_installed(options: AdapterOptions, config: RunConfig) -> None:
+    if missing := list(missing_packages(options, config.backend.type)):
+        raise PluginError(*missing)
 
 
 def _options(config: RunConfig) -> AdapterOptions:
