@@ -9,8 +9,9 @@ from retrain.rewarding.base import (
     reward,
 )
 from retrain.rewarding.building import REWARD, weighted_reward
+from retrain.rewarding.calls import compares
 from retrain.rewarding.scorer import Scorer, WeightedReward
-from retrain.rewarding.verdicts import as_number, fail
+from retrain.rewarding.verdicts import as_number, checked, fail
 
 __all__ = [
     "NAMES",
@@ -21,6 +22,8 @@ __all__ = [
     "Scorer",
     "WeightedReward",
     "as_number",
+    "checked",
+    "compares",
     "fail",
     "is_async",
     "reward",

@@ -190,12 +190,15 @@ class _Worker:
         """End the process; returns " at file:line" if its stack says where it was."""
         assert process.stdout is not None
         words = head if isinstance(head, bytes) else b""
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(LAST_WORDS_SECONDS):
                 while block := await process.stdout.read(2**16):
                     words += block
                 await process.wait()
-        await self._end()
+        except TimeoutError:
+            pass  # the rest is lost
+        finally:
+            await self._end()
         frames = _FRAME.findall(words.decode(errors="replace"))
         own = [frame for frame in frames if not frame[0].startswith(_OWN)] or frames
         return f" at {Path(own[0][0]).name}:{own[0][1]}" if own else ""

@@ -49,8 +49,9 @@ class Tenure:
             await user_call(what, self._calculator.setup, seconds, "setup")
             self._ready.set_result(None)
             await self._over.wait()
-        except UserCodeError as error:
-            self._ready.set_result(error)
+        except UserCodeError as error:  # that of a worker process names its owner already
+            cause = error.__cause__
+            self._ready.set_result(cause if isinstance(cause, UserCodeError) else error)
         except asyncio.CancelledError:  # by `end`, or by the code itself: close in either case
             if not self._ready.done():
                 self._ready.set_result(UserCodeError(f"{what} cancelled its own task"))
@@ -58,6 +59,7 @@ class Tenure:
         try:
             await user_call(what, self._calculator.close, seconds, "close")
         except UserCodeError as error:
-            self._fault(str(error))
+            cause = error.__cause__
+            self._fault(str(cause if isinstance(cause, UserCodeError) else error))
         except asyncio.CancelledError:
             self._fault(f"{what} cancelled its own task")

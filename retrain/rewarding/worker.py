@@ -14,6 +14,7 @@ import faulthandler
 import io
 import os
 import pickle
+import resource
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, BinaryIO
@@ -34,6 +35,7 @@ def main() -> None:
     """Serve the reward that the first request describes, until an empty request."""
     requests, answers = _private_pipes()
     faulthandler.enable(answers, all_threads=False)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a late worker is ended by SIGABRT
     spec = pickle.loads(_read(requests))
     unpickle, owner = partial(_unpickled, spec["packages"]), f"reward '{spec['name']}'"
     try:
