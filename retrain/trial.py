@@ -69,9 +69,9 @@ async def _played(parts: Parts, prompt: Prompt) -> list[Case]:
 async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) -> Trial:
     """The verdicts of one reward, with the time of each call."""
     usable = [case for case in cases if case[1].outcome == "ok"]
-    said = [(label, f"not tried: {t.info['error']}") for label, t in cases if t.outcome != "ok"]
+    lines = [f"{label}: not tried: {t.info['error']}" for label, t in cases if t.outcome != "ok"]
     calls = [usable] if compares(part.calculator) and usable else [[case] for case in usable]
-    good = bool(usable)
+    good, failed = bool(usable), dict[str, list[str]]()
     for call in calls:
         started = time.perf_counter()
         verdicts = await scorer.verdicts(part, [trajectory for _, trajectory in call])
@@ -79,16 +79,13 @@ async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) ->
         for (label, _), verdict in zip(call, verdicts, strict=True):
             try:
                 judged = checked(part.name, verdict)
-                good = good and judged.outcome in ("ok", "invalid")
-                said.append((label, f"{_described(judged)} {took}"))
-            except UserCodeError as error:
-                good = False
-                said.append((label, str(error)))
-    labels: dict[str, list[str]] = {}
-    for label, text in said:  # one error is often that of every reply
-        labels.setdefault(text, []).append(label)
-    lines = tuple(f"{', '.join(same)}: {text}" for text, same in labels.items())
-    return Trial(good, f"reward '{part.name}'", lines)
+            except UserCodeError as error:  # which is often the same for every reply
+                failed.setdefault(str(error), []).append(label)
+                continue
+            good = good and judged.outcome in ("ok", "invalid")
+            lines.append(f"{label}: {_described(judged)} {took}")
+    lines += [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
+    return Trial(good and not failed, f"reward '{part.name}'", tuple(lines))
 
 
 def _described(judged: Reward) -> str:

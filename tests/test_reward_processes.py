@@ -92,6 +92,8 @@ def act(completion):
         return None
     return 1.0
 """
+EXCLUDE = "To exclude a rollout, return Reward(0.0, outcome='invalid')."
+KILLED = "its worker process was killed"
 
 
 @pytest.fixture
@@ -174,14 +176,12 @@ async def test_a_worker_that_dies_costs_one_rollout(folder, monkeypatch, name):
         "exit": ("infra_error", ": its worker process exited with status 7"),
         "held": (
             "timeout",
-            " took longer than deadlines.reward = 1.0 s at faults.py:15; its worker process was "
-            "killed",
+            f" took longer than deadlines.reward = 1.0 s at faults.py:15; {KILLED}",
         ),
         "raise": ("infra_error", " raised SystemExit: no (faults.py:17)"),
         "none": (
             "infra_error",
-            " returned None, expected a finite number. To exclude a rollout, return "
-            "Reward(0.0, outcome='invalid').",
+            f" returned None, expected a finite number. {EXCLUDE}",
         ),
         "fork": ("infra_error", ": its worker process exited with status 0"),
     }
