@@ -8,6 +8,7 @@ calculator that fails sets the outcome of its rollout; a failure is never a rewa
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -33,6 +34,7 @@ from retrain.rewarding.tenure import Tenure
 from retrain.rewarding.verdicts import checked, fail
 from retrain.types import Group, Trajectory
 
+_log = logging.getLogger(__name__)
 SLOW = 0.02
 """Seconds. A plain function that is slower gets one thread per rollout instead of per group."""
 
@@ -71,7 +73,7 @@ class Scorer:
         self._slow: set[str] = set()
 
     @asynccontextmanager
-    async def serving(self, fault: Callable[[str], None]) -> AsyncIterator[None]:
+    async def serving(self, fault: Callable[[str], None] = _log.warning) -> AsyncIterator[None]:
         """Set up the rewards, and close them in the end.
 
         `fault` is called with the error of a `close`, which affects no rollout. Raises RunError
