@@ -754,19 +754,22 @@ def test_any_plug_in_imports_its_neighbours_when_it_is_loaded_first(
     )
 
 
-def test_whose_module_is_imported_does_not_depend_on_what_is_loaded_first(
+def test_a_files_own_folder_hides_no_installed_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The config's folder comes first, then the working folder, then the files' own."""
+    """The config's folder and the working folder come first, whatever is loaded first."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     config, working, inner = tmp_path / "config", tmp_path / "working", tmp_path / "config/inner"
     for folder in (working, inner):
         folder.mkdir(parents=True)
-        (folder / "score.py").write_text("def score(completion): return 1.0")
+    (inner / "colorsys.py").write_text(
+        "import colorsys\ndef score(completion): return colorsys.rgb_to_hls(1, 1, 1)[1]"
+    )
     monkeypatch.chdir(working)
-    found("reward", "inner/score.py", config)
-    found("reward", str(working / "score.py"), config)
-    assert sys.path[:3] == [str(config), str(working), str(inner)]
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert found("reward", "inner/colorsys.py", config)("") == 1.0
+    assert sys.path[:2] == [str(config), str(working)]
+    assert sys.path[-1] == str(inner)
 
 
 def test_a_built_in_puts_its_folder_on_no_path(

@@ -7,8 +7,9 @@
   working folder, add names; a built-in of the same name takes precedence.
 - A file path is resolved in the config's folder, then in the working folder. Its folder is its
   package: relative imports work, and a file is executed once.
-- A plug-in of the user's also imports, absolutely, from the config's folder, the working folder and
-  its own folder, in this order, whichever plug-in is loaded first.
+- A plug-in of the user's can import from the config's folder and the working folder, which come
+  before installed packages, and from its own folder, which comes after them: `rewards/regex.py`
+  must not replace a package that a library imports. It doesn't matter what is loaded first.
 
 A user's mistake is a PluginError with the file and the line.
 """
@@ -164,14 +165,13 @@ def _candidates(kind: Kind, module: ModuleType) -> dict[str, Any]:
 
 
 def _search(base_dir: Path, *own: Path) -> list[str]:
-    """Make these folders importable, in this order whatever was loaded before.
+    """Make these folders importable; returns those that come first.
 
     They stay on the path, since plug-ins import lazily too.
     """
     first = list(dict.fromkeys(str(folder.resolve()) for folder in (base_dir, Path.cwd())))
     sys.path[:0] = [folder for folder in first if folder not in sys.path]
-    after = 1 + max(map(sys.path.index, first))
-    sys.path[after:after] = [str(f) for f in map(Path.resolve, own) if str(f) not in sys.path]
+    sys.path += [str(f) for f in map(Path.resolve, own) if str(f) not in sys.path]
     importlib.invalidate_caches()
     return first
 
