@@ -20,7 +20,7 @@ async def learn(parts: Parts) -> list[Metrics]:
     """Train as `parts.config` says; return the metrics of each step."""
     config = parts.config
     history: list[Metrics] = []
-    async with parts.open_adapter() as adapter:  # loads the model
+    async with parts.scorer.serving(), parts.open_adapter() as adapter:  # loads the model
         chat = Chat(adapter.tokenizer, template=parts.chat_template)
         rollouts = Rollouts(config, adapter.sampler, chat, adapter.context_length)
         prompts = in_order(parts)
@@ -41,7 +41,6 @@ async def learn(parts: Parts) -> list[Metrics]:
             )
             history.append(await adapter.update(batch))  # loss, gradient, optimizer
             await adapter.publish()  # the next rollouts are sampled from the new weights
-    parts.scorer.close()  # ends the threads of plain reward functions
     return history
 
 

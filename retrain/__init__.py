@@ -23,7 +23,7 @@ _HOMES = {
     "retrain.observe.callbacks": "Callback TrainingResult",
     "retrain.observe.loggers": "Logger",
     "retrain.pipeline": "train",
-    "retrain.prompts": "PromptSource",
+    "retrain.prompts": "PromptSource Row",
     "retrain.rewarding": "Reward RewardCalculator reward",
     "retrain.sampler": "Sampler SamplingParams Tokenizer",
     "retrain.types": "Batch Completion Group Message Metrics Prompt Sample Ticket Trajectory Turn",
@@ -67,7 +67,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.observe.callbacks import Callback as Callback, TrainingResult as TrainingResult
     from retrain.observe.loggers import Logger as Logger
     from retrain.pipeline import train as train
-    from retrain.prompts import PromptSource as PromptSource
+    from retrain.prompts import PromptSource as PromptSource, Row as Row
     from retrain.rewarding import Reward as Reward, RewardCalculator as RewardCalculator
     from retrain.rewarding import reward as reward
     from retrain.sampler import Sampler as Sampler, SamplingParams as SamplingParams

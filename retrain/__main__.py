@@ -59,8 +59,9 @@ def _check(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="retrain check",
-        description="Play rollouts with fixed replies and check that the environment keeps its "
-        "contract. Exit codes: 0 all checks passed, 1 a check failed, 2 it can't be loaded.",
+        description="Play rollouts with fixed replies, check that the environment keeps its "
+        "contract, and call the rewards of a config. Exit codes: 0 all checks passed, 1 a check "
+        "failed, 2 it can't be loaded.",
     )
     parser.add_argument("subject", metavar="ENVIRONMENT|CONFIG")
     parser.add_argument(

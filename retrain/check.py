@@ -1,4 +1,4 @@
-"""The conformance kit of environments: plays rollouts with fixed replies, without a model.
+"""The conformance kit of environments, and a try of a config's rewards, without a model.
 
 `check_environment` checks the Environment's contract: types, state that `reset` clears, independent
 instances, cancellation, no leaked task. Authors can call it in their own tests. The rollouts are
@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from retrain.assembly import assemble, maker
-from retrain.chat import Chat
 from retrain.chat.tools import CLOSE, OPEN, check_tools
 from retrain.concurrency.deadlines import user_call
 from retrain.config import DeadlinesConfig, Plugin, RolloutConfig, RunConfig, load_config
@@ -24,10 +22,9 @@ from retrain.config.plugins import built_in_names
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment, ToolSpec
 from retrain.errors import UserCodeError, blame
-from retrain.rollout import Rollouts
 from retrain.run import config_file
-from retrain.sampler import SamplingParams, Tokenizer
-from retrain.types import Completion, Prompt, Ticket
+from retrain.trial import Script, scripted, tried_rewards
+from retrain.types import Prompt, Ticket
 
 Transcript = list[Any]  # what an environment replied: only compared
 PROMPTS = 3
@@ -58,7 +55,7 @@ class Finding:
 
 
 async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]:
-    """Check a config's environment with the config's prompts, or an environment without a config.
+    """Check a config's environment and rewards with its prompts, or an environment on its own.
 
     `keys` are overrides of the config, or `key=value` of the environment. Raises ConfigError if it
     can't be loaded.
@@ -67,11 +64,16 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
     file = Path(subject) if own else config_file(subject)
     if file.suffix in (".yaml", ".yml"):
         parts = assemble(load_config(file, keys))
-        parts.scorer.close()
         count = min(PROMPTS, len(parts.prompts))
         prompts = [parts.prompts.prompt(Ticket(0, index)) for index in range(count)]
         fit = Finding(True, "all parts of the config load and fit together")
-        return [fit, *await check_environment(parts.environment, prompts)]
+        if (source := parts.algorithm.source) != "rollouts":
+            unused = f"the rows are {source}: no environment and no reward is used"
+            return [fit, Finding(True, unused)]
+        findings = await check_environment(parts.environment, prompts)
+        trials = await tried_rewards(parts, prompts)
+        rewards = [Finding(t.good, t.what, "\n      ".join(t.lines)) for t in trials]
+        return [fit, *findings, *rewards]
     arguments = {path[0]: value for path, value in map(parse_override, keys)}
     plugin = Plugin.model_validate({**arguments, "type": subject})
     config = RunConfig(prompts=Plugin(type="list"), base_dir=Path.cwd())
@@ -178,9 +180,8 @@ async def _played(
         rollout=RolloutConfig(max_turns=TURNS),
         deadlines=DeadlinesConfig(reset=DEADLINE, step=DEADLINE),
     )
-    script = _Script()
-    letters = _Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
-    rollouts = Rollouts(config, script, Chat(letters, template="none"), sys.maxsize)
+    script = Script()
+    rollouts = scripted(config, script)
     transcripts: list[Transcript] = [[] for _ in environments]
     for prompt in prompts:
         for script.reply in _replies(environments[0].tools):
@@ -191,31 +192,6 @@ async def _played(
                 last = repr(played.turns[-1].observation)
                 transcript.append((played.messages, played.rewards, len(played.turns), last))
     return transcripts
-
-
-class _Script:
-    """A sampler that always says the same."""
-
-    reply = ""
-
-    async def sample(
-        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
-    ) -> list[Completion]:
-        ids = [ord(letter) for letter in self.reply]
-        return [Completion(ids, [0.0] * len(ids), self.reply, "stop", 0)] * n
-
-
-class _Letters(Tokenizer):
-    """One token per character."""
-
-    eos_token_id = None
-    chat_template = None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [0] * add_special_tokens + [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, token_ids))
 
 
 def _replies(tools: Sequence[ToolSpec]) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -176,7 +178,7 @@ def test_the_command_checks_a_file_and_a_config(
     assert "environment.size: missing" in capsys.readouterr().err
     assert command(["check", "own.py:Bad"]) == 1
     assert "FAIL  reset and step" in capsys.readouterr().out
-    (tmp_path / "task.yaml").write_text("prompts: [a, b]\nrewards: exact_match")
+    (tmp_path / "task.yaml").write_text("prompts: [{prompt: a, answer: b}]\nrewards: exact_match")
     assert command(["check", "quickstart"]) == 0
     assert command(["check", "task.yaml"]) == 0
     assert "ok    all parts of the config load" in capsys.readouterr().out
@@ -201,3 +203,98 @@ def test_a_step_that_blocks_the_loop_is_named_and_the_command_ends(tmp_path: Pat
     )
     assert done.returncode == 1
     assert "FAIL  the event loop has been blocked for 0.5 s by Own.step (own.py:5)" in done.stdout
+
+
+REWARDS = """
+import signal
+from retrain import Reward, RewardCalculator, reward
+
+@reward
+def parts(completion): return Reward(0.5, {"long": len(completion)})
+def none(completion): return None
+def listed(completion): return [1.0]
+def divides(completion): return 1 / len(completion)
+def alarmed(completion): signal.signal(signal.SIGALRM, signal.SIG_DFL); return 1
+def excludes(completion): return Reward(0.0, outcome="invalid")
+def reads_info(metadata, trajectory): return trajectory.info["turns"]
+
+class Down(RewardCalculator):
+    def __init__(self, port: int, hook: str): self.port, self.hook = port, hook
+    async def _ask(self, hook):
+        if hook == self.hook:
+            import httpx
+            async with httpx.AsyncClient() as client:
+                await client.get(f"http://127.0.0.1:{self.port}")
+    async def setup(self): await self._ask("setup")
+    async def calculate(self, trajectory): await self._ask("calculate"); return 1.0
+    async def close(self): await self._ask("close")
+"""
+COUNTING = """
+from retrain import Environment, StepResult
+class Counting(Environment):
+    async def step(self, action): return StepResult([], 0.0, True, False, {"turns": 1})
+"""
+
+
+def test_a_configs_rewards_are_called_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scores.py").write_text(REWARDS)
+    (tmp_path / "counting.py").write_text(COUNTING)
+    (tmp_path / "task.yaml").write_text("prompts: [{prompt: a, answer: aa}]\nrewards: []")
+
+    def shown(*overrides: str) -> tuple[int, str]:
+        code = command(["check", "task.yaml", *overrides])
+        out = capsys.readouterr().out
+        return code, re.sub(r"[0-9.]+ ms", "N ms", out[out.index("no task is leaked") + 18 :])
+
+    good = "[exact_match, scores.py:parts, scores.py:excludes, scores.py:reads_info]"
+    code, text = shown(f"rewards={good}", "environment=counting.py")
+    assert code == 0
+    assert text.splitlines() == [
+        "ok    reward 'exact_match'",
+        "      answer 'aa': 1 in N ms",
+        "      empty text: 0 in N ms",
+        "      garbage: 0 in N ms",
+        "ok    reward 'parts'",
+        "      answer 'aa': 0.5 (long 2) in N ms",
+        "      empty text: 0.5 (long 0) in N ms",
+        "      garbage: 0.5 (long 239) in N ms",
+        "ok    reward 'excludes'",
+        "      answer 'aa': invalid in N ms",
+        "      empty text: invalid in N ms",
+        "      garbage: invalid in N ms",
+        "ok    reward 'reads_info'",
+        "      answer 'aa': 1 in N ms",
+        "      empty text: 1 in N ms",
+        "      garbage: 1 in N ms",
+    ]
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        down = f"type: scores.py:Down, port: {nobody.getsockname()[1]}"
+        bad = ["none", "listed", "divides", "alarmed"]
+        items = [*(f"scores.py:{name}" for name in bad), f"{{{down}, hook: calculate}}"]
+        code, text = shown(f"rewards=[{', '.join(items)}]")
+        assert code == 1
+        assert text.count("FAIL  reward '") == 5
+        everything = "      answer 'aa', empty text, garbage: "
+        assert f"{everything}reward 'none' returned None, expected a finite number" in text
+        assert f"{everything}reward 'listed' returned [1.0], expected a finite number" in text
+        assert "\n      empty text: reward 'divides' raised ZeroDivisionError" in text
+        assert "set `processes: 4` on this reward" in text
+        assert f"{everything}reward 'Down' raised ConnectError" in text
+        for hook in ("setup", "close"):
+            code, text = shown(f"rewards=[{{{down}, hook: {hook}}}]")
+            assert code == 1
+            assert f"FAIL  rewards: {hook}\n      reward 'Down': {hook} raised ConnectE" in text
+
+
+def test_a_config_that_trains_rows_has_no_environment_to_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(["check", "reverse_sft"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok    all parts of the config load and fit together",
+        "ok    the rows are demonstrations: no environment and no reward is used",
+    ]

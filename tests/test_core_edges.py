@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
+from retrain.config import DeadlinesConfig
 from retrain.environment import Environment, StepResult
 from retrain.errors import (
     AdapterError,
@@ -1062,12 +1063,14 @@ async def test_waiting_for_a_thread_is_not_the_rewards_time(tmp_path):
         return 1.0
 
     scorer = Scorer(
-        [WeightedReward("slow", 1.0, FunctionReward(slow))], deadline=0.5, concurrency=1
+        [WeightedReward("slow", 1.0, FunctionReward(slow))],
+        deadlines=DeadlinesConfig(reward=0.5),
+        concurrency=1,
     )
     scorer._slow.add("slow")
     group = Group(Prompt("0.0.0", []), [Trajectory(Prompt("0.0.0", [])) for _ in range(8)])
-    await scorer.score(group)
-    scorer.close()
+    async with scorer.serving(pytest.fail):
+        await scorer.score(group)
     assert [t.outcome for t in group.trajectories] == ["ok"] * 8
 
 

@@ -86,6 +86,8 @@ KNOBS: dict[str, Knob] = {
     "rewards.0.type": Knob({"type": "exact_match"}),
     "rewards.0.weight": Knob(0.5),
     "rewards.0.name": Knob("spelling"),
+    "rewards.0.processes": Knob(
+        1, elsewhere="test_reward_processes.py::test_a_run_uses_the_workers_and_ends_them"),
     "algorithm.type": Knob("rloo"),
     "algorithm.group_size": Knob(3),
     "algorithm.loss": Knob("cispo"),

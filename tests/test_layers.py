@@ -33,7 +33,7 @@ ROOMS = [
         "assembly",
         "pipeline",
         "trainer",
-        "run",
+        "run trial",
         "check",
         "__main__",
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +17,16 @@ import jsonschema
 import pytest
 
 import retrain
+from retrain.adapters.losses import LossFunction
+from retrain.adapters.tinker.options import TinkerOptions
+from retrain.adapters.trl.options import TrlOptions
+from retrain.adapters.weaver.options import WeaverOptions
 from retrain.algorithms.grpo import GRPO
 from retrain.assembly import KINDS, Parts, assemble
 from retrain.assembly.schema import run_schema
 from retrain.config import parse_config
 from retrain.config.binding import bind, key_schema
-from retrain.config.plugins import built_in_names, find_plugin
+from retrain.config.plugins import Kind, built_in_names, find_plugin
 from retrain.config.yaml_text import parse_yaml
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError
@@ -253,7 +259,6 @@ def test_a_run_is_put_together(folder: Path) -> None:
     assert "dapo" in parts.capabilities.losses
     assert parts.scorer.rewards[0].name == "exact_match"
     assert parts.warnings == ()
-    parts.scorer.close()
 
 
 async def test_rewards_may_be_functions_classes_or_decorated(folder: Path) -> None:
@@ -288,7 +293,6 @@ class Calculator(RewardCalculator):
     prompt = Prompt("0.0.0", ({"role": "user", "content": "a"},))
     trajectory = Trajectory(prompt, [Turn([1], completion)])
     await parts.scorer.score(Group(prompt, [trajectory]))
-    parts.scorer.close()
     assert trajectory.rewards == {"length": 5.0, "constant": 1.0, "nice": 3.0, "own": 5.0}
     assert trajectory.reward == 5 + 3 + 3 + 5
 
@@ -613,7 +617,7 @@ def test_the_schema_has_the_built_ins_keys() -> None:
     assert files["then"]["required"] == ["path"]
     assert "base_dir" not in files["then"]["properties"]
     rewards = schema["$defs"]["RewardConfig"]
-    assert {"type", "weight", "name"} == set(rewards["properties"])
+    assert {"type", "weight", "name", "processes"} == set(rewards["properties"])
 
 
 def test_the_schema_is_valid_and_takes_the_repository_s_configs() -> None:
@@ -719,3 +723,103 @@ def test_annotations_that_cant_be_resolved_are_no_error():
         return n
 
     assert bind(make, {"n": 3}, "x") == {"n": 3}
+
+
+NEIGHBOURS = {
+    "environment": "class Mine(Environment): pass",
+    "reward": "def mine(completion): import lazily_beside; return 1.0",
+    "algorithm": "class Mine(Algorithm):\n    def advantages(self, groups): return []",
+    "prompts": "class Mine(PromptSource):\n    def __len__(self): return 1\n"
+    "    def row(self, index): return {'prompt': 'a'}",
+    "logger": "class Mine(Callback): pass",
+    "backend": "class Mine(AdapterOptions): pass",
+    "loss": "def mine(logprobs, old_logprobs, advantages, mask): return 0",
+}
+
+
+@pytest.mark.parametrize("kind", NEIGHBOURS)
+def test_any_plug_in_imports_its_neighbours_when_it_is_loaded_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "inner").mkdir()
+    (tmp_path / f"of_the_config_{kind}.py").write_text("")
+    (tmp_path / "inner" / f"beside_{kind}.py").write_text("")
+    code = f"from retrain import *\nimport of_the_config_{kind}, beside_{kind}\n"
+    (tmp_path / "inner" / "mine.py").write_text(code + NEIGHBOURS[kind])
+    kind_of = KINDS.get(kind) or Kind("loss", LossFunction, callable)
+    assert find_plugin(kind_of, "inner/mine.py", f"{kind}.type", tmp_path).__name__ in (
+        "Mine",
+        "mine",
+    )
+
+
+def test_a_files_own_folder_hides_no_installed_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config's folder and the working folder come first, whatever is loaded first."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    config, working, inner = tmp_path / "config", tmp_path / "working", tmp_path / "config/inner"
+    for folder in (working, inner):
+        folder.mkdir(parents=True)
+    (inner / "colorsys.py").write_text(
+        "import colorsys\ndef score(completion): return colorsys.rgb_to_hls(1, 1, 1)[1]"
+    )
+    monkeypatch.chdir(working)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert found("reward", "inner/colorsys.py", config)("") == 1.0
+    assert sys.path[:2] == [str(config), str(working)]
+    assert sys.path[-1] == str(inner)
+
+
+def test_a_built_in_puts_its_folder_on_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = [*sys.path]
+    found("environment", "echo", tmp_path)
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("hidden", "sections", "message"),
+    [
+        (["torch"], {}, "backend.type: trl needs what is not installed (torch): pip install"),
+        (["trl", "peft"], {}, "trl needs what is not installed (trl, peft): pip install"),
+        (
+            ["aiohttp"],
+            {"backend": {"type": "tinker", "url": "http://localhost:1"}},
+            "backend.type: tinker needs what is not installed (aiohttp): pip install",
+        ),
+        (
+            ["google", "google.protobuf"],
+            {"backend": "tinker"},
+            "tinker needs what is not installed (google.protobuf): pip install",
+        ),
+        (["httpx"], {"backend": "weaver"}, "weaver needs what is not installed (httpx): pip"),
+    ],
+)
+def test_missing_packages_are_reported_with_the_other_problems(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hidden: list[str],
+    sections: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-x")
+    for name in hidden:
+        monkeypatch.setitem(sys.modules, name, None)
+    text = problems(folder, **sections, environment="nothing")
+    assert message in text
+    assert "no environment 'nothing'" in text
+    assert len(text.splitlines()) == 3
+
+
+def test_needed_packages_are_those_that_the_extra_installs() -> None:
+    distributions = {"google.protobuf": "protobuf"}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    for options in (TrlOptions(), TinkerOptions(url="http://x"), WeaverOptions(url="http://x")):
+        for extra, modules in options.needs().items():
+            installs = {re.split(r"[<>=]", line)[0] for line in extras[extra]}
+            assert {distributions.get(name, name) for name in modules} <= installs

@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.errors import PromptError
-from retrain.prompts import DatasetPrompts, FilePrompts, ListPrompts, epoch_order
-from retrain.types import Ticket
+from retrain.assembly import Given, assemble
+from retrain.config import Plugin, RunConfig
+from retrain.errors import ConfigError, PromptError
+from retrain.prompts import (
+    DatasetPrompts,
+    FilePrompts,
+    ListPrompts,
+    PromptSource,
+    Row,
+    epoch_order,
+)
+from retrain.types import Prompt, Ticket
 
 
 def file(folder: Path, name: str, text: str) -> Path:
@@ -236,3 +245,47 @@ def test_epochs_and_seeds_differ() -> None:
     orders = {tuple(epoch_order(epoch, 20, seed, True)) for epoch in range(3) for seed in range(3)}
     assert len(orders) == 9
     assert epoch_order(0, 5, 0, True) == [2, 3, 1, 0, 4]  # a resume on another machine agrees
+
+
+class Own(PromptSource):
+    """A source of the user's."""
+
+    def __init__(self, *rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> Any:
+        if isinstance(self.rows[index], Exception):
+            raise self.rows[index]
+        return self.rows[index]
+
+
+USER = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    "row", ["hello", {"prompt": "hello"}, {"messages": USER}, Row(USER), Row(USER, None, {})]
+)
+def test_a_source_may_return_a_row_a_mapping_or_a_string(row: Any) -> None:
+    assert Own(row).prompt(Ticket(0, 0)) == Prompt("0.0.0", tuple(USER))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (5, "Own.row(0): got int, expected a string, or a mapping with `prompt` or `messages`"),
+        ({"question": "a"}, "Own.row(0): column `prompt` or `messages` is missing"),
+        ((USER, "a"), "Own.row(0): got tuple, expected a string"),
+        (Row([]), "Own.row(0): the list of messages is empty"),
+        (Row(USER, None, [1]), "Own.row(0): metadata is list, expected a mapping"),
+        (KeyError("x"), "Own.row(0) raised KeyError: 'x' (test_prompts.py:"),
+    ],
+)
+def test_another_row_of_a_source_is_a_problem_of_the_config(row: Any, message: str) -> None:
+    rows = [row, "good"] if isinstance(row, int | Exception) else ["good", row]
+    config = RunConfig(prompts=Plugin(type="given"), environment=Plugin(type="echo"))
+    with pytest.raises(ConfigError) as caught:
+        assemble(config, Given(prompts=Own(*rows)))
+    assert f"prompts: {message.replace('row(0)', f'row({rows.index(row)})')}" in str(caught.value)

@@ -1,12 +1,21 @@
 """Reward functions, calculators, and how several make one reward."""
 
 import asyncio
+import re
+import signal
 import threading
 import time
+from contextlib import AsyncExitStack
 
+import anyio
 import pytest
 
-from retrain.errors import PluginError
+from benchmarks.mock_engine import mock_config
+from retrain.assembly import Given, assemble
+from retrain.config import DeadlinesConfig
+from retrain.errors import PluginError, RunError
+from retrain.observe.run_dir import read_events
+from retrain.pipeline import train
 from retrain.rewarding import (
     FunctionReward,
     Reward,
@@ -34,8 +43,8 @@ async def scored(group: Group, *rewards, weights=(1.0, 1.0, 1.0), **keys) -> lis
         for r, w in zip(rewards, weights, strict=False)
     ]
     scorer = Scorer(parts, **keys)
-    await scorer.score(group)
-    scorer.close()
+    async with scorer.serving(pytest.fail):
+        await scorer.score(group)
     return group.trajectories
 
 
@@ -191,7 +200,6 @@ async def test_a_slow_plain_function_gets_a_thread_for_each_rollout():
     group = played(*"abcd")
     await scorer.score(group)
     assert [t.reward for t in group.trajectories] == [1.0] * 4, "the four met in four threads"
-    scorer.close()
 
 
 async def test_what_a_thread_had_scored_before_its_deadline_counts():
@@ -203,7 +211,7 @@ async def test_what_a_thread_had_scored_before_its_deadline_counts():
             never.wait()
         return 1.0
 
-    trajectories = await scored(played(*"abcd"), judge, deadline=0.1)
+    trajectories = await scored(played(*"abcd"), judge, deadlines=DeadlinesConfig(reward=0.1))
     never.set()
     assert [t.outcome for t in trajectories] == ["ok", "ok", "timeout", "timeout"]
 
@@ -232,3 +240,160 @@ async def test_no_more_groups_than_the_bound_are_scored_at_once():
     scorer = Scorer([WeightedReward("judge", 1.0, judge)], concurrency=2)
     await asyncio.gather(*(scorer.score(played("a")) for _ in range(8)))
     assert most == 2
+
+
+# --- setup and close ----------------------------------------------------------------------------
+
+
+class Client(RewardCalculator):
+    """Notes what is called; `fault` says where it fails, and how."""
+
+    def __init__(self, fault=""):
+        self.fault, self.calls, self.tasks = fault, [], set()
+        self.begun = asyncio.Event()
+
+    async def _at(self, hook):
+        self.calls.append(hook)
+        self.begun.set()
+        self.tasks.add(asyncio.current_task())
+        if self.fault == f"{hook} raises":
+            raise ConnectionError("nobody there")
+        if self.fault == f"{hook} hangs":
+            await asyncio.Event().wait()
+        if self.fault == f"{hook} cancels":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(0)
+
+    async def setup(self):
+        await self._at("setup")
+        self.stack = AsyncExitStack()
+        self.group = await self.stack.enter_async_context(anyio.create_task_group())
+
+    async def calculate(self, trajectory):
+        await self._at("calculate")
+        self.tasks.discard(asyncio.current_task())
+        return 1.0
+
+    async def close(self):
+        await self._at("close")
+        if hasattr(self, "stack"):
+            await self.stack.aclose()
+
+
+def run_of(folder, calculator, **changes):
+    config = mock_config(folder, **changes)
+    scorer = Scorer([WeightedReward("mine", 1.0, calculator)], deadlines=config.deadlines)
+    return train(config, parts=assemble(config, Given(scorer=scorer)))
+
+
+async def test_a_run_sets_a_reward_up_and_closes_it_once_in_one_task(tmp_path):
+    held_out = {"prompts": {"type": "list", "rows": ["a="]}, "every": 2, "samples": 2}
+    client = Client()
+    await run_of(tmp_path, client, eval=held_out, train={"stop_after_flat_steps": 9})
+    assert client.calls[0] == "setup"
+    assert client.calls[-1] == "close"
+    assert client.calls.count("setup") == client.calls.count("close") == 1
+    assert set(client.calls[1:-1]) == {"calculate"}
+    assert len(client.tasks) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("setup raises", r"reward 'mine': setup raised ConnectionError: nobody there \(test_rew"),
+        ("setup hangs", r"reward 'mine': setup took longer than deadlines.setup = 0.1 s"),
+        ("setup cancels", r"reward 'mine': setup (raised Cancelled|cancelled its own task)"),
+    ],
+)
+async def test_a_setup_that_fails_ends_the_run_before_a_rollout(tmp_path, fault, message):
+    client = Client(fault)
+    with pytest.raises(RunError, match=message):
+        await run_of(tmp_path, client, deadlines={"setup": 0.1})
+    assert client.calls == ["setup", "close"]
+    assert not any(event["event"] == "issued" for event in read_events(tmp_path))
+
+
+@pytest.mark.parametrize("fault", ["close raises", "close hangs", "close cancels"])
+async def test_a_close_that_fails_is_only_reported(tmp_path, fault):
+    result = await run_of(tmp_path, Client(fault), deadlines={"close": 0.1})
+    assert result.total_steps == 4
+    [noted] = [event for event in read_events(tmp_path) if event["event"] == "fault"]
+    assert "reward 'mine': close" in noted["error"]
+
+
+async def test_an_interrupted_setup_is_closed():
+    client, faults = Client("setup hangs"), []
+
+    async def serve():
+        async with Scorer([WeightedReward("mine", 1.0, client)]).serving(faults.append):
+            pytest.fail("it never is set up")
+
+    serving = asyncio.create_task(serve())
+    await client.begun.wait()
+    serving.cancel()
+    await asyncio.wait([serving])
+    assert serving.cancelled()
+    assert client.calls == ["setup", "close"]
+    assert not faults
+
+
+# --- what user code may not do ------------------------------------------------------------------
+
+
+class Suicidal(RewardCalculator):
+    async def calculate(self, trajectory):
+        if trajectory.completion == "a":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(0)
+        return 1.0
+
+
+class AllSuicidal(Suicidal):
+    async def calculate_group(self, group):
+        asyncio.current_task().cancel()
+        return [1.0] * len(group)
+
+
+async def test_code_that_cancels_its_own_task_fails_its_rollouts_only():
+    one, other = await scored(played("a", "b"), Suicidal())
+    assert (one.outcome, other.outcome) == ("infra_error", "ok")
+    assert one.info["error"] == "reward 'Suicidal' cancelled its own task"
+    both = await scored(played("a", "b"), AllSuicidal())
+    assert [t.outcome for t in both] == ["infra_error"] * 2
+
+
+@pytest.mark.parametrize(
+    ("verdict", "message"),
+    [
+        (Reward(0.0, outcome="broken"), "the outcome 'broken', expected one of ok, invalid"),
+        (Reward(0.0, outcome=["ok"]), r"the outcome \['ok'\], expected one of ok, invalid"),
+        (Reward(0.0, {3: 1.0}), r"components {3: 1.0}, expected a mapping of names"),
+        (Reward(0.0, [("a", 1.0)]), "expected a mapping of names to numbers"),
+    ],
+)
+async def test_no_unknown_outcome_or_component_enters_the_records(verdict, message):
+    [trajectory] = await scored(played("a"), reward(lambda completion: verdict))
+    assert trajectory.outcome == "infra_error"
+    assert re.search(message, trajectory.info["error"])
+
+
+@pytest.mark.parametrize(
+    "needs_main",
+    [lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL), asyncio.get_event_loop],
+)
+async def test_a_plain_function_that_needs_the_main_thread_is_advised(needs_main):
+    def judge(completion):
+        needs_main()
+        return 1.0
+
+    [trajectory] = await scored(played("a"), reward(judge))
+    assert "set `processes: 4` on this reward" in trajectory.info["error"]
+
+
+async def test_a_plain_calculate_is_told_to_be_async():
+    class Plain(RewardCalculator):
+        def calculate(self, trajectory):
+            return 1.0
+
+    [trajectory] = await scored(played("a"), Plain())
+    assert trajectory.info["error"] == "reward 'Plain' is a plain function. Write `async def`."

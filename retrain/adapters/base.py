@@ -121,6 +121,13 @@ class AdapterOptions(BaseModel):
     """`module:Class` of the Adapter, imported when the run starts and called with
     (options, config)."""
 
+    def needs(self) -> Mapping[str, Sequence[str]]:
+        """The modules that the adapter imports, by the optional set that installs them.
+
+        A run, a dry run and a check report those that are not installed before anything loads.
+        """
+        return {}
+
     def capabilities(self) -> Capabilities:
         """What this backend supports with these options."""
         raise NotImplementedError(f"{type(self).__name__} does not define capabilities()")

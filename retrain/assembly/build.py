@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from pydantic import ValidationError
 
 from retrain.adapters.base import AdapterOptions
 from retrain.algorithms.base import Algorithm
 from retrain.assembly.compatibility import check_compatible, warnings_about
-from retrain.assembly.kinds import construct, make, maker, target_of
+from retrain.assembly.kinds import make, maker, target_of
 from retrain.assembly.learner import Learner
+from retrain.assembly.packages import missing_packages
 from retrain.assembly.parts import Given, Parts
-from retrain.config import Plugin, RewardConfig, RunConfig
-from retrain.config.binding import bind
+from retrain.config import Plugin, RunConfig
 from retrain.config.foreign import HOMES
 from retrain.config.paths import find_file, find_model
-from retrain.config.plugins import built_in_names
+from retrain.config.plugins import built_in_names, construct
 from retrain.config.problems import keys_of, problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, PromptError
 from retrain.prompts import FilePrompts, ListPrompts, PromptSource
 from retrain.prompts.examples import Pairs
-from retrain.rewarding import NAMES, FunctionReward, RewardCalculator, Scorer, WeightedReward
+from retrain.rewarding import Scorer, WeightedReward, weighted_reward
 
 T = TypeVar("T")
 
@@ -52,10 +52,13 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
 
     def rows_of(plugin: Plugin, where: str, source: PromptSource | None) -> PromptSource:
         made: PromptSource = make("prompts", plugin, where, config) if source is None else source
-        if not len(made):
+        count = construct(where, lambda: len(made))
+        if not count:
             raise PromptError(
                 f"{where}: {type(made).__name__} is empty, expected at least one prompt"
             )
+        for index in {0, count - 1}:  # a source of the user's makes the others during the run
+            construct(where, partial(made.checked_row, index))
         return construct(where, lambda: algorithm().rows(made))
 
     rows = attempt(lambda: rows_of(config.prompts, "prompts", given.prompts))
@@ -69,6 +72,7 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
     environment = attempt(partial(_environment, config), given.environment)
     scorer = attempt(partial(_scorer, config), given.scorer)
     options = attempt(partial(_options, config))
+    attempt(lambda: _check_installed(options(), config))
     loggers = [
         attempt(partial(make, "logger", plugin, f"loggers.{index}", config))
         for index, plugin in enumerate(config.loggers)
@@ -161,7 +165,9 @@ def _scorer(config: RunConfig) -> Scorer:
     problems: list[str] = []
     for index, reward in enumerate(config.rewards):
         try:
-            parts.append(_reward(reward, f"rewards.{index}", config))
+            parts.append(
+                weighted_reward(reward, f"rewards.{index}", config.base_dir, config.deadlines)
+            )
         except ConfigError as error:
             problems += _lines(error)
     if "environment" in [part.name for part in parts]:
@@ -172,35 +178,12 @@ def _scorer(config: RunConfig) -> Scorer:
     if problems:
         raise PluginError(*problems)
     concurrency = config.rollout.reward_concurrency
-    return Scorer(parts, deadline=config.deadlines.reward, concurrency=concurrency)
+    return Scorer(parts, deadlines=config.deadlines, concurrency=concurrency)
 
 
-def _reward(reward: RewardConfig, where: str, config: RunConfig) -> WeightedReward:
-    found = target_of("reward", reward, where, config)
-    if isinstance(found, type):
-        calculator: RewardCalculator = make("reward", reward, where, config)
-    elif isinstance(found, RewardCalculator) and not isinstance(found, FunctionReward):
-        bind(lambda: None, reward.arguments, where)  # an instance takes no keys
-        calculator = found
-    else:
-        calculator = _function_reward(found, reward, where)
-    own_name = reward.type.replace("/", ":").rpartition(":")[2].removesuffix(".py")
-    return WeightedReward(reward.name or calculator.name or own_name, reward.weight, calculator)
-
-
-def _function_reward(found: Any, reward: RewardConfig, where: str) -> FunctionReward:
-    """A reward function with the other keys bound to its arguments."""
-    made = found if isinstance(found, FunctionReward) else None
-    function = made.function if made else found
-    keys = bind(
-        function,
-        reward.arguments,
-        where,
-        given=made.bound if made else {},
-        provided=NAMES,
-        beside=RewardConfig.model_fields,
-    )
-    return FunctionReward(function, made.name if made else "", **keys)
+def _check_installed(options: AdapterOptions, config: RunConfig) -> None:
+    if missing := list(missing_packages(options, config.backend.type)):
+        raise PluginError(*missing)
 
 
 def _options(config: RunConfig) -> AdapterOptions:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from retrain.adapters.base import AdapterOptions
 from retrain.algorithms.base import Algorithm
 from retrain.config import Plugin, RunConfig
 from retrain.config.binding import bind
-from retrain.config.plugins import Kind, find_plugin, line_of
+from retrain.config.plugins import Kind, construct, find_plugin
 from retrain.config.problems import keys_of
 from retrain.environment import Environment
-from retrain.errors import ConfigError, PluginError, PromptError
 from retrain.observe.callbacks import Callback
 from retrain.prompts import PromptSource
-from retrain.rewarding import RewardCalculator
-
-T = TypeVar("T")
+from retrain.rewarding import REWARD
 
 KINDS = {
     "environment": Kind("environment", Environment),
-    "reward": Kind("reward", RewardCalculator, accepts=callable),
+    "reward": REWARD,
     "algorithm": Kind("algorithm", Algorithm),
     "prompts": Kind("prompts", PromptSource),
     "backend": Kind("backend", AdapterOptions),
@@ -52,18 +48,3 @@ def maker(kind: str, plugin: Plugin, where: str, config: RunConfig) -> partial[A
 def make(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
     """One instance of a section's class. Raises ConfigError."""
     return construct(where, maker(kind, plugin, where, config))
-
-
-def construct(where: str, made: Callable[[], T]) -> T:
-    """Call a constructor, which may be a user's; what it raises is a problem of the config."""
-    try:
-        return made()
-    except PromptError as error:
-        raise PromptError(*(f"{where}: {problem}" for problem in error.problems)) from error
-    except ConfigError:
-        raise
-    except Exception as error:
-        name = getattr(getattr(made, "func", made), "__name__", "the constructor")
-        raise PluginError(
-            f"{where}: {name}(...) raised {type(error).__name__}: {error}{line_of(error)}"
-        ) from error

@@ -7,6 +7,9 @@
   working folder, add names; a built-in of the same name takes precedence.
 - A file path is resolved in the config's folder, then in the working folder. Its folder is its
   package: relative imports work, and a file is executed once.
+- A plug-in of the user's can import from the config's folder and the working folder, which come
+  before installed packages, and from its own folder, which comes after them: `rewards/regex.py`
+  must not replace a package that a library imports. It doesn't matter what is loaded first.
 
 A user's mistake is a PluginError with the file and the line.
 """
@@ -20,16 +23,17 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from retrain.config.paths import find_file
-from retrain.errors import PluginError
+from retrain.errors import ConfigError, PluginError, PromptError
 
+T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parent.parent
 FILES = {
     "algorithm": "algorithms/*.py",
@@ -43,6 +47,8 @@ FILES = {
 """The files of each kind; what `*` stands for is the short name."""
 OWN = ("environment", "reward")
 """Kinds that a user's own folder adds names to."""
+_PREFIX = "_retrain_"
+"""What the names of the packages begin with that are made of users' folders."""
 SHARED = frozenset({"base", "functional", "remote"})
 """Code that the built-ins of the other kinds share: not a plug-in, like `_name`."""
 
@@ -69,11 +75,14 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     """
     target, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
     if target.endswith(".py"):
-        module = _load_file(find_file(target, base_dir, f"{where}: ", PluginError), where)
+        path = find_file(target, base_dir, f"{where}: ", PluginError)
+        module = _load_own(path, where, base_dir)
     elif colon:
         module = _import(target, where, base_dir)
     else:
-        module = _load_file(_named(kind.name, text, where, base_dir), where)
+        path = _named(kind.name, text, where, base_dir)
+        ours = path in built_ins(kind.name).values()
+        module = _load_file(path, where) if ours else _load_own(path, where, base_dir)
     return _member(kind, module, name, where) if name else _only(kind, module, where)
 
 
@@ -155,11 +164,20 @@ def _candidates(kind: Kind, module: ModuleType) -> dict[str, Any]:
     return {n: found[n] for n in own if getattr(own[n], "__module__", None) == module.__name__}
 
 
-def _import(name: str, where: str, base_dir: Path) -> ModuleType:
-    folders = list(dict.fromkeys((str(base_dir), str(Path.cwd()))))
-    missing = [folder for folder in folders if folder not in sys.path]
-    sys.path[:0] = missing  # they stay on the path: plug-ins import lazily too
+def _search(base_dir: Path, *own: Path) -> list[str]:
+    """Make these folders importable; returns those that come first.
+
+    They stay on the path, since plug-ins import lazily too.
+    """
+    first = list(dict.fromkeys(str(folder.resolve()) for folder in (base_dir, Path.cwd())))
+    sys.path[:0] = [folder for folder in first if folder not in sys.path]
+    sys.path += [str(f) for f in map(Path.resolve, own) if str(f) not in sys.path]
     importlib.invalidate_caches()
+    return first
+
+
+def _import(name: str, where: str, base_dir: Path) -> ModuleType:
+    folders = _search(base_dir)
     with _blamed(where, name):
         try:
             return importlib.import_module(name)
@@ -172,6 +190,12 @@ def _import(name: str, where: str, base_dir: Path) -> ModuleType:
             ) from None
 
 
+def _load_own(path: Path, where: str, base_dir: Path) -> ModuleType:
+    """Import a file of the user's, which may import its neighbours."""
+    _search(base_dir, path.parent)
+    return _load_file(path, where)
+
+
 def _load_file(path: Path, where: str) -> ModuleType:
     """Import a file once: by its own name inside the package, else as a member of its folder."""
     path = path.resolve()
@@ -182,7 +206,7 @@ def _load_file(path: Path, where: str) -> ModuleType:
             )
     folder = path.parent
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-    package = f"_retrain_{digest}_{folder.name}"
+    package = f"{_PREFIX}{digest}_{folder.name}"
     with _blamed(where, path.name):
         if package not in sys.modules:
             _load_package(package, folder)
@@ -205,6 +229,18 @@ def _load_package(name: str, folder: Path) -> None:
         raise
 
 
+def user_packages() -> dict[str, str]:
+    """The packages made of users' folders, and their folders: for another process."""
+    packages = {name: m for name, m in sys.modules.items() if name.startswith(_PREFIX)}
+    return {name: m.__path__[0] for name, m in packages.items() if "." not in name}
+
+
+def restore_package(name: str, packages: Mapping[str, str]) -> None:
+    """Make the package `name` of another process's `user_packages`, if it is one."""
+    if name in packages and name not in sys.modules:
+        _load_package(name, Path(packages[name]))
+
+
 @contextmanager
 def _blamed(where: str, what: str) -> Iterator[None]:
     """Turn what a user's module raises on import into a PluginError with its file and line."""
@@ -221,6 +257,21 @@ def _blamed(where: str, what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"{where}: importing {what} failed{line_of(error)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def construct(where: str, made: Callable[[], T]) -> T:
+    """Call a constructor, which may be a user's; what it raises is a problem of the config."""
+    try:
+        return made()
+    except PromptError as error:
+        raise PromptError(*(f"{where}: {problem}" for problem in error.problems)) from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        name = getattr(getattr(made, "func", made), "__name__", "the constructor")
+        raise PluginError(
+            f"{where}: {name}(...) raised {type(error).__name__}: {error}{line_of(error)}"
         ) from error
 
 

@@ -47,6 +47,9 @@ class RewardConfig(Plugin):
     """The factor of this reward in the sum."""
     name: str | None = None
     """The name in metrics and rollouts; by default the last part of the type."""
+    processes: Annotated[int, Field(ge=1)] | None = None
+    """Run it in this many worker processes; by default in a thread, or on the event loop if it is
+    async."""
 
 
 class AlgorithmConfig(Plugin):
@@ -181,7 +184,7 @@ class DeadlinesConfig(Section):
     """Time limits in seconds. A rollout whose own code exceeds one has the outcome `timeout`."""
 
     setup: Annotated[float, Field(gt=0)] = 300.0
-    """One call of the environment's `setup`."""
+    """One call of `setup`, of an environment or a reward."""
     reset: Annotated[float, Field(gt=0)] = 120.0
     """One call of the environment's `reset`."""
     step: Annotated[float, Field(gt=0)] = 300.0
@@ -189,7 +192,7 @@ class DeadlinesConfig(Section):
     reward: Annotated[float, Field(gt=0)] = 120.0
     """One call of a reward."""
     close: Annotated[float, Field(gt=0)] = 30.0
-    """One call of the environment's `close`."""
+    """One call of `close`, of an environment or a reward."""
     sample: Annotated[float, Field(gt=0)] = 1800.0
     """One request to the sampler."""
     update: Annotated[float, Field(gt=0)] = 3600.0

@@ -68,7 +68,6 @@ async def train(
                 status = "interrupted"
             raise
         finally:
-            parts.scorer.close()
             run.checkpoints.close()
             await _end(run, status, failure)
         if status == "interrupted":
@@ -107,8 +106,8 @@ def _watched(run: Run) -> Iterator[None]:
 async def _open_and_drive(
     run: Run, opening: Adapter, resume: bool, start_from: Path | None
 ) -> Status:
-    """Open the adapter, restore a checkpoint where one is wanted, and drive the stages."""
-    async with opening as adapter:
+    """Set up rewards and adapter, restore a checkpoint where one is wanted, drive the stages."""
+    async with run.parts.scorer.serving(run.record.fault), opening as adapter:
         try:
             run.serve(adapter)
             if resume:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from retrain.errors import PromptError
+from retrain.errors import PromptError, blame
 from retrain.types import Message, Prompt, Ticket
 
 Numbered = tuple[str, Any]
@@ -39,12 +39,32 @@ class PromptSource(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def row(self, index: int) -> Row:
-        """The row at `index`, the same one at every call."""
+    def row(self, index: int) -> Row | Mapping[str, Any] | str:
+        """The row at `index`, the same one at every call.
+
+        A Row, or what a row of a data set may be: a string, or a mapping with `prompt` or
+        `messages`.
+        """
+
+    def checked_row(self, index: int) -> Row:
+        """What `row` returns, as a Row. Raises PromptError for anything else."""
+        where = f"{type(self).__name__}.row({index})"
+        try:
+            row = self.row(index)
+        except Exception as error:
+            raise PromptError(str(blame(where, error))) from error
+        try:
+            if not isinstance(row, Row):
+                return parse_row(row)
+            if not isinstance(row.metadata, Mapping):
+                raise ValueError(f"metadata is {type(row.metadata).__name__}, expected a mapping")
+            return row._replace(messages=parse_messages(row.messages))
+        except ValueError as error:
+            raise PromptError(f"{where}: {error}") from None
 
     def prompt(self, ticket: Ticket) -> Prompt:
-        """The prompt of a ticket."""
-        row = self.row(ticket.row)
+        """The prompt of a ticket. Raises PromptError if the row is invalid."""
+        row = self.checked_row(ticket.row)
         return Prompt(str(ticket), row.messages, row.answer, row.metadata)
 
 

@@ -163,7 +163,7 @@ def _parsed(prompts: PromptSource, parse: Callable[[Row], T]) -> list[T]:
     source = getattr(prompts, "path", "the data set")
     parsed = []
     for index in range(len(prompts)):
-        row = prompts.row(index)
+        row = prompts.checked_row(index)
         try:
             tools_of(row.metadata.get(TOOLS))
             parsed.append(parse(row))

@@ -298,7 +298,7 @@ def one_reward(name: str, calculator: RewardCalculator, config: RunConfig) -> Sc
     """The scorer of a run with a single reward."""
     return Scorer(
         [WeightedReward(name, 1.0, calculator)],
-        deadline=config.deadlines.reward,
+        deadlines=config.deadlines,
         concurrency=config.rollout.reward_concurrency,
     )
 

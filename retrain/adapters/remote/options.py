@@ -5,7 +5,7 @@ Imports no httpx and no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
@@ -88,6 +88,11 @@ class RemoteOptions(AdapterOptions):
         if unknown := sorted(value - served):
             raise ValueError(f"got {unknown[0]!r}, expected some of {', '.join(sorted(served))}")
         return value
+
+    def needs(self) -> Mapping[str, Sequence[str]]:
+        """The network's, unless the service is inside this process, and the tokenizer's."""
+        network = () if self.url == "local" else ("aiohttp",)
+        return {"remote": ("httpx", *network, "jinja2", "transformers")}
 
     def capabilities(self) -> Capabilities:
         """Every loss that is a function of log-probs: what is not native is computed here."""

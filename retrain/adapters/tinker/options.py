@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -31,3 +32,8 @@ class TinkerOptions(RemoteOptions):
     """The id of the project that the session is billed to."""
     tags: tuple[str, ...] = ()
     """Tags of the session, to find it by."""
+
+    def needs(self) -> Mapping[str, Sequence[str]]:
+        """Those of every remote backend, and the wire format's."""
+        [(extra, modules)] = super().needs().items()
+        return {extra: (*modules, "google.protobuf") if self.wire == "proto" else modules}

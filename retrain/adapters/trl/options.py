@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -102,6 +103,10 @@ class TrlOptions(AdapterOptions):
         if refused:
             raise ValueError("; ".join(refused))
         return value
+
+    def needs(self) -> Mapping[str, Sequence[str]]:
+        """All of them, whatever the options."""
+        return {"trl": ("torch", "trl", "transformers", "datasets", "accelerate", "peft")}
 
     def capabilities(self) -> Capabilities:
         """Every loss: TRL computes its own, the engine the others."""

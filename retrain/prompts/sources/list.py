@@ -36,3 +36,6 @@ class ListPrompts(PromptSource):
 
     def row(self, index: int) -> Row:
         return self._rows[index]
+
+    def checked_row(self, index: int) -> Row:
+        return self._rows[index]  # they were checked when they were read

@@ -23,6 +23,7 @@ from retrain.rewarding import (
     Reward,
     RewardCalculator,
     as_number,
+    compares,
     is_async,
 )
 from retrain.trainer.data import row_of
@@ -130,7 +131,21 @@ class Judge:
         return Reward(math.fsum(weights[name] * value for name, value in values.items()), values)
 
 
-class PairReward(FunctionReward):
+class _Wrapped(RewardCalculator):
+    """Sets up and closes what it wraps, if that is a RewardCalculator."""
+
+    of: Any = None
+
+    async def setup(self) -> None:
+        if isinstance(self.of, RewardCalculator):
+            await self.of.setup()
+
+    async def close(self) -> None:
+        if isinstance(self.of, RewardCalculator):
+            await self.of.close()
+
+
+class PairReward(_Wrapped, FunctionReward):
     """Calls `ask` for each rollout, in a thread unless it is async."""
 
     def __init__(self, ask: Callable[[Trajectory], Any], judge: Judge, of: Any) -> None:
@@ -152,23 +167,27 @@ class PairReward(FunctionReward):
 
         asynchronous = getattr(of, "is_async", False) or is_async(of) or is_async(ask)
         super().__init__(judged_later if asynchronous else judged, NAME)
-        self._of = of
+        self.of = of
 
     @property
     def needs_answer(self) -> bool:
-        return bool(getattr(self._of, "needs_answer", False))
+        return bool(getattr(self.of, "needs_answer", False))
 
 
-class GroupReward(RewardCalculator):
+class GroupReward(_Wrapped):
     """Calls `ask` for each group, and judges the verdicts that it returns."""
 
     name = NAME
 
     def __init__(
-        self, ask: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Any]]], judge: Judge
+        self,
+        ask: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Any]]],
+        judge: Judge,
+        of: Any = None,
     ) -> None:
         self._ask = ask
         self._judge = judge
+        self.of = of
 
     async def calculate(self, trajectory: Trajectory) -> Reward:
         [reward] = await self.calculate_group([trajectory])
@@ -194,8 +213,8 @@ def as_calculator(
     if isinstance(function, FunctionReward):
         return PairReward(function.call, judge, function)
     if isinstance(function, RewardCalculator):
-        if type(function).calculate_group is not RewardCalculator.calculate_group:
-            return GroupReward(function.calculate_group, judge)
+        if compares(function):
+            return GroupReward(function.calculate_group, judge, function)
         return PairReward(function.calculate, judge, function)
     row = takes_row(function)
 

@@ -1,0 +1,146 @@
+"""What a user writes to score a rollout: a function, or a RewardCalculator.
+
+    @reward
+    def exact(completion: str, answer: str) -> float:
+        return float(completion.strip() == answer)
+
+A function is called with the arguments that it declares, of `prompt completion answer messages
+metadata trajectory`; `**kwargs` receives all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast, overload
+
+from retrain.errors import PluginError
+from retrain.types import Outcome, Trajectory
+
+ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {
+    "prompt": lambda trajectory: trajectory.prompt.text,
+    "completion": lambda trajectory: trajectory.completion,
+    "answer": lambda trajectory: trajectory.prompt.answer,
+    "messages": lambda trajectory: trajectory.messages,
+    "metadata": lambda trajectory: trajectory.prompt.metadata,
+    "trajectory": lambda trajectory: trajectory,
+}
+"""The arguments that a reward function may declare."""
+NAMES = tuple(ARGUMENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward with its components, or an `outcome` other than `ok` where there is no reward."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    outcome: Outcome = "ok"
+
+
+Verdict = float | Reward
+
+
+class RewardCalculator(ABC):
+    """Scores rollouts. The constructor arguments of a subclass are its keys in the YAML.
+
+    A run calls `setup` once before the first rollout and `close` once after the last one, both in
+    the same task: what `setup` enters by `async with` (an AsyncExitStack), `close` can exit.
+    """
+
+    name: str = ""
+    """The name of the component; by default that of the class."""
+
+    async def setup(self) -> None:  # noqa: B027 - a default, not a forgotten body
+        """Connect or load, within `deadlines.setup`. If this raises, the run ends."""
+
+    async def close(self) -> None:  # noqa: B027 - a default, not a forgotten body
+        """Release it, within `deadlines.close`; called after a failed `setup` too."""
+
+    @abstractmethod
+    async def calculate(self, trajectory: Trajectory) -> Verdict:
+        """The reward of one finished rollout. If this raises, the rollout is not scored."""
+
+    async def calculate_group(self, group: Sequence[Trajectory]) -> Sequence[Verdict]:
+        """The rewards of all rollouts of a prompt; override this to compare them."""
+        return await asyncio.gather(*map(self.calculate, group))
+
+
+class FunctionReward(RewardCalculator):
+    """A plain or async function as a RewardCalculator; still callable as the function itself.
+
+    `bound` are arguments with fixed values. Raises PluginError when the function requires an
+    argument that is neither bound nor one of ARGUMENTS.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str = "", **bound: Any) -> None:
+        self.function = function
+        self.name = name or getattr(function, "__name__", type(function).__name__)
+        self.bound = bound
+        self.is_async = is_async(function)
+        self._wants = self._declared()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **{**self.bound, **kwargs})
+
+    async def calculate(self, trajectory: Trajectory) -> Verdict:
+        verdict: Any = self.call(trajectory)
+        return cast(Verdict, await verdict if inspect.isawaitable(verdict) else verdict)
+
+    def call(self, trajectory: Trajectory) -> Any:
+        """What the function returns: a verdict, or an awaitable of one."""
+        return self.call_with(self.arguments(trajectory))
+
+    def arguments(self, trajectory: Trajectory) -> dict[str, Any]:
+        """The arguments that it declares, of this rollout."""
+        return {name: ARGUMENTS[name](trajectory) for name in self._wants}
+
+    def call_with(self, arguments: Mapping[str, Any]) -> Any:
+        """What the function returns for these arguments."""
+        return self.function(**arguments, **self.bound)
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether it requires the argument `answer`."""
+        answer = inspect.signature(self.function).parameters.get("answer")
+        return answer is not None and answer.default is answer.empty and "answer" in self._wants
+
+    def _declared(self) -> tuple[str, ...]:
+        """The arguments to call it with, less the bound ones."""
+        parameters = inspect.signature(self.function).parameters.values()
+        free = tuple(name for name in NAMES if name not in self.bound)
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return free
+        required = [p.name for p in parameters if p.default is p.empty]
+        unknown = [name for name in required if name not in (*free, *self.bound)]
+        if unknown or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+            raise PluginError(
+                f"reward '{self.name}' requires {', '.join(unknown) or 'positional arguments'}, "
+                f"but a reward is called by name with any of {', '.join(NAMES)}. Give other "
+                "arguments a default, or a value in the YAML."
+            )
+        return tuple(p.name for p in parameters if p.name in free)
+
+
+@overload
+def reward(function: Callable[..., Any]) -> FunctionReward: ...
+@overload
+def reward(
+    function: None = None, *, name: str = "", **bound: Any
+) -> Callable[[Callable[..., Any]], FunctionReward]: ...
+
+
+def reward(function: Callable[..., Any] | None = None, *, name: str = "", **bound: Any) -> Any:
+    """Make a RewardCalculator of a function: `@reward`, or `@reward(name="...")`."""
+    if function is not None:
+        return FunctionReward(function, name, **bound)
+    return lambda wrapped: FunctionReward(wrapped, name, **bound)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether the function, or the `__call__` of the object, is a coroutine function."""
+    called = getattr(function, "__call__", None)  # noqa: B004 - it is inspected, not called
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)

@@ -1,0 +1,64 @@
+"""From an entry of `rewards:` to its calculator, in the run and in a worker process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from retrain.config import DeadlinesConfig, RewardConfig, RunConfig
+from retrain.config.binding import bind
+from retrain.config.plugins import Kind, construct, find_plugin
+from retrain.config.problems import keys_of
+from retrain.rewarding.base import NAMES, FunctionReward, RewardCalculator
+from retrain.rewarding.processes import ProcessReward
+from retrain.rewarding.scorer import WeightedReward
+
+REWARD = Kind("reward", RewardCalculator, accepts=callable)
+
+
+def weighted_reward(
+    section: RewardConfig, where: str, base_dir: Path, deadlines: DeadlinesConfig
+) -> WeightedReward:
+    """The reward of a section at the path `where`. Raises PluginError with every wrong key."""
+    calculator = calculator_of(section, where, base_dir)
+    own_name = section.type.replace("/", ":").rpartition(":")[2].removesuffix(".py")
+    name = section.name or calculator.name or own_name
+    if section.processes is not None:
+        calculator = ProcessReward(name, calculator, section, where, base_dir, deadlines)
+    return WeightedReward(name, section.weight, calculator)
+
+
+def calculator_of(section: RewardConfig, where: str, base_dir: Path) -> RewardCalculator:
+    """The section's class with its keys, its function, or its instance."""
+    found = find_plugin(REWARD, section.type, f"{where}.type", base_dir)
+    if isinstance(found, type):
+        keys = bind(
+            found,
+            section.arguments,
+            where,
+            given={"base_dir": base_dir},
+            beside=RewardConfig.model_fields,
+            known=keys_of(RunConfig),
+        )
+        made: RewardCalculator = construct(where, partial(found, **keys))
+        return made
+    if isinstance(found, RewardCalculator) and not isinstance(found, FunctionReward):
+        bind(lambda: None, section.arguments, where)  # an instance takes no keys
+        return found
+    return _function(found, section, where)
+
+
+def _function(found: Any, section: RewardConfig, where: str) -> FunctionReward:
+    """A reward function with the other keys bound to its arguments."""
+    made = found if isinstance(found, FunctionReward) else None
+    function = made.function if made else found
+    keys = bind(
+        function,
+        section.arguments,
+        where,
+        given=made.bound if made else {},
+        provided=NAMES,
+        beside=RewardConfig.model_fields,
+    )
+    return FunctionReward(function, made.name if made else "", **keys)

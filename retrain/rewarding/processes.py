@@ -1,0 +1,225 @@
+"""A reward in worker processes, `processes: N`.
+
+Each worker scores one rollout at a time (one group, if the calculator compares rollouts). One that
+dies, or exceeds the deadline, costs that rollout and is replaced: no code in it, not even a call
+that holds the interpreter's lock or a segmentation fault, affects the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from retrain.concurrency import children
+from retrain.config import DeadlinesConfig, RewardConfig
+from retrain.config.plugins import user_packages
+from retrain.errors import LateError, PluginError, UserCodeError
+from retrain.rewarding.base import FunctionReward, RewardCalculator
+from retrain.rewarding.calls import compares, together
+from retrain.rewarding.wire import NotAFrame, Verdict, decoded, framed, read_frame
+from retrain.types import Trajectory
+
+MAIN = "retrain.rewarding.worker"
+LAST_WORDS_SECONDS = 1.0
+"""How long a worker may take to write where it is, and to end."""
+_FRAME = re.compile(r'File "([^"<]+)", line (\d+)')
+_OWN = (str(Path(__file__).parent.parent), str(Path(asyncio.__file__).parent.parent))
+"""Folders whose frames a message passes over: ours, and the standard library."""
+
+
+class ProcessReward(RewardCalculator):
+    """Runs a calculator in `section.processes` processes. Each sets it up and closes it.
+
+    Raises PluginError when the section can't be sent to another process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inner: RewardCalculator,
+        section: RewardConfig,
+        where: str,
+        base_dir: Path,
+        deadlines: DeadlinesConfig,
+    ) -> None:
+        """`inner` is the same calculator in this process: it is asked, but calculates nothing."""
+        assert section.processes is not None
+        if section.type.startswith("__main__:"):
+            raise PluginError(
+                f"{where}.processes: a worker process can't load {section.type}; move the reward "
+                "into a file"
+            )
+        spec = {"name": name, "section": section, "where": where, "base_dir": base_dir}
+        try:
+            pickle.dumps(spec)
+        except Exception as error:
+            raise PluginError(
+                f"{where}: its keys can't be sent to a worker process ({error}); remove "
+                f"{where}.processes, or use plain values"
+            ) from error
+        self.name, self.inner = name, inner
+        self._workers = [_Worker(name, spec, deadlines) for _ in range(section.processes)]
+        self._free: asyncio.Queue[_Worker] = asyncio.Queue()
+        for worker in self._workers:
+            self._free.put_nowait(worker)
+
+    @property
+    def needs_answer(self) -> bool:
+        return bool(getattr(self.inner, "needs_answer", False))
+
+    async def setup(self) -> None:
+        """Start all workers; raises the error of one that can't import or set up the reward."""
+        results = await asyncio.gather(*(w.start() for w in self._workers), return_exceptions=True)
+        for error in results:
+            if error is not None:
+                raise error
+
+    async def close(self) -> None:
+        """Close the reward in each worker, and end the worker."""
+        errors = await together([worker.close() for worker in self._workers])
+        for error in filter(None, errors):
+            raise error
+
+    async def calculate(self, trajectory: Trajectory) -> Any:
+        [verdict] = await self.verdicts([trajectory])
+        if isinstance(verdict, UserCodeError):
+            raise verdict
+        return verdict
+
+    async def verdicts(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """One verdict or error per trajectory. The deadline starts once a worker is free."""
+        if compares(self.inner):
+            return await self._ask(list(trajectories), len(trajectories))
+        if isinstance(self.inner, FunctionReward):  # only what the function declares is sent
+            asked: list[Any] = [self.inner.arguments(trajectory) for trajectory in trajectories]
+        else:
+            asked = [[trajectory] for trajectory in trajectories]
+        answers = await together([self._ask(one, 1) for one in asked])
+        return [verdict for answer in answers for verdict in answer]
+
+    async def _ask(self, asked: Any, count: int) -> list[Verdict]:
+        worker = await self._free.get()  # first come, first served
+        try:
+            return await worker.ask(asked)
+        except UserCodeError as error:
+            return [error] * count
+        finally:
+            self._free.put_nowait(worker)
+
+
+class _Worker:
+    """One worker process, started again by the call after the one that it died in."""
+
+    def __init__(self, name: str, spec: dict[str, Any], deadlines: DeadlinesConfig) -> None:
+        self._owner = f"reward '{name}'"
+        self._spec, self._deadlines = spec, deadlines
+        self._process: Process | None = None
+
+    async def start(self) -> None:
+        """Start the process and set up the reward in it. Raises UserCodeError or LateError."""
+        argv = [sys.executable, "-c", _script()]
+        self._process = await children.start(argv)
+        spec = pickle.dumps({**self._spec, "packages": user_packages()})
+        [answer] = await self._exchange(spec, self._deadlines.setup, "setup")
+        if isinstance(answer, UserCodeError):
+            await self._end()
+            raise answer
+
+    async def ask(self, asked: Any) -> list[Verdict]:
+        """The verdicts of a rollout or a group. Raises UserCodeError or LateError."""
+        try:
+            request = pickle.dumps(asked, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise UserCodeError(
+                f"{self._owner}: the rollout can't be sent to a worker process: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if self._process is None:
+            await self.start()
+        return await self._exchange(request, self._deadlines.reward, "reward")
+
+    async def close(self) -> UserCodeError | None:
+        """Close the reward and end the process; returns what went wrong."""
+        if self._process is None:
+            return None
+        try:
+            [answer] = await self._exchange(b"", self._deadlines.close, "close")
+        except UserCodeError as error:
+            return error
+        finally:
+            await self._end()
+        return answer if isinstance(answer, UserCodeError) else None
+
+    async def _exchange(self, request: bytes, seconds: float, key: str) -> list[Verdict]:
+        """Send a request and read the answer; whatever goes wrong ends the process."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                process.stdin.write(framed(request))
+                await process.stdin.drain()
+                return decoded(await read_frame(process.stdout))
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGABRT)  # faulthandler writes the stack, GIL or not
+            where = await self._last_words(process)
+            raise LateError(
+                f"{self._owner} took longer than deadlines.{key} = {seconds} s{where}; its worker "
+                "process was killed"
+            ) from None
+        except (EOFError, OSError, NotAFrame, ValueError) as error:
+            where = await self._last_words(process, *error.args[:1])
+            raise UserCodeError(
+                f"{self._owner}: its worker process {_ending(process.returncode)}{where}"
+            ) from None
+        except BaseException:
+            await self._end()
+            raise
+
+    async def _last_words(self, process: Process, head: Any = b"") -> str:
+        """End the process; returns " at file:line" if its stack says where it was."""
+        assert process.stdout is not None
+        words = head if isinstance(head, bytes) else b""
+        try:
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                while block := await process.stdout.read(2**16):
+                    words += block
+                await process.wait()
+        except TimeoutError:
+            pass  # the rest is lost
+        finally:
+            await self._end()
+        frames = _FRAME.findall(words.decode(errors="replace"))
+        own = [frame for frame in frames if not frame[0].startswith(_OWN)] or frames
+        return f" at {Path(own[0][0]).name}:{own[0][1]}" if own else ""
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await children.end(process)
+
+
+def _script() -> str:
+    """The worker's program: it imports from where this process does."""
+    return f"import sys; sys.path[:] = {sys.path!r}; from {MAIN} import main; main()"
+
+
+def _ending(code: int | None) -> str:
+    """How a process ended, for a message."""
+    if code is None:
+        return "closed its pipe"
+    if code >= 0:
+        return f"exited with status {code}"
+    name = signal.Signals(-code).name
+    memory = ", as when the machine is out of memory" if name == "SIGKILL" else ""
+    return f"was killed by {name}{memory}"

@@ -1,0 +1,57 @@
+"""The frames between the run and a worker process: 8 bytes of length, then the content.
+
+The run sends pickles. A worker answers in JSON: it runs code that may not be trusted, and reading a
+pickle executes what its writer wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from typing import Any
+
+from retrain.errors import UserCodeError
+from retrain.rewarding.base import Reward
+
+HEADER = struct.Struct(">Q")
+LARGEST_FRAME = 2**40
+"""Bytes. A longer one is no frame, but text: what faulthandler writes before a process dies."""
+Verdict = Reward | UserCodeError
+
+
+class NotAFrame(Exception):
+    """The stream has the text `args[0]` in place of a frame."""
+
+
+def framed(content: bytes) -> bytes:
+    return HEADER.pack(len(content)) + content
+
+
+async def read_frame(stream: asyncio.StreamReader) -> bytes:
+    """The content of the next frame. Raises NotAFrame, or IncompleteReadError at the end."""
+    head = await stream.readexactly(HEADER.size)
+    (size,) = HEADER.unpack(head)
+    if size > LARGEST_FRAME:
+        raise NotAFrame(head)
+    return await stream.readexactly(size)
+
+
+def encoded(verdicts: list[Verdict]) -> bytes:
+    """A worker's answer: one item per rollout."""
+    return json.dumps([_item(verdict) for verdict in verdicts]).encode()
+
+
+def decoded(answer: bytes) -> list[Verdict]:
+    """The verdicts in an answer."""
+    return [_verdict(item) for item in json.loads(answer)]
+
+
+def _item(verdict: Verdict) -> Any:
+    if isinstance(verdict, UserCodeError):
+        return str(verdict)
+    return [verdict.value, dict(verdict.components), verdict.outcome]
+
+
+def _verdict(item: Any) -> Verdict:
+    return UserCodeError(item) if isinstance(item, str) else Reward(*item)

@@ -1,0 +1,126 @@
+"""Rollouts with fixed replies in place of a model, and what a config's rewards make of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from retrain.assembly import Parts
+from retrain.chat import Chat
+from retrain.config import RunConfig
+from retrain.errors import RunError, UserCodeError, shown
+from retrain.rewarding import Reward, Scorer, WeightedReward, checked, compares
+from retrain.rollout import Rollouts, Slot
+from retrain.sampler import SamplingParams, Tokenizer
+from retrain.types import Completion, Prompt, Trajectory
+
+GARBAGE = "]]}> \\boxed{ </think> 1e999 \x00 \ufffd \U0001f642 {{ ((" + "x" * 200
+"""No answer to anything, and a trap for parsers."""
+Case = tuple[str, Trajectory]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one reward returned for each reply, one line per reply."""
+
+    good: bool
+    what: str
+    lines: tuple[str, ...] = ()
+
+
+async def tried_rewards(parts: Parts, prompts: Sequence[Prompt]) -> list[Trial]:
+    """Call each reward with rollouts that say the answer of the row, nothing, and garbage.
+
+    The rollouts are played in the config's environment, so that rewards find its `info`.
+    """
+    if not parts.scorer.rewards:
+        return []
+    prompt = next((p for p in prompts if p.answer is not None), prompts[0])
+    cases, trials, faults = await _played(parts, prompt), list[Trial](), list[str]()
+    try:
+        async with parts.scorer.serving(faults.append):
+            trials = [await _trial(parts.scorer, part, cases) for part in parts.scorer.rewards]
+    except RunError as error:
+        trials = [Trial(False, "rewards: setup", (str(error),))]
+    return [*trials, *(Trial(False, "rewards: close", (fault,)) for fault in faults)]
+
+
+async def _played(parts: Parts, prompt: Prompt) -> list[Case]:
+    """A rollout for each reply."""
+    replies = {"empty text": "", "garbage": GARBAGE}
+    if prompt.answer is not None:
+        replies = {f"answer {shown(prompt.answer, 24)}": str(prompt.answer), **replies}
+    script, unscored = Script(), Scorer([])
+    rollouts = scripted(parts.config, script)
+    slot = Slot(1, parts.environment, rollouts, unscored, asyncio.Semaphore(1), lambda _: None)
+    cases: list[Case] = []
+    try:
+        for label, script.reply in replies.items():
+            group = await slot.play(prompt)
+            cases += [(label, trajectory) for trajectory in group.trajectories]
+    finally:
+        await slot.close()
+    return cases
+
+
+async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) -> Trial:
+    """The verdicts of one reward, with the time of each call."""
+    usable = [case for case in cases if case[1].outcome == "ok"]
+    lines = [f"{label}: not tried: {t.info['error']}" for label, t in cases if t.outcome != "ok"]
+    calls = [usable] if compares(part.calculator) and usable else [[case] for case in usable]
+    good, failed = bool(usable), dict[str, list[str]]()
+    for call in calls:
+        started = time.perf_counter()
+        verdicts = await scorer.verdicts(part, [trajectory for _, trajectory in call])
+        took = f"in {1000 * (time.perf_counter() - started):.1f} ms"
+        for (label, _), verdict in zip(call, verdicts, strict=True):
+            try:
+                judged = checked(part.name, verdict)
+            except UserCodeError as error:  # which is often the same for every reply
+                failed.setdefault(str(error), []).append(label)
+                continue
+            good = good and judged.outcome in ("ok", "invalid")
+            lines.append(f"{label}: {_described(judged)} {took}")
+    lines += [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
+    return Trial(good and not failed, f"reward '{part.name}'", tuple(lines))
+
+
+def _described(judged: Reward) -> str:
+    if judged.outcome != "ok":
+        return judged.outcome
+    components = ", ".join(f"{name} {value:g}" for name, value in judged.components.items())
+    return f"{judged.value:g}" + (f" ({components})" if components else "")
+
+
+def scripted(config: RunConfig, script: Script) -> Rollouts:
+    """Rollouts whose model is a script, with one token per character and no limit of context."""
+    letters = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
+    return Rollouts(config, script, Chat(letters, template="none"), sys.maxsize)
+
+
+class Script:
+    """A sampler that always says the same."""
+
+    reply = ""
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
+    ) -> list[Completion]:
+        ids = [ord(letter) for letter in self.reply]
+        return [Completion(ids, [0.0] * len(ids), self.reply, "stop", 0)] * n
+
+
+class Letters(Tokenizer):
+    """One token per character."""
+
+    eos_token_id = None
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + [ord(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, token_ids))

@@ -1,0 +1,262 @@
+"""Rewards in worker processes: any kind of reward runs there, and its worst costs one rollout."""
+
+import asyncio
+import os
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+from benchmarks.mock_engine import mock_config
+from retrain.concurrency import children
+from retrain.config import DeadlinesConfig, RewardConfig
+from retrain.errors import ConfigError, RunError
+from retrain.pipeline import train
+from retrain.rewarding import Scorer, weighted_reward
+from tests.pipe_kit import rollouts_of
+from tests.test_rewarding import played
+
+KINDS = """
+import asyncio, os, signal, sys, threading
+from contextlib import AsyncExitStack
+import anyio, neighbour
+from retrain import Reward, RewardCalculator, reward
+
+
+@reward
+def plain(completion, answer, scale: float = 1.0):
+    print("not a frame", flush=True)
+    assert threading.current_thread() is threading.main_thread()
+    assert "torch" not in sys.modules
+    before = signal.signal(signal.SIGALRM, lambda *_: None)  # as math-verify's timeouts
+    signal.alarm(5)
+    signal.alarm(0)
+    asyncio.run(asyncio.sleep(0))
+    return scale * (completion == answer)
+
+
+async def later(completion, metadata):
+    await asyncio.sleep(0)
+    return Reward(len(completion), {"pid": os.getpid()})
+
+
+class Kept(RewardCalculator):
+    name = "kept"
+
+    def __init__(self, log: str):
+        self.log = log
+
+    async def setup(self):
+        self.stack = AsyncExitStack()
+        self.tasks = await self.stack.enter_async_context(anyio.create_task_group())
+        self.tasks.start_soon(anyio.sleep_forever)
+
+    async def calculate(self, trajectory):
+        return float(neighbour.HALF) if trajectory.info["seen"].value else 0.0
+
+    async def close(self):
+        self.tasks.cancel_scope.cancel()
+        await self.stack.aclose()
+        with open(self.log, "a") as log:
+            log.write("closed\\n")
+
+
+class Best(RewardCalculator):
+    async def calculate(self, trajectory):
+        raise NotImplementedError
+
+    async def calculate_group(self, group):
+        return [len(t.completion) == max(len(o.completion) for o in group) for t in group]
+"""
+FAULTS = """
+import ctypes, os, re, time
+
+
+async def judge(completion):
+    return act(completion)
+
+
+def act(completion):
+    if completion == "segv":
+        ctypes.string_at(0)
+    if completion == "exit":
+        os._exit(7)
+    if completion == "held":
+        re.match("(a+)+$", "a" * 60 + "b")
+    if completion == "raise":
+        raise SystemExit("no")
+    if completion == "fork":
+        os.fork() or time.sleep(60)  # the child holds none of the worker's pipes
+        os._exit(0)
+    if completion == "none":
+        return None
+    return 1.0
+"""
+EXCLUDE = "To exclude a rollout, return Reward(0.0, outcome='invalid')."
+KILLED = "its worker process was killed"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def of(folder, *sections, **seconds) -> Scorer:
+    deadlines = DeadlinesConfig(**seconds)
+    parts = [
+        weighted_reward(RewardConfig(**section), f"rewards.{index}", folder, deadlines)
+        for index, section in enumerate(sections)
+    ]
+    return Scorer(parts, deadlines=deadlines)
+
+
+@asynccontextmanager
+async def spied(monkeypatch):
+    """The processes that are started; none may be left."""
+    started, start = [], children.start
+
+    async def noted(*args, **keys):
+        started.append(await start(*args, **keys))
+        return started[-1]
+
+    monkeypatch.setattr(children, "start", noted)
+    yield started
+    assert started
+    assert all(process.returncode is not None for process in started)
+
+
+async def test_every_kind_of_reward_runs_in_workers(folder, monkeypatch):
+    (folder / "neighbour.py").write_text("HALF = 0.5")
+    (folder / "seen.py").write_text("class Seen:\n    value = 3\ndef seen(completion): return 0\n")
+    (folder / "kinds.py").write_text(KINDS)
+    log = folder / "log"
+    sections = [
+        {"type": "kinds.py:plain", "scale": 2.0, "processes": 1},
+        {"type": "kinds:later", "processes": 1},
+        {"type": "kinds.py:Kept", "log": str(log), "processes": 2},
+        {"type": "kinds.py:Best", "processes": 1},
+        {"type": "exact_match", "processes": 1, "name": "exact"},
+        {"type": "seen.py:seen"},
+    ]
+    async with spied(monkeypatch):
+        scorer = of(folder, *sections)
+        seen = sys.modules[scorer.rewards[-1].calculator.function.__module__].Seen
+        group = played("yes", "n")
+        for trajectory in group.trajectories:
+            trajectory.info["seen"] = seen()  # a class of the user's file goes there and works
+        async with scorer.serving(pytest.fail):
+            await scorer.score(group)
+    first, second = group.trajectories
+    assert first.outcome == second.outcome == "ok", first.info
+    pids = {t.rewards.pop("later.pid") for t in group.trajectories}
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+    assert first.rewards == {"plain": 2, "later": 3, "kept": 0.5, "Best": 1, "exact": 1, "seen": 0}
+    assert second.rewards == {"plain": 0, "later": 1, "kept": 0.5, "Best": 0, "exact": 0, "seen": 0}
+    assert log.read_text() == "closed\n" * 2
+
+
+@pytest.mark.parametrize("name", ["act", "judge"])
+async def test_a_worker_that_dies_costs_one_rollout(folder, monkeypatch, name):
+    (folder / "faults.py").write_text(FAULTS)
+    texts = ["fine", "segv", "fine", "exit", "held", "raise", "none", "fork", "fine"]
+    async with spied(monkeypatch) as started:
+        scorer = of(folder, {"type": f"faults.py:{name}", "processes": 2}, reward=1.0, setup=60)
+        group = played(*texts)
+        async with scorer.serving(pytest.fail):
+            await scorer.score(group)
+    errors = {
+        text: (t.outcome, t.info.get("error", "").removeprefix(f"reward '{name}'"))
+        for text, t in zip(texts, group.trajectories, strict=True)
+    }
+    assert errors == {
+        "fine": ("ok", ""),
+        "segv": ("infra_error", ": its worker process was killed by SIGSEGV at faults.py:11"),
+        "exit": ("infra_error", ": its worker process exited with status 7"),
+        "held": (
+            "timeout",
+            f" took longer than deadlines.reward = 1.0 s at faults.py:15; {KILLED}",
+        ),
+        "raise": ("infra_error", " raised SystemExit: no (faults.py:17)"),
+        "none": (
+            "infra_error",
+            f" returned None, expected a finite number. {EXCLUDE}",
+        ),
+        "fork": ("infra_error", ": its worker process exited with status 0"),
+    }
+    assert len(started) <= 2 + 4, "only those that died were replaced"
+
+
+async def test_what_cannot_be_sent_costs_its_rollout_only(folder, monkeypatch):
+    (folder / "kinds.py").write_text(
+        "from retrain import RewardCalculator\nclass Mine(RewardCalculator):\n"
+        "    async def calculate(self, trajectory): return 1.0\n"
+    )
+    scorer = of(folder, {"type": "kinds.py:Mine", "processes": 1})
+    group = played("a", "b")
+    group.trajectories[0].info["odd"] = lambda: None
+    async with spied(monkeypatch), scorer.serving(pytest.fail):
+        await scorer.score(group)
+    assert [t.outcome for t in group.trajectories] == ["infra_error", "ok"]
+    assert "can't be sent to a worker process" in group.trajectories[0].info["error"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "import sys\nif 'retrain.rewarding.worker' in sys.modules:\n    import not_there\n",
+            r"reward 'score': rewards\.0\.type: importing late\.py failed at .*late\.py:3: Module",
+        ),
+        (
+            "import os, sys\nif 'retrain.rewarding.worker' in sys.modules:\n    os._exit(3)\n",
+            r"reward 'score': its worker process exited with status 3",
+        ),
+    ],
+)
+async def test_a_worker_that_cannot_start_ends_the_run_before_a_rollout(folder, code, message):
+    (folder / "late.py").write_text(code + "def score(completion): return 1.0\n")
+    reward = {"type": f"{folder}/late.py:score", "processes": 2}
+    with pytest.raises(RunError, match=message):
+        await train(mock_config(folder / "run", rewards=[reward]))
+    assert not (folder / "run" / "rollouts.jsonl").exists() or not rollouts_of(folder / "run")
+
+
+async def test_a_run_uses_the_workers_and_ends_them(folder, monkeypatch):
+    async with spied(monkeypatch) as started:
+        reward = {"type": "slot_match", "processes": 2}
+        result = await train(mock_config(folder / "run", rewards=[reward]))
+    assert (result.status, result.total_steps, len(started)) == ("completed", 4, 2)
+
+
+async def test_a_call_that_the_run_gives_up_ends_its_worker(folder, monkeypatch):
+    (folder / "slow.py").write_text(
+        "import time\ndef slow(completion, metadata):\n"
+        "    open(metadata['file'], 'w').close()\n    time.sleep(60)\n"
+    )
+    os.mkfifo(folder / "begun")
+    group = played("a")
+    group.prompt.metadata["file"] = str(folder / "begun")
+    async with spied(monkeypatch):
+        scorer = of(folder, {"type": "slow.py", "processes": 1})
+        async with scorer.serving(pytest.fail):
+            scoring = asyncio.create_task(scorer.score(group))
+            await asyncio.to_thread((folder / "begun").read_bytes)  # until the call has begun
+            scoring.cancel()
+            await asyncio.wait([scoring])
+        assert scoring.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "__main__:score"}, "a worker process can't load __main__:score; move the reward"),
+        ({"type": "slot.py", "table": [lambda: 1]}, "its keys can't be sent to a worker process"),
+    ],
+)
+def test_what_a_worker_cannot_load_is_refused(folder, monkeypatch, section, message):
+    (folder / "slot.py").write_text("def slot(completion, table=None): return 1.0\n")
+    monkeypatch.setattr(sys.modules["__main__"], "score", lambda completion: 1.0, raising=False)
+    with pytest.raises(ConfigError, match=message):
+        of(folder, {**section, "processes": 1})
