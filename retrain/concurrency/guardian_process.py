@@ -140,8 +140,10 @@ class Guardian:
             text = self.stacks.decode(errors="replace")
             _, _, fault = text.partition("Fatal Python error: ")
             if fault:
-                where = "".join(f" in {place}" for place in places(text, self.own)[:1])
-                self.report(f"the process crashed{where}: {fault.partition(chr(10))[0]}")
+                _, marker, current = text.partition("Current thread")
+                found = places(marker + current, self.own)
+                where = f" in {found[0]}" if found else ""
+                self.report(f"the process crashed{where}: {fault.splitlines()[0]}")
             else:
                 self.report(
                     "the process ended without shutting down: it was killed, ran out of memory, "
