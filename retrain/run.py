@@ -22,8 +22,9 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from retrain.errors import ConfigError, RetrainError, RunError
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
 STOPPING = "Stopping after the next checkpoint."
-STOPPING_EARLY = "Stopping before training starts; no checkpoint is written."
+STOPPING_EARLY = "Stopping before training, as soon as the model has loaded."
 STUCK_SECONDS = 3.0
 """How long threads may take to end after the run."""
 _TICKET = re.compile(r"-?\d+\.\d+\.\d+")
@@ -152,21 +153,20 @@ def drive(coroutine: Coroutine[Any, Any, T], console: Console | None = None) -> 
     a run, and announces its end on the terminal. Raises RunError if code of the user raises
     KeyboardInterrupt, since there is no checkpoint then.
     """
+    from retrain.concurrency.interrupts import Interrupts
     from retrain.config.plugins import line_of
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     task = loop.create_task(coroutine, name="main")
-    interrupts = _Interrupts(loop, task, console)
+    interrupts = Interrupts(task, partial(_announce, console), INTERRUPTED)
     try:
         with interrupts.handled():
             return _completed(loop, task)
     except KeyboardInterrupt as error:
         if interrupts.asked:
             raise
-        raise RunError(
-            f"a KeyboardInterrupt was raised{line_of(error)}, without a Ctrl-C"
-        ) from error
+        raise RunError(f"KeyboardInterrupt was raised{line_of(error)}, not by Ctrl-C") from error
     finally:
         rest = asyncio.all_tasks(loop)
         for other in rest:
@@ -288,73 +288,15 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class _Interrupts:
-    """SIGINT, SIGTERM and SIGHUP cancel `task`; the second one ends the process.
-
-    The handlers are those of the process, not of the loop, so that they work while user code blocks
-    the loop. The guardian acts where they can't run.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], console: Console | None
-    ) -> None:
-        self.asked = False
-        self._loop, self._task, self._console = loop, task, console
-        self._process = os.getpid()
-        from retrain.concurrency.guardian import guardian
-        from retrain.concurrency.watchdog import debugging
-
-        self._guardian, self._debugging = guardian, debugging
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread can set handlers
-            return
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # ignored under nohup, and stays so
-            numbers.append(signal.SIGHUP)
-        handle = self._handle  # one object: the guardian compares it
-        before = {number: signal.signal(number, handle) for number in numbers}
-        try:
-            with self._guardian.signals(handle):
-                yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            self._handle_in_fork(number)
-            return
-        self._guardian.heard()
-        if number == signal.SIGINT and frame and self._debugging(frame):
-            raise KeyboardInterrupt  # the debugger returns to its prompt
-        if self.asked:
-            self._guardian.leaving()
-            os._exit(INTERRUPTED)
-        self.asked = True
-        self._loop.call_soon_threadsafe(self._task.cancel)
-        self._announce()
-
-    def _announce(self) -> None:
-        """Without a lock, which the interrupted code may hold: `print` locks."""
-        text = "Stopping."
-        if self._console is not None:
-            text = STOPPING if self._console.training else STOPPING_EARLY
-        text += " Press Ctrl-C again to quit now."
-        if self._console is None or not self._console.announce(text):
-            with suppress(OSError):  # the terminal may be closed
-                os.write(2, f"\n{text}\n".encode())
-
-    def _handle_in_fork(self, number: int) -> None:
-        """In a worker that user code forked: the run decides on Ctrl-C, other signals end it."""
-        if number != signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif self.asked:
-            os._exit(INTERRUPTED)
-        self.asked = True
+def _announce(console: Console | None) -> None:
+    """Say that the run stops. `print` would lock, and the interrupted code may hold that lock."""
+    text = "Stopping."
+    if console is not None:
+        text = STOPPING if console.training else STOPPING_EARLY
+    text += " Press Ctrl-C again to quit now."
+    if console is None or not console.announce(text):
+        with suppress(OSError):  # the terminal may be closed
+            os.write(2, f"\n{text}\n".encode())
 
 
 def _causes(error: BaseException) -> list[BaseException]:

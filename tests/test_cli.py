@@ -289,6 +289,40 @@ def test_drive_ends_what_is_left_and_restores_the_signals() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_drive_gives_a_run_its_end_after_a_keyboard_interrupt_of_user_code() -> None:
+    ended = []
+
+    async def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    async def ends_slowly() -> None:
+        other = asyncio.create_task(interrupted())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append(isinstance(other.exception(), KeyboardInterrupt))
+
+    with pytest.raises(asyncio.CancelledError):  # the task was not the run's: a usual interrupt
+        drive(ends_slowly())
+    assert ended == [True]
+    with pytest.raises(RunError, match=r"was raised at .*test_cli.py:\d+, not by Ctrl-C"):
+        drive(interrupted())
+
+
+def test_a_signal_before_training_ends_the_run_with_130(config: Path) -> None:
+    (config.parent / "loads.py").write_text(
+        "import os, signal\n"
+        "from retrain import Environment as Loads\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    process = run_apart(["task.yaml", "environment=loads.py:Loads"], config.parent)
+    code, _, err = finished(process)
+    assert code == 130, err
+    assert "Stopping before training, as soon as the model has loaded. Press Ctrl-C again" in err
+    assert events(config.parent / "runs" / "task")[-1]["status"] == "interrupted"
+
+
 def test_drive_works_outside_the_main_thread() -> None:
     async def answer() -> int:
         return 5
@@ -389,7 +423,8 @@ def test_a_debugger_is_left_alone_and_gets_ctrl_c(config: Path) -> None:
     def until(words: str) -> None:
         read = ""
         while words not in read:
-            assert (letter := process.stdout.read(1)), process.communicate()
+            letter = process.stdout.read(1)
+            assert letter, process.communicate()
             read += letter
 
     until("(Pdb) ")

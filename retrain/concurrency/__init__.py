@@ -1,1 +1,1 @@
-"""Deadlines, threads and the watchdog: every await has an owner and a deadline."""
+"""Deadlines, threads and child processes: each has an owner, and something that ends it."""

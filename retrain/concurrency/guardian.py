@@ -8,7 +8,7 @@ started once per process, with the first run or child, and ends with the process
   writes all stacks to error.txt and kills the process (P12). If the process ends during a run
   without `leaving`, as after a segmentation fault, the guardian writes that to error.txt.
 - `signals` passes Ctrl-C on. A second one that nothing answers kills the process.
-- `add_child` and `drop_child` tell which process groups end with this process.
+- `add_child` and `drop_child` name the process groups that end with this process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from retrain.concurrency import guardian_process
 OWN = str(Path(__file__).parent.parent), str(Path(os.__file__).parent)
 """The folders of retrain and of the standard library."""
 LAST_RESORT_SECONDS = 5.0
-EXIT_SECONDS = guardian_process.CHILD_SECONDS + 2.0
 
 
 class _Guardian:
@@ -79,7 +78,8 @@ class _Guardian:
             self.heard()  # somebody else answers Ctrl-C, as a debugger does
         if os.getpid() == 1 and self._watches:
             # The kernel protects the first process of a container from its children's SIGKILL.
-            limit = min(limit for limit, _ in self._watches.values()) + LAST_RESORT_SECONDS
+            limits = [limit for limit, _ in list(self._watches.values())]
+            limit = min(limits, default=0.0) + LAST_RESORT_SECONDS
             faulthandler.dump_traceback_later(limit, exit=True, file=self._faults)
 
     def leaving(self) -> None:
@@ -136,6 +136,7 @@ class _Guardian:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", guardian_process.__file__, *map(str, arguments)],
                 stdin=reads[0],
+                stdout=subprocess.DEVNULL,
                 pass_fds=reads[1:],
                 cwd="/",
                 start_new_session=True,  # no terminal's Ctrl-C or hang-up reaches it
@@ -202,29 +203,22 @@ class _Guardian:
 
     def _forked(self) -> None:
         """In a forked child, which must not hold the pipes, nor report its signals and crashes."""
-        if self._process is None:
-            return
-        self._process.returncode = 0  # not a child of this process
         if self._handler:
             signal.set_wakeup_fd(-1)
         if self._watches:
             self._release_faults()
-        self._close_pipes()
+        self._close()
         self._reset()
 
     def _close(self) -> None:
-        """The process ends: the guardian ends the children that are left."""
+        """Let the guardian end the children that are left, and then itself."""
         if self._process is None:
             return
-        self._close_pipes()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_SECONDS)
-
-    def _close_pipes(self) -> None:
+        self._process.returncode = 0  # no warning that it still runs
         for fd in (self._messages, self._signals, self._faults):
             with suppress(OSError):
                 os.close(fd)
-        self._messages = self._signals = self._faults = -1
+        self._process, self._messages = None, -1
 
 
 guardian = _Guardian()

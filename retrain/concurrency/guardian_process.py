@@ -112,15 +112,24 @@ class Guardian:
                 say("The process does not respond. Press Ctrl-C again to quit now.")
 
     def end(self, why: str) -> None:
-        """Get the stacks, say why, and kill the run."""
+        """Get the stacks, say why, and kill the run, unless the signal has woken it up."""
         if not self.leaving:
-            self.leaving, self.stacks = True, b""
-            os.kill(self.run, DUMP)
+            self.stacks = b""
+            self.send(DUMP)
             self.drain(1.0)
+            if select.select([0], [], [], 0)[0]:
+                return
+            self.leaving = True
             holders = " or ".join(places(self.stacks.decode(errors="replace"), self.own))
             held = f"; the interpreter (GIL) is held by {holders}" if holders else ""
             self.report(f"{why}{held}. The process was ended")
-        os.kill(self.run, signal.SIGKILL)
+        self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        try:  # noqa: SIM105 - importing contextlib takes longer than everything here
+            os.kill(self.run, number)
+        except ProcessLookupError:
+            pass  # it has just ended
 
     def drain(self, seconds: float) -> None:
         """Read stacks until there are none for a moment."""
@@ -149,9 +158,8 @@ class Guardian:
                     "the process ended without shutting down: it was killed, ran out of memory, "
                     "or code called os._exit"
                 )
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, 1)  # whoever reads the run's output need not wait for the children
-        os.dup2(nothing, 2)
+        # whoever reads the run's output need not wait for the children
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         end_groups(self.groups)
 
     def report(self, message: str) -> None:
@@ -265,7 +273,7 @@ def signalled(group: int, number: int) -> bool:
 
 
 def say(message: str) -> None:
-    try:  # noqa: SIM105 - importing contextlib takes longer than everything here
+    try:  # noqa: SIM105 - see Guardian.send
         os.write(2, f"\nretrain: {message}\n".encode(errors="replace"))
     except OSError:
         pass  # the terminal is closed
