@@ -22,11 +22,12 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from retrain.errors import ConfigError, RetrainError
+from retrain.errors import ConfigError, RetrainError, RunError
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
-STOPPING = "Stopping after the next checkpoint. Press Ctrl-C again to quit now."
+STOPPING = "Stopping after the next checkpoint."
+STOPPING_EARLY = "Stopping before training, as soon as the model has loaded."
 STUCK_SECONDS = 3.0
 """How long threads may take to end after the run."""
 _TICKET = re.compile(r"-?\d+\.\d+\.\d+")
@@ -61,10 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = with_run_dir(config, resume=arguments.resume)
         places.append(config.run_dir or Path())
         console = Console()
-        drive(_train(config, console, resume=arguments.resume), console.announce)
+        drive(_train(config, console, resume=arguments.resume), console)
         return DONE
 
-    return exit_code(command, places)
+    with _interruptible():
+        return exit_code(command, places)
 
 
 async def run(
@@ -143,21 +146,27 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
         return FAILED
 
 
-def drive(
-    coroutine: Coroutine[Any, Any, T], announce: Callable[[str], bool] = lambda _: False
-) -> T:
+def drive(coroutine: Coroutine[Any, Any, T], console: Console | None = None) -> T:
     """Run a coroutine on a new event loop, without waiting for its threads afterwards.
 
-    The first SIGINT, SIGTERM or SIGHUP cancels it, the second one ends the process. `announce` may
-    show the message that a live display would overwrite on stderr, and returns whether it does. It
-    is called in the signal handler, so it must not lock.
+    The first SIGINT, SIGTERM or SIGHUP cancels it, the second one ends the process. `console` shows
+    a run, and announces its end on the terminal. Raises RunError if code of the user raises
+    KeyboardInterrupt, since there is no checkpoint then.
     """
+    from retrain.concurrency.interrupts import Interrupts
+    from retrain.config.plugins import line_of
+
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     task = loop.create_task(coroutine, name="main")
+    interrupts = Interrupts(task, partial(_announce, console), INTERRUPTED)
     try:
-        with _signals(loop, task, announce):
-            return loop.run_until_complete(task)
+        with interrupts.handled():
+            return _completed(loop, task)
+    except KeyboardInterrupt as error:
+        if interrupts.asked:
+            raise
+        raise RunError(f"KeyboardInterrupt was raised{line_of(error)}, not by Ctrl-C") from error
     finally:
         rest = asyncio.all_tasks(loop)
         for other in rest:
@@ -167,6 +176,20 @@ def drive(
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()
+
+
+def _completed(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
+    """The result of the task. A KeyboardInterrupt of another task ends the loop, but not the run.
+
+    It cancels the task, which then has the time that it needs to end.
+    """
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            if task.done():
+                raise
+            task.cancel()
 
 
 def leave(code: int) -> NoReturn:
@@ -180,7 +203,10 @@ def leave(code: int) -> NoReturn:
         thread.join(max(0.0, until - time.monotonic()))
     stuck = [thread.name for thread in others if thread.is_alive()]
     if stuck:
+        from retrain.concurrency.guardian import guardian
+
         _print(f"Exiting with threads still running: {', '.join(stuck)}")
+        guardian.leaving()
         os._exit(code)
     sys.exit(code)
 
@@ -249,35 +275,28 @@ def _assembled(config: RunConfig) -> Parts:
 
 
 @contextmanager
-def _signals(
-    loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], announce: Callable[[str], bool]
-) -> Iterator[None]:
-    """Handlers of the process, not of the loop: they work while user code blocks the loop."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread can set handlers
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does, before and after the loop runs."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
         return
-    asked = False
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            os._exit(INTERRUPTED)
-        asked = True
-        loop.call_soon_threadsafe(task.cancel)
-        if announce(STOPPING):
-            return
-        with suppress(OSError):  # the terminal may be closed; print may lock
-            os.write(2, f"\n{STOPPING}\n".encode())
-
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under nohup it is ignored, and stays so
-        signals.append(signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in signals}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _announce(console: Console | None) -> None:
+    """Say that the run stops. `print` would lock, and the interrupted code may hold that lock."""
+    text = "Stopping."
+    if console is not None:
+        text = STOPPING if console.training else STOPPING_EARLY
+    text += " Press Ctrl-C again to quit now."
+    if console is None or not console.announce(text):
+        with suppress(OSError):  # the terminal may be closed
+            os.write(2, f"\n{text}\n".encode())
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -293,20 +312,35 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def _print_causes(error: BaseException, causes: Sequence[BaseException]) -> None:
     """One message per cause, with its notes; causes that differ only by a ticket are counted."""
-    from retrain.config.plugins import line_of
-
     alike: dict[str, list[list[str]]] = {}
     for cause in causes:
-        text = str(cause)
-        if not isinstance(cause, RetrainError):
-            text = f"{type(cause).__name__}: {cause}{line_of(cause)}"
-        message = [text, *getattr(cause, "__notes__", ())]
-        alike.setdefault(_TICKET.sub("", text), []).append(message)
+        text = _message(cause)
+        alike.setdefault(_TICKET.sub("", text), []).append([text, *_notes(cause)])
     for (text, *notes), *others in alike.values():
         more = f" (and {len(others)} more like it)" if others else ""
         _print("\n  ".join([f"error: {text}{more}", *notes]))
-    for note in () if error in causes else getattr(error, "__notes__", ()):
+    for note in () if error in causes else _notes(error):
         _print(note)
+
+
+def _message(error: BaseException) -> str:
+    """What the error says; an unexpected one with its type and line."""
+    from retrain.config.plugins import line_of
+
+    try:
+        text = str(error)
+    except Exception as raised:  # noqa: BLE001 - user code can raise anything
+        text = f"(its __str__ raised {type(raised).__name__})"
+    return (
+        text
+        if isinstance(error, RetrainError)
+        else f"{type(error).__name__}: {text}{line_of(error)}"
+    )
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", ())
+    return [str(note) for note in notes] if isinstance(notes, list | tuple) else []
 
 
 def _unread() -> bool:

@@ -1,7 +1,17 @@
-"""Nothing can hang: blocked loops, stalls and runs that won't end, each in a process of its own."""
+"""Nothing can hang: blocked loops, stalls, held interpreters, crashes and runs that won't end.
 
+Each runs in a process of its own.
+"""
+
+import os
+import signal
 import time
+from contextlib import suppress
 
+import pytest
+
+from retrain.concurrency import children
+from retrain.concurrency.guardian import guardian
 from tests.pipe_kit import played
 
 SCRIPT = """
@@ -85,3 +95,93 @@ def test_p4_an_environment_that_ignores_its_cancellation_cant_keep_the_process(t
 def test_a_healthy_run_is_left_alone(tmp_path):
     code, stderr, _ = play(tmp_path, stall=20, blocked=5)
     assert (code, stderr) == (0, "")
+
+
+HELD = """
+    import re
+    return float(bool(re.match("(a+)+$", "a" * 64 + "b")))"""
+
+
+def test_p12_code_that_holds_the_interpreter_is_named_and_the_process_is_ended(tmp_path):
+    code, stderr, seconds = play(tmp_path, judge=HELD, blocked=1)
+    assert code == -signal.SIGKILL
+    assert "no Python code could run for 1 s" in stderr
+    assert "the interpreter (GIL) is held by judge (main.py:17). The process was ended" in stderr
+    assert "--resume" in stderr
+    assert seconds < 30
+    error = (tmp_path / "run" / "error.txt").read_text()
+    assert "re/__init__.py" in error
+    assert 'main.py", line 17 in judge' in error
+
+
+@pytest.mark.parametrize(
+    ("judge", "code", "words"),
+    [
+        (
+            "import ctypes; ctypes.string_at(0)",
+            -signal.SIGSEGV,
+            "crashed in judge (main.py:15): ",
+        ),
+        ("import os; os._exit(9)", 9, "ended without shutting down: it was killed, "),
+    ],
+)
+def test_p12_a_process_that_dies_in_user_code_leaves_a_last_word(tmp_path, judge, code, words):
+    returned, stderr, _ = play(tmp_path, judge=judge)
+    assert returned == code
+    assert words in stderr
+    error = (tmp_path / "run" / "error.txt").read_text()
+    assert words in error
+    assert ("in string_at" in error) == (code == -signal.SIGSEGV)
+
+
+KILLED = """
+        import os, signal
+        from retrain.concurrency import children
+        stubborn = "trap '' TERM; echo ready; while :; do sleep 60; done"
+        child = await children.start(["sh", "-c", stubborn])
+        await child.stdout.readline()
+        if not (forked := os.fork()):
+            [os.close(fd) for fd in range(3)]
+            signal.alarm(60)
+            signal.pause()
+        Path(sys.argv[1], "pids").write_text(f"{child.pid} {forked}")
+        os.kill(os.getpid(), signal.SIGKILL)"""
+
+
+def test_p12_children_end_after_kill_9_though_a_forked_process_goes_on(tmp_path):
+    code, stderr, seconds = play(tmp_path, step=KILLED)
+    child, forked = map(int, (tmp_path / "run" / "pids").read_text().split())
+    os.kill(forked, signal.SIGKILL)  # it still ran
+    assert code == -signal.SIGKILL
+    assert "ended without shutting down" in stderr
+    assert seconds < 30
+    deadline = time.monotonic() + 20
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(child, 0)
+            time.sleep(0.02)
+    assert time.monotonic() < deadline
+
+
+async def test_a_child_that_ignores_its_end_is_killed_with_its_own_children():
+    stubborn = "trap '' TERM; sleep 60 & echo ready; wait; wait"
+    child = await children.start(["sh", "-c", stubborn], env={"PATH": os.environ["PATH"]})
+    assert await child.stdout.readline() == b"ready\n"
+    assert await children.end(child, grace=0.1) == -signal.SIGKILL
+    assert await children.end(child) == -signal.SIGKILL
+    assert await child.stdout.read() == b""  # of the grandchild too
+    willing = await children.start(["cat"])
+    assert await children.end(willing) == -signal.SIGTERM
+
+
+def test_a_guardian_that_was_killed_is_replaced():
+    guardian.watch(None, 60, None)
+    try:
+        first = guardian._process
+        first.kill()
+        first.wait()
+        guardian.beat()
+        assert guardian._process.pid != first.pid
+        assert guardian._process.poll() is None
+    finally:
+        guardian.unwatch(None)

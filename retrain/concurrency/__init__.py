@@ -1,1 +1,1 @@
-"""Deadlines, threads, folder locks and the watchdog: every await has an owner and a deadline."""
+"""Deadlines, threads, folder locks and child processes: each has an owner and an end."""

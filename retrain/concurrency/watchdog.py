@@ -7,7 +7,10 @@ It detects three cases, also while the event loop is blocked:
 - The run should end and doesn't.
 
 Nothing can fix the first and the last from outside, so the process exits, after the files were
-flushed.
+flushed. While code holds the interpreter, this thread doesn't run either: the guardian then misses
+its beats, and ends the process (P12).
+
+Time in a debugger, or while the process is suspended, doesn't count.
 """
 
 from __future__ import annotations
@@ -25,9 +28,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
+from retrain.concurrency.guardian import guardian
 from retrain.errors import StallError
 
 LAST_WORDS_SECONDS = 5.0
+DEBUGGERS = ("pdb", "bdb", "_pydevd", "pydevd")
+"""Modules whose frames are on the stack while a debugger waits for its user."""
 OWN = (
     str(Path(__file__).parent.parent),
     str(Path(asyncio.__file__).parent),
@@ -39,7 +45,7 @@ class Watchdog:
     """A context manager that watches the running loop from a daemon thread.
 
     It calls `fail` in the loop with a StallError. Before the process exits with status 1, it calls
-    `last_words` in the thread with the last message.
+    `last_words` in the thread with the last message. The guardian writes to `folder`/error.txt.
     """
 
     def __init__(
@@ -50,10 +56,10 @@ class Watchdog:
         grace: float,
         fail: Callable[[StallError], None],
         last_words: Callable[[str], None],
-        leave: Callable[[int], object] = os._exit,
+        folder: Path | None = None,
     ) -> None:
         self._stall, self._blocked, self._grace = stall, blocked, grace
-        self._fail, self._last_words, self._leave = fail, last_words, leave
+        self._fail, self._last_words, self._folder = fail, last_words, folder
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._stop = threading.Event()
@@ -62,11 +68,13 @@ class Watchdog:
         self._waiting = False
 
     def __enter__(self) -> Self:
+        guardian.watch(self, self._blocked, self._folder)
         threading.Thread(target=self._watch, name="retrain-watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
+        guardian.unwatch(self)
 
     def progress(self) -> None:
         """Report progress."""
@@ -91,11 +99,17 @@ class Watchdog:
         tick = min(1.0, self._stall / 4, self._blocked / 4, self._grace / 4)
         now = time.monotonic()
         while not self._stop.wait(tick):
+            guardian.beat()
             before, now = now, time.monotonic()
-            self._excuse(now - before - tick)
+            late = now - before - tick
+            if debugging():
+                self._excuse(now - before)
+            elif late > 1.0:  # the whole process was stopped, as by Ctrl-Z
+                self._excuse(late)
             try:
                 self._loop.call_soon_threadsafe(self._answer)
             except RuntimeError:  # the loop is closed
+                guardian.unwatch(self)
                 return
             if now - self._answered > self._blocked:
                 where = _place(sys._current_frames().get(self._loop_thread))
@@ -116,13 +130,12 @@ class Watchdog:
                 )
                 self._loop.call_soon_threadsafe(self._fail, error)
 
-    def _excuse(self, late: float) -> None:
-        """Don't count time in which the whole process was stopped, as by Ctrl-Z."""
-        if late > 1.0:
-            self._answered += late
-            self._moved += late
-            if self._ends_by is not None:
-                self._ends_by += late
+    def _excuse(self, seconds: float) -> None:
+        """Don't count these last seconds."""
+        self._answered += seconds
+        self._moved += seconds
+        if self._ends_by is not None:
+            self._ends_by += seconds
 
     def _answer(self) -> None:
         self._answered = time.monotonic()
@@ -130,12 +143,22 @@ class Watchdog:
     def _exit(self, message: str) -> None:
         if self._stop.is_set():
             return
+        guardian.leaving()
         # in a thread: the disk may be full, or the code that blocks may hold a lock
         words = threading.Thread(target=self._last_words, args=(message,), daemon=True)
         words.start()
         words.join(LAST_WORDS_SECONDS)
-        self._leave(1)
-        self._stop.set()
+        os._exit(1)
+
+
+def debugging(frame: FrameType | None = None) -> bool:
+    """Whether a debugger, such as that of `breakpoint()`, has stopped the frame, or any thread."""
+    frames = sys._current_frames().values() if frame is None else [frame]
+    return any(
+        str(inner.f_globals.get("__name__")).startswith(DEBUGGERS)
+        for outer in frames
+        for inner, _ in traceback.walk_stack(outer)
+    )
 
 
 def describe(loop: asyncio.AbstractEventLoop) -> str:

@@ -202,7 +202,7 @@ class DeadlinesConfig(Section):
     checkpoint: Annotated[float, Field(gt=0)] = 1800.0
     """One save or load of a checkpoint."""
     blocked: Annotated[float, Field(gt=0)] = 120.0
-    """End the process if user code blocks the event loop for this long."""
+    """End the process if user code blocks the event loop, or all of Python, for this long."""
     stall: Annotated[float, Field(gt=0)] = 3600.0
     """End the run if nothing progresses for this long, and name what it waits for."""
 

@@ -48,6 +48,8 @@ class Console(Callback):
         self._printed_step = -1
         self._printed_at = 0.0
         self._live: Live | None = None
+        self.training = False
+        """Whether training has begun, so that an interrupted run writes a checkpoint."""
 
     def announce(self, text: str) -> bool:
         """Show `text` below the live display; returns False if there is none.
@@ -58,6 +60,7 @@ class Console(Callback):
         return self._live is not None and self._live.is_started
 
     def on_train_begin(self, trainer: Run) -> None:
+        self.training = True
         self._progress = Progress(
             trainer.total_steps,
             trainer.step,

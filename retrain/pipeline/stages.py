@@ -93,6 +93,7 @@ def _watched(run: Run) -> Iterator[None]:
             grace=deadlines.close + deadlines.checkpoint,
             fail=stall,
             last_words=run.record.last_words,
+            folder=run.run_dir.path,
         ) as run.watchdog:
             run.record.progress = run.watchdog.progress
             yield
