@@ -290,7 +290,10 @@ async def test_alternatives_are_the_forwards(sampler: LocalSampler, model: Any) 
     values, tokens = reference.topk(3)
     assert found.top.ids.tolist() == tokens.tolist()
     assert found.top.logprobs == pytest.approx(values.numpy(), abs=1e-5)
-    wanted = [[float(lp[i]) if i >= 0 else 0.0 for i in row] for lp, row in zip(reference, given)]
+    wanted = [
+        [float(lp[i]) if i >= 0 else 0.0 for i in row]
+        for lp, row in zip(reference, given, strict=True)
+    ]
     assert found.given == [pytest.approx(row, abs=1e-5) for row in wanted]
     wide = await sampler.alternatives(ids, top=200)  # of a vocabulary of 107
     assert wide.top is not None

@@ -224,9 +224,13 @@ async def test_samples_have_text_and_logprobs_and_obey_their_limits(weaver):
     tokenizer = weaver.app.service.tokenizer
     assert [s["text"] for s in one] == [tokenizer.decode(s["tokens"]) for s in one]
     await weaver.post(path, {**body, "prompt": {"chunks": []}}, 400)
-    await weaver.post(path, {**body, "topk_prompt_logprobs": 3}, 400)
-    failed = await weaver.look(await weaver.post(path, {**body, "num_samples": 0}, 202))
-    assert failed["error_code"] == "invalid_request"
+    for wrong in ({"return_old_logprob": True}, {"num_samples": 0}):
+        await weaver.post(path, {**body, **wrong}, 400)
+    likeliest = await weaver.end(await weaver.post(path, {**body, "topk_prompt_logprobs": 2}, 202))
+    tops = likeliest["result"]["topk_prompt_logprobs"]
+    assert tops[0] is None
+    assert [len(top) for top in tops[1:]] == [2] * 4
+    assert tops[1][0][1] > tops[1][1][1]
 
 
 async def test_a_state_is_loaded_with_or_without_its_optimizer(weaver):

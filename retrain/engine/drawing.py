@@ -37,8 +37,10 @@ class Drawing(Protocol):
     params: SamplingParams
     key: int
     token_ids: list[int]
-    top: int
-    """How many of the likeliest tokens to report."""
+
+    @property
+    def top(self) -> int:
+        """How many of the likeliest tokens to report."""
 
 
 class Drawn(NamedTuple):
