@@ -60,6 +60,7 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
         (("--threads", "0"), "--threads: got 0, expected an integer >= 1"),
         (("--folder", f"{__file__}/x"), "test_service_serve.py/x: Not a directory"),
         (("--device", "tpu9"), "--device tpu9 is not available: "),
+        (("--max-samples", "0"), "--max-samples: got 0, expected an integer >= 1"),
         pytest.param(
             ("--device", "cuda"),
             "--device cuda is not available: ",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -121,6 +122,25 @@ async def test_a_surrogate_has_the_gradient_of_the_loss_that_it_stands_for(weave
     await weaver.passed(3, slopes, loss="surrogate")
     again = (await weaver.end(await weaver.step(4, learning_rate=0.0)))["metrics"]["grad_norm"]
     assert again == pytest.approx(norm, rel=1e-6)
+
+
+async def test_truncated_importance_sampling_caps_the_weights_and_keeps_their_gradient(weaver):
+    lp = await weaver.logprobs(1)
+    gaps, credit = [1.0, -0.5, 3.0, 0.2, 0.0], [1.0, 2.0, -1.0, 0.5, 1.0]
+    old = [now - gap for now, gap in zip(lp, gaps, strict=True)]
+    data = datum(**LOGPROB, logprobs=(old,), advantages=(credit,))
+
+    async def outcome(seq_id, *data, **more):
+        loss = (await weaver.passed(seq_id, *data, **more))["metrics"]["loss"]
+        stepped = await weaver.end(await weaver.step(seq_id + 1, learning_rate=0.0))
+        return loss, stepped["metrics"]["grad_norm"]
+
+    for seq_id, cap, config in ((2, 2.0, {}), (6, 1.5, {"clip_ratio": 1.5})):
+        weights = [min(math.exp(g), cap) * a for g, a in zip(gaps, credit, strict=True)]
+        found = await outcome(seq_id, data, loss="truncated_importance_sampling", **config)
+        plain = datum(**LOGPROB, weights=(weights,))
+        assert found == pytest.approx(await outcome(seq_id + 2, plain), rel=1e-5)
+    await weaver.start_pass(10, data, loss="importance_sampling", clip_ratio=2, expect=400)
 
 
 async def test_an_ignored_target_carries_no_loss(weaver):
