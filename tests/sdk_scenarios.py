@@ -195,9 +195,7 @@ def test_tinker_distils_the_likeliest_tokens_of_a_teacher(url):
     assert passed.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
     scored = found.target_prompt_logprobs.to_torch()
     assert scored.shape == (5, 2)
-    assert scored[2, 1].item() == pytest.approx(
-        others[2].item() if TARGETS[2] == 71 else scored[2, 1]
-    )
+    assert scored[2, 1].item() == pytest.approx(others[2].item(), abs=1e-4)
     assert not scored[[0, 1, 3, 4]].any()
     service.close("success").result()
 
