@@ -57,6 +57,12 @@ RATIO = {
 RAW = {"@deep@": "[" * 100_000 + "]" * 100_000, "@nested@": '{"a":' * 500 + "1" + "}" * 500}
 """Strings of a mutated body that are replaced by JSON that can't be written otherwise."""
 RAW |= {"@infinite@": "1e999", "@nan@": "NaN", "@digits@": "9" * 5000, "@half@": '"\\ud800"'}
+TRAINING = [
+    *("POST forward_backward", "POST optim_step", "POST save_weights", "POST asample"),
+    *("POST save_weights_for_sampler", "POST models/{model_id}/forward-backward-passes"),
+    *("POST models/{model_id}/optimizer-steps", "POST sampling-sessions/{sampler_id}/samples"),
+]
+"""The routes that get more requests than the others."""
 _NUMBERS = [0, -1, 1, 3, 2**31, 2**63, -(2**63) - 1, 2**64, 10**19, 10**400, -(10**400)]
 _REALS = [0.5, -0.0, 1e-40, 1e-300, 1e300, 3.5e38, -1e39]
 _TEXTS = ["", "a", "x" * 5000, "../..", "tiny", "weights", "\x00", "é\u2028", ".", "a/b"]
@@ -102,9 +108,12 @@ class Sender:
         self.numbers = iter(range(1, 10**9))
 
 
-def requests(ids: Mapping[str, str], number: int) -> dict[str, tuple[str, Any]]:
-    """A valid request to every route: by "METHOD route", its path and its JSON body."""
-    model = {"model_id": ids["model"], "seq_id": number}
+def requests(ids: Mapping[str, str], number: int, seq_id: int = 1) -> dict[str, tuple[str, Any]]:
+    """A valid request to every route: by "METHOD route", its path and its JSON body.
+
+    `seq_id` is the next one of the Tinker model; `number` is new.
+    """
+    model = {"model_id": ids["model"], "seq_id": seq_id}
     loss = {"data": [datum(**RATIO)], "loss_fn": "ppo", "loss_fn_config": {}}
     plain = {"data": [datum()], "loss_fn": "cross_entropy"}
     sample = {
@@ -122,12 +131,12 @@ def requests(ids: Mapping[str, str], number: int) -> dict[str, tuple[str, Any]]:
     adam = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     lora = {"rank": 2, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": True}
     create = {"base_model": "tiny", "lora_config": lora, "user_metadata": {"a": [1, {"b": "c"}]}}
-    saved = f"{ids['model']}/weights/n{number - 1}"
-    checkpoint = f"training_runs/{ids['model']}/checkpoints/weights/n{number - 1}"
+    saved = f"{ids['model']}/weights/n{number % 7}"
+    checkpoint = f"training_runs/{ids['model']}/checkpoints/weights/n{number % 5}"
     one, other = f"sessions/{ids['weaver_session']}", f"models/{ids['weaver_model']}"
     drawn = f"sampling-sessions/{ids['weaver_sampler']}"
     payload = {"model_id": ids["weaver_model"], "seq_id": number}
-    path = f"weaver://{ids['weaver_model']}/checkpoints/n{number - 1}"
+    path = f"weaver://{ids['weaver_model']}/checkpoints/n{number % 7}"
     run, place = "training_runs/{model_id}", "checkpoints/{kind}/{name}"
     return {
         "GET healthz": ("healthz", None),
@@ -153,7 +162,13 @@ def requests(ids: Mapping[str, str], number: int) -> dict[str, tuple[str, Any]]:
         "POST optim_step": ("optim_step", {**model, "adam_params": adam}),
         "POST save_weights": (
             "save_weights",
-            {**model, "path": f"n{number}", "ttl_seconds": 60, "user_metadata": {"a": "b"}},
+            {
+                **model,
+                "path": f"n{number % 7}",
+                "ttl_seconds": 60,
+                "user_metadata": {"a": "b"},
+                "overwrite": True,
+            },
         ),
         "POST save_weights_for_sampler": (
             "save_weights_for_sampler",
@@ -211,7 +226,7 @@ def requests(ids: Mapping[str, str], number: int) -> dict[str, tuple[str, Any]]:
         ),
         "POST models/{model_id}/checkpoints": (
             f"{other}/checkpoints",
-            {"type": "weight_and_optimizer", "name": f"n{number}", "ttl_seconds": 60},
+            {"type": "weight_and_optimizer", "name": f"n{number % 7}", "ttl_seconds": 60},
         ),
         "GET models/{model_id}/checkpoints": (f"{other}/checkpoints", None),
         "PATCH models/{model_id}/checkpoints/ttl": (
@@ -229,17 +244,21 @@ def requests(ids: Mapping[str, str], number: int) -> dict[str, tuple[str, Any]]:
     }
 
 
+def nasty(draw: random.Random) -> Any:  # JSON
+    return copy.deepcopy(draw.choice(NASTY))
+
+
 def mutated(body: Any, draw: random.Random) -> Any:  # JSON
     """A copy with one to three values replaced, removed, repeated or added."""
     body = copy.deepcopy(body)
     for _ in range(draw.randint(1, 3)):
         places = list(_places(body))
         if not places:
-            return draw.choice(NASTY)
+            return nasty(draw)
         parent, key = draw.choice(places)
         change = draw.random()
         if change < 0.7:
-            parent[key] = draw.choice(NASTY)
+            parent[key] = nasty(draw)
         elif change < 0.85:
             del parent[key]
         elif isinstance(parent, list):
@@ -337,12 +356,14 @@ class Fuzz:
 
     def request(self) -> None:
         number = next(self.sender.numbers)
-        valid = requests(self.sender.ids, number)
-        route = self.random.choice(list(valid))
+        valid = requests(self.sender.ids, number, self._next_seq_id())
+        route = self.random.choice([*valid, *(TRAINING * 3)])
         method, (path, body) = route.split()[0], valid[route]
         content, headers = b"" if body is None else written(body), {}
         kind = self.random.random()
-        if kind < 0.6 and body is not None:
+        if kind < 0.3:
+            pass  # valid as it is
+        elif kind < 0.7 and body is not None:
             content = written(mutated(body, self.random))
         elif kind < 0.75:
             path = self._bent(path)
@@ -362,7 +383,7 @@ class Fuzz:
             )
         elif kind < 0.93:
             path, method = "forward_backward", "POST"
-            content, headers = protobuf(self.sender.ids, number, self.random), PROTOBUF
+            content, headers = protobuf(self.sender.ids, self._next_seq_id(), self.random), PROTOBUF
             route = "POST forward_backward (protobuf)"
         elif kind < 0.94:
             self._raw(self.random)
@@ -387,6 +408,15 @@ class Fuzz:
                 f"{method} {path[:200]} {dict(headers)}\n{content[:2000]!r}"
             )
         self._remember(reply)
+
+    def _next_seq_id(self) -> int:
+        """The number that the Tinker model waits for, so that its requests run."""
+        if (model := self.app.service.models.get(self.sender.ids["model"])) is None:
+            return 1
+        lane, number = model.lane, model.lane._next
+        while number in lane._known or number in lane._rejected:
+            number += 1
+        return number
 
     def _remember(self, reply: httpx.Response) -> None:
         """Use a job that was started in later requests."""

@@ -115,6 +115,14 @@ async def test_both_protocols_train_the_same_numbers(weaver):
     assert out["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+async def test_an_operation_of_the_other_protocol_is_unknown(weaver):
+    session = (await weaver.post("create_session", {}))["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    future = await weaver.post("create_model", body)
+    await weaver.get(f"operations/{future['request_id']}", 404)
+    await weaver.post("retrieve_future", {"request_id": (await weaver.start_pass(1))["id"]}, 404)
+
+
 async def test_a_surrogate_has_the_gradient_of_the_loss_that_it_stands_for(weaver):
     await weaver.passed(1)
     norm = (await weaver.end(await weaver.step(2, learning_rate=0.0)))["metrics"]["grad_norm"]

@@ -45,6 +45,8 @@ class Job:
     result: Any = None
     error: ServiceError | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # of the first reply, beside the id
+    protocol: object = None
+    """What started it and knows the form of its result; the other protocol can't show it."""
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait(self, seconds: float) -> bool:
@@ -201,7 +203,10 @@ class Lane:
     def _give_up(self, seq_id: int) -> None:
         job, _, timer = self._behind.pop(seq_id)
         timer.cancel()
-        message = f"seq_id {seq_id} waited for seq_id {self._next}, which never arrived"
+        missing = self._next
+        while missing in self._rejected:
+            missing += 1
+        message = f"seq_id {seq_id} waited for seq_id {missing}, which never arrived"
         self._jobs.fail(job, invalid(message))
 
 

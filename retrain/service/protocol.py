@@ -18,9 +18,9 @@ from starlette.routing import Route
 from retrain.errors import shown
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.service.core import Service
-from retrain.service.errors import ServiceError, invalid
+from retrain.service.errors import ServiceError, invalid, missing
 from retrain.service.jobs import Job, Work
-from retrain.service.reading import check_size, json_object, unzstd
+from retrain.service.reading import check_size, check_text, json_object, unzstd
 from retrain.service.sampling import Sampled, SampleRequest, sample_request
 from retrain.service.state import Model, SamplingSession, Session
 from retrain.service.store import Place
@@ -96,17 +96,26 @@ class Protocol(ABC):
             body = {} if protobuf else await decoded(parse, raw)
             call = Call(request, raw, body, protobuf)
             try:
+                check_text(raw, body)
                 reply = await answer(call) if callable(answer) else answer
             except ServiceError:
                 self.rejected(call)
                 raise
             if isinstance(reply, Job):
+                reply.protocol = self
                 return self.started(reply)
             if reply is None:
                 return Response(status_code=204)
             return reply if isinstance(reply, Response) else JSONResponse(reply)
 
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
+
+    def job(self, job_id: str) -> Job:
+        """Find a job of this protocol; raises ServiceError: 404, or 410 if it may be forgotten."""
+        job = self._service.jobs.get(job_id)
+        if job.protocol is not self:
+            raise missing(f"request {job_id}")
+        return job
 
     def numbered(self, call: Call, model: Model, seq_id: int, job: Job, work: Work) -> Job:
         if not 1 <= seq_id <= INT64[1]:

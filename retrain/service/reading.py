@@ -25,7 +25,7 @@ def json_object(body: bytes, values: int) -> dict[str, Any]:
     """The JSON object of a body, empty for an empty body.
 
     Raises ServiceError (413) if there are more than `values` values, and ValueError for anything
-    but a JSON object in UTF-8, without NaN and without half a surrogate pair.
+    but a JSON object in UTF-8 without NaN.
     """
     check_counts(body.count(b",") + 1, values)
     containers = sum(body.count(sign) for sign in (b"[", b"{", b":"))
@@ -36,8 +36,6 @@ def json_object(body: bytes, values: int) -> dict[str, Any]:
     value = json.loads(body.decode(), parse_constant=_no_constant) if body else {}
     if not isinstance(value, dict):
         raise ValueError("expected a JSON object")
-    if _SURROGATE.search(body):
-        _check_text(value)
     return value
 
 
@@ -71,13 +69,16 @@ def unzstd(body: bytes, limit: int) -> bytes:
     return plain
 
 
-def _check_text(value: object) -> None:
-    """Raise UnicodeEncodeError, a ValueError, for half a surrogate pair in any string."""
-    left = [value]
+def check_text(body: bytes, value: object) -> None:
+    """Raise ServiceError for half a surrogate pair in any string of the JSON `value` of `body`."""
+    left = [value] if _SURROGATE.search(body) else []
     while left:
         one = left.pop()
         if isinstance(one, str):
-            one.encode()
+            try:
+                one.encode()
+            except UnicodeEncodeError:
+                raise invalid(f"got {one[:80]!a}, which has half a surrogate pair") from None
         elif isinstance(one, dict):
             left += [*one.keys(), *one.values()]
         elif isinstance(one, list):

@@ -301,7 +301,7 @@ class TinkerProtocol(Protocol):
     # Futures
 
     async def _retrieve(self, call: Call) -> Response | Json:
-        job = self._service.jobs.get(want(call.body, "request_id", str))
+        job = self.job(want(call.body, "request_id", str))
         if not await job.wait(self._service.settings.long_poll):
             return wire.try_again(job)
         if job.error is not None:
@@ -313,7 +313,7 @@ class TinkerProtocol(Protocol):
         return found
 
     async def _cancel_future(self, call: Call) -> Json:
-        job = self._service.jobs.get(want(call.body, "request_id", str))
+        job = self.job(want(call.body, "request_id", str))
         if job.kind != "Sample":
             raise invalid("only sampling requests can be cancelled")
         self._service.jobs.cancel(job)

@@ -101,7 +101,7 @@ class WeaverProtocol(Protocol):
         return {"items": [item], "pagination": {"total_count": 1}}
 
     async def _get_operation(self, call: Call) -> Json:
-        job = self._service.jobs.get(call["job_id"])
+        job = self.job(call["job_id"])
         await job.wait(min(LONGEST_LOOK, self._service.settings.long_poll))
         return wire.operation(job)
 
