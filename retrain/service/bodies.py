@@ -16,6 +16,7 @@ from retrain.service.trainer import Tuning
 from retrain.service.values import SEEDS, Json, check_non_negative, integer, want
 
 _MAX_RANK = 1024
+_LARGEST_RATE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,9 @@ def adam_params(body: Json) -> AdamParams:
     if unknown := sorted(set(given) - set(known)):
         raise invalid(f"adam_params has unknown fields {shown(unknown)}: expected some of {known}")
     check_non_negative("adam_params", given)
+    for name in ("learning_rate", "eps", "weight_decay"):
+        if given.get(name, 0) > _LARGEST_RATE:  # a step would overflow
+            raise invalid(f"adam_params.{name}: got {given[name]:g}, expected <= {_LARGEST_RATE:g}")
     adam = AdamParams(**given)
     if adam.beta1 >= 1 or adam.beta2 >= 1:
         raise invalid(f"adam_params: got beta1 {adam.beta1} and beta2 {adam.beta2}, expected < 1")
