@@ -150,7 +150,8 @@ async def test_a_number_that_no_float_holds_is_refused(tinker, name, body):
 
 async def test_a_model_that_diverged_says_so_instead_of_sending_nan(tinker):
     trained = tinker.app.service.models[tinker.model_id].trainer._trained
-    next(iter(trained.values())).data.fill_(math.nan)
+    for parameter in trained.values():
+        parameter.data.fill_(math.nan)
     failed = await tinker.forward_backward(1)
     assert "weights have diverged" in failed.get("error", ""), failed
     snapshot = {"sampling_session_seq_id": 0}
