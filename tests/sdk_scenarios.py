@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tinker
+import torch
 import weaver
 
 from tests.service_kit import TOKENS, on_a_port
@@ -142,13 +143,107 @@ def test_tinker_hears_why_a_request_is_refused(url):
     service.close("success").result()
 
 
+def test_tinker_goes_on_after_a_rejected_call(url):
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    model = service.create_lora_training_client("tiny", rank=8).result()
+    prompt = tinker.ModelInput.from_ints([*TOKENS[:-2], 100_000])
+    outside = tinker.Datum(model_input=prompt, loss_fn_inputs=inputs("cross_entropy", []))
+    with pytest.raises(tinker.TinkerError, match="got token 100000"):
+        model.forward_backward([outside], "cross_entropy").result()
+    with pytest.raises(tinker.TinkerError, match="stable_reinforce' is not supported"):
+        model.forward_backward([tinker_datum("ppo", [0.0] * 5)], "stable_reinforce").result()
+    good = [tinker_datum("cross_entropy", [])]
+    passed = model.forward_backward(good, "cross_entropy").result(timeout=20)
+    assert passed.metrics["tokens:sum"] == 5
+    assert model.optim_step(tinker.AdamParams()).result(timeout=20).metrics["grad_norm"] > 0
+    service.close("success").result()
+
+
+def test_tinker_distils_the_likeliest_tokens_of_a_teacher(url):
+    """As tinker_cookbook's train_off_policy does: top-k of the prompt to (N, K) targets."""
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    model = service.create_lora_training_client("tiny", rank=8).result()
+    teacher = service.create_sampling_client(base_model="tiny")
+    prompt, one = tinker.ModelInput.from_ints(TOKENS), tinker.SamplingParams(max_tokens=1)
+    wanted = torch.full((5, 2), -1)
+    wanted[2] = torch.tensor([70, TARGETS[2]])
+    found = teacher.sample(
+        prompt=prompt,
+        num_samples=1,
+        sampling_params=one,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        target_prompt_logprobs=tinker.TensorData.from_torch_sparse(wanted, pad_value=-1),
+    ).result()
+    assert found.topk_prompt_logprobs[0] is None
+    tops = found.topk_prompt_logprobs[1:]
+    targets = torch.tensor([[token for token, _ in top] for top in tops])
+    weights = torch.tensor([[math.exp(logprob) for _, logprob in top] for top in tops])
+    weights[:4] = 0  # the prompt: most of the weights are 0, so the SDK sends them sparse
+    tensors = {"target_tokens": targets, "weights": weights}
+    sent = {name: tinker.TensorData.from_torch_sparse(t) for name, t in tensors.items()}
+    assert sent["weights"].sparse_crow_indices is not None
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=sent)
+    plain = tinker_datum("cross_entropy", [])
+    passed = model.forward_backward([datum, plain], "cross_entropy").result()
+    logprobs, others = (one["logprobs"].to_torch() for one in passed.loss_fn_outputs)
+    assert (logprobs.shape, others.shape) == ((5, 3), (5,))  # a new adapter is its base model
+    assert torch.allclose(
+        logprobs, torch.tensor([[lp for _, lp in top] for top in tops]), atol=1e-4
+    )
+    loss = -(weights * logprobs).sum() - others[1:].sum()
+    assert passed.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+    scored = found.target_prompt_logprobs.to_torch()
+    assert scored.shape == (5, 2)
+    assert scored[2, 1].item() == pytest.approx(others[2].item(), abs=1e-4)
+    assert not scored[[0, 1, 3, 4]].any()
+    service.close("success").result()
+
+
+def test_tinker_samples_past_the_end_with_the_likeliest_tokens(url):
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    sampler = service.create_sampling_client(base_model="tiny")
+    drawn = sampler.sample(
+        prompt=tinker.ModelInput.from_ints(TOKENS[:2]),
+        num_samples=4,
+        sampling_params=tinker.SamplingParams(max_tokens=40, stop=[], temperature=0.0),
+        topk_sample_logprobs=2,
+    ).result()
+    for one in drawn.sequences:
+        assert (len(one.tokens), one.stop_reason) == (40, "length")
+        assert [top[0] for top in one.topk_logprobs] == list(
+            zip(one.tokens, one.logprobs, strict=True)
+        )
+    recording = service.create_sampling_client(base_model="tiny", record_stability_info=True)
+    with pytest.raises(tinker.TinkerError, match="record_stability_info is not supported"):
+        recording.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()
+    service.close("success").result()
+
+
+def test_tinker_trains_with_gspo_and_ignores_provenance(url):
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    model = service.create_lora_training_client("tiny", rank=8).result()
+    out = model.forward([tinker_datum("cross_entropy", [])], "cross_entropy").result()
+    lp = out.loss_fn_outputs[0]["logprobs"].to_torch()
+    old = lp - torch.tensor([0.5, 0.1, -0.2, 0.3, 0.0])
+    given = {**inputs("gspo", old.tolist()), "sequence_ratio_mask": [0.0, 1.0, 1.0, 1.0, 1.0]}
+    prompt = tinker.ModelInput.from_ints(TOKENS[:-1])
+    span = tinker.types.SampledProvenanceSpan(sequence_id="x:0", length=5)
+    datum = tinker.Datum(model_input=prompt, loss_fn_inputs=given).with_provenance([span], [span])
+    passed = model.forward_backward([datum], "gspo").result()
+    ratio = (lp - old)[1:].mean().exp()  # 1.051
+    wanted = -(ratio * torch.tensor(given["advantages"])).sum()
+    assert passed.metrics["loss:sum"] == pytest.approx(wanted.item(), rel=1e-4)
+    service.close("success").result()
+
+
 def test_weaver_trains_samples_saves_and_loads(service):
     model = service.create_model(base_model="tiny", lora_config={"rank": 8})
     data = [weaver_datum("cross_entropy", [])]
     old = model.forward(data, "forward_logprob")["result"]["loss_fn_outputs"][0]["logprobs"]
     losses = []
     for step in range(2 * STEPS):
-        loss = ("cross_entropy", "importance_sampling")[step % 2]
+        loss = ("cross_entropy", "truncated_importance_sampling")[step % 2]
         passed = model.forward_backward([weaver_datum(loss, old)], loss)
         losses.append(passed["result"]["metrics"]["loss"])
         stepped = model.optim_step(weaver.types.AdamParams(learning_rate=5e-3))

@@ -282,6 +282,42 @@ async def test_logprobs_of_given_tokens_are_the_forwards(
 # -- when a row ends ------------------------------------------------------------------------------
 
 
+async def test_alternatives_are_the_forwards(sampler: LocalSampler, model: Any) -> None:
+    ids, given = [A, B, C, A], [[B, -1], [0, C], [-1, -1]]
+    reference = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).detach()
+    found = await sampler.alternatives(ids, top=3, given=given)
+    assert found.top is not None
+    values, tokens = reference.topk(3)
+    assert found.top.ids.tolist() == tokens.tolist()
+    assert found.top.logprobs == pytest.approx(values.numpy(), abs=1e-5)
+    wanted = [
+        [float(lp[i]) if i >= 0 else 0.0 for i in row]
+        for lp, row in zip(reference, given, strict=True)
+    ]
+    assert found.given == [pytest.approx(row, abs=1e-5) for row in wanted]
+    wide = await sampler.alternatives(ids, top=200)  # of a vocabulary of 107
+    assert wide.top is not None
+    assert wide.given is None
+    assert (wide.top.ids.shape, wide.top.logprobs[0, 107]) == ((3, 200), -np.inf)
+
+
+async def test_the_likeliest_tokens_come_with_the_sampled_ones(sampler: LocalSampler) -> None:
+    drawn = await sampler.sample_with_top([A], SamplingParams(8, temperature=0), 2, top=2)
+    for completion, top in drawn:
+        assert top is not None
+        assert top.ids[:, 0].tolist() == completion.token_ids
+        assert top.logprobs[:, 0].tolist() == completion.logprobs
+    [(_, none)] = await sampler.sample_with_top([A], SEEDED)
+    assert none is None
+
+
+async def test_without_eos_only_max_tokens_ends_a_row(sampler: LocalSampler) -> None:
+    stopped = [len(one.token_ids) for one in await sampler.sample([A], SamplingParams(60), 32)]
+    assert min(stopped) < 60
+    drawn = await sampler.sample_with_top([A], SamplingParams(60), 32, eos=False)
+    assert [len(one.token_ids) for one, _ in drawn] == [60] * 32
+
+
 async def test_a_row_ends_at_eos_a_stop_token_or_max_tokens(
     sampler: LocalSampler, endless: LocalSampler
 ) -> None:
@@ -363,6 +399,11 @@ BAD_CALLS: dict[str, tuple[list[int], SamplingParams, int]] = {
     "n: got 0, expected": ([A], SEEDED, 0),
     "max_tokens: got 0, expected": ([A], SamplingParams(max_tokens=0), 1),
     "temperature: got -1, expected": ([A], SamplingParams(temperature=-1), 1),
+    "temperature: got 1e-40, expected": ([A], SamplingParams(temperature=1e-40), 1),
+    "temperature: got 1000000000+, expected": ([A], SamplingParams(temperature=10**19), 1),
+    "temperature: got nan, expected": ([A], SamplingParams(temperature=float("nan")), 1),
+    "top_p: got 1e-300, expected": ([A], SamplingParams(top_p=1e-300), 1),
+    "top_k: got 9223372036854775808, expected": ([A], SamplingParams(top_k=2**63), 1),
     "top_p: got 0, expected": ([A], SamplingParams(top_p=0), 1),
     "top_k: got -1, expected": ([A], SamplingParams(top_k=-1), 1),
     "expected non-empty strings": ([A], SamplingParams(stop=("",)), 1),
@@ -555,6 +596,7 @@ async def test_a_failing_pass_fails_what_waits_and_what_comes_later(
         ):
             with pytest.raises(AdapterError, match="the device burns"):
                 await call
+        assert sampler.failed
 
 
 async def test_closing_fails_what_is_under_way_or_asked_later(model: LlamaForCausalLM) -> None:
@@ -638,6 +680,7 @@ class Plain:
 
     def __init__(self, key: int, **params: Any) -> None:
         self.key, self.params, self.token_ids = key, SamplingParams(**params), []
+        self.top = 4
 
 
 LOGITS = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
@@ -661,12 +704,18 @@ def test_draws_follow_the_restricted_distribution_and_report_it(
     params: dict[str, Any], expected: list[float]
 ) -> None:
     rows = [Plain(key, **params) for key in row_keys(0, 20_000)]
-    tokens, logprobs = Drawer(rows, torch.device("cpu"))(LOGITS.expand(len(rows), -1))
+    tokens, logprobs, tops = Drawer(rows, torch.device("cpu"))(LOGITS.expand(len(rows), -1))
     for token, logprob in set(zip(tokens, logprobs, strict=True)):
         assert np.exp(logprob) == pytest.approx(expected[token], rel=1e-5)
     shares = np.bincount(tokens, minlength=4) / len(rows)
     total = sum(expected)
     assert shares == pytest.approx([share / total for share in expected], abs=0.012)
+    assert tops[0] is not None
+    assert tops[0].ids[0] == 1
+    if params.get("temperature") != 0:  # it reports the distribution at temperature 1
+        shown = zip(tops[0].ids.tolist(), np.exp(tops[0].logprobs), strict=True)
+        wanted = {token: share for token, share in enumerate(expected) if share}
+        assert {t: share for t, share in shown if share} == pytest.approx(wanted, rel=1e-5)
 
 
 def test_mixed_rows_draw_what_each_draws_alone() -> None:
@@ -675,8 +724,8 @@ def test_mixed_rows_draw_what_each_draws_alone() -> None:
     cpu = torch.device("cpu")
     together = Drawer(rows, cpu)(LOGITS.expand(32, -1))
     alone = [Drawer([row], cpu)(LOGITS[None]) for row in rows]
-    assert together[0] == [tokens[0] for tokens, _ in alone]
-    assert together[1] == pytest.approx([logprobs[0] for _, logprobs in alone])
+    assert together[0] == [one.tokens[0] for one in alone]
+    assert together[1] == pytest.approx([one.logprobs[0] for one in alone])
 
 
 def test_uniforms_are_splitmix64s() -> None:

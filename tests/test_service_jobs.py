@@ -75,7 +75,7 @@ class FakeSampler:
     """Knows which weights it holds."""
 
     holds: object = None
-    closed = False
+    closed = failed = False
 
     async def __aenter__(self) -> FakeSampler:
         return self
@@ -130,6 +130,13 @@ async def test_weights_that_cannot_be_loaded_take_no_place(pool, made):
             async with pool.use("x", lambda: "broken"):
                 pass
     assert await hold(pool, "a") == "A"
+
+
+async def test_a_failed_sampler_is_replaced_at_the_next_request(pool, made):
+    async with pool.use("a", lambda: "A") as first:
+        first.failed = True
+    assert await hold(pool, "a") == "A"
+    assert (len(made), first.closed) == (2, True)
 
 
 async def hold(pool: SamplerPool, key: str) -> object:

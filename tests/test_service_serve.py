@@ -67,6 +67,7 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
         (("--allow-host", "a:80"), "--allow-host: got 'a:80', expected a host name or address"),
         (("--folder", f"{__file__}/x"), "test_service_serve.py/x: Not a directory"),
         (("--device", "tpu9"), "--device tpu9 is not available: "),
+        (("--max-samples", "0"), "--max-samples: got 0, expected an integer >= 1"),
         pytest.param(
             ("--device", "cuda"),
             "--device cuda is not available: ",

@@ -135,6 +135,160 @@ async def test_a_request_behind_a_gap_says_so_and_fails_in_the_end(tmp_path):
         assert "seq_id 1, which never arrived" in failed["error"]
 
 
+async def test_after_a_rejected_call_the_next_number_runs_at_once(tinker):
+    bad = passed(datum(**{**CROSS_ENTROPY, "weights": ([1.0],)}))
+    behind = await tinker.submit("forward_backward", 2, **passed())
+    assert tinker.app.service.jobs.get(behind["request_id"]).state == "waiting"
+    await tinker.submit("forward_backward", 1, expect=400, **bad)
+    assert (await tinker.result(behind))["metrics"]["tokens:sum"] == 5
+    await tinker.submit("forward_backward", 1, expect=409, **passed())  # too late to correct it
+    await tinker.submit("optim_step", 3, expect=400, adam_params={"lr": 1})
+    path = {"path": f"tinker://{tinker.model_id}/weights/x", "optimizer": True}
+    await tinker.submit("load_weights", 4, expect=404, **path)
+    body = proto(tinker.model_id, 5, "no_such_loss")
+    await tinker.post("forward_backward", expect=400, content=body, headers=PROTOBUF)
+    assert (await tinker.step(6))["metrics"]["grad_norm"] > 0
+    assert tinker.app.service.models[tinker.model_id].trainer.steps == 1
+
+
+async def test_a_rejected_call_may_be_corrected_under_its_number(tinker):
+    await tinker.submit("forward_backward", 1, expect=400, **passed(loss="no_such_loss"))
+    assert (await tinker.forward_backward(1))["metrics"]["tokens:sum"] == 5
+
+
+def reference(tinker) -> torch.Tensor:
+    """The trained model's log-probs at TOKENS[:-1], (5, V), by a plain forward."""
+    model = tinker.app.service.models[tinker.model_id].trainer.model
+    return model(input_ids=torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
+
+
+async def gradient_norm(tinker, seq_id: int, loss: torch.Tensor) -> tuple[float, float]:
+    """The service's gradient norm after its passes, and torch's of `loss`."""
+    trained = list(tinker.app.service.models[tinker.model_id].trainer._trained.values())
+    expected = torch.stack([g.norm() for g in torch.autograd.grad(loss, trained)]).norm()
+    return (await tinker.step(seq_id, 0.0))["metrics"]["grad_norm"], float(expected)
+
+
+def wide(tensor, dtype):
+    return {"data": tensor.flatten().tolist(), "dtype": dtype, "shape": list(tensor.shape)}
+
+
+def sparse(tensor, dtype):
+    csr = tensor.to_sparse_csr()
+    return {
+        "data": csr.values().tolist(),
+        "dtype": dtype,
+        "shape": list(tensor.shape),
+        "sparse_crow_indices": csr.crow_indices().tolist(),
+        "sparse_col_indices": csr.col_indices().tolist(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("form", [wide, sparse])
+async def test_several_targets_per_token_are_weighted_as_in_plain_torch(tinker, form):
+    await tinker.forward_backward(1)
+    await tinker.step(2)
+    targets = torch.tensor([[71, 0, 9], [72, 5, 6], [0, 0, 0], [74, 73, 72], [75, 0, 0]])
+    weights = torch.tensor([[0.5, 0.25, 0], [1, 0.5, 0.1], [0, 0, 0], [-1, 2, 0.5], [1, 0, 0]])
+    logprobs = reference(tinker)
+    loss = -(weights * logprobs.gather(1, targets)).sum() - logprobs[range(1, 5), TOKENS[2:]].sum()
+    given = {"target_tokens": form(targets, "int64"), "weights": form(weights, "float32")}
+    out = await tinker.forward_backward(3, {**datum(), "loss_fn_inputs": given}, datum())
+    found, single = (one["logprobs"] for one in out["loss_fn_outputs"])
+    assert (found["shape"], single["shape"]) == ([5, 3], [5])
+    assert found["data"] == pytest.approx(logprobs.gather(1, targets).flatten().tolist(), abs=1e-5)
+    assert out["metrics"]["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+    norm, expected = await gradient_norm(tinker, 4, loss)
+    assert norm == pytest.approx(expected, rel=1e-4)
+
+
+BAD_SPARSE = {
+    "shape": {"shape": [5, 10**9]},
+    "rows": {"sparse_crow_indices": [0, 1]},
+    "order": {"sparse_crow_indices": [0, 2, 1, 2, 2, 2]},
+    "column": {"sparse_col_indices": [0, 3]},
+    "count": {"sparse_col_indices": [0]},
+    "kind": {"sparse_col_indices": [0, "x"]},
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_SPARSE)
+async def test_a_sparse_tensor_whose_indices_do_not_fit_is_refused(tinker, wrong):
+    good = {"dtype": "int64", "shape": [5, 3], "data": [71, 72]}
+    good |= {"sparse_crow_indices": [0, 1, 2, 2, 2, 2], "sparse_col_indices": [0, 1]}
+    given = {"target_tokens": {**good, **BAD_SPARSE[wrong]}}
+    given["weights"] = {**good, "dtype": "float32"}
+    body = passed({**datum(), "loss_fn_inputs": given})
+    reply = await tinker.submit("forward_backward", 1, expect=400, **body)
+    assert "datum 0: target_tokens" in reply["detail"]
+
+
+async def test_gspo_clips_the_ratio_of_the_sequence(tinker):
+    await tinker.forward_backward(1)
+    await tinker.step(2)
+    logprobs = reference(tinker)[range(5), TOKENS[1:]]
+    old = logprobs.detach() + torch.tensor([9.0, -0.3, 0.1, -0.4, 0.0])
+    advantages, mask = torch.tensor([3.0, 1, -1, 0.5, 2]), torch.tensor([0.0, 1, 1, 1, 1])
+    log_ratio = (logprobs.detach() - old)[mask != 0].mean()  # .15
+    ratio = (log_ratio + logprobs - logprobs.detach()).exp()
+    clipped = ratio.clamp(0.8, 1.1)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages).sum()
+    data = inputs(
+        logprobs=(old.tolist(),),
+        advantages=(advantages.tolist(),),
+        sequence_ratio_mask=(mask.tolist(),),
+    )
+    bounds = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.1}
+    out = await tinker.forward_backward(3, data, loss="gspo", config=bounds)
+    assert out["metrics"]["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
+    norm, expected = await gradient_norm(tinker, 4, loss)
+    assert norm == pytest.approx(expected, rel=1e-4)
+    assert norm > 0  # of the token with a negative advantage
+    nothing = inputs(sequence_ratio_mask=([0.0] * 5,))
+    await tinker.submit("forward_backward", 5, expect=400, **passed(nothing, loss="gspo"))
+
+
+async def test_likeliest_and_given_tokens_of_the_prompt_have_the_models_log_probs(tinker):
+    await tinker.forward_backward(1)
+    await tinker.step(2)
+    sampler, every = await sampler_of(tinker, 3, 0), reference(tinker)
+    targets = torch.tensor([[71, -1], [5, 6], [-1, -1], [74, 0]])
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "num_samples": 2,
+        "prompt": datum(TOKENS[:-1])["model_input"],
+        "sampling_params": {"max_tokens": 6, "stop": []},
+        "prompt_logprobs": True,
+        "prompt_logprobs_last_n": 3,
+        "topk_prompt_logprobs": 2,
+        "topk_sample_logprobs": 3,
+        "target_prompt_logprobs": wide(targets, "int64"),
+    }
+    found = await tinker.result(await tinker.post("asample", body))
+    values, ids = every.topk(2)
+    tops, scores = found["topk_prompt_logprobs"], found["prompt_logprobs"]
+    assert (tops[:2], scores[:2]) == ([None] * 2, [None] * 2)
+    for position in range(2, 5):
+        assert [token for token, _ in tops[position]] == ids[position - 1].tolist()
+        wanted = pytest.approx(values[position - 1].tolist(), abs=1e-4)
+        assert [logprob for _, logprob in tops[position]] == wanted
+        own = every[position - 1, TOKENS[position]].item()
+        assert scores[position] == pytest.approx(own, abs=1e-4)
+    given = every[:4].gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
+    assert found["target_prompt_logprobs"]["shape"] == [4, 2]
+    wanted = pytest.approx(given.flatten().tolist(), abs=1e-4)
+    assert found["target_prompt_logprobs"]["data"] == wanted
+    for sequence in found["sequences"]:
+        assert len(sequence["tokens"]) == 6  # stop: [] goes on past the end of sequence
+        for *drawn, top in zip(
+            *(sequence[name] for name in ("tokens", "logprobs", "topk_logprobs")), strict=True
+        ):
+            assert len(top) == 3
+            assert drawn[0] not in {token for token, _ in top} or drawn in top
+
+
 def inputs(**changes):
     given = {
         "target_tokens": ([71, 72, 73, 74, 75], "int64"),
@@ -315,9 +469,27 @@ async def test_samples_have_the_asked_shape_and_are_drawn_once_a_number(tinker):
     [
         ({"prompt": {"chunks": []}}, "no tokens"),
         ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "encoded_text"),
-        ({"topk_prompt_logprobs": 2}, "not supported"),
-        ({"sampling_params": {"stop": []}}, "never stop"),
+        ({"topk_prompt_logprobs": 200}, "expected an integer from 0 to 128"),
+        ({"topk_sample_logprobs": 10**400}, "expected an integer from 0 to 128"),
+        ({"record_stability_info": True}, "not public; remove it"),
+        ({"prompt_alt_tokens_k": 1}, "not supported"),
+        ({"prompt_logprobs_last_n": 2}, "needs prompt_logprobs"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "got shape [1], expected [4"),
         ({"seq_id": None}, "seq_id is missing"),
+        ({"seq_id": 2**63}, "seq_id: got 9223372036854775808, expected"),
+        ({"num_samples": 5_000_000}, "expected an integer from 1 to 1024"),
+        ({"sampling_params": {"temperature": 10**19}}, "temperature: got 1e+19, expected"),
+        ({"sampling_params": {"temperature": 10**401}}, "expected a finite number"),
+        ({"sampling_params": {"temperature": 1e-40}}, "temperature: got 1e-40, expected 0, or"),
+        ({"sampling_params": {"top_k": 2**63}}, "top_k: got 9223372036854775808, expected"),
+        ({"sampling_params": {"top_k": 2**40}}, "top_k: got 1099511627776, expected"),
+        ({"sampling_params": {"top_p": 1e-300}}, "top_p: got 1e-300, expected 1e-06 to 1"),
+        ({"sampling_params": {"seed": 2**64}}, "seed: got 18446744073709551616, expected"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens: got 0, expected"),
+        ({"sampling_params": {"stop": ["x"] * 300}}, "expected at most 256"),
+        ({"sampling_params": {"stop": ["x" * 10_000]}}, "of at most 4096 characters"),
+        ({"prompt": {"chunks": [5]}}, "chunks[0]: got 5, expected an object"),
+        ({"prompt": {"chunks": [{"tokens": [70] * 1024}]}}, "fewer than the model's context"),
     ],
 )
 async def test_a_sample_that_cannot_be_served_is_refused(tinker, changes, message):

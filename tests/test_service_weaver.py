@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -114,6 +115,14 @@ async def test_both_protocols_train_the_same_numbers(weaver):
     assert out["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+async def test_an_operation_of_the_other_protocol_is_unknown(weaver):
+    session = (await weaver.post("create_session", {}))["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    future = await weaver.post("create_model", body)
+    await weaver.get(f"operations/{future['request_id']}", 404)
+    await weaver.post("retrieve_future", {"request_id": (await weaver.start_pass(1))["id"]}, 404)
+
+
 async def test_a_surrogate_has_the_gradient_of_the_loss_that_it_stands_for(weaver):
     await weaver.passed(1)
     norm = (await weaver.end(await weaver.step(2, learning_rate=0.0)))["metrics"]["grad_norm"]
@@ -121,6 +130,25 @@ async def test_a_surrogate_has_the_gradient_of_the_loss_that_it_stands_for(weave
     await weaver.passed(3, slopes, loss="surrogate")
     again = (await weaver.end(await weaver.step(4, learning_rate=0.0)))["metrics"]["grad_norm"]
     assert again == pytest.approx(norm, rel=1e-6)
+
+
+async def test_truncated_importance_sampling_caps_the_weights_and_keeps_their_gradient(weaver):
+    lp = await weaver.logprobs(1)
+    gaps, credit = [1.0, -0.5, 3.0, 0.2, 0.0], [1.0, 2.0, -1.0, 0.5, 1.0]
+    old = [now - gap for now, gap in zip(lp, gaps, strict=True)]
+    data = datum(**LOGPROB, logprobs=(old,), advantages=(credit,))
+
+    async def outcome(seq_id, *data, **more):
+        loss = (await weaver.passed(seq_id, *data, **more))["metrics"]["loss"]
+        stepped = await weaver.end(await weaver.step(seq_id + 1, learning_rate=0.0))
+        return loss, stepped["metrics"]["grad_norm"]
+
+    for seq_id, cap, config in ((2, 2.0, {}), (6, 1.5, {"clip_ratio": 1.5})):
+        weights = [min(math.exp(g), cap) * a for g, a in zip(gaps, credit, strict=True)]
+        found = await outcome(seq_id, data, loss="truncated_importance_sampling", **config)
+        plain = datum(**LOGPROB, weights=(weights,))
+        assert found == pytest.approx(await outcome(seq_id + 2, plain), rel=1e-5)
+    await weaver.start_pass(10, data, loss="importance_sampling", clip_ratio=2, expect=400)
 
 
 async def test_an_ignored_target_carries_no_loss(weaver):
@@ -224,9 +252,13 @@ async def test_samples_have_text_and_logprobs_and_obey_their_limits(weaver):
     tokenizer = weaver.app.service.tokenizer
     assert [s["text"] for s in one] == [tokenizer.decode(s["tokens"]) for s in one]
     await weaver.post(path, {**body, "prompt": {"chunks": []}}, 400)
-    await weaver.post(path, {**body, "topk_prompt_logprobs": 3}, 400)
-    failed = await weaver.look(await weaver.post(path, {**body, "num_samples": 0}, 202))
-    assert failed["error_code"] == "invalid_request"
+    for wrong in ({"return_old_logprob": True}, {"num_samples": 0}):
+        await weaver.post(path, {**body, **wrong}, 400)
+    likeliest = await weaver.end(await weaver.post(path, {**body, "topk_prompt_logprobs": 2}, 202))
+    tops = likeliest["result"]["topk_prompt_logprobs"]
+    assert tops[0] is None
+    assert [len(top) for top in tops[1:]] == [2] * 4
+    assert tops[1][0][1] > tops[1][1][1]
 
 
 async def test_a_state_is_loaded_with_or_without_its_optimizer(weaver):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrain.engine.drawing import Drawer
+from retrain.engine.drawing import Drawer, Drawn, Top
 from retrain.engine.kv_cache import make_cache
 from retrain.engine.lengths import of_like_length
 from retrain.engine.stopping import Stopping
@@ -47,12 +47,17 @@ class Request:
     stopping: Stopping
     keys: Sequence[int]
     future: asyncio.Future[list[Completion]]
+    top: int = 0
+    """How many of the likeliest tokens to report at each sampled position."""
     cancelled: bool = False
     """Set by the caller; the rows are retired before the next pass."""
     completions: list[Completion | None] = field(init=False)
+    tops: list[list[Top]] = field(init=False)
+    """Per completion, one for each of its tokens if `top` asks for them."""
 
     def __post_init__(self) -> None:
         self.completions = [None] * len(self.keys)
+        self.tops = [[] for _ in self.keys]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +70,10 @@ class Row:
     key: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def top(self) -> int:
+        return self.request.top
 
 
 class Decoder:
@@ -106,8 +115,9 @@ class Decoder:
         self.stats.steps += 1
         if self._drawer is None:
             self._drawer = Drawer(self.rows, self.model.device)
-        self._tokens, logprobs = self._drawer(logits)
-        done, kept = self._record(self.rows, self._tokens, logprobs)
+        drawn = self._drawer(logits)
+        self._tokens = drawn.tokens
+        done, kept = self._record(self.rows, drawn)
         if len(kept) < len(self.rows):
             self._retain(kept)
         return done
@@ -122,13 +132,13 @@ class Decoder:
                 rows.append(Row(request, index, request.stopping.params, key))
                 sources.append(source)
         drawer = Drawer(rows, self.model.device)
-        tokens, logprobs = drawer(logits[torch.tensor(sources, device=logits.device)])
-        done, kept = self._record(rows, tokens, logprobs)
+        drawn = drawer(logits[torch.tensor(sources, device=logits.device)])
+        done, kept = self._record(rows, drawn)
         if kept:
             lengths = [len(rows[i].request.prompt_ids) for i in kept]
             self._cache.add(past, [sources[i] for i in kept], lengths)
             self.rows += [rows[i] for i in kept]
-            self._tokens += [tokens[i] for i in kept]
+            self._tokens += [drawn.tokens[i] for i in kept]
             self._drawer = None
         return done
 
@@ -143,16 +153,16 @@ class Decoder:
         logits: Tensor = self.model(ids, past_key_values=past, use_cache=True, **known).logits
         return logits[:, -1]
 
-    def _record(
-        self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float]
-    ) -> tuple[list[Request], list[int]]:
+    def _record(self, rows: Sequence[Row], drawn: Drawn) -> tuple[list[Request], list[int]]:
         """Record what was drawn; returns the finished requests and the unfinished rows."""
         self.stats.tokens += len(rows)
         done, kept = [], []
-        for i, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+        for i, (row, token, logprob, top) in enumerate(zip(rows, *drawn, strict=True)):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             request = row.request
+            if top is not None:
+                request.tops[row.index].append(top)
             reason = request.stopping.reason(row.token_ids)
             if reason is None:
                 kept.append(i)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,32 @@ _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 Keys = NDArray[np.uint64]
 
 
+class Top(NamedTuple):
+    """The likeliest tokens, in order; a place without a token has id 0 and log-prob -inf."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
 class Drawing(Protocol):
     """What is needed to draw a token for a row."""
 
     params: SamplingParams
     key: int
     token_ids: list[int]
+
+    @property
+    def top(self) -> int:
+        """How many of the likeliest tokens to report."""
+
+
+class Drawn(NamedTuple):
+    """One step of every row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    tops: list[Top | None]
+    """Of the distribution that was drawn from, (top,) each; None for a row that asks for none."""
 
 
 def row_keys(seed: int | None, count: int) -> list[int]:
@@ -58,6 +78,7 @@ class Drawer:
         greedy = [p.temperature == 0 for p in params]
         heat = [p.temperature or 1.0 for p in params]
         cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
+        self._tops = [row.top for row in rows]
         self._all_greedy = all(greedy)
         self._greedy = self._tensor(greedy) if any(greedy) else None
         self._temperature = self._tensor(heat)[:, None] if set(heat) != {1.0} else None
@@ -65,8 +86,8 @@ class Drawer:
         self._top_k = self._tensor([params[i].top_k for i in cut])[:, None]
         self._top_p = self._tensor([params[i].top_p for i in cut])[:, None]
 
-    def __call__(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """A token and its log-prob per row, from logits of shape (rows, vocabulary)."""
+    def __call__(self, logits: Tensor) -> Drawn:
+        """A token per row, from logits of shape (rows, vocabulary)."""
         logits = logits.float()
         if self._temperature is not None:
             logits = logits / self._temperature
@@ -80,25 +101,56 @@ class Drawer:
                 tokens = torch.where(self._greedy, logprobs.argmax(-1), tokens)
         chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
         if self._cut is not None:
-            tokens[self._cut], chosen[self._cut] = self._draw_cut(logprobs[self._cut], u[self._cut])
+            tokens[self._cut], chosen[self._cut], kept = self._draw_cut(
+                logprobs[self._cut], u[self._cut]
+            )
+            if any(self._tops):
+                logprobs[self._cut] = kept
         self._states += GOLDEN
-        return tokens.tolist(), chosen.tolist()
+        return Drawn(tokens.tolist(), chosen.tolist(), self._likeliest(logprobs))
 
-    def _draw_cut(self, logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw from the smallest set of the top-k tokens with probability top-p or more."""
+    def _likeliest(self, logprobs: Tensor) -> list[Top | None]:
+        if not any(self._tops):
+            return [None] * len(self._tops)
+        ids, values = (found.numpy() for found in top_tokens(logprobs, max(self._tops)))
+        return [
+            Top(ids[row, :count].copy(), values[row, :count].copy()) if count else None
+            for row, count in enumerate(self._tops)
+        ]
+
+    def _draw_cut(self, logprobs: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw from the smallest set of the top-k tokens with probability top-p or more.
+
+        Also returns the log-probs of all tokens in that distribution, -inf outside the set.
+        """
         ordered, ids = logprobs.sort(dim=-1, descending=True, stable=True)
         ranks = torch.arange(ordered.shape[1], device=self._device)
         ordered = ordered.masked_fill((self._top_k > 0) & (ranks >= self._top_k), -torch.inf)
         probs = ordered.softmax(-1)
         before = probs.cumsum(-1) - probs
         kept = (before < self._top_p) & (probs > 0)
+        kept[:, 0] = True  # of a top_p that is 0 in float32 too
         ordered = ordered.masked_fill(~kept, -torch.inf).log_softmax(-1)
         place = _inverse_cdf(ordered.exp(), u)
         place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)
-        return ids.gather(1, place).squeeze(1), ordered.gather(1, place).squeeze(1)
+        drawn, chosen = (found.gather(1, place).squeeze(1) for found in (ids, ordered))
+        return drawn, chosen, torch.empty_like(ordered).scatter_(1, ids, ordered)
 
     def _tensor(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=self._device)
+
+
+def top_tokens(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids (int32) and log-probs of the likeliest tokens of (..., V), in order: (..., count), CPU.
+
+    Where fewer than `count` tokens have a probability, the rest has id 0 and log-prob -inf.
+    """
+    size = logprobs.shape[-1]
+    values, ids = logprobs.topk(min(count, size), dim=-1)
+    ids = ids.masked_fill(values == -torch.inf, 0)
+    missing = (0, count - values.shape[-1])
+    values = torch.nn.functional.pad(values, missing, value=-torch.inf)
+    return torch.nn.functional.pad(ids, missing).int().cpu(), values.float().cpu()
 
 
 def _inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:

@@ -11,15 +11,16 @@ import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from retrain.engine.decoder import Request, SamplerStats
-from retrain.engine.drawing import row_keys
+from retrain.engine.drawing import Top, row_keys, top_tokens
 from retrain.engine.lengths import of_like_length
 from retrain.engine.losses import token_logprobs
 from retrain.engine.stopping import Stopping
@@ -32,6 +33,19 @@ SCORED_TOKENS = 2048
 """Maximum tokens that one pass scores, padding included."""
 SCORED_POSITIONS = 1024
 """Positions whose log-probs are computed at once; bounds the memory."""
+_LARGEST = 2**31 - 1
+_SMALLEST = 1e-6
+_HOTTEST = 1e6
+"""Temperatures up to its inverse and its own size keep the logits finite in float32."""
+
+
+class Alternatives(NamedTuple):
+    """Log-probs of other tokens at the positions of a sequence, but the first."""
+
+    top: Top | None
+    """The likeliest tokens, (T - 1, top)."""
+    given: list[list[float]] | None
+    """Of the ids that were asked for, (T - 1, K); 0.0 for an id of -1."""
 
 
 class LocalSampler:
@@ -89,12 +103,31 @@ class LocalSampler:
         Raises ValueError if the prompt is empty, fills the context, or has an id outside the
         vocabulary. Cancelling retires the rows.
         """
+        return [completion for completion, _ in await self.sample_with_top(prompt_ids, params, n)]
+
+    async def sample_with_top(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        n: int = 1,
+        *,
+        top: int = 0,
+        eos: bool = True,
+    ) -> list[tuple[Completion, Top | None]]:
+        """`sample`, and the `top` likeliest tokens of each position, (T, top); None for top 0.
+
+        Their log-probs are those of the distribution that was sampled from. Without `eos`, the
+        model's own stop tokens don't end a completion.
+        """
         room = self._room(prompt_ids)
-        _check_params(params, n)
-        stopping = Stopping(params, self._tokenizer, self._always_stop, room)
+        check_params(params, n)
+        always = self._always_stop if eos else frozenset[int]()
+        stopping = Stopping(params, self._tokenizer, always, room)
         loop, prompt, keys = asyncio.get_running_loop(), list(prompt_ids), row_keys(params.seed, n)
         requests = [
-            Request(prompt, stopping, keys[first : first + self._max_rows], loop.create_future())
+            Request(
+                prompt, stopping, keys[first : first + self._max_rows], loop.create_future(), top
+            )
             for first in range(0, n, self._max_rows)
         ]
         try:
@@ -103,7 +136,9 @@ class LocalSampler:
         except BaseException:
             _cancel(requests)
             raise
-        return [completion for part in parts for completion in part]
+        tops = [_stacked(rows) for request in requests for rows in request.tops]
+        completions = [completion for part in parts for completion in part]
+        return list(zip(completions, tops, strict=True))
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """The log-prob of each token given those before it, at temperature 1; the first is 0.0."""
@@ -116,16 +151,29 @@ class LocalSampler:
         Raises ValueError if a sequence is empty, too long, or has an id outside the vocabulary.
         """
         for token_ids in sequences:
-            self._check_ids(token_ids)
-            if self.context_length is not None and len(token_ids) > self.context_length:
-                limit = f"{self.context_length} (the model's context)"
-                raise ValueError(f"got {len(token_ids)} tokens, expected at most {limit}")
+            self._check_length(token_ids)
         scores: dict[int, list[float]] = {}
         for rows in of_like_length(list(map(len, sequences)), SCORED_TOKENS):
             together = [sequences[row] for row in rows]
             found = await self._call(lambda together=together: self._score(together))  # type: ignore[misc]  # mypy can't infer a lambda with a default
             scores.update(zip(rows, found, strict=True))
         return [scores[row] for row in range(len(sequences))]
+
+    async def alternatives(
+        self,
+        token_ids: Sequence[int],
+        *,
+        top: int = 0,
+        given: Sequence[Sequence[int]] | None = None,
+    ) -> Alternatives:
+        """Log-probs of other tokens given those before them, at temperature 1.
+
+        `given` are K ids for each token but the first, (T - 1, K); -1 asks for none. Raises
+        ValueError as `logprobs_of` does.
+        """
+        self._check_length(token_ids)
+        found: Alternatives = await self._call(lambda: self._alternatives(token_ids, top, given))
+        return found
 
     async def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Serve `weights` (a `snapshot`) as `version` to all requests after this returns.
@@ -134,6 +182,11 @@ class LocalSampler:
         this returns. Raises AdapterError if they don't fit this model.
         """
         await self._call(lambda: self._worker.publish(weights, version))
+
+    @property
+    def failed(self) -> bool:
+        """The worker has failed, so that no call can succeed any more."""
+        return self._worker.failed
 
     async def close(self) -> None:
         """End the thread; waiting requests raise AdapterError."""
@@ -172,6 +225,31 @@ class LocalSampler:
         scores = token_logprobs(logits, ids[:, 1:], chunk_tokens=SCORED_POSITIONS).tolist()
         return [[0.0, *row[: len(own) - 1]] for row, own in zip(scores, sequences, strict=True)]
 
+    def _alternatives(
+        self, token_ids: Sequence[int], top: int, given: Sequence[Sequence[int]] | None
+    ) -> Alternatives:
+        model = self._worker.current.model
+        ids = torch.tensor([token_ids], device=model.device)
+        logits = model(ids, use_cache=False).logits[0, :-1]
+        tops: list[Top] = []
+        scores: list[list[float]] = []
+        for first in range(0, len(logits), SCORED_POSITIONS):
+            logprobs = logits[first : first + SCORED_POSITIONS].float().log_softmax(-1)
+            if top:
+                tops.append(Top(*(part.numpy() for part in top_tokens(logprobs, top))))
+            if given is not None:
+                wanted = torch.tensor(given[first : first + SCORED_POSITIONS], device=ids.device)
+                found = logprobs.gather(1, wanted.clamp(min=0))
+                scores += found.masked_fill(wanted < 0, 0.0).tolist()
+        joined = Top(*map(np.concatenate, zip(*tops, strict=True))) if tops else None
+        return Alternatives(joined, None if given is None else scores)
+
+    def _check_length(self, token_ids: Sequence[int]) -> None:
+        self._check_ids(token_ids)
+        if self.context_length is not None and len(token_ids) > self.context_length:
+            limit = f"{self.context_length} (the model's context)"
+            raise ValueError(f"got {len(token_ids)} tokens, expected at most {limit}")
+
     def _room(self, prompt_ids: Sequence[int]) -> int | None:
         """How many tokens may follow the prompt; None if the model has no limit."""
         self._check_ids(prompt_ids)
@@ -204,13 +282,20 @@ def _cancel(requests: Sequence[Request]) -> None:
         request.future.cancel()
 
 
-def _check_params(params: SamplingParams, n: int) -> None:
+def _stacked(rows: Sequence[Top]) -> Top | None:
+    return Top(*map(np.stack, zip(*rows, strict=True))) if rows else None
+
+
+def check_params(params: SamplingParams, n: int) -> None:
+    """Raise ValueError for values that can't be sampled with."""
+    heat = params.temperature
+    warm = f"0, or a number from {_SMALLEST:g} to {_HOTTEST:g}"
     wrong = {
         "n": (n, n >= 1, "an integer >= 1"),
-        "max_tokens": (params.max_tokens, params.max_tokens >= 1, "an integer >= 1"),
-        "temperature": (params.temperature, params.temperature >= 0, "a number >= 0"),
-        "top_p": (params.top_p, 0 < params.top_p <= 1, "a number > 0 and <= 1"),
-        "top_k": (params.top_k, params.top_k >= 0, "0 (all tokens) or more"),
+        "max_tokens": (params.max_tokens, 1 <= params.max_tokens <= _LARGEST, "an integer >= 1"),
+        "temperature": (heat, heat == 0 or _SMALLEST <= heat <= _HOTTEST, warm),
+        "top_p": (params.top_p, _SMALLEST <= params.top_p <= 1, f"{_SMALLEST:g} to 1"),
+        "top_k": (params.top_k, 0 <= params.top_k <= _LARGEST, "0 (all tokens) or more"),
         "stop": (params.stop, all(params.stop), "non-empty strings"),
     }
     for name, (got, fine, expected) in wrong.items():

@@ -87,6 +87,11 @@ class Worker:
     def started(self) -> bool:
         return self._thread.ident is not None
 
+    @property
+    def failed(self) -> bool:
+        """The thread ended without `close`."""
+        return self._failure is not None and not self._closing
+
     def start(self) -> None:
         """Start the thread; it ends with `close`, or before the interpreter exits."""
         self._thread.start()

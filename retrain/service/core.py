@@ -27,14 +27,15 @@ from retrain.engine.models import choose_device, load_model, load_tokenizer, res
 from retrain.engine.sampler import LocalSampler
 from retrain.errors import ConfigError
 from retrain.protocols.training import AdamParams
-from retrain.sampler import SamplingParams, Tokenizer
+from retrain.sampler import Tokenizer
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.jobs import Jobs, Lane
 from retrain.service.samplers import SamplerPool
+from retrain.service.sampling import Sampled, SampleRequest
 from retrain.service.state import Limits, Model, SamplingSession, Session, Settings
 from retrain.service.store import Place, Saved, Store
 from retrain.service.trainer import Passed, Row, Trainer, Tuning, merged_weights, untied
-from retrain.types import Completion
+from retrain.service.values import all_finite
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -250,27 +251,31 @@ class Service:
                 if not self.store.find(sampler.place).listed:
                     self.store.delete(sampler.place)
 
-    async def sample(
-        self,
-        sampler: SamplingSession,
-        prompt: list[int],
-        params: SamplingParams,
-        n: int,
-        *,
-        score: bool,
-    ) -> tuple[list[Completion], list[float | None] | None]:
-        """`n` completions and, with `score`, the prompt's log-probs.
+    async def sample(self, sampler: SamplingSession, request: SampleRequest) -> Sampled:
+        """Completions, and what the request asks of the prompt.
 
         Raises ServiceError for a prompt or params that can't be sampled.
         """
+        prompt_logprobs = alternatives = None
         async with self._serving(sampler) as one:
-            drawn = await one.sample(prompt, params, n)
-        return drawn, await self.logprobs(sampler, prompt) if score else None
+            drawn = await one.sample_with_top(
+                request.prompt, request.params, request.count, top=request.top, eos=request.eos
+            )
+            if request.score:
+                prompt_logprobs = _scores(await one.logprobs(request.prompt), request.scored)
+            if request.prompt_top or request.targets:
+                alternatives = await one.alternatives(
+                    request.prompt, top=request.prompt_top, given=request.targets
+                )
+        found = Sampled(drawn, prompt_logprobs, alternatives)
+        if not all_finite(lp for completion, _ in drawn for lp in completion.logprobs):
+            raise _diverged()
+        return found
 
     async def logprobs(self, sampler: SamplingSession, tokens: list[int]) -> list[float | None]:
         """The log-prob of each token given those before it; None for the first."""
         async with self._serving(sampler) as one:
-            return [None, *(await one.logprobs(tokens))[1:]]
+            return _scores(await one.logprobs(tokens), 1)
 
     def check_base(self, name: str) -> None:
         """Raise ServiceError unless `name` is the base model."""
@@ -302,7 +307,10 @@ class Service:
         self.tokenizer = cast(Tokenizer, load_tokenizer(self.model_folder))
         config = self._base.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
-        self.limits = Limits(int(config.vocab_size), context)
+        ours = self.settings
+        self.limits = Limits(
+            int(config.vocab_size), context, ours.max_values, ours.max_samples, ours.max_top
+        )
 
     def _restore(self, trainer: Trainer, place: Place, optimizer: bool) -> None:
         trainer.load(*self.store.load(place, optimizer=optimizer))
@@ -360,3 +368,14 @@ class Service:
             idle = time.monotonic() - sampler.used > self.settings.snapshot_ttl
             if idle and sampler not in newest.values():
                 self.drop_sampler(sampler)
+
+
+def _scores(logprobs: Sequence[float], first: int) -> list[float | None]:
+    """None before position `first`."""
+    if not all_finite(logprobs):
+        raise _diverged()
+    return [None] * first + [*logprobs[first:]]
+
+
+def _diverged() -> ServiceError:
+    return invalid("the model's log-probs are not finite: its weights have diverged")

@@ -4,7 +4,7 @@
   body it is rejected (409). A client that lost a reply can therefore always send again.
 - `Lane.submit(..., ordered=True)` runs jobs in the order of their numbers, 1, 2, 3, ..., whatever
   the order of arrival. A job behind a gap waits `gap_timeout` seconds for the missing number, then
-  fails.
+  fails. A rejected request leaves no gap: `Lane.reject` lets later ones pass it.
 - Finished jobs are kept while their results hold fewer than `KEPT` numbers in total. The result of
   an older job is forgotten (410).
 """
@@ -45,6 +45,8 @@ class Job:
     result: Any = None
     error: ServiceError | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # of the first reply, beside the id
+    protocol: object = None
+    """What started it and knows the form of its result; the other protocol can't show it."""
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait(self, seconds: float) -> bool:
@@ -143,6 +145,7 @@ class Lane:
         self._gap_timeout = gap_timeout
         self._known: dict[int, tuple[bytes, str]] = {}
         self._behind: dict[int, tuple[Job, Work, asyncio.TimerHandle]] = {}
+        self._rejected: set[int] = set()
         self._next = 1
 
     def submit(self, seq_id: int, body: bytes, job: Job, work: Work, *, ordered: bool) -> Job:
@@ -153,7 +156,9 @@ class Lane:
         digest = hashlib.sha256(job.kind.encode() + b"\0" + body).digest()
         before, job_id = self._known.setdefault(seq_id, (digest, job.id))
         if before != digest:
-            raise conflict(f"seq_id {seq_id} was already used for another request")
+            raise conflict(
+                f"seq_id {seq_id} was already used for another request; use the next number"
+            )
         if job_id != job.id:
             return self._jobs.get(job_id)
         if not ordered:
@@ -161,12 +166,34 @@ class Lane:
         self._jobs.add(job).state = "waiting"
         timer = asyncio.get_running_loop().call_later(self._gap_timeout, self._give_up, seq_id)
         self._behind[seq_id] = job, work, timer
-        while self._next in self._behind:
-            job_now, work_now, timer = self._behind.pop(self._next)
-            timer.cancel()
-            self._next += 1
-            self._jobs.start(job_now, work_now)
+        self._rejected.discard(seq_id)
+        self._advance()
         return job
+
+    def reject(self, seq_id: int) -> None:
+        """Don't wait for this number any more, whose request was rejected.
+
+        A corrected request may still use it, until a later one runs.
+        """
+        if seq_id not in self._known:
+            self._rejected.add(seq_id)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Start the jobs whose turn it is."""
+        while True:
+            number = self._next
+            while number in self._rejected:
+                number += 1
+            if number not in self._behind:
+                return
+            for skipped in range(self._next, number):
+                self._known[skipped] = b"", ""
+                self._rejected.discard(skipped)
+            self._next = number + 1
+            job, work, timer = self._behind.pop(number)
+            timer.cancel()
+            self._jobs.start(job, work)
 
     def close(self) -> None:
         """Fail the jobs that still wait for a number."""
@@ -176,7 +203,10 @@ class Lane:
     def _give_up(self, seq_id: int) -> None:
         job, _, timer = self._behind.pop(seq_id)
         timer.cancel()
-        message = f"seq_id {seq_id} waited for seq_id {self._next}, which never arrived"
+        missing = self._next
+        while missing in self._rejected:
+            missing += 1
+        message = f"seq_id {seq_id} waited for seq_id {missing}, which never arrived"
         self._jobs.fail(job, invalid(message))
 
 

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from retrain.errors import shown
 from retrain.protocols.tinker.messages import PROTOBUF
-from retrain.service import bodies
-from retrain.service.bodies import Json, want
 from retrain.service.core import Service
-from retrain.service.errors import ServiceError, invalid
+from retrain.service.errors import ServiceError, invalid, missing
 from retrain.service.jobs import Job, Work
+from retrain.service.reading import check_size, check_text, json_object, unzstd
+from retrain.service.sampling import Sampled, SampleRequest, sample_request
 from retrain.service.state import Model, SamplingSession, Session
 from retrain.service.store import Place
 from retrain.service.trainer import Row, Tuning
+from retrain.service.values import INT64, Json, integer, metadata, want
 
 T = TypeVar("T")
+_LARGEST_NUMBER = 999_999_999
+"""Of a model or sampling session: it becomes a part of an id."""
 IN_THREAD = 64 * 1024
 """Larger bodies, in bytes, are decoded in a thread to keep the event loop free."""
 
@@ -73,6 +76,10 @@ class Protocol(ABC):
     def place_of(self, path: str) -> Place:
         """The checkpoint at a path of this protocol."""
 
+    def rejected(self, call: Call) -> None:
+        """Called for each request that is answered with an error."""
+        return
+
     def routes(self) -> list[Route]:
         return [self._route(where, answer) for where, answer in self.table().items()]
 
@@ -82,9 +89,17 @@ class Protocol(ABC):
         async def endpoint(request: Request) -> Response:
             raw = await read_body(request, self._service.settings.max_body)
             protobuf = request.headers.get("content-type", "").startswith(PROTOBUF)
-            body = {} if protobuf else await decoded(json_object, raw)
-            reply = await answer(Call(request, raw, body, protobuf)) if callable(answer) else answer
+            parse = partial(json_object, values=self._service.settings.max_values)
+            body = {} if protobuf else await decoded(parse, raw)
+            call = Call(request, raw, body, protobuf)
+            try:
+                check_text(raw, body)
+                reply = await answer(call) if callable(answer) else answer
+            except ServiceError:
+                self.rejected(call)
+                raise
             if isinstance(reply, Job):
+                reply.protocol = self
                 return self.started(reply)
             if reply is None:
                 return Response(status_code=204)
@@ -92,9 +107,16 @@ class Protocol(ABC):
 
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
+    def job(self, job_id: str) -> Job:
+        """Find a job of this protocol; raises ServiceError: 404, or 410 if it may be forgotten."""
+        job = self._service.jobs.get(job_id)
+        if job.protocol is not self:
+            raise missing(f"request {job_id}")
+        return job
+
     def numbered(self, call: Call, model: Model, seq_id: int, job: Job, work: Work) -> Job:
-        if seq_id < 1:
-            raise invalid(f"seq_id: got {seq_id}, expected 1 or more")
+        if not 1 <= seq_id <= INT64[1]:
+            raise invalid(f"seq_id: got {shown(seq_id)}, expected 1 or more")
         job.facts["model_id"] = model.id
         return model.lane.submit(seq_id, call.raw, job, work, ordered=self.ordered)
 
@@ -107,18 +129,18 @@ class Protocol(ABC):
         source: tuple[Place, bool] | None = None,
     ) -> Job:
         """Build a model, of `source` (checkpoint, with optimizer) if given."""
-        number = want(call.body, "model_seq_id", int)
-        metadata = want(call.body, "user_metadata", dict, {})
+        number = integer(call.body, "model_seq_id", 0, _LARGEST_NUMBER)
+        theirs, path = metadata(call.body), want(call.body, "path", str, None)
         model_id = self.id_of(session, "train", number)
 
         async def work() -> Json:
             await self._service.build_model(self._service.models[model_id], source)
-            return {"model_id": model_id, "path": call.body.get("path")}
+            return {"model_id": model_id, "path": path}
 
         job = Job(kind, facts={"model_id": model_id})
         submitted = session.models.submit(number, call.raw, job, work, ordered=False)
         if submitted is job:
-            self._service.add_model(session, model_id, tuning, metadata)
+            self._service.add_model(session, model_id, tuning, theirs)
         return submitted
 
     def open_sampler(self, call: Call, session: Session) -> SamplingSession:
@@ -130,25 +152,28 @@ class Protocol(ABC):
         if base is not None:
             self._service.check_base(base)
         place = None if path is None else self.place_of(path)
-        number = want(call.body, "sampling_session_seq_id", int)
+        number = integer(call.body, "sampling_session_seq_id", 0, _LARGEST_NUMBER)
         sampler_id = self.id_of(session, "sample", number)
         return self._service.open_sampler(session, sampler_id, place, path)
 
-    def sampling(self, call: Call, sampler: SamplingSession, job: Job) -> Work:
-        """The work of `job`: (completions, log-probs of the prompt or None)."""
-        bodies.check_unsupported(call.body)
-        prompt = bodies.prompt_of(call.body, self._service.limits)
-        params = bodies.sampling_params(call.body, prompt, self._service.limits)
-        count = want(call.body, "num_samples", int, 1)
-        score = want(call.body, "prompt_logprobs", bool, False)
-        job.size = len(prompt) + count
-        job.facts["sample_sequence_ids"] = [f"{job.id}:{i}" for i in range(count)]
-        return partial(self._service.sample, sampler, prompt, params, count, score=score)
+    def sampling(
+        self, call: Call, sampler: SamplingSession, job: Job, *, eos: bool = True
+    ) -> tuple[Work, SampleRequest]:
+        """The work of `job`, which returns `Sampled`; `eos` as in SampleRequest."""
+        request = sample_request(call.body, self._service.limits, eos=eos)
+
+        async def work() -> Sampled:
+            found = await self._service.sample(sampler, request)
+            job.size = found.size
+            return found
+
+        job.facts["sample_sequence_ids"] = [f"{job.id}:{i}" for i in range(request.count)]
+        return work, request
 
 
 def size_of(rows: list[Row]) -> int:
     """How many numbers the result of a pass holds."""
-    return sum(len(row.tokens) for row in rows)
+    return sum(len(row.targets) for row in rows)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -157,14 +182,14 @@ async def read_body(request: Request, limit: int) -> bytes:
     try:
         async for chunk in request.stream():
             body += chunk
-            _check_size(len(body), limit)
+            check_size(len(body), limit)
     except ClientDisconnect:
         raise invalid("the connection closed before the end of the body") from None
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
-        return await asyncio.to_thread(_unzstd, bytes(body), limit)
+        return await asyncio.to_thread(unzstd, bytes(body), limit)
     if encoding != "identity":
-        raise ServiceError(415, f"Content-Encoding: got {encoding!r}, expected zstd")
+        raise ServiceError(415, f"Content-Encoding: got {shown(encoding)}, expected zstd")
     return bytes(body)
 
 
@@ -174,16 +199,8 @@ async def decoded(parse: Callable[[bytes], T], body: bytes) -> T:
         if len(body) > IN_THREAD:
             return await asyncio.to_thread(parse, body)
         return parse(body)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise invalid(f"the body can't be read: {type(error).__name__}: {error}") from None
-
-
-def json_object(body: bytes) -> dict[str, Any]:
-    """Raises ValueError unless the body is empty or a JSON object; NaN is not valid JSON."""
-    value = json.loads(body, parse_constant=_no_constant) if body else {}
-    if not isinstance(value, dict):
-        raise ValueError("expected a JSON object")
-    return value
 
 
 async def answer_error(_: Request, error: Exception) -> Response:
@@ -197,26 +214,3 @@ async def answer_error(_: Request, error: Exception) -> Response:
     return JSONResponse(content, status_code=error.status)
 
 
-def _unzstd(body: bytes, limit: int) -> bytes:
-    try:
-        import zstandard
-    except ImportError:
-        raise ServiceError(
-            415, "zstd needs zstandard on the service; send it uncompressed"
-        ) from None
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            plain: bytes = reader.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise invalid(f"the body is not valid zstd: {error}") from None
-    _check_size(len(plain), limit)
-    return plain
-
-
-def _check_size(size: int, limit: int) -> None:
-    if size > limit:
-        raise ServiceError(413, f"the body has more than {limit} bytes; send less data per request")
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"got {name}, expected finite numbers")

@@ -2,12 +2,14 @@
 
 Each live sampler holds one snapshot. A request for another snapshot starts a new sampler while
 there are fewer than `limit`, then takes the least recently used idle one; if all are busy, it
-waits. A sampler never changes its weights while it serves a request.
+waits. A sampler never changes its weights while it serves a request. One whose worker has failed is
+closed, and the next request starts another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import asynccontextmanager
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from retrain.engine.sampler import LocalSampler
 
+log = logging.getLogger(__name__)
 Load = Callable[[], Mapping[str, Tensor]]
 """Reads a snapshot as weights of the plain model; runs in a thread."""
 
@@ -41,8 +44,10 @@ class SamplerPool:
     async def use(self, key: Hashable, load: Load) -> AsyncIterator[LocalSampler]:
         """The sampler of snapshot `key`, loaded if it isn't live."""
         async with self._freed:
+            await self._bury()
             while key not in self._live and not self._has_room():
                 await self._freed.wait()
+                await self._bury()
             live = self._live.get(key) or await self._bring(key, load)
             self._live.move_to_end(key)
             live.users += 1
@@ -58,6 +63,14 @@ class SamplerPool:
         for live in self._live.values():
             await live.sampler.close()
         self._live.clear()
+
+    async def _bury(self) -> None:
+        """Close the failed samplers; their users have got the error."""
+        for key, live in list(self._live.items()):
+            if live.sampler.failed:
+                del self._live[key]
+                log.error("the sampler of %s failed; the next request starts another", key)
+                await live.sampler.close()
 
     def _has_room(self) -> bool:
         return len(self._live) < self._limit or any(not one.users for one in self._live.values())

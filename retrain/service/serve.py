@@ -25,6 +25,13 @@ _FRONT = {
     "header_timeout": "seconds in which the head of a request must arrive",
     "body_timeout": "seconds in which its body must arrive, plus one for each 1000 bytes",
 }
+_DEFAULTS = Settings()
+_LIMITS = {
+    "max_body": "bytes of a request, decompressed",
+    "max_values": "numbers in a request or in the result of a sample request",
+    "max_samples": "completions of one sample request",
+    "max_top": "tokens of one position in top-k log-probs and in training targets",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +84,28 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="CPU threads of the trainer and of each sampler (default: %(default)s)",
     )
+    _add_limits(parser)
     return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """The options for the limits of one request, which are integers >= 1."""
+    for name, text in _LIMITS.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="N",
+            type=int,
+            default=getattr(_DEFAULTS, name),
+            help=f"{text} (default: %(default)s)",
+        )
+
+
+def _limits(arguments: argparse.Namespace) -> dict[str, int]:
+    for name in _LIMITS:
+        if (got := getattr(arguments, name)) < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option}: got {got}, expected an integer >= 1")
+    return {name: getattr(arguments, name) for name in _LIMITS}
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
@@ -113,6 +141,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         hosts=_hosts(arguments),
         device=arguments.device,
         threads=arguments.threads,
+        **_limits(arguments),
     )
 
 

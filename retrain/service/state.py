@@ -42,6 +42,12 @@ class Settings:
     """Seconds that one request waits for a Tinker future."""
     max_body: int = 256 * 2**20
     """Bytes of a decompressed request."""
+    max_values: int = 2**24
+    """Numbers in a request, or in the result of a sample request; each takes about 32 bytes."""
+    max_samples: int = 1024
+    """Completions of one request."""
+    max_top: int = 128
+    """Tokens of one position: of top-k log-probs, and of a training target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,13 @@ class FrontSettings:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of the model."""
+    """What one request may ask for, by the model and by the settings."""
 
     vocabulary: int
     context: int | None
+    values: int
+    samples: int
+    top: int
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,8 @@
 """The Tinker protocol: remote calls by name, polled futures, protobuf or JSON.
 
 - A model's training requests run in the order of their `seq_id`, 1, 2, 3, ...; a request that is
-  sent again gets the job that it started first.
+  sent again gets the job that it started first. After a rejected request the next number runs at
+  once.
 - Losses are sums over tokens, with the protocol's names and settings; its clip thresholds are
   bounds of the ratio, ours are distances from 1.
 - `lora_config.rank: 0` trains the full weights: an extension, since the protocol has only LoRA.
@@ -16,18 +17,28 @@ from functools import partial
 
 from starlette.responses import JSONResponse, Response
 
-from retrain.protocols.tinker import messages
+from retrain.protocols.tinker import messages, scanning
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampleResult
 from retrain.service import bodies
 from retrain.service import tinker_wire as wire
-from retrain.service.bodies import Json, want
-from retrain.service.errors import invalid
+from retrain.service.errors import ServiceError, invalid
 from retrain.service.jobs import Job
 from retrain.service.protocol import Call, Handler, Protocol, decoded, size_of
+from retrain.service.reading import check_counts
+from retrain.service.rows import training_rows
 from retrain.service.state import Model, Session
 from retrain.service.store import Kind, Place
 from retrain.service.trainer import Row
+from retrain.service.values import INT64, Json, integer, iso, metadata, ttl, want
+
+FIELDS = 2**18
+"""Fields of a protobuf request, in all its messages: a datum has about 40."""
+NUMBERED = frozenset(
+    {"forward_backward", "forward", "optim_step", "save_weights", "save_weights_for_sampler"}
+    | {"load_weights"}
+)
+"""The paths whose requests have a number of their model."""
 
 
 class TinkerProtocol(Protocol):
@@ -157,19 +168,25 @@ class TinkerProtocol(Protocol):
     async def _pass(self, call: Call, *, forward_only: bool) -> Job:
         def read(raw: bytes) -> tuple[ForwardBackward, Mapping[str, float], list[Row]]:
             if call.protobuf:
-                given = messages.decode_request(raw)
+                given = self._decode(raw)
             else:
                 given = wire.request_of(call.body, forward_only=forward_only)
             expected = bodies.known_loss(given.loss, bodies.TINKER_LOSSES)
-            rows = bodies.training_rows(given.data, expected, self._service.limits)
+            rows = training_rows(given.data, expected, self._service.limits)
             return given, wire.loss_config(given.loss, given.config), rows
 
         given, config, rows = await decoded(read, call.raw)
         model, backward = self._service.model(given.model_id), not given.forward_only
         kind = "ForwardBackward" if backward else "Forward"
-        job = Job(kind, size=size_of(rows), show=wire.output)
+        job = Job(kind, size=size_of(rows), show=lambda passed: wire.output(passed, rows))
         work = partial(self._service.run_pass, model, rows, given.loss, config, backward=backward)
         return self.numbered(call, model, given.seq_id, job, work)
+
+    def _decode(self, raw: bytes) -> ForwardBackward:
+        check_counts(len(raw) // 4, self._service.settings.max_values)
+        if scanning.count_fields(raw, FIELDS) > FIELDS:
+            raise ServiceError(413, f"the body has more than {FIELDS} fields; send less at once")
+        return messages.decode_request(raw)
 
     async def _optim_step(self, call: Call) -> Job:
         model, seq_id = self._addressed(call)
@@ -212,10 +229,9 @@ class TinkerProtocol(Protocol):
         job_kind = "SaveWeights" if kind == "weights" else "SaveWeightsForSampler"
         result_type = "save_weights" if kind == "weights" else "save_weights_for_sampler"
         result = {"path": wire.path_of(place), "type": result_type}
-        metadata = want(call.body, "user_metadata", dict, {})
-        seconds = bodies.ttl(call.body)
+        theirs, seconds = metadata(call.body), ttl(call.body)
         work = partial(
-            self._service.save, model, place, seconds=seconds, metadata=metadata, **options
+            self._service.save, model, place, seconds=seconds, metadata=theirs, **options
         )
         return self.numbered(call, model, seq_id, Job(job_kind, show=lambda _: result), work)
 
@@ -241,7 +257,7 @@ class TinkerProtocol(Protocol):
         await asyncio.to_thread(self._service.store.delete, place)
 
     async def _set_ttl(self, call: Call) -> Json:
-        place, seconds = Place(**call.request.path_params), bodies.ttl(call.body)
+        place, seconds = Place(**call.request.path_params), ttl(call.body)
         await asyncio.to_thread(self._service.store.expire_at, place, seconds)
         return {}
 
@@ -260,7 +276,7 @@ class TinkerProtocol(Protocol):
             "is_lora": model.tuning.rank > 0,
             "lora_rank": model.tuning.rank,
             "corrupted": False,
-            "last_request_time": bodies.iso(model.created_at),
+            "last_request_time": iso(model.created_at),
             "user_metadata": dict(model.metadata) or None,
         }
 
@@ -276,16 +292,16 @@ class TinkerProtocol(Protocol):
 
     async def _sample(self, call: Call) -> Job:
         sampler = self._service.sampler(want(call.body, "sampling_session_id", str))
-        if want(call.body, "sampling_params", dict, {}).get("stop") == []:
-            raise invalid("stop: [] (never stop) is not supported; remove stop and set max_tokens")
-        job = Job("Sample", show=wire.sampled)
-        work, seq_id = self.sampling(call, sampler, job), want(call.body, "seq_id", int)
+        never_ends = want(call.body, "sampling_params", dict, {}).get("stop") == []
+        seq_id, job = integer(call.body, "seq_id", 0, INT64[1]), Job("Sample")
+        work, request = self.sampling(call, sampler, job, eos=not never_ends)
+        job.show = lambda found: wire.sampled(found, request)
         return sampler.lane.submit(seq_id, call.raw, job, work, ordered=False)
 
     # Futures
 
     async def _retrieve(self, call: Call) -> Response | Json:
-        job = self._service.jobs.get(want(call.body, "request_id", str))
+        job = self.job(want(call.body, "request_id", str))
         if not await job.wait(self._service.settings.long_poll):
             return wire.try_again(job)
         if job.error is not None:
@@ -297,13 +313,26 @@ class TinkerProtocol(Protocol):
         return found
 
     async def _cancel_future(self, call: Call) -> Json:
-        job = self._service.jobs.get(want(call.body, "request_id", str))
+        job = self.job(want(call.body, "request_id", str))
         if job.kind != "Sample":
             raise invalid("only sampling requests can be cancelled")
         self._service.jobs.cancel(job)
         return {}
 
     # Addressing
+
+    def rejected(self, call: Call) -> None:
+        """Let the numbers after that of a rejected training request run."""
+        if call.request.url.path.rpartition("/")[2] not in NUMBERED:
+            return
+        if call.protobuf:
+            model_id, seq_id = scanning.address(call.raw) or (None, None)
+        else:
+            model_id, seq_id = call.body.get("model_id"), call.body.get("seq_id")
+        if not isinstance(model_id, str) or type(seq_id) is not int or not 1 <= seq_id <= INT64[1]:
+            return
+        if (model := self._service.models.get(model_id)) is not None:
+            model.lane.reject(seq_id)
 
     def _session(self, call: Call) -> Session:
         return self._service.session(want(call.body, "session_id", str))

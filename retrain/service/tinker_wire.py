@@ -6,31 +6,37 @@ A missing, unknown or invalid field is a ServiceError that names it. The codec i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TypeVar
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from retrain.engine.drawing import Top
+from retrain.errors import shown
 from retrain.protocols.tinker import messages
 from retrain.protocols.tinker.messages import PROTOBUF
-from retrain.protocols.tinker.payloads import tensor_to_json
+from retrain.protocols.tinker.payloads import sample_to_json, tensor_to_json
 from retrain.protocols.tinker.values import (
+    EMPTY,
     ForwardBackward,
     ForwardBackwardOutput,
     LossConfig,
     SampledSequence,
     SampleResult,
     Tensor,
+    TopTokens,
 )
 from retrain.service import bodies
-from retrain.service.bodies import Json, want
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
+from retrain.service.rows import datum_of
+from retrain.service.sampling import Sampled, SampleRequest
 from retrain.service.store import KINDS, Place, Saved
-from retrain.service.trainer import Passed
-from retrain.types import Completion
+from retrain.service.trainer import Passed, Row
+from retrain.service.values import INT64, Json, check_non_negative, integer, iso, objects, want
 
 T = TypeVar("T")
 SCHEME = "tinker://"
@@ -44,7 +50,7 @@ def request_of(body: Json, *, forward_only: bool) -> ForwardBackward:
     return ForwardBackward(
         model_id=want(body, "model_id", str),
         seq_id=want(body, "seq_id", int),
-        data=[bodies.datum_of(datum, expected) for datum in want(given, "data", list)],
+        data=[datum_of(datum, expected) for datum in objects(given, "data")],
         loss=loss,
         config=want(given, "loss_fn_config", dict, {}),
         forward_only=forward_only,
@@ -56,12 +62,15 @@ def place_of(path: str, kind: str | None = None) -> Place:
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
         raise invalid(
-            f"path: got {path!r}, expected {SCHEME}MODEL/weights/NAME or .../sampler_weights/NAME"
+            f"path: got {shown(path)}, expected {SCHEME}MODEL/weights/NAME or "
+            ".../sampler_weights/NAME"
         )
     place = Place(parts[0], parts[1], parts[2])
     if kind is not None and place.kind != kind:
         use = "sampling" if place.kind == "sampler_weights" else "training"
-        raise invalid(f"path: got {path!r}, which is for {use}, expected {SCHEME}MODEL/{kind}/NAME")
+        raise invalid(
+            f"path: got {shown(path)}, which is for {use}, expected {SCHEME}MODEL/{kind}/NAME"
+        )
     return place
 
 
@@ -72,20 +81,23 @@ def path_of(place: Place) -> str:
 def check_optimizer(body: Json) -> None:
     kind = want(body, "optimizer_config", dict, {}).get("type", "adamw")
     if kind != "adamw":
-        raise invalid(f"optimizer {kind!r} is not supported, expected 'adamw'")
+        raise invalid(f"optimizer {shown(kind)} is not supported, expected 'adamw'")
 
 
 def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
     """The settings of a loss under our names."""
     known = {
         "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         "dro": {"beta": 0.05},
     }.get(loss, {})
     if unknown := sorted(set(given) - set(known)):
         expected = ", ".join(known) or "no keys"
-        raise invalid(f"loss_fn_config of {loss!r} has unknown keys {unknown}, expected {expected}")
-    bodies.check_non_negative("loss_fn_config", given)
+        raise invalid(
+            f"loss_fn_config of {loss!r} has unknown keys {shown(unknown)}, expected {expected}"
+        )
+    check_non_negative("loss_fn_config", given)
     merged = {**known, **{key: float(value) for key, value in given.items()}}
     if "clip_low_threshold" not in merged:
         return merged
@@ -95,32 +107,72 @@ def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
     return {"epsilon": 1 - low, "epsilon_high": high - 1}
 
 
-def output(passed: Passed) -> ForwardBackwardOutput:
+def output(passed: Passed, rows: Sequence[Row]) -> ForwardBackwardOutput:
+    shapes = [None if row.width is None else (len(row.tokens), row.width) for row in rows]
     return ForwardBackwardOutput(
-        outputs=[{"logprobs": Tensor(row)} for row in passed.logprobs],
+        outputs=[
+            {"logprobs": Tensor(logprobs, shape=shape)}
+            for logprobs, shape in zip(passed.logprobs, shapes, strict=True)
+        ],
         metrics={"loss:sum": passed.loss, "tokens:sum": passed.tokens},
         kind="ArrayRecord",
     )
 
 
-def sampled(found: tuple[list[Completion], list[float | None] | None]) -> SampleResult:
-    completions, prompt_logprobs = found
+def sampled(found: Sampled, request: SampleRequest) -> SampleResult:
     sequences = [
         SampledSequence(
             tokens=list(one.token_ids),
             logprobs=list(one.logprobs),
             stop_reason="stop" if one.stop_reason == "stop" else "length",
+            top=None if top is None else _top(top),
         )
-        for one in completions
+        for one, top in found.drawn
     ]
-    return SampleResult(sequences, prompt_logprobs)
+    more = found.alternatives
+    return SampleResult(
+        sequences,
+        found.prompt_logprobs,
+        None if more is None or more.top is None else prompt_top(more.top, request.scored),
+        None if more is None or more.given is None else _targets(more.given, request),
+    )
+
+
+def prompt_top(top: Top, scored: int) -> TopTokens:
+    """Of every token of the prompt; empty before position `scored`."""
+    found = _top(top)
+    empty = [[0] * found.width] * scored, [[EMPTY] * found.width] * scored
+    return TopTokens(
+        [*empty[0], *found.ids[scored - 1 :]],
+        [*empty[1], *found.logprobs[scored - 1 :]],
+        found.width,
+    )
+
+
+def _top(top: Top) -> TopTokens:
+    logprobs = np.maximum(top.logprobs, EMPTY)
+    return TopTokens(top.ids.tolist(), logprobs.tolist(), top.ids.shape[1])
+
+
+def _targets(scores: list[list[float]], request: SampleRequest) -> Tensor:
+    """In the shape and layout in which the ids came."""
+    shape = len(scores), len(scores[0])
+    if request.sparse is None:
+        return Tensor([score for row in scores for score in row], shape=shape)
+    starts, columns = request.sparse
+    data = [
+        scores[row][columns[place]]
+        for row, (first, last) in enumerate(itertools.pairwise(starts))
+        for place in range(first, last)
+    ]
+    return Tensor(data, shape=shape, sparse=request.sparse)
 
 
 def result(result: ForwardBackwardOutput | SampleResult, protobuf: bool) -> Response:
     if isinstance(result, SampleResult):
         if protobuf:
             return Response(messages.encode_sample(result), media_type=PROTOBUF)
-        return JSONResponse({"type": "sample", **asdict(result)})
+        return JSONResponse(sample_to_json(result))
     if protobuf:
         return Response(messages.encode_output(result), media_type=PROTOBUF)
     outputs = [{name: tensor_to_json(t) for name, t in one.items()} for one in result.outputs]
@@ -145,11 +197,11 @@ def checkpoint(saved: Saved) -> Json:
     return {
         "checkpoint_id": f"{place.kind}/{place.name}",
         "checkpoint_type": "training" if place.kind == "weights" else "sampler",
-        "time": bodies.iso(saved.created_at),
+        "time": iso(saved.created_at),
         "tinker_path": path_of(place),
         "size_bytes": saved.size_bytes,
         "public": False,
-        "expires_at": bodies.iso(saved.expires_at),
+        "expires_at": iso(saved.expires_at),
         "user_metadata": dict(saved.metadata) or None,
     }
 
@@ -157,9 +209,10 @@ def checkpoint(saved: Saved) -> Json:
 def page(request: Request, name: str, items: Sequence[T], show: Callable[[T], Json]) -> Json:
     """The part of `items` that `offset` and `limit` in the URL ask for."""
     try:
-        first = max(0, int(request.query_params.get("offset", 0)))
-        count = max(1, int(request.query_params.get("limit", 100)))
+        given = {name: int(request.query_params.get(name, 0)) for name in ("offset", "limit")}
     except ValueError:
         raise invalid("limit and offset must be integers") from None
+    first, count = max(0, integer(given, "offset", *INT64)), integer(given, "limit", *INT64)
+    count = max(1, count or 100)
     cursor = {"offset": first, "limit": count, "total_count": len(items)}
     return {name: list(map(show, items[first : first + count])), "cursor": cursor}

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
@@ -53,13 +54,21 @@ class Tuning:
 
 
 class Row(NamedTuple):
-    """A training sequence whose position t predicts `targets[t]`; every field has length N."""
+    """A training sequence whose position t predicts `targets[t]`.
+
+    Every field has length N. With K targets per token, all but `tokens` have N x K numbers, row by
+    row.
+    """
 
     tokens: Sequence[int]
     targets: Sequence[int]
     advantages: Sequence[float]
     logprobs: Sequence[float]
     mask: Sequence[float]
+    in_ratio: Sequence[float] = ()
+    """1 for the tokens that make up a sequence's ratio; only for gspo."""
+    width: int | None = None
+    """K; None is one target per token, in one dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ class Passed:
     """The result of a forward pass."""
 
     logprobs: list[list[float]]
-    """Of each row's targets, (N,) per row."""
+    """Of each row's targets, as many as it has."""
     loss: float
     tokens: float
     """Targets with mask 1."""
@@ -179,30 +188,68 @@ class Trainer:
         for batch in of_like_length([len(row.tokens) for row in rows], limit):
             part, found = self._micro_batch([rows[i] for i in batch], loss, config)
             total, tokens = total + part, tokens + sum(sum(rows[i].mask) for i in batch)
-            for index, values in zip(batch, found.tolist(), strict=True):
-                logprobs[index] = values[: len(rows[index].tokens)]
+            for index, values in zip(batch, found, strict=True):
+                row = rows[index]
+                own = values[: len(row.tokens), : row.width or 1]
+                logprobs[index] = own.flatten().tolist()
         return Passed(logprobs, total, tokens)
 
     def _micro_batch(
         self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]
     ) -> tuple[float, Tensor]:
+        """The loss and the log-probs of the targets, (B, T, K)."""
         lengths = torch.tensor([len(row.tokens) for row in rows])
         attended = (torch.arange(int(lengths.max())) < lengths[:, None]).long().to(self._device)
-        dtypes = (torch.long, torch.long, torch.float32, torch.float32, torch.float32)
-        tokens, targets, *credit = map(self._padded, zip(*rows, strict=True), dtypes)
+        tokens = self._padded([(row.tokens, 1) for row in rows], torch.long)[..., 0]
+        widths = [row.width or 1 for row in rows]
+        _, targets, *credit = zip(*(row[:5] for row in rows), strict=True)
+        labels = self._padded(list(zip(targets, widths, strict=True)), torch.long)
+        advantages, old, mask = (
+            self._padded(list(zip(values, widths, strict=True)), torch.float32) for values in credit
+        )
         logits = self.model(input_ids=tokens, attention_mask=attended, use_cache=False).logits
-        logprobs = token_logprobs(logits, targets)
-        advantages, old, mask = credit
-        value, _ = shared_loss(loss, config, logprobs, old, advantages, mask)
+        logprobs = _target_logprobs(logits, labels)
+        if not torch.isfinite(logprobs).all():
+            raise invalid("the model's log-probs are not finite: its weights have diverged")
+        if loss == "gspo":
+            in_ratio = self._padded([(row.in_ratio, 1) for row in rows], torch.float32)
+            loss, old = "ppo", _sequence_old(logprobs.detach(), old, in_ratio)
+        flat, *inputs = (tensor.flatten(1) for tensor in (logprobs, old, advantages, mask))
+        value, _ = shared_loss(loss, config, flat, inputs[0], inputs[1], inputs[2])
         if not torch.isfinite(value):
             raise invalid(f"{loss} loss: got {value.item()}; check logprobs and advantages")
         if torch.is_grad_enabled():
             value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return float(value.detach()), logprobs.detach()
 
-    def _padded(self, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-        tensors = [torch.tensor(one, dtype=dtype) for one in values]
+    def _padded(self, rows: Sequence[tuple[Sequence[float], int]], dtype: torch.dtype) -> Tensor:
+        """Rows of N x K numbers, each with its K, as (B, T, K); padding is 0."""
+        widest = max(width for _, width in rows)
+        tensors = [
+            pad(torch.tensor(values, dtype=dtype).view(-1, width), (0, widest - width))
+            for values, width in rows
+        ]
         return pad_sequence(tensors, batch_first=True).to(self._device)
+
+
+def _target_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """log softmax(logits)[targets] in float32: (B, T, V) and (B, T, K) to (B, T, K)."""
+    if targets.shape[-1] == 1:
+        return token_logprobs(logits, targets[..., 0])[..., None]
+    wide = logits.float()
+    return wide.gather(-1, targets) - wide.logsumexp(-1, keepdim=True)
+
+
+def _sequence_old(logprobs: Tensor, old: Tensor, in_ratio: Tensor) -> Tensor:
+    """The `old` with which every token's ratio is its sequence's; (B, T, 1) each.
+
+    GSPO-token (arXiv:2507.18071, section 4.3): a token's ratio has the value of the geometric mean
+    of the ratios of its sequence's tokens, and the gradient of its own log-prob. It equals PPO with
+    this `old`.
+    """
+    gaps = torch.where(in_ratio > 0, logprobs - old, 0.0)
+    mean = gaps.sum(1, keepdim=True) / in_ratio.sum(1, keepdim=True)
+    return logprobs - mean
 
 
 def untied(base: PreTrainedModel) -> PreTrainedModel:

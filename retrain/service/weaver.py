@@ -15,14 +15,16 @@ from functools import partial
 
 from starlette.responses import JSONResponse, Response
 
+from retrain.errors import shown
 from retrain.service import bodies
 from retrain.service import weaver_wire as wire
-from retrain.service.bodies import Json, want
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
 from retrain.service.protocol import Call, Handler, Protocol, size_of
+from retrain.service.rows import prompt_of
 from retrain.service.state import Model, SamplingSession, Session
 from retrain.service.store import Place
+from retrain.service.values import Json, check_storable, ttl, want
 
 LONGEST_LOOK = 5.0
 """Seconds that a poll of an operation may wait; clients time out after 60."""
@@ -73,10 +75,11 @@ class WeaverProtocol(Protocol):
     # Sessions
 
     async def _create_session(self, call: Call) -> Response:
-        session = self._service.create_session()
         known = ("tags", "user_metadata", "sdk_version", "scheduling_policy")
-        shown = {name: call.body[name] for name in known if call.body.get(name) is not None}
-        return JSONResponse({"id": session.id, **shown}, status_code=201)
+        echo = {name: call.body[name] for name in known if call.body.get(name) is not None}
+        check_storable("the session", echo)
+        session = self._service.create_session()
+        return JSONResponse({"id": session.id, **echo}, status_code=201)
 
     async def _get_session(self, call: Call) -> Json:
         return {"id": self._session(call).id}
@@ -98,7 +101,7 @@ class WeaverProtocol(Protocol):
         return {"items": [item], "pagination": {"total_count": 1}}
 
     async def _get_operation(self, call: Call) -> Json:
-        job = self._service.jobs.get(call["job_id"])
+        job = self.job(call["job_id"])
         await job.wait(min(LONGEST_LOOK, self._service.settings.long_poll))
         return wire.operation(job)
 
@@ -140,19 +143,17 @@ class WeaverProtocol(Protocol):
         model = self._model(call)
         payload = wire.payload_of(call.body, model.id)
         key = "forward_backward_input" if backward else "forward_input"
-        name, rows, datum_ids = await asyncio.to_thread(
-            wire.training_call, payload, key, self._service.limits
-        )
+        given = await asyncio.to_thread(wire.training_call, payload, key, self._service.limits)
+        name, rows, datum_ids = given.loss, given.rows, given.datum_ids
         if backward and name == "forward_logprob":
             raise invalid("forward_logprob has no gradient; use it with forward")
-        plain = name in ("surrogate", "forward_logprob")  # both are weights times log-probs
-        loss = "cross_entropy" if plain else name
         job = Job(
             "forward_backward" if backward else "forward",
             size=size_of(rows),
             show=lambda found: wire.passed(found, datum_ids, model.id),
         )
-        work = partial(self._service.run_pass, model, rows, loss, {}, backward=backward)
+        loss, config = given.computed
+        work = partial(self._service.run_pass, model, rows, loss, config, backward=backward)
         return self.numbered(call, model, want(payload, "seq_id", int), job, work)
 
     async def _optimizer_step(self, call: Call) -> Job:
@@ -166,7 +167,7 @@ class WeaverProtocol(Protocol):
     # Checkpoints
 
     async def _export_sampler(self, call: Call) -> Job:
-        model, seconds = self._model(call), bodies.ttl(call.body)
+        model, seconds = self._model(call), ttl(call.body)
         name = want(call.body, "path", str, None) or f"sampler-{uuid.uuid4().hex}"
         place = self._new_place(model, "sampling", name)
         job = Job("export_sampler", show=lambda _: {"model_path": wire.path_of(place)})
@@ -174,10 +175,10 @@ class WeaverProtocol(Protocol):
         return self.numbered(call, model, want(call.body, "seq_id", int), job, work)
 
     async def _save(self, call: Call) -> Job:
-        model, seconds = self._model(call), bodies.ttl(call.body)
+        model, seconds = self._model(call), ttl(call.body)
         kind = want(call.body, "type", str)
         if kind not in wire.SAVE_TYPES:
-            raise invalid(f"type: got {kind!r}, expected one of {wire.SAVE_TYPES}")
+            raise invalid(f"type: got {shown(kind)}, expected one of {wire.SAVE_TYPES}")
         name = want(call.body, "name", str, None) or f"checkpoint-{uuid.uuid4().hex}"
         place, optimizer = self._new_place(model, kind, name), kind == "weight_and_optimizer"
         work = partial(self._service.save, model, place, optimizer=optimizer, seconds=seconds)
@@ -199,8 +200,8 @@ class WeaverProtocol(Protocol):
     async def _set_ttl(self, call: Call) -> Json:
         place = self.place_of(want(call.body, "path", str))
         if place.model_id != call["model_id"]:
-            raise invalid(f"path: got {call.body['path']!r}, which belongs to another model")
-        store, seconds = self._service.store, bodies.ttl(call.body)
+            raise invalid(f"path: got {shown(call.body['path'])}, which belongs to another model")
+        store, seconds = self._service.store, ttl(call.body)
         return wire.checkpoint(await asyncio.to_thread(store.expire_at, place, seconds))
 
     def _new_place(self, model: Model, kind: str, name: str) -> Place:
@@ -229,12 +230,13 @@ class WeaverProtocol(Protocol):
         self._service.drop_sampler(self._sampler(call))
 
     async def _sample(self, call: Call) -> Job:
-        job = Job("sample", show=lambda found: wire.sampled(found, self._service.tokenizer))
-        work = self.sampling(call, self._sampler(call), job)
+        job = Job("sample")
+        work, request = self.sampling(call, self._sampler(call), job)
+        job.show = lambda found: wire.sampled(found, request, self._service.tokenizer)
         return self._service.jobs.start(job, work)
 
     async def _logprobs(self, call: Call) -> Job:
-        sampler, prompt = self._sampler(call), bodies.prompt_of(call.body, self._service.limits)
+        sampler, prompt = self._sampler(call), prompt_of(call.body, self._service.limits)
         if want(want(call.body, "loss_fn_config", dict, {}), "temperature", float, 1.0) != 1:
             raise invalid("loss_fn_config.temperature: only 1 is supported for log-probs")
         job = Job(

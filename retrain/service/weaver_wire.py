@@ -11,20 +11,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from retrain.errors import shown
+from retrain.protocols.tinker.payloads import top_to_json
 from retrain.sampler import Tokenizer
 from retrain.service import bodies
-from retrain.service.bodies import Json, want
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
+from retrain.service.rows import datum_of, training_rows
+from retrain.service.sampling import Sampled, SampleRequest
 from retrain.service.state import Limits
 from retrain.service.store import Place, Saved
+from retrain.service.tinker_wire import prompt_top
 from retrain.service.trainer import Passed, Row, Tuning
-from retrain.types import Completion
+from retrain.service.values import Json, iso, objects, want
 
 SCHEME = "weaver://"
 SAVE_TYPES = ("weight", "weight_and_optimizer", "sampling")
 _NEUTRAL: Mapping[str, Any] = {"entropy_coeff": 0, "temperature": 1, "enable_debug_dump": None}
 """Settings of a loss, with the only value that is accepted; None accepts any."""
+_TRUNCATED = "truncated_importance_sampling"
+_CAP = 2.0
+"""Of its ratio, by default; `loss_fn_config.clip_ratio` sets another."""
 
 
 class TrainingCall(NamedTuple):
@@ -33,6 +39,20 @@ class TrainingCall(NamedTuple):
     loss: str
     rows: list[Row]
     datum_ids: Sequence[str | None]
+    cap: float
+    """Of the ratio, for truncated_importance_sampling."""
+
+    @property
+    def computed(self) -> tuple[str, Mapping[str, float]]:
+        """The loss of the trainer that it is, with its keys.
+
+        Truncated importance sampling is -stop_gradient(min(r, cap)) A lp, which is cispo without a
+        lower bound. `surrogate` and `forward_logprob` are weights times log-probs.
+        """
+        if self.loss == _TRUNCATED:
+            return "cispo", {"epsilon": 1.0, "epsilon_high": self.cap - 1}
+        plain = self.loss in ("surrogate", "forward_logprob")
+        return ("cross_entropy" if plain else self.loss), {}
 
 
 def training_call(payload: Json, key: str, limits: Limits) -> TrainingCall:
@@ -42,11 +62,11 @@ def training_call(payload: Json, key: str, limits: Limits) -> TrainingCall:
     given = want(payload, key, dict)
     loss = want(given, "loss_fn", str)
     expected = bodies.known_loss(loss, bodies.WEAVER_LOSSES)
-    _check_config(loss, want(given, "loss_fn_config", dict, {}))
-    data = want(given, "data", list)
-    read = [bodies.datum_of(datum, expected) for datum in data]
+    cap = _cap(loss, want(given, "loss_fn_config", dict, {}))
+    data = objects(given, "data")
+    read = [datum_of(datum, expected) for datum in data]
     ids = [want(datum, "datum_id", str, None) for datum in data]
-    return TrainingCall(loss, bodies.training_rows(read, expected, limits), ids)
+    return TrainingCall(loss, training_rows(read, expected, limits), ids, cap)
 
 
 def payload_of(body: Json, model_id: str) -> Json:
@@ -54,7 +74,7 @@ def payload_of(body: Json, model_id: str) -> Json:
     payload = want(body, "payload", dict)
     if want(payload, "model_id", str, model_id) != model_id:
         raise invalid(
-            f"payload.model_id: got {payload['model_id']!r}, expected the path's {model_id!r}"
+            f"payload.model_id: got {shown(payload['model_id'])}, expected the path's {model_id!r}"
         )
     return payload
 
@@ -80,7 +100,7 @@ def place_of(path: str) -> Place:
     if path.startswith(SCHEME) and len(parts) == 3 and parts[1] == "checkpoints":
         return Place(parts[0], "weights", parts[2])
     raise invalid(
-        f"path: got {path!r}, expected {SCHEME}MODEL/checkpoints/NAME or {SCHEME}MODEL/NAME"
+        f"path: got {shown(path)}, expected {SCHEME}MODEL/checkpoints/NAME or {SCHEME}MODEL/NAME"
     )
 
 
@@ -100,10 +120,7 @@ def passed(passed: Passed, datum_ids: Sequence[str | None], model_id: str) -> Js
     return {"status": "success", "model_id": model_id, "result": result}
 
 
-def sampled(
-    found: tuple[list[Completion], list[float | None] | None], tokenizer: Tokenizer
-) -> Json:
-    completions, prompt_logprobs = found
+def sampled(found: Sampled, request: SampleRequest, tokenizer: Tokenizer) -> Json:
     sequences = [
         {
             "tokens": list(one.token_ids),
@@ -111,10 +128,15 @@ def sampled(
             "text": tokenizer.decode(one.token_ids),
             "stop_reason": "stop" if one.stop_reason == "stop" else "length",
         }
-        for one in completions
+        for one, _ in found.drawn
     ]
-    scored = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
-    return {"result": {"sequences": sequences, **scored}}
+    result: dict[str, Any] = {"sequences": sequences}
+    if found.prompt_logprobs is not None:
+        result["prompt_logprobs"] = found.prompt_logprobs
+    if found.alternatives is not None and found.alternatives.top is not None:
+        top = prompt_top(found.alternatives.top, request.scored)
+        result["topk_prompt_logprobs"] = top_to_json(top)
+    return {"result": result}
 
 
 def operation(job: Job) -> Json:
@@ -147,16 +169,21 @@ def checkpoint(saved: Saved) -> Json:
         "type": "sampling" if saved.place.kind == "sampler_weights" else training,
         "status": "completed",
         "ttl_seconds": None if expires is None else round(expires - saved.created_at),
-        "created_at": bodies.iso(saved.created_at),
-        "expires_at": bodies.iso(expires),
+        "created_at": iso(saved.created_at),
+        "expires_at": iso(expires),
     }
 
 
-def _check_config(loss: str, config: Json) -> None:
+def _cap(loss: str, config: Json) -> float:
+    """The cap of the ratio; raises ServiceError for keys that the loss lacks."""
     for key, value in config.items():
         neutral = _NEUTRAL.get(key, ...)
-        if neutral is None or value == neutral:
+        if neutral is None or value == neutral or (loss, key) == (_TRUNCATED, "clip_ratio"):
             continue
         if neutral is ...:
-            raise invalid(f"loss_fn_config of {loss!r} has the unknown key {key!r}")
+            raise invalid(f"loss_fn_config of {loss!r} has the unknown key {shown(key)}")
         raise invalid(f"loss_fn_config.{key}: got {shown(value)}, only {neutral} is supported")
+    cap = want(config, "clip_ratio", float, _CAP)
+    if cap <= 0:
+        raise invalid(f"loss_fn_config.clip_ratio: got {cap:g}, expected a number > 0")
+    return cap

@@ -147,7 +147,7 @@ def _ending(history: History, task: asyncio.Task[str], copy: Path) -> str:
 async def _train(history: History) -> str:
     world = history.world
     config = history.config.model_copy(update={"run_dir": history.folder})
-    scorer = Scorer([WeightedReward("share", 1.0, Share(world))], deadline=20.0)
+    scorer = Scorer([WeightedReward("share", 1.0, Share(world))], deadlines=config.deadlines)
     made = assemble(config, Given(environment=lambda: Faulty(world), scorer=scorer))
     parts = _Parts(**{name: getattr(made, name) for name in made.__dataclass_fields__})
     object.__setattr__(parts, "adapter", Engine(world, config))

@@ -24,6 +24,7 @@ from retrain.protocols.tinker.values import (
     SampleResult,
     StopReason,
     Tensor,
+    TopTokens,
 )
 
 PROTOBUF = "application/x-protobuf"
@@ -31,7 +32,7 @@ PROTOBUF = "application/x-protobuf"
 _SCHEMA = {
     "EncodedText": "tokens:1 bytes",
     "Chunk": "encoded_text:1 EncodedText",
-    "SparseTensor": "",
+    "SparseTensor": "values:1 bytes, starts:2 bytes, columns:3 bytes",
     "Tensor": "dense:1 bytes?, sparse:2 SparseTensor, dtype:3 int32, shape:4 int64*",
     "Datum": "model_input:1 Chunk*, inputs:2 {Tensor}",
     "ConfigValue": "number:1 double?, text:2 string?",
@@ -40,8 +41,10 @@ _SCHEMA = {
     "Batched": "data:1 bytes, offsets:2 bytes, dtype:3 int32, trailing_shape:4 int64*",
     "Record": "fields:2 {Batched}, count:3 int64",
     "Output": "kind:1 string, records:2 Record*, metrics:3 {double}",
-    "Sequence": "stop_reason:1 int32, tokens:2 bytes, logprobs:3 bytes?",
-    "Sample": "sequences:1 Sequence*, prompt_logprobs:2 bytes?",
+    "Top": "ids:1 bytes, logprobs:2 bytes, width:3 uint32, length:4 uint32",
+    "Sequence": "stop_reason:1 int32, tokens:2 bytes, logprobs:3 bytes?, top:4 Top?",
+    "Sample": "sequences:1 Sequence*, prompt_logprobs:2 bytes?, prompt_top:3 Top?, "
+    "targets:5 Tensor?",
 }
 """The fields of each message, `name:number type`: `*` is repeated, `?` optional, `{}` a map from
 strings. The names are ours; the wire has only the numbers."""
@@ -69,9 +72,7 @@ def encode_request(request: ForwardBackward) -> bytes:
         written = body.data.add()
         written.model_input.add().encoded_text.tokens = _pack("i", datum.tokens)
         for name, tensor in datum.inputs.items():
-            written.inputs[name].dense = _pack("qf"[tensor.dtype == "float32"], tensor.data)
-            written.inputs[name].dtype = _DTYPE_NUMBERS[tensor.dtype]
-            written.inputs[name].shape.extend(tensor.dimensions)
+            _write_tensor(written.inputs[name], tensor)
     for name, value in request.config.items():
         if isinstance(value, str):
             body.config[name].text = value
@@ -98,11 +99,21 @@ def decode_request(body: bytes) -> ForwardBackward:
 
 
 def encode_output(output: ForwardBackwardOutput) -> bytes:
-    """One record that holds every datum; all of them must have the same fields."""
+    """A record for each run of datums with the same fields of the same trailing shapes."""
     body = _types().Output(kind=output.kind, metrics=output.metrics)
-    record = body.records.add(count=len(output.outputs))
-    for name in output.outputs[0] if output.outputs else ():
-        tensors = [one[name] for one in output.outputs]
+    for _, alike in itertools.groupby(output.outputs, _form):
+        _write_record(body.records, list(alike))
+    return _bytes(body)
+
+
+def _form(output: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.dimensions[1:] for name, tensor in output.items()}
+
+
+def _write_record(records: Message, outputs: Sequence[Mapping[str, Tensor]]) -> None:
+    record = records.add(count=len(outputs))
+    for name in outputs[0]:
+        tensors = [one[name] for one in outputs]
         integers = tensors[0].dtype == "int64"
         ends = itertools.accumulate((len(t.data) for t in tensors), initial=0)
         batched = record.fields[name]
@@ -110,7 +121,6 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
         batched.offsets = _pack("q", [end * (8 if integers else 4) for end in ends])
         batched.dtype = _DTYPE_NUMBERS[tensors[0].dtype]
         batched.trailing_shape.extend(tensors[0].dimensions[1:])
-    return _bytes(body)
 
 
 def decode_output(body: bytes) -> ForwardBackwardOutput:
@@ -128,6 +138,12 @@ def encode_sample(result: SampleResult) -> bytes:
         )
         if sequence.logprobs is not None:
             written.logprobs = _pack("f", sequence.logprobs)
+        if sequence.top is not None:
+            _write_top(written.top, sequence.top)
+    if result.prompt_top is not None:
+        _write_top(body.prompt_top, result.prompt_top)
+    if result.targets is not None:
+        _write_tensor(body.targets, result.targets)
     if result.prompt_logprobs is not None:
         known = [math.nan if lp is None else lp for lp in result.prompt_logprobs]
         body.prompt_logprobs = _pack("f", known)
@@ -144,6 +160,23 @@ def decode_sample(body: bytes) -> SampleResult:
         [_read_sequence(sequence) for sequence in read.sequences],
         prompt_logprobs,
     )
+
+
+def _write_top(message: Message, top: TopTokens) -> None:
+    message.ids = _pack("i", [id for row in top.ids for id in row])
+    message.logprobs = _pack("f", [logprob for row in top.logprobs for logprob in row])
+    message.width, message.length = top.width, len(top.ids)
+
+
+def _write_tensor(message: Message, tensor: Tensor) -> None:
+    values = _pack("qf"[tensor.dtype == "float32"], tensor.data)
+    if tensor.sparse is None:
+        message.dense = values
+    else:
+        message.sparse.values = values
+        message.sparse.starts, message.sparse.columns = (_pack("q", i) for i in tensor.sparse)
+    message.dtype = _DTYPE_NUMBERS[tensor.dtype]
+    message.shape.extend(tensor.dimensions)
 
 
 def _read_sequence(read: Message) -> SampledSequence:
@@ -165,10 +198,13 @@ def _chunk_tokens(chunk: Message) -> list[int]:
 
 
 def _read_tensor(read: Message) -> Tensor:
-    if read.HasField("sparse"):
-        raise ValueError("a tensor is sparse: send it dense")
-    data, kind = _numbers(read.dense, read.dtype)
-    return Tensor(data, kind, tuple(read.shape) or None)
+    if not read.HasField("sparse"):
+        data, kind = _numbers(read.dense, read.dtype)
+        return Tensor(data, kind, tuple(read.shape) or None)
+    data, kind = _numbers(read.sparse.values, read.dtype)
+    starts, columns = (_unpack("q", part) for part in (read.sparse.starts, read.sparse.columns))
+    indices = cast(list[int], starts), cast(list[int], columns)
+    return Tensor(data, kind, tuple(read.shape), indices)
 
 
 def _numbers(data: bytes, dtype: int) -> tuple[list[float], Dtype]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 from retrain.protocols.tinker.values import (
+    EMPTY,
     Datum,
     Dtype,
     ForwardBackward,
@@ -14,6 +15,7 @@ from retrain.protocols.tinker.values import (
     SampleResult,
     StopReason,
     Tensor,
+    TopTokens,
 )
 
 
@@ -68,8 +70,41 @@ def sample_from_json(body: Mapping[str, Any]) -> SampleResult:
     )
 
 
+def sample_to_json(result: SampleResult) -> dict[str, Any]:
+    """Likeliest tokens are lists of (id, log-prob), None where there are none."""
+    sequences = [
+        {
+            "tokens": list(one.tokens),
+            "logprobs": None if one.logprobs is None else list(one.logprobs),
+            "stop_reason": one.stop_reason,
+            **({} if one.top is None else {"topk_logprobs": top_to_json(one.top)}),
+        }
+        for one in result.sequences
+    ]
+    body: dict[str, Any] = {
+        "type": "sample",
+        "sequences": sequences,
+        "prompt_logprobs": result.prompt_logprobs,
+    }
+    if result.prompt_top is not None:
+        body["topk_prompt_logprobs"] = top_to_json(result.prompt_top)
+    if result.targets is not None:
+        body["target_prompt_logprobs"] = tensor_to_json(result.targets)
+    return body
+
+
+def top_to_json(top: TopTokens) -> list[list[tuple[int, float]] | None]:
+    rows = (zip(*row, strict=True) for row in zip(top.ids, top.logprobs, strict=True))
+    found = ([(token, logprob) for token, logprob in row if logprob != EMPTY] for row in rows)
+    return [row or None for row in found]
+
+
 def tensor_to_json(tensor: Tensor) -> dict[str, Any]:
-    return {"data": list(tensor.data), "dtype": tensor.dtype, "shape": list(tensor.dimensions)}
+    body = {"data": list(tensor.data), "dtype": tensor.dtype, "shape": list(tensor.dimensions)}
+    if tensor.sparse is not None:
+        starts, columns = map(list, tensor.sparse)
+        body |= {"sparse_crow_indices": starts, "sparse_col_indices": columns}
+    return body
 
 
 def _tensor_from_json(body: Mapping[str, Any]) -> Tensor:

@@ -22,6 +22,9 @@ class Tensor:
     data: Sequence[float]
     dtype: Dtype = "float32"
     shape: tuple[int, ...] | None = None
+    sparse: tuple[Sequence[int], Sequence[int]] | None = None
+    """Compressed rows: where each row starts in `data`, and the column of each number of `data`.
+    All other entries of the (rows, columns) are implied, 0 in a training request."""
 
     @property
     def dimensions(self) -> tuple[int, ...]:
@@ -88,12 +91,27 @@ class ForwardBackwardOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The likeliest tokens of each position, (length, width); an empty place is (0, `EMPTY`)."""
+
+    ids: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[float]]
+    width: int
+
+
+EMPTY = -99999.0
+"""The log-prob where there is no token."""
+
+
+@dataclass(frozen=True, slots=True)
 class SampledSequence:
     """One completion; if it ended with a stop token, that is its last token."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float] | None
     stop_reason: StopReason
+    top: TopTokens | None = None
+    """Of each token's position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +121,7 @@ class SampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Sequence[float | None] | None = None
     """None where a token has no context, such as the first."""
+    prompt_top: TopTokens | None = None
+    """Of each token's position in the prompt."""
+    targets: Tensor | None = None
+    """Log-probs of the ids that the request asked for at each position after the first."""

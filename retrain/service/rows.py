@@ -1,0 +1,207 @@
+"""Training data of both protocols, as pure functions: from a body's JSON to rows of the trainer.
+
+A missing, unknown or invalid input is a ServiceError (400) that names the datum and the input.
+Nothing is padded, cut or guessed. Each loss takes exactly the inputs of its row in the protocol's
+table of losses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import cast
+
+from retrain.errors import shown
+from retrain.protocols.tinker.values import Datum, Dtype, Tensor
+from retrain.service.bodies import Inputs
+from retrain.service.errors import ServiceError, invalid
+from retrain.service.state import Limits
+from retrain.service.trainer import Row
+from retrain.service.values import LARGEST, Json, fits, objects, want
+
+IGNORED_TARGET = -100
+"""A target without loss, as in torch's cross_entropy."""
+
+
+def tokens_of(prompt: Json) -> list[int]:
+    """The tokens of a list of text chunks; images and audio are not supported."""
+    tokens: list[int] = []
+    for chunk in objects(prompt, "chunks"):
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise invalid("only chunks of type encoded_text are supported")
+        tokens += want(chunk, "tokens", list)
+    return tokens
+
+
+def prompt_of(body: Json, limits: Limits) -> list[int]:
+    prompt = tokens_of(want(body, "prompt", dict))
+    _check_tokens("prompt", prompt, limits)
+    return prompt
+
+
+def datum_of(given: Json, expected: Inputs) -> Datum:
+    """A training sequence, without the inputs that its loss ignores."""
+    inputs = want(given, "loss_fn_inputs", dict)
+    if expected.ignores_others:
+        inputs = {name: inputs[name] for name in inputs if name in expected.required}
+    tokens = tokens_of(want(given, "model_input", dict))
+    return Datum(tokens, {name: tensor_of(inputs, name) for name in inputs})
+
+
+def tensor_of(body: Json, name: str) -> Tensor:
+    """`body[name]`, a tensor whose numbers are not checked yet."""
+    given = want(body, name, dict)
+    shape = want(given, "shape", list, None)
+    dtype = cast(Dtype, want(given, "dtype", str))
+    sparse = None
+    if given.get("sparse_crow_indices") is not None:
+        indices = ("sparse_crow_indices", "sparse_col_indices")
+        sparse = cast(
+            tuple[list[int], list[int]], tuple(want(given, index, list) for index in indices)
+        )
+    return Tensor(want(given, "data", list), dtype, None if shape is None else tuple(shape), sparse)
+
+
+def training_rows(data: Sequence[Datum], expected: Inputs, limits: Limits) -> list[Row]:
+    """One row per datum; raises ServiceError for data that doesn't fit the loss."""
+    if not data:
+        raise invalid("there is no data: expected at least one datum")
+    rows, targets = [], 0
+    for index, datum in enumerate(data):
+        rows.append(_row(f"datum {index}", datum, expected, limits))
+        targets += len(rows[-1].targets)
+        if targets > limits.values:
+            raise ServiceError(413, f"the data has more than {limits.values} targets; send less")
+    return rows
+
+
+def _row(where: str, datum: Datum, expected: Inputs, limits: Limits) -> Row:
+    """The row of a datum; surrogate weights, dL/dlogp, become negated advantages."""
+    tokens = list(datum.tokens)
+    _check_tokens(where, tokens, limits)
+    _check_names(where, set(datum.inputs), expected)
+    shape = _shape(where, datum, expected, limits)
+    numbers: dict[str, Sequence[float]] = {}
+    for name in datum.inputs.keys() & (expected.required | expected.optional):
+        kind = int if name == "target_tokens" else float
+        numbers[name] = numbers_of(f"{where}: {name}", datum.inputs[name], shape, kind)
+    targets = cast(Sequence[int], numbers["target_tokens"])
+    labels = [0 if target == IGNORED_TARGET else target for target in targets]
+    _check_range(f"{where}: target_tokens", labels, limits)
+    ones = [1.0] * len(targets)
+    mask = numbers.get("loss_mask", ones)
+    if not set(mask) <= {0, 1}:
+        raise invalid(f"{where}: loss_mask has values other than 0 and 1")
+    in_ratio = numbers.get("sequence_ratio_mask", ())
+    if "sequence_ratio_mask" in numbers and not any(in_ratio):
+        raise invalid(f"{where}: sequence_ratio_mask is 0 everywhere, expected a sampled token")
+    credit = numbers.get("advantages", numbers.get("weights", ones))
+    if "surrogate_weights" in numbers:
+        credit = [-weight for weight in numbers["surrogate_weights"]]
+    return Row(
+        tokens=tokens,
+        targets=labels,
+        advantages=credit,
+        logprobs=numbers.get("logprobs", [0.0] * len(targets)),
+        mask=[float(m and t != IGNORED_TARGET) for m, t in zip(mask, targets, strict=True)],
+        in_ratio=[float(part != 0) for part in in_ratio],
+        width=None if len(shape) == 1 else shape[1],
+    )
+
+
+def _shape(where: str, datum: Datum, expected: Inputs, limits: Limits) -> tuple[int, ...]:
+    """(N,), or (N, K) if the loss allows several targets per token and this datum has them."""
+    length, found = len(datum.tokens), datum.inputs["target_tokens"].dimensions
+    if not expected.wide or len(found) != 2:
+        return (length,)
+    width = found[1]
+    if type(width) is not int or not 1 <= width <= limits.top:
+        raise invalid(
+            f"{where}: target_tokens: got {shown(width)} targets per token, expected 1 to "
+            f"{limits.top}"
+        )
+    return length, width
+
+
+def _check_names(where: str, got: set[str], expected: Inputs) -> None:
+    wanted = ", ".join(sorted(expected.required))
+    if lacking := sorted(expected.required - got):
+        raise invalid(f"{where} lacks {lacking}, expected {wanted}")
+    unknown = sorted(got - expected.required - expected.optional)
+    if unknown and not expected.ignores_others:
+        raise invalid(f"{where} has unknown loss inputs {shown(unknown)}, expected {wanted}")
+
+
+def numbers_of(
+    where: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    kind: type[int] | type[float],
+    implied: int = 0,
+) -> Sequence[float]:
+    """The numbers of a tensor of this shape, (N,) or (N, K), in row-major order.
+
+    `implied` are the numbers that a sparse tensor leaves out.
+    """
+    dtype = "int64" if kind is int else "float32"
+    if tensor.dtype != dtype:
+        raise invalid(f"{where}: got {tensor.dtype}, expected {dtype}")
+    count, what = shape[0], f"{shape[0]}, one per token"
+    if len(shape) == 2:
+        count, what = shape[0] * shape[1], f"shape {list(shape)}"
+    values = len(tensor.data)
+    if tensor.dimensions != shape or (tensor.sparse is None and values != count):
+        got = shown(list(tensor.dimensions))
+        raise invalid(f"{where}: got shape {got} with {values} values, expected {what}")
+    _check_numbers(where, tensor.data, kind)
+    return tensor.data if tensor.sparse is None else _dense(where, tensor, count, implied)
+
+
+def _dense(where: str, tensor: Tensor, count: int, implied: int) -> list[float]:
+    """The `count` numbers of a sparse tensor whose shape and numbers have been checked."""
+    assert tensor.sparse is not None
+    starts, columns = tensor.sparse
+    for indices in (starts, columns):
+        _check_numbers(f"{where}: its indices", indices, int)
+    whole = len(tensor.dimensions) == 2 and len(columns) == len(tensor.data)
+    if not (whole and _fit(starts, columns, tensor.dimensions)):
+        raise invalid(f"{where}: the indices of the sparse tensor do not fit its shape")
+    numbers: list[float] = [implied] * count
+    for row, (first, last) in enumerate(itertools.pairwise(starts)):
+        for place in range(first, last):
+            numbers[row * tensor.dimensions[1] + columns[place]] = tensor.data[place]
+    return numbers
+
+
+def _fit(starts: Sequence[int], columns: Sequence[int], shape: tuple[int, ...]) -> bool:
+    rises = all(first <= last for first, last in itertools.pairwise(starts))
+    inside = all(0 <= column < shape[1] for column in columns)
+    rows = len(starts) == shape[0] + 1
+    return rises and inside and rows and (starts[0], starts[-1]) == (0, len(columns))
+
+
+def _check_numbers(where: str, values: Sequence[float], kind: type[int] | type[float]) -> None:
+    """Raise ServiceError unless all are finite numbers of this kind."""
+    kinds = {int} if kind is int else {int, float}
+    low, high = (-(2**63), 2**63 - 1) if kind is int else (-LARGEST, LARGEST)
+    if set(map(type, values)) <= kinds and all(low <= value <= high for value in values):
+        return
+    position, wrong = next((i, v) for i, v in enumerate(values) if not fits(v, kind))
+    number = "a finite number" if type(wrong) in kinds else "a number"
+    raise invalid(f"{where}[{position}]: got {shown(wrong)}, expected {number}")
+
+
+def _check_tokens(where: str, tokens: Sequence[int], limits: Limits) -> None:
+    if not tokens:
+        raise invalid(f"{where} has no tokens")
+    if limits.context is not None and len(tokens) > limits.context:
+        raise invalid(f"{where} has {len(tokens)} tokens, expected at most {limits.context}")
+    if not set(map(type, tokens)) <= {int}:
+        raise invalid(f"{where}: tokens must be integers")
+    _check_range(f"{where}: tokens", tokens, limits)
+
+
+def _check_range(where: str, tokens: Sequence[int], limits: Limits) -> None:
+    if tokens and not (min(tokens) >= 0 and max(tokens) < limits.vocabulary):
+        wrong = next(t for t in tokens if not 0 <= t < limits.vocabulary)
+        raise invalid(f"{where}: got token {shown(wrong)}, expected 0 to {limits.vocabulary - 1}")
