@@ -1,4 +1,4 @@
-"""A few hundred random requests; `python -m tests.service_fuzz` sends more."""
+"""A few hundred random requests; `python -m tests.chaos.requests` sends more."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from retrain.service.core import Service
 from retrain.service.state import Settings
 from retrain.service.tinker import TinkerProtocol
 from retrain.service.weaver import WeaverProtocol
-from tests import service_fuzz
-from tests.service_fuzz import BrokenRule, Fuzz, fuzz, requests
+from tests.chaos import requests as requests_campaign
+from tests.chaos.requests import BrokenRule, Fuzz, fuzz, requests
 
 
 def test_random_requests_harm_nobody(tmp_path):
@@ -38,7 +38,7 @@ def test_a_broken_rule_is_noticed(tmp_path, monkeypatch):
         raise RuntimeError("it harms another's model")
 
     with monkeypatch.context() as patch:
-        patch.setattr(service_fuzz, "BETWEEN_CHECKS", 10)
+        patch.setattr(requests_campaign, "BETWEEN_CHECKS", 10)
         made: list[Fuzz] = []
 
         class Planted(Fuzz):
@@ -47,7 +47,7 @@ def test_a_broken_rule_is_noticed(tmp_path, monkeypatch):
                 patch.setattr(Service, "optim_step", leak)
                 made.append(self)
 
-        patch.setattr(service_fuzz, "Fuzz", Planted)
+        patch.setattr(requests_campaign, "Fuzz", Planted)
         with pytest.raises(BrokenRule, match=r"the victim was changed|harms another's model"):
             fuzz(tmp_path, 300, seed=0)
         assert sum(made[0].statuses.values()) < 300

@@ -13,7 +13,7 @@ from retrain.protocols.tinker.values import Datum, ForwardBackward, Tensor
 from retrain.service import reading
 from retrain.service.errors import ServiceError
 from retrain.service.reading import json_object, unzstd
-from tests.service_fuzz import resident
+from tests.chaos.requests import resident
 from tests.service_kit import TOKENS, datum, in_process
 
 MANY = 40 * 2**20

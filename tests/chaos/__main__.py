@@ -39,7 +39,8 @@ def main() -> int:
         scores.append(f"{name:12} {score}")
         failed += done.returncode != 0
     print("\n".join(scores))
-    print(f"{len(scores) - failed} of {len(scores)} campaigns held, in {time.monotonic() - started:.0f} s")
+    seconds = time.monotonic() - started
+    print(f"{len(scores) - failed} of {len(scores)} campaigns held, in {seconds:.0f} s")
     return bool(failed)
 
 

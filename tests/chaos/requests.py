@@ -1,6 +1,6 @@
 """Random requests to every route of the service, and what must hold whatever they are.
 
-`python -m tests.service_fuzz --requests 10000 --seed 1` sends valid, mutated and broken requests to
+`python -m tests.chaos.requests --requests 10000 --seed 1` sends valid, mutated and broken requests to
 a service on loopback and ends with 1 at the first one that breaks a rule:
 
 - no reply and no job is a 5xx, and each reply comes within `SLOWEST` seconds;
@@ -538,7 +538,7 @@ def fuzz(folder: Path, count: int, seed: int) -> Counter[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.service_fuzz")
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.requests")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
