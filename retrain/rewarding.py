@@ -23,6 +23,7 @@ from typing import Any, TypeVar, cast, overload
 
 from retrain.algorithms.functional import LARGEST
 from retrain.concurrency.deadlines import is_theirs, user_call
+from retrain.concurrency.outages import is_outage
 from retrain.concurrency.threads import DaemonPool
 from retrain.errors import LateError, PluginError, UserCodeError, blame, shown
 from retrain.types import Group, Outcome, Trajectory
@@ -147,6 +148,7 @@ def fail(trajectory: Trajectory, error: UserCodeError) -> None:
     """Mark a rollout as failed by user code."""
     trajectory.outcome = "timeout" if isinstance(error, LateError) else "infra_error"
     trajectory.info["error"] = str(error)
+    trajectory.outage = is_outage(error)
 
 
 class Scorer:
