@@ -60,6 +60,7 @@ class Judge(RewardCalculator):
 def judge(monkeypatch):
     """Sets when and how the judge fails; the pauses of an outage are short."""
     monkeypatch.setattr(outage, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(outage, "LONGEST_PAUSE", 0.02)
 
     def set_up(**attributes):
         for name, value in {"fails": math.inf, "works": math.inf, **attributes}.items():
@@ -134,10 +135,13 @@ def test_other_errors_are_no_outage(error):
 # outages are waited for
 
 
-@pytest.mark.parametrize("order", ["ready", "in_order"])
-async def test_p13_a_run_waits_for_a_judge_that_has_worked_before(tmp_path, judge, caplog, order):
-    judge(fails=40, works=90)
-    config = config_in(tmp_path, train={"order": order}, deadlines={"stall": 0.2})
+@pytest.mark.parametrize(("order", "pause", "works"), [("ready", 0.01, 80), ("in_order", 0.5, 48)])
+async def test_p13_a_run_waits_for_a_judge_that_has_worked_before(
+    tmp_path, judge, caplog, monkeypatch, order, pause, works
+):
+    judge(fails=40, works=works)
+    monkeypatch.setattr(outage, "FIRST_PAUSE", pause)
+    config = config_in(tmp_path, train={"order": order}, deadlines={"stall": 0.25})
     with caplog.at_level(logging.WARNING):
         result = await train(config)
     assert result.total_steps == STEPS
@@ -146,7 +150,7 @@ async def test_p13_a_run_waits_for_a_judge_that_has_worked_before(tmp_path, judg
     assert over["state"] == "over"
     told = [r.getMessage() for r in caplog.records if "deadlines.outage" in r.getMessage()]
     assert len(told) == 1, "it is said once"
-    assert "Next try in 0.01 s; gives up after deadlines.outage = 600 s" in told[0]
+    assert f"Next try in {pause} s; gives up after deadlines.outage = 600 s" in told[0]
     drops = [e for e in events(tmp_path, "dropped") if e["cause"] == "outage"]
     assert drops
     issued = {e["ticket"] for e in events(tmp_path, "issued")}

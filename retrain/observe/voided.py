@@ -29,9 +29,7 @@ def cut(path: Path, size: int) -> None:
         if start is None:
             return
         _keep(path, start)
-        with path.open("rb+") as file:
-            file.truncate(start)
-            os.fsync(file.fileno())
+        _truncate(path, start)
     except OSError as error:
         raise RunError(
             f"can't move the voided lines of {path}: {error.strerror or error}; free some space, "
@@ -70,6 +68,12 @@ def _keep(path: Path, start: int) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _truncate(path: Path, size: int) -> None:
+    with path.open("rb+") as file:
+        file.truncate(size)
+        os.fsync(file.fileno())
 
 
 def _same(path: Path, start: int, copy: Path) -> bool:
