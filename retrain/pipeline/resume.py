@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.adapters.base import AdapterState
-from retrain.errors import AdapterError, CheckpointError, DeadlineError, NonFiniteError
-from retrain.observe.failure import causes, first_line
-from retrain.observe.progress import near
+from retrain.errors import AdapterError, CheckpointError, DeadlineError
 from retrain.pipeline.checkpoint import (
     DATA,
     SCORING,
@@ -47,27 +45,6 @@ async def checkpoint(run: Run) -> None:
     for old in run.checkpoints.prune(run.config.checkpoint.keep, run.evaluation.steps):
         await _forget(run, old)
     await run.callbacks.call("on_checkpoint", run, run.step, path)
-
-
-async def rescue(run: Run, error: BaseException) -> None:
-    """Checkpoint a run that fails with `error`, if the weights are good (P13).
-
-    What was saved is noted on the error, and so is a failure to save.
-    """
-    bad = any(isinstance(cause, NonFiniteError | CheckpointError) for cause in causes(error))
-    try:
-        if run.whole and run.step and not bad and run.checkpoints.saved != run.step:
-            run.adapter.hurry()
-            for group in run.taken:
-                run.drop(group, "unfinished")
-            run.intake.drain()
-            run.intake.drop_held(lambda group: not group.scored, "unfinished")
-            await checkpoint(run)
-    except (Exception, asyncio.CancelledError) as another:  # noqa: BLE001 - `error` is raised
-        error.add_note(f"no checkpoint of step {run.step} was written: {first_line(another)}")
-    if steps := run.checkpoints.steps():
-        path = near(run.checkpoints.path(max(steps)))
-        error.add_note(f"saved: {path}. Fix the cause, then continue with --resume.")
 
 
 async def _forget(run: Run, old: Path) -> None:

@@ -18,10 +18,9 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
 
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
@@ -33,39 +32,11 @@ from retrain.errors import NonFiniteError, NoSignalError, RunError, StallError
 from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
 from retrain.observe.run_dir import RunDirectory
-from retrain.pipeline.resume import begin_from, checkpoint, rescue, restore
+from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
+from retrain.pipeline.resume import begin_from, checkpoint, restore
 from retrain.pipeline.run import Run
 from retrain.rollout import Playback, Slot
 from retrain.types import Batch, Group, Metrics
-
-P = ParamSpec("P")
-
-
-def _stops_the_learner(
-    stage: Callable[Concatenate[Run, P], Coroutine[Any, Any, None]],
-) -> Callable[Concatenate[Run, P], Coroutine[Any, Any, None]]:
-    """A stage whose error ends the run after the step under way, so that no update is lost."""
-
-    async def guarded(run: Run, /, *args: P.args, **keys: P.kwargs) -> None:
-        try:
-            await stage(run, *args, **keys)
-        except Exception as error:  # noqa: BLE001 - drive() raises it
-            run.fail(error)
-
-    return guarded
-
-
-@asynccontextmanager
-async def _with_failures(run: Run) -> AsyncIterator[None]:
-    """At the end, raise the errors of all stages in one group."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        if not run.failures:
-            raise
-        raise group.derive([*run.failures, *group.exceptions]) from None
-    if run.failures:
-        raise ExceptionGroup("the run failed", run.failures)
 
 
 async def train(
@@ -186,7 +157,7 @@ async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
 async def drive(run: Run) -> Status:
     """Run the stages until the learner stops."""
     await run.callbacks.call("on_train_begin", run)
-    async with _with_failures(run), asyncio.TaskGroup() as stages:
+    async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
             learner = stages.create_task(learn(run), name="learn")
             producers = [stages.create_task(feed(run), name="feed")]
@@ -205,7 +176,7 @@ async def drive(run: Run) -> Status:
     return "solved" if run.signal.solved else "completed"
 
 
-@_stops_the_learner
+@stops_the_learner
 async def feed(run: Run) -> None:
     """Issue prompts, as many as staleness admits; pass on groups that a resume kept."""
     while True:
@@ -221,7 +192,7 @@ async def feed(run: Run) -> None:
         await run.todo.put(run.parts.prompts.prompt(ticket))
 
 
-@_stops_the_learner
+@stops_the_learner
 async def collect(run: Run, slot: Slot | Playback) -> None:
     """Play one group after the other in this slot."""
     try:
