@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.concurrency.outages import is_outage
-from retrain.errors import AdapterError, LateError, NonFiniteError, NoSignalError, blame
+from retrain.errors import AdapterError, LateError, NonFiniteError, NoSignalError, StallError, blame
 from retrain.observe.callbacks import Callback
 from retrain.observe.failure import full_text
 from retrain.observe.report import digest, write_report
@@ -313,6 +313,22 @@ async def test_p13_a_sampler_that_fails_lets_the_update_under_way_end(tmp_path):
         await train(config, parts=parts_with(config, Slow(MockOptions(), config)))
     assert caught.group_contains(AdapterError, match="sample failed")
     assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
+
+
+async def test_p13_a_run_that_stalls_saves_its_last_step(tmp_path):
+    class Hangs(MockAdapter):
+        async def sample(self, prompt_ids, params, n=1):
+            if self.version == 3:
+                await asyncio.Event().wait()
+            return await super().sample(prompt_ids, params, n)
+
+    config = config_in(tmp_path, staleness={"target": 0}, deadlines={"stall": 0.5})
+    with pytest.raises(StallError, match="no progress") as caught:
+        await train(config, parts=parts_with(config, Hangs(MockOptions(), config)))
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
+    assert "step_3. Fix the cause" in caught.value.__notes__[-1]
+    assert events(tmp_path, "end")[0]["error"]["type"] == "StallError"
+    assert (await train(config, resume=True)).total_steps == STEPS
 
 
 async def test_p13_a_checkpoint_that_fails_too_doesnt_hide_the_first_error(tmp_path):
