@@ -112,6 +112,8 @@ class Trajectory:
     """The whole conversation, with the model's replies and the observations."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds per stage: `sample`, `environment`, `reward`."""
+    outage: bool = field(default=False, compare=False)
+    """Whether it failed because something that it needs can't be reached (`is_outage`)."""
 
     @property
     def completion(self) -> str:

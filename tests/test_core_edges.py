@@ -699,11 +699,11 @@ async def test_a_torn_checkpoint_of_the_last_step_is_written_anew(tmp_path):
 async def test_a_checkpoint_of_another_format_is_refused_and_no_older_one_taken(tmp_path):
     await train(mock_config(tmp_path, checkpoint={"every": 2}))
     manifest = tmp_path / "checkpoints" / "step_4" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 7'))
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 7'))
     longer = mock_config(tmp_path, train={"total_train_steps": 6})
-    with pytest.raises(CheckpointError, match=r"step_4 has the .*format 7, expected 2.*--run-dir"):
+    with pytest.raises(CheckpointError, match=r"step_4 has the .*format 7, expected 3.*--run-dir"):
         await train(longer, resume=True)
-    with pytest.raises(CheckpointError, match="format 7, expected 2"):
+    with pytest.raises(CheckpointError, match="format 7, expected 3"):
         verified(manifest.parent)
 
 
@@ -796,13 +796,13 @@ async def test_a_resume_after_the_end_does_nothing_but_export(tmp_path):
     assert len(events(tmp_path, "checkpoint")) == 2
 
 
-async def test_stop_is_heard_while_the_queue_of_finished_groups_is_full(tmp_path):
-    """One slot, so that the queue holds two groups and a step needs four."""
+async def test_stop_is_heard_while_finished_groups_wait_for_a_step(tmp_path):
+    """The queue holds two groups, and a step needs four."""
 
     class Stops(Callback):
         async def on_step_begin(self, trainer, step):
             if step == 2:
-                while not trainer.done.full():  # noqa: ASYNC110 - a queue has no event of that
+                while trainer.done.qsize() < 2:  # noqa: ASYNC110 - a queue has no event of that
                     await asyncio.sleep(0)
                 trainer.request_stop()
                 trainer.stopping = False  # the learner went past that check already

@@ -137,6 +137,10 @@ KNOBS: dict[str, Knob] = {
     "deadlines.update": Knob(1e-6),
     "deadlines.publish": Knob(1e-6),
     "deadlines.checkpoint": Knob(1e-6),
+    "deadlines.outage": Knob(
+        1,
+        elsewhere="test_failures.py::"
+        "test_p13_an_outage_that_lasts_ends_the_run_with_a_checkpoint"),
     "deadlines.blocked": Knob(
         1, elsewhere=WATCHDOG + "user_code_that_blocks_the_loop_is_named_and_the_process_ends"),
     "deadlines.stall": Knob(

@@ -154,6 +154,7 @@ def test_a_missing_library_is_named_before_the_run_begins() -> None:
 FAKE_LIBRARY = """
 import json, pathlib
 class _Run:
+    id = "r1"
     def log(self, metrics, step): note("log", metrics, step)
     def finish(self): note("finish")
 def note(*words):
@@ -163,7 +164,7 @@ def init(**settings):
     note("init", settings)
     return _Run()
 class SummaryWriter:
-    def __init__(self, folder): note("writer", folder)
+    def __init__(self, folder, **keys): note("writer", folder, *keys.items())
     def add_scalar(self, key, value, step): note("scalar", key, value, step)
     def close(self): note("close")
 """
@@ -194,6 +195,28 @@ async def test_tensorboard_gets_scalars_in_the_run_directory(
         ["scalar", "entropy", 1.5, 2],
         ["close"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("library", "logger_class", "expected"),
+    [
+        ("tensorboardX", TensorBoardLogger, ["purge_step", 3]),
+        ("wandb", WandbLogger, {"id": "r1", "resume": "allow"}),
+    ],
+    indirect=["library"],
+)
+async def test_a_resumed_run_doesnt_show_its_steps_twice(
+    run: ObservedRun, library: Path, logger_class: type[Logger], expected: Any
+) -> None:
+    await run.play(Callbacks([logger_class()]), ROWS)
+    begun = len(notes(library))
+    run.run_dir.resumed, run.step = True, 2
+    await run.play(Callbacks([logger_class()]), [])
+    (_, *opened), *_ = notes(library)[begun:]
+    if isinstance(expected, dict):
+        assert expected.items() <= opened[0].items()
+    else:
+        assert opened[1] == expected
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,62 @@ def test_a_report_right_after_the_start_is_empty_but_whole(tmp_path: Path) -> No
     assert data["bottleneck"] is None
 
 
+DOM = """
+class Node {
+  constructor(text) { this.nodes = []; this.text = text || ""; this.style = {}; }
+  append(...more) {
+    this.nodes.push(...more.map(m => m instanceof Node ? m : new Node(String(m))));
+  }
+  replaceChildren(...more) { this.nodes = []; this.append(...more); }
+  setAttribute() {} addEventListener() {} querySelectorAll() { return []; }
+  get textContent() { return this.text + this.nodes.map(n => n.textContent).join(" "); }
+}
+const places = {data: new Node(DATA), page: new Node(), tip: new Node()};
+const document = {
+  getElementById: id => places[id],
+  createElement: () => new Node(), createElementNS: () => new Node(),
+};
+class ResizeObserver { observe() {} }
+"""
+"""As much of a browser as the page's script needs."""
+
+
+def shown(page: str) -> str:
+    """The text that a browser shows for the page."""
+    [script] = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    data = f"const DATA = {json.dumps(json.dumps(embedded(page)))};"
+    script = f"{data}{DOM}{script}; console.log(page.textContent)"
+    done = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_p13_the_top_of_a_failed_runs_page_says_why_and_what_to_do(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", end=False)
+    with RunDirectory.open(tmp_path / "run", config(), resume=True) as run_dir:
+        error = {"type": "ValueError", "message": "<b> my reward", "line": "judge.py:7"}
+        run_dir.event("end", status="failed", step=4, error=error)
+    (tmp_path / "run/checkpoints/step_4").mkdir()
+    text = shown(write_report(tmp_path / "run").read_text(encoding="utf-8"))
+    cause = "ValueError: <b> my reward (judge.py:7)"
+    steps = f"Fix the cause, then run the same command with --resume --run-dir {tmp_path}/run"
+    assert (
+        text.index("failed") < text.index(cause) < text.index(steps) < text.index("steps 4 of 100")
+    )
+    assert f"ended: failed: {cause}" in text
+
+
+def test_p13_the_report_of_a_killed_run_quotes_its_last_words(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", end=False)
+    assert digest(tmp_path / "run")["failure"] is None
+    (tmp_path / "run/error.txt").write_text("Fatal Python error: Segmentation fault\n")
+    assert digest(tmp_path / "run")["failure"] == {
+        "text": "Fatal Python error: Segmentation fault",
+        "next": "Fix the cause, then start a new run, since there is no checkpoint",
+    }
+
+
 def test_a_damaged_configuration_does_not_prevent_the_report(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "run/config.yaml").write_text("a: [")

@@ -18,6 +18,7 @@ from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.errors import CheckpointError
 from retrain.observe.callbacks import Callback
 from retrain.observe.console import Console
+from retrain.observe.journal import read_lines
 from retrain.observe.report import digest
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import train
@@ -25,7 +26,7 @@ from retrain.pipeline.checkpoint import MANIFEST, Checkpoints, group_from_json, 
 from retrain.pipeline.ledger import Ledger
 from retrain.prompts import epoch_order
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
-from tests.pipe_kit import parts_with
+from tests.pipe_kit import parts_with, rollouts_of
 
 STEPS = 12
 
@@ -115,17 +116,113 @@ async def test_a_resumed_run_trains_the_same_batches_as_one_that_was_not_stopped
     assert resumed == whole[3:], "from the checkpoint of step 3 on"
 
 
+class DiesInEvaluation(MockAdapter):
+    """Dies when it plays the held-out prompt `z=` with the weights of a version."""
+
+    fatal = 0
+
+    async def sample(self, prompt_ids, params, n=1):
+        if prompt_ids[0] == ord("z") and self.version == self.fatal:
+            raise Dies.Crash
+        return await super().sample(prompt_ids, params, n)
+
+
+def evaluated(folder):
+    """What a run has of its evaluations: events, rows, rollouts and the best checkpoint."""
+    found = [e for e in surviving(read_events(folder)) if e["event"] == "eval"]
+    rows = [row for row in read_lines(folder / "metrics.jsonl") if "eval/step" in row]
+    return {
+        "events": [(e["eval/step"], e["eval/reward/mean"]) for e in found],
+        "rows": [row["eval/step"] for row in rows],
+        "rollouts": sorted((r["step"], r["ticket"]) for r in rollouts_of(folder) if r["step"]),
+        "best": Checkpoints(folder / "checkpoints").best().name,
+    }
+
+
+@pytest.mark.parametrize("fatal", [4, 6, STEPS])
+async def test_an_evaluation_that_was_cut_off_is_done_again(tmp_path, fatal):
+    for name, version in (("whole", 0), ("parts", fatal)):
+        config = config_in(
+            tmp_path / name,
+            backend={"type": "benchmarks.mock_engine:MockOptions", "update": 0.01},
+            staleness={"target": 0},
+            train={"order": "in_order"},
+            eval={"prompts": {"type": "list", "rows": [{"prompt": "z=", "answer": "zzzz"}]},
+                  "every": 2, "samples": 1},
+        )  # fmt: skip
+        adapter = DiesInEvaluation(MockOptions(**config.backend.arguments), config)
+        adapter.fatal = version
+        with pytest.raises(BaseException, match=r"Crash|unhandled") if version else nullcontext():
+            await train(config, parts=parts_with(config, adapter))
+        if version:
+            await train(config, resume=True)
+    whole, parts = evaluated(tmp_path / "whole"), evaluated(tmp_path / "parts")
+    assert [step for step, _ in whole["events"]] == [2, 4, 6, 8, 10, 12] == whole["rows"]
+    assert parts == whole
+
+
+async def test_an_evaluation_that_ctrl_c_cuts_off_is_done_with_the_weights_that_were_saved(
+    tmp_path,
+):
+    class Waits(MockAdapter):
+        reached = asyncio.Event()
+
+        async def sample(self, prompt_ids, params, n=1):
+            if prompt_ids[0] == ord("z"):
+                self.reached.set()
+                await asyncio.Event().wait()
+            return await super().sample(prompt_ids, params, n)
+
+    held_out = {"prompts": {"type": "list", "rows": [{"prompt": "z=", "answer": "z"}]}, "every": 5}
+    config = config_in(tmp_path, eval=held_out, train={"total_train_steps": 7})
+    adapter = Waits(MockOptions(), config)
+    running = asyncio.create_task(train(config, parts=parts_with(config, adapter)))
+    await adapter.reached.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    saved = max(Checkpoints(tmp_path / "checkpoints").steps())
+    await train(config, resume=True)
+    assert evaluated(tmp_path)["rows"] == [saved, 7]
+
+
+async def test_after_a_resume_the_files_have_each_step_and_each_rollout_once(tmp_path):
+    config = config_in(tmp_path, staleness={"target": 3, "max": 6}, rollout={"slots": 3})
+    adapter = Dies(MockOptions(), config)
+    adapter.fatal = 18  # in step 5: the checkpoint is of step 3
+    with pytest.raises(BaseException, match=r"unhandled|Crash"):
+        await train(config, parts=parts_with(config, adapter))
+    written = {
+        name: list(read_lines(tmp_path / f"{name}.jsonl")) for name in ("metrics", "rollouts")
+    }
+    log = (tmp_path / "events.jsonl").read_bytes()
+    await train(config, resume=True)
+    assert (tmp_path / "events.jsonl").read_bytes().startswith(log)
+    metrics = list(read_lines(tmp_path / "metrics.jsonl"))
+    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
+    rollouts = [(row["ticket"], row["index"]) for row in rollouts_of(tmp_path)]
+    assert len(set(rollouts)) == len(rollouts)
+    assert {ticket for ticket, _ in rollouts} == set(trained(tmp_path))
+    for name, before in written.items():
+        voided = list(read_lines(tmp_path / "voided" / f"{name}.1.jsonl"))
+        assert voided
+        assert before == before[: -len(voided)] + voided
+        assert list(read_lines(tmp_path / f"{name}.jsonl"))[: -len(voided)][:1] == before[:1]
+
+
 KILLED = """
 import asyncio, sys
 from pathlib import Path
 from benchmarks.mock_engine import mock_config
 from retrain.pipeline import train
+ROWS = [{"prompt": "a=", "answer": "aaaa"}, {"prompt": "b=", "answer": "bbbb"}]
 config = mock_config(
     Path(sys.argv[1]),
     backend={"type": "benchmarks.mock_engine:MockOptions", "latency": 0.01},
     train={"total_train_steps": 30},
     staleness={"target": 1, "max": 2},
     checkpoint={"every": 4},
+    eval={"prompts": {"type": "list", "rows": ROWS}, "every": 6, "samples": 1},
 )
 asyncio.run(train(config, resume=sys.argv[2] == "resume"))
 """
@@ -153,7 +250,15 @@ def test_p1_holds_when_the_process_is_killed_again_and_again(tmp_path):
     counts = trained(folder)
     assert len(counts) == 30 * 4
     assert max(counts.values()) == 1
-    assert [row["step"] for row in read_metrics(folder)] == list(range(1, 31))
+    rows = [row for row in read_lines(folder / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    rollouts = [(row["ticket"], row["index"], row["step"]) for row in rollouts_of(folder)]
+    assert max(Counter(rollouts).values()) == 1
+    log = surviving(read_events(folder))
+    stale = {e["ticket"] for e in log if e["event"] == "dropped"}
+    assert {ticket for ticket, _, step in rollouts if step is None} == {*counts, *stale}
+    assert evaluated(folder)["rows"] == [6, 12, 18, 24, 30]
+    assert len(evaluated(folder)["rollouts"]) == 5 * 2
 
 
 @pytest.mark.parametrize("damage", ["manifest gone", "file cut", "file changed", "half deleted"])

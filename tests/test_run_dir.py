@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from retrain.concurrency.locks import in_use
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError
-from retrain.observe import journal
+from retrain.observe import journal, voided
 from retrain.observe.journal import Journal, encode, read_lines, repair
 from retrain.observe.run_dir import (
     RunDirectory,
@@ -28,6 +29,7 @@ from retrain.observe.run_dir import (
     read_metrics,
     surviving,
 )
+from retrain.observe.voided import cut
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
 
@@ -255,15 +257,49 @@ def test_a_resume_voids(what: str) -> None:
     assert " ".join(f"{kind}:{value}" for kind, value in kept) == left
 
 
-def test_steps_done_again_replace_the_rows_of_the_first_time(tmp_path: Path) -> None:
+def test_voided_lines_are_moved_and_none_is_lost(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path, config()) as run_dir:
-        for step, loss in [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 0.33)]:
-            run_dir.metrics({"step": step, "loss": loss})
-    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [
-        (1, 0.1),
-        (2, 0.2),
-        (3, 0.33),
-    ]
+        run_dir.metrics({"step": 1})
+        sizes = run_dir.sizes()
+        for again in (20, 21):
+            run_dir.metrics({"step": again})
+            run_dir.cut(sizes)
+            run_dir.cut(sizes)
+            assert read_metrics(tmp_path) == [{"step": 1}]
+        run_dir.metrics({"step": 2})
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+    copies = [list(read_lines(tmp_path / "voided" / f"metrics.{n}.jsonl")) for n in (1, 2)]
+    assert copies == [[{"step": 20}], [{"step": 21}]]
+    assert len(list((tmp_path / "voided").iterdir())) == 2, (
+        "and no file for rollouts, of which there were none"
+    )
+
+
+def test_a_kill_while_voided_lines_are_moved_leaves_one_copy(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step":1}\n{"step":2}\n')
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for point in ((shutil, "copyfileobj"), (Path, "rename"), (voided, "_truncate")):
+        with monkeypatch.context() as patched:
+            patched.setattr(*point, killed)
+            with pytest.raises(KeyboardInterrupt):
+                cut(file, 11)
+        assert file.read_text() == '{"step":1}\n{"step":2}\n'
+    cut(file, 11)
+    assert file.read_text() == '{"step":1}\n'
+    assert {p.name: p.read_text() for p in (tmp_path / "voided").iterdir()} == {
+        "metrics.1.jsonl": '{"step":2}\n'
+    }
+
+
+def test_a_cut_keeps_whole_lines_when_a_user_removed_one(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step":2}\n{"step":3}\n')
+    cut(file, 15)
+    assert file.read_text() == '{"step":2}\n'
 
 
 # the journal

@@ -58,7 +58,7 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
     longer = {
         name: limit
         for name, limit in config.deadlines
-        if name not in ("stall", "blocked") and limit > stall
+        if name not in ("stall", "blocked", "outage") and limit > stall
     }
     if longer:  # during one long call nothing else may progress
         yield (

@@ -65,7 +65,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._moved = self._answered = time.monotonic()
         self._ends_by: float | None = None
-        self._waiting = False
+        self._waiting = 0
 
     def __enter__(self) -> Self:
         guardian.watch(self, self._blocked, self._folder)
@@ -82,13 +82,13 @@ class Watchdog:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for the caller of train(): a lack of progress meanwhile is no stall."""
-        self._waiting = True
+        """Wait for the caller of train(), or in an outage: no progress meanwhile is no stall."""
+        self._waiting += 1
         try:
             yield
         finally:
             self.progress()
-            self._waiting = False
+            self._waiting -= 1
 
     def ending(self) -> None:
         """The run should end within `grace` seconds."""

@@ -201,6 +201,9 @@ class DeadlinesConfig(Section):
     """One transfer of new weights to the sampler."""
     checkpoint: Annotated[float, Field(gt=0)] = 1800.0
     """One save or load of a checkpoint."""
+    outage: Annotated[float, Field(ge=0)] = 600.0
+    """Wait this long for a reward or an environment that has worked before and can't be reached:
+    lost connections, timeouts, and the HTTP status 429 or 5xx. 0 ends the run as for any error."""
     blocked: Annotated[float, Field(gt=0)] = 120.0
     """End the process if user code blocks the event loop, or all of Python, for this long."""
     stall: Annotated[float, Field(gt=0)] = 3600.0

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from retrain.concurrency.locks import in_use
 from retrain.errors import ConfigError, first_of
 from retrain.observe.callbacks import tenths
 from retrain.observe.charts import charts
+from retrain.observe.failure import ERROR
 from retrain.observe.journal import plain, read_lines
-from retrain.observe.progress import clock_text, short
+from retrain.observe.progress import clock_text, near, short
 from retrain.observe.run_dir import (
     CONFIG,
     EVENTS,
@@ -38,6 +39,8 @@ from retrain.observe.verdict import bottleneck, findings
 
 REPORT = "report.html"
 MAX_CAUSES = 20
+MAX_ERROR = 4000
+"""Characters of error.txt."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -57,6 +60,7 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
     """Everything that the page shows, as JSON values."""
     every_event = list(read_events(run_dir))
     events = surviving(every_event)
+    status = _status(run_dir, every_event)
     rows = read_metrics(run_dir)
     samples = Samples(read_lines(run_dir / ROLLOUTS))
     config = _config(run_dir)
@@ -66,7 +70,8 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
     groups_per_step = config.get("train", {}).get("groups_per_step")
     return {
         "name": run_dir.absolute().name,
-        "status": _status(run_dir, every_event),
+        "status": status,
+        "failure": _failure(run_dir, status, every_event),
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "facts": _facts(events, rows, found, config),
         "bottleneck": bottleneck(rows, samples.seconds, config.get("staleness", {}).get("target")),
@@ -90,6 +95,35 @@ def _status(run_dir: Path, events: Sequence[Event]) -> str:
     if ends and ends[-1]["event"] == "end":  # first, since the run itself writes this page
         return str(ends[-1].get("status", "ended"))
     return "running" if in_use(run_dir) else "cut off"
+
+
+def _failure(run_dir: Path, status: str, events: Sequence[Event]) -> dict[str, str] | None:
+    """Why a run failed, and what to do next; None for any other run."""
+    if status not in ("failed", "cut off"):
+        return None
+    error = events[-1].get("error") if events else None
+    text = _cause(error) if isinstance(error, dict) else _error_file(run_dir)
+    saved = any((run_dir / "checkpoints").glob("step_*"))
+    command = f"run the same command with --resume --run-dir {near(run_dir.absolute())}"
+    again = "start a new run, since there is no checkpoint"
+    if not text and not saved:
+        return None
+    fix = "Fix the cause, then " if text else "To continue, "
+    return {"text": text, "next": fix + (command if saved else again)}
+
+
+def _cause(error: Mapping[str, str]) -> str:
+    """The field `error` of an `end` event in one string."""
+    line = f" ({error['line']})" if error.get("line") else ""
+    return f"{error.get('type')}: {error.get('message')}{line}"
+
+
+def _error_file(run_dir: Path) -> str:
+    """The last words of a process that could not write its `end` event."""
+    try:
+        return (run_dir / ERROR).read_text(encoding="utf-8", errors="replace")[-MAX_ERROR:].strip()
+    except OSError:
+        return ""
 
 
 def _facts(
@@ -126,8 +160,13 @@ def _history(events: Sequence[Event]) -> list[str]:
         "export": lambda e: (
             f"model exported to {e['path']}" if e.get("path") else "no model exported"
         ),
+        "outage": lambda e: (
+            f"waiting: {e.get('error')}" if e.get("state") == "began" else "the outage is over"
+        ),
         "stalled": lambda e: f"stalled: {e.get('message')}",
-        "end": lambda e: f"ended: {e.get('status')}",
+        "end": lambda e: (
+            f"ended: {e.get('status')}" + (f": {_cause(e['error'])}" if e.get("error") else "")
+        ),
     }
     return [
         f"{clock_text(max(0.0, float(event['time']) - start))}  {words[event['event']](event)}"

@@ -5,9 +5,12 @@
     metrics.jsonl    one object per step, and one per evaluation that no step follows
     rollouts.jsonl   one object per rollout
     checkpoints/     written by checkpoint.py
+    voided/          lines of the last two that a resume voided
 
 - Only one process may use it: `open` takes a lock that the kernel releases when the process ends.
-- The files only grow. A resume adds `resumed{from_step}`; `surviving` drops the events it voids.
+- No line is changed. events.jsonl only grows: a resume adds `resumed{from_step}`, and `surviving`
+  drops the events that it voids. From the other files it moves what it voids to `voided/`, so that
+  they hold each step and each rollout once.
 - `metrics` completes a step: all earlier lines have then reached the OS.
 """
 
@@ -28,6 +31,7 @@ from retrain.concurrency.locks import FolderLock, InUseError
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError
 from retrain.observe.journal import Journal, plain, read_lines, repair
+from retrain.observe.voided import cut
 from retrain.types import Group, Trajectory
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
@@ -133,6 +137,16 @@ class RunDirectory:
         self._metrics.write(row)
         self.flush()
 
+    def sizes(self) -> dict[str, int]:
+        """How many bytes of the files hold what happened so far, for `cut`."""
+        self.flush()
+        return {name: (self.path / name).stat().st_size for name in (METRICS, ROLLOUTS)}
+
+    def cut(self, sizes: Mapping[str, int]) -> None:
+        """Move what follows these sizes to `voided/`; all lines by default."""
+        for name in (METRICS, ROLLOUTS):
+            cut(self.path / name, sizes.get(name, 0))
+
     def flush(self) -> None:
         """Pass all lines so far to the OS: they survive a kill -9."""
         for journal in self._journals:
@@ -181,19 +195,13 @@ def surviving(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a run directory, each once.
-
-    A step that was done again after a resume replaces its first row and voids the later ones. The
-    row of an evaluation is merged into that of its step.
-    """
+    """The steps of a run directory; the row of an evaluation is merged into that of its step."""
     rows: list[dict[str, Any]] = []
     for row in read_lines(path / METRICS):
         if rows and "eval/step" in row and "loss" not in row:
             rows[-1] |= row
-            continue
-        while rows and rows[-1]["step"] >= row["step"]:
-            rows.pop()
-        rows.append(row)
+        else:
+            rows.append(row)
     return rows
 
 

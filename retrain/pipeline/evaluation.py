@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from retrain.assembly import Parts
 from retrain.batching import segments
@@ -39,10 +40,13 @@ class Evaluation:
     score: Score
     mark_best: Callable[[int], None]
     announce: Callable[[int, Metrics], Awaitable[None]]
+    fail: Callable[[Exception], None]
     best: float = -math.inf
     """The highest mean reward (the lowest loss, negated) so far."""
     steps: set[int] = field(default_factory=set)
     """Steps under evaluation: their checkpoints may become the best, so they are not pruned."""
+    again: bool = False
+    """A resumed run begins with an evaluation, since the one of its checkpoint was cut off."""
     _task: asyncio.Task[None] | None = None
     _row: Metrics = field(default_factory=dict)
 
@@ -53,13 +57,14 @@ class Evaluation:
 
     async def previous(self) -> None:
         """Wait for the previous evaluation to end."""
-        if self._task is not None:
+        if self._task is not None and self._task is not asyncio.current_task():
             await asyncio.wait([self._task])
 
     def start(self, step: int, beside: asyncio.TaskGroup) -> None:
         """Evaluate the weights of this step, in a task of `beside`."""
         self.steps.add(step)
-        self._task = beside.create_task(self._evaluate(step), name="evaluate")
+        self.again = False
+        self._task = beside.create_task(self._guarded(step), name="evaluate")
 
     def cancel(self) -> None:
         """Cancel the current evaluation, unless it is the caller."""
@@ -71,10 +76,29 @@ class Evaluation:
         row, self._row = self._row, {}
         return row
 
+    def state(self, step: int, *, last: bool) -> dict[str, Any]:
+        """The state after this step, as JSON values.
+
+        `again`: an evaluation is due now, or was cancelled; a resume does it with these weights.
+        """
+        again = self.again or bool(self.steps) or (step > 0 and self.due(step, last=last))
+        return {"best": self.best, "row": self._row, "again": again}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state()`."""
+        self.best, self._row = state["best"], dict(state["row"])
+        self.again = state["again"] and self.config.eval is not None
+
     def write_row(self) -> None:
         """Write such metrics as a separate row."""
         if row := self.take_row():
             self.record.evaluation_row(row)
+
+    async def _guarded(self, step: int) -> None:
+        try:
+            await self._evaluate(step)
+        except Exception as error:  # noqa: BLE001 - the run fails with it, after the step
+            self.fail(error)
 
     async def _evaluate(self, step: int) -> None:
         metrics = await self._measure(step)

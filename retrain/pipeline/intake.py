@@ -14,6 +14,7 @@ from retrain.algorithms.functional import is_flat
 from retrain.config import RunConfig
 from retrain.errors import NoSignalError
 from retrain.pipeline.ledger import Ledger
+from retrain.pipeline.outage import Outage
 from retrain.types import Group, Ticket
 
 Drop = Callable[[Group, str], None]
@@ -23,13 +24,19 @@ class Intake:
     """Takes finished groups from the queue `done`, in which `None` only wakes the reader.
 
     It calls `drop(group, cause)` for every group that is not trained; the cause is `failed`,
-    `stale` or `no_signal`.
+    `outage`, `stale` or `no_signal`.
     """
 
     def __init__(
-        self, config: RunConfig, ledger: Ledger, done: asyncio.Queue[Group | None], drop: Drop
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        done: asyncio.Queue[Group | None],
+        drop: Drop,
+        outage: Outage,
     ) -> None:
         self._train = config.train
+        self._outage = outage
         self._bound = config.staleness.bound
         self._ledger = ledger
         self._done = done
@@ -52,6 +59,13 @@ class Intake:
         Raises NoSignalError when too many groups in a row had no scored rollout.
         """
         chosen: dict[Ticket, Group] = {}
+        try:
+            return await self._choose(chosen, version)
+        except BaseException:
+            self.held |= chosen  # the run fails: a checkpoint saves them
+            raise
+
+    async def _choose(self, chosen: dict[Ticket, Group], version: int) -> list[Group] | None:
         refills = self._train.max_refill * self._train.groups_per_step
         while len(chosen) < self._train.groups_per_step:
             group = await self._next(chosen)
@@ -66,15 +80,35 @@ class Intake:
             self._drop(group, cause)
             if cause == "failed":
                 self._count_failure(group)
+            elif cause == "outage" and self._outage.expired:
+                raise NoSignalError(
+                    f"{_error_of(group)}. It worked before in this run; gave up after "
+                    "deadlines.outage."
+                )
         rank = {ticket: index for index, ticket in enumerate(self._ledger.open)}
         return [chosen[ticket] for ticket in sorted(chosen, key=rank.__getitem__)]
 
+    def restore(self, failed_in_a_row: int) -> None:
+        """Continue with the failures of a checkpoint, unless the run ended because of them."""
+        if failed_in_a_row < self._train.max_failed_groups:
+            self.failed_in_a_row = failed_in_a_row
+
     def drain(self) -> None:
-        """Move everything from the queue to `held`, so that a checkpoint saves it."""
+        """Move everything from the queue to `held`, so that a checkpoint saves it.
+
+        Groups of an outage are dropped: a checkpoint doesn't hold what to do with them.
+        """
         while not self._done.empty():
             group = self._done.get_nowait()
             if group is not None:
                 self.held[group.ticket] = group
+        self.drop_held(self._outage.excuses, "outage")
+
+    def drop_held(self, unwanted: Callable[[Group], bool], cause: str) -> None:
+        """Drop the groups of `held` that are `unwanted`."""
+        for group in filter(unwanted, list(self.held.values())):
+            del self.held[group.ticket]
+            self._drop(group, cause)
 
     async def _next(self, chosen: dict[Ticket, Group]) -> Group | None:
         """The next finished group: any, or the one that was issued first with `in_order`."""
@@ -98,7 +132,7 @@ class Intake:
         """The cause why a group can't be trained; None when it can."""
         scored = group.scored
         if not scored:
-            return "failed"
+            return "outage" if self._outage.excuses(group) else "failed"
         self.failed_in_a_row = 0
         oldest = group.oldest_version
         if oldest is not None and version - oldest > self._bound:
@@ -110,10 +144,14 @@ class Intake:
 
     def _count_failure(self, group: Group) -> None:
         if self.failed_in_a_row == 0:
-            self._first_error = str(group.trajectories[0].info.get("error", "unknown cause"))
+            self._first_error = _error_of(group)
         self.failed_in_a_row += 1
         if self.failed_in_a_row >= self._train.max_failed_groups:
             raise NoSignalError(
                 f"{self.failed_in_a_row} groups in a row had no scored rollout "
                 f"(train.max_failed_groups). First error: {self._first_error}"
             )
+
+
+def _error_of(group: Group) -> str:
+    return str(group.trajectories[0].info.get("error", "unknown cause"))

@@ -19,7 +19,7 @@ NOT_SAMPLED = ("kl/sampler_trainer", "entropy", "clip_fraction")
 """Metrics of an adapter that, like `ratio/*`, mean nothing where no token was sampled."""
 
 
-DROPS = ("stale", "failed", "no_signal")
+DROPS = ("stale", "failed", "outage", "no_signal")
 """Causes for which a group is dropped."""
 
 

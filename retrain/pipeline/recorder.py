@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from retrain.algorithms.base import Algorithm
-from retrain.errors import ConfigError, RunError
+from retrain.errors import ConfigError, RunError, StallError
+from retrain.observe.failure import ERROR, described, full_text
 from retrain.observe.report import write_report
 from retrain.observe.run_dir import RunDirectory, read_metrics
 from retrain.pipeline.meter import Meter
@@ -33,6 +35,7 @@ class Recorder:
             run_dir.tally.unit = algorithm.source
         self.progress: Callable[[], None] = lambda: None
         """Called for every group that was played."""
+        self._failure: BaseException | None = None
 
     # --- groups
 
@@ -111,10 +114,17 @@ class Recorder:
         self.event("checkpoint", step=step, path=str(path))
         self.run_dir.flush()
 
-    def reread(self, step: int, changed: list[str]) -> None:
-        """Read the history up to `step` from the files; `changed` are the changed config keys."""
-        self.history = [row for row in read_metrics(self.run_dir.path) if row["step"] <= step]
+    def resumed(self, step: int, sizes: Mapping[str, int], changed: list[str]) -> None:
+        """The run continues from `step`, when the files had these `sizes`.
+
+        Later lines are moved away, and the history is read. `changed` are the changed config keys.
+        """
+        self.run_dir.cut(sizes)
+        self.history = read_metrics(self.run_dir.path)
         self.run_dir.changed = changed
+        self.event("resumed", from_step=step, changed=changed)
+        self.run_dir.flush()
+        (self.run_dir.path / ERROR).unlink(missing_ok=True)
 
     # --- the end, and what goes wrong
 
@@ -123,8 +133,23 @@ class Recorder:
         self.event("fault", error=error)
         self.run_dir.tally.errors[error] += 1
 
+    def outage(self, state: str, **fields: object) -> None:
+        """What has worked before can't be reached (`began`), or works again (`over`)."""
+        self.event("outage", state=state, **fields)
+        self.run_dir.flush()
+        self.progress()
+
+    def failed(self, error: BaseException) -> None:
+        """The run fails, with this error unless another one came first."""
+        self._failure = self._failure or error
+
     def end(self, status: str, step: int) -> None:
-        self.event("end", status=status, step=step)
+        """The run ends; of a failed one the cause is written too, also to error.txt."""
+        cause = {}
+        if status == "failed" and self._failure is not None:
+            self._write_error(full_text(self._failure))
+            cause = {"error": described(self._failure)}
+        self.event("end", status=status, step=step, **cause)
         self.run_dir.flush()
 
     def report(self) -> None:
@@ -137,6 +162,15 @@ class Recorder:
     def last_words(self, message: str) -> None:
         """The watchdog is about to end the process, and calls this in its thread."""
         self.event("stalled", message=message)
-        self.run_dir.flush()
+        if self._failure is None:
+            self.failed(StallError(message))
+        else:
+            self._failure.add_note(message)
+        self.end("failed", int(self.history[-1]["step"]) if self.history else 0)
         sys.stderr.write(f"retrain: {message}. Continue {self.run_dir.path} with --resume.\n")
         sys.stderr.flush()
+        self.report()
+
+    def _write_error(self, text: str) -> None:
+        with suppress(OSError):  # the event has it too
+            (self.run_dir.path / ERROR).write_text(text, encoding="utf-8", errors="replace")

@@ -31,9 +31,13 @@ from retrain.pipeline.run import Run
 
 
 async def checkpoint(run: Run) -> None:
-    """Write the checkpoint of this step, if there is none yet; then delete the oldest ones."""
+    """Write the checkpoint of this step, if there is none yet; then delete the oldest ones.
+
+    It waits for an evaluation under way, which a resume from here couldn't do again.
+    """
     if run.checkpoints.saved == run.step:
         return
+    await run.evaluation.previous()
     path = await run.within(
         "save", run.checkpoints.write(run.step, partial(_fill, run)), limit="checkpoint"
     )
@@ -58,6 +62,7 @@ async def _fill(run: Run, folder: Path) -> Checkpoint:
     run.intake.drain()
     finished = (*run.intake.held.values(), *run.kept.values())
     run.record.event("snapshot", step=run.step)
+    sizes = run.run_dir.sizes()
     taken = Checkpoint(
         step=run.step,
         version=run.version,
@@ -66,7 +71,8 @@ async def _fill(run: Run, folder: Path) -> Checkpoint:
         adapter={},
         counters={
             **run.signal.state(),
-            "best_reward": run.evaluation.best,
+            "evaluation": run.evaluation.state(run.step, last=run.finished and not run.stopping),
+            "sizes": sizes,
             "failed_in_a_row": run.intake.failed_in_a_row,
             "data_since": run.data_since,
             "rows": len(run.parts.prompts),
@@ -88,7 +94,7 @@ async def restore(run: Run) -> None:
         run.record.event("torn", checkpoint=skipped)
         run.record.fault(f"skipped the incomplete checkpoint {skipped}")
     if found is None:
-        run.record.event("resumed", from_step=0)
+        run.record.resumed(0, {}, [])
         return
     path, saved = found
     if problem := changed_run(saved.config, run.config):
@@ -101,8 +107,10 @@ async def restore(run: Run) -> None:
         )
     await _load(run, path, saved)
     run.checkpoints.saved = saved.step
-    run.record.reread(saved.step, changed_keys(saved.config, run.config))
+    changed = changed_keys(saved.config, run.config)
+    run.record.resumed(saved.step, saved.counters["sizes"], changed)
     _take_up(run, saved, saved.groups)
+    run.evaluation.restore(saved.counters["evaluation"])
 
 
 async def begin_from(run: Run, path: Path) -> None:
@@ -119,6 +127,7 @@ async def begin_from(run: Run, path: Path) -> None:
         run.record.event("resumed", from_step=run.step, checkpoint=str(path))
         return
     _take_up(run, saved, [] if changes(saved.config, run.config, SCORING) else saved.groups)
+    run.record.event("resumed", from_step=run.step, changed=run.run_dir.changed)
 
 
 async def _load(run: Run, path: Path, saved: Checkpoint) -> None:
@@ -139,6 +148,5 @@ def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -
     run.ledger.restore(saved.ledger)
     run.data_since = saved.counters.get("data_since", 0)
     run.signal.restore(saved.counters)
-    run.intake.failed_in_a_row = saved.counters["failed_in_a_row"]
-    run.evaluation.best = saved.counters["best_reward"]
-    run.record.event("resumed", from_step=run.step, changed=run.run_dir.changed)
+    run.intake.restore(saved.counters["failed_in_a_row"])
+    run.evaluation.best = saved.counters["evaluation"]["best"]

@@ -19,13 +19,15 @@ from retrain.chat import Chat
 from retrain.concurrency.deadlines import adapter_call
 from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
-from retrain.errors import StallError
+from retrain.errors import DeadlineError, StallError
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
+from retrain.observe.failure import first_line
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.pipeline.evaluation import Evaluation
 from retrain.pipeline.intake import Intake
 from retrain.pipeline.ledger import Ledger
+from retrain.pipeline.outage import Outage
 from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import Signal
 from retrain.prompts import epoch_order
@@ -33,6 +35,8 @@ from retrain.rollout import Playback, Rollouts, Slot
 from retrain.types import Group, Prompt, Ticket
 
 T = TypeVar("T")
+AGAIN = ("stale", "outage", "unfinished")
+"""Causes of a drop after which the prompt is issued again. `unfinished`: the run failed first."""
 logger = logging.getLogger(__name__)
 
 
@@ -58,6 +62,12 @@ class Run:
         self.stopping = False
         """The learner stops at the next step boundary."""
         self.stalled: StallError | None = None
+        self.failures: list[Exception] = []
+        """Errors of stages beside the learner, which ends its step before the run fails."""
+        self.taken: list[Group] = []
+        """Groups of the step under way."""
+        self.whole = True
+        """Whether the weights are those of `step`: false from an update until its step is done."""
         self.model: Path | str | None = None
         """Where the exported model is."""
         self.record = Recorder(run_dir, parts.algorithm)
@@ -65,11 +75,14 @@ class Run:
         self.ledger = Ledger(lambda e: epoch_order(e, rows, train.seed, train.shuffle))
         self.kept: dict[Ticket, Group] = {}
         """Finished groups of the checkpoint, until their tickets are issued again."""
-        self.slots = config.rollout.slots or (config.staleness.target + 1) * train.groups_per_step
+        most_open = (config.staleness.target + 1) * train.groups_per_step
+        self.slots = config.rollout.slots or most_open
         self.todo: asyncio.Queue[Prompt] = asyncio.Queue(self.slots)
-        self.done: asyncio.Queue[Group | None] = asyncio.Queue(self.slots + 1)
+        # never full, so that a group is in a file and in this queue, or in neither
+        self.done: asyncio.Queue[Group | None] = asyncio.Queue(most_open + 1)
         self.admit = asyncio.Event()
-        self.intake = Intake(config, self.ledger, self.done, self.drop)
+        self.outage = Outage(config.deadlines.outage, self.record.outage)
+        self.intake = Intake(config, self.ledger, self.done, self.drop, self.outage)
         self.signal = Signal(train.stop_after_flat_steps)
         self.evaluation = Evaluation(
             config,
@@ -79,6 +92,7 @@ class Run:
             self.logprobs,
             self.mark_best,
             partial(callbacks.call, "on_eval_end", self),
+            self.fail,
         )
         self._setups = asyncio.Semaphore(config.rollout.setup_concurrency)
 
@@ -116,6 +130,13 @@ class Run:
         self.adapter.hurry()
         self.intake.stop()
         self.evaluation.cancel()
+
+    def fail(self, error: Exception) -> None:
+        """A stage failed: the run fails with its error after the step under way."""
+        if not self.failures and not self.whole:
+            logger.warning("the run will end after step %d: %s", self.step + 1, first_line(error))
+        self.failures.append(error)
+        self.request_stop()
 
     # --- progress
 
@@ -171,10 +192,15 @@ class Run:
             self.record.fault,
         )
 
+    def see(self, group: Group) -> None:
+        """Look at a group that was played, before the learner takes it."""
+        self.signal.see(group)
+        self.outage.see(group)
+
     def drop(self, group: Group, cause: str) -> None:
-        """Drop a finished group; the prompt of a stale one is issued again."""
+        """Drop a finished group; for the causes in `AGAIN` its prompt is issued again."""
         again = None
-        if cause == "stale":
+        if cause in AGAIN:
             again = self.ledger.reissue(group.ticket)
         else:
             self.ledger.retire([group.ticket])
@@ -184,6 +210,7 @@ class Run:
     def retire(self, groups: Sequence[Group]) -> None:
         """These groups were trained and the new weights are served: more work may start."""
         self.ledger.retire(group.ticket for group in groups)
+        self.taken, self.whole = [], True
         self.admit.set()
         self.watchdog.progress()
 
@@ -197,6 +224,9 @@ class Run:
             return await adapter_call(
                 f"the adapter's {stage}", call, getattr(self.config.deadlines, key), key
             )
+        except DeadlineError:
+            self.whole = False  # it doesn't answer, so it can't save either
+            raise
         finally:
             self.watchdog.progress()
 

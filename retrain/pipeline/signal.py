@@ -50,5 +50,6 @@ class Signal:
         return {"flat_steps": self._flat_steps, "top": self._top, "bottom": self._bottom}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._flat_steps = state["flat_steps"]
+        if state["flat_steps"] < self._limit:  # else the run ended because of them
+            self._flat_steps = state["flat_steps"]
         self._top, self._bottom = state["top"], state["bottom"]

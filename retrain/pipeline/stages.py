@@ -6,6 +6,8 @@
 - `feed` starts work only while (issued and untrained groups) < (staleness.target + 1) x
   groups_per_step, so target 0 is synchronous training.
 - Only `learn` decides when to stop; the other stages end by cancellation.
+- A stage that fails stops the learner at the next step boundary. If the weights are good, the run
+  writes a checkpoint before it fails (P13).
 - The first cancellation of train() stops the learner at the next step boundary: it writes a
   checkpoint, and train() raises CancelledError. A second one ends the run at once.
 """
@@ -30,6 +32,7 @@ from retrain.errors import NonFiniteError, NoSignalError, RunError, StallError
 from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
 from retrain.observe.run_dir import RunDirectory
+from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
 from retrain.pipeline.resume import begin_from, checkpoint, restore
 from retrain.pipeline.run import Run
 from retrain.rollout import Playback, Slot
@@ -117,6 +120,12 @@ async def _open_and_drive(
                 await begin_from(run, start_from)
             with _rare_collections():
                 return await drive(run)
+        except (Exception, asyncio.CancelledError) as error:
+            failure = run.stalled if isinstance(error, asyncio.CancelledError) else error
+            if failure is not None:
+                run.record.failed(failure)
+                await rescue(run, failure)
+            raise
         finally:
             run.watchdog.ending()
             run.parts.learner.close()
@@ -127,6 +136,8 @@ async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
     first: Exception | None = None
     try:
         run.evaluation.write_row()
+        if status == "failed" and failure is not None:
+            run.record.failed(failure)
         run.record.end(status, run.step)
     except RunError as error:
         first = error
@@ -146,7 +157,7 @@ async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
 async def drive(run: Run) -> Status:
     """Run the stages until the learner stops."""
     await run.callbacks.call("on_train_begin", run)
-    async with asyncio.TaskGroup() as stages:
+    async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
             learner = stages.create_task(learn(run), name="learn")
             producers = [stages.create_task(feed(run), name="feed")]
@@ -165,6 +176,7 @@ async def drive(run: Run) -> Status:
     return "solved" if run.signal.solved else "completed"
 
 
+@stops_the_learner
 async def feed(run: Run) -> None:
     """Issue prompts, as many as staleness admits; pass on groups that a resume kept."""
     while True:
@@ -175,10 +187,12 @@ async def feed(run: Run) -> None:
         if ticket in run.kept:
             await run.done.put(run.kept.pop(ticket))
             continue
+        await run.outage.turn(ticket, run.watchdog.waiting)
         run.record.event("issued", ticket=str(ticket))
         await run.todo.put(run.parts.prompts.prompt(ticket))
 
 
+@stops_the_learner
 async def collect(run: Run, slot: Slot | Playback) -> None:
     """Play one group after the other in this slot."""
     try:
@@ -190,7 +204,7 @@ async def collect(run: Run, slot: Slot | Playback) -> None:
                 break
             run.record.played(group, started)
             if run.sampled:
-                run.signal.see(group)
+                run.see(group)
             await run.done.put(group)
     finally:
         await slot.close()
@@ -200,20 +214,29 @@ async def learn(run: Run) -> None:
     """Step after step, with checkpoints and evaluations where they are due; then export."""
     every = run.config.checkpoint.every
     async with asyncio.TaskGroup() as beside:
+        if run.evaluation.again:
+            await _evaluate(run, beside)
         while not run.finished and await step(run):
             evaluate = not run.stopping and run.evaluation.due(run.step, last=run.finished)
             if evaluate or (every and run.step % every == 0):
                 await checkpoint(run)
             if evaluate:
-                await run.evaluation.previous()
-                if not run.sampled:
-                    await publish(run)
-                if not run.stopping:
-                    run.evaluation.start(run.step, beside)
+                await _evaluate(run, beside)
+    if run.failures:
+        return
     await checkpoint(run)
     export = run.adapter.export(run.run_dir.path / "final")
     run.model = await run.within("export", export, limit="checkpoint")
     run.record.event("export", path=None if run.model is None else str(run.model))
+
+
+async def _evaluate(run: Run, beside: asyncio.TaskGroup) -> None:
+    """Start the evaluation of this step, when the previous one has ended."""
+    await run.evaluation.previous()
+    if not run.sampled:
+        await publish(run)
+    if not run.stopping:
+        run.evaluation.start(run.step, beside)
 
 
 async def step(run: Run) -> bool:
@@ -223,6 +246,7 @@ async def step(run: Run) -> bool:
     groups = await take(run)
     if groups is None:
         return False
+    run.taken = groups
     noted = await run.parts.learner.review(groups)
     scored = [Group(group.prompt, group.scored) for group in groups]
     batch, has_credit, kl = await credit(run, scored)
@@ -282,6 +306,7 @@ async def update(run: Run, groups: Sequence[Group], batch: Batch) -> Metrics:
     number, tickets = run.step + 1, [group.prompt.id for group in groups]
     run.record.batch(number, tickets, batch)
     started = time.time()
+    run.whole = False
     metrics = await run.within("update", run.parts.learner.update(groups, batch))
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")

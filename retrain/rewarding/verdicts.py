@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from retrain.concurrency.outages import is_outage
 from retrain.errors import LateError, UserCodeError, blame, shown
 from retrain.rewarding.base import Reward
 from retrain.types import Outcome, Trajectory
@@ -17,6 +18,7 @@ def fail(trajectory: Trajectory, error: UserCodeError) -> None:
     """Mark a rollout as failed by user code."""
     trajectory.outcome = "timeout" if isinstance(error, LateError) else "infra_error"
     trajectory.info["error"] = str(error)
+    trajectory.outage = is_outage(error)
 
 
 def as_number(value: Any) -> float | None:

@@ -11,6 +11,7 @@ import json
 import struct
 from typing import Any
 
+from retrain.concurrency.outages import is_outage
 from retrain.errors import UserCodeError
 from retrain.rewarding.base import Reward
 
@@ -49,9 +50,14 @@ def decoded(answer: bytes) -> list[Verdict]:
 
 def _item(verdict: Verdict) -> Any:
     if isinstance(verdict, UserCodeError):
-        return str(verdict)
+        return {"error": str(verdict), "outage": is_outage(verdict)}
     return [verdict.value, dict(verdict.components), verdict.outcome]
 
 
 def _verdict(item: Any) -> Verdict:
-    return UserCodeError(item) if isinstance(item, str) else Reward(*item)
+    if isinstance(item, list):
+        return Reward(*item)
+    error = UserCodeError(item["error"])
+    if item["outage"]:  # the exception stays in the worker; what it means must not
+        error.__cause__ = ConnectionError()
+    return error

@@ -1,6 +1,6 @@
 """Random requests to every route of the service, and what must hold whatever they are.
 
-`python -m tests.chaos.requests --requests 10000 --seed 1` sends valid, mutated and broken requests to
+`python -m tests.chaos.requests --requests 10000` sends valid, mutated and broken requests to
 a service on loopback and ends with 1 at the first one that breaks a rule:
 
 - no reply and no job is a 5xx, and each reply comes within `SLOWEST` seconds;

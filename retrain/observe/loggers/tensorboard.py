@@ -18,7 +18,8 @@ class TensorBoardLogger(Logger):
 
     def open(self, trainer: Run) -> None:
         module: Any = importlib.import_module("tensorboardX")  # any: it ships no types
-        self._writer = module.SummaryWriter(str(trainer.run_dir.path / "tensorboard"))
+        again = {"purge_step": trainer.step + 1} if trainer.run_dir.resumed else {}
+        self._writer = module.SummaryWriter(str(trainer.run_dir.path / "tensorboard"), **again)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for key, value in metrics.items():

@@ -24,7 +24,7 @@ class WandbLogger(Logger):
     library = "wandb"
     extra = "wandb"
     takes_dir = True
-    """Whether `init` takes the folder of its files."""
+    """Whether `init` takes the folder of its files, and the id of a run to continue."""
 
     def __init__(self, project: str = "retrain", name: str | None = None, **settings: Any) -> None:
         super().__init__()
@@ -32,12 +32,20 @@ class WandbLogger(Logger):
 
     def open(self, trainer: Run) -> None:
         wandb: Any = importlib.import_module(self.library)  # any: not a dependency of ours
+        mark = trainer.run_dir.path / "wandb.id"
+        again: dict[str, Any] = {}
+        if trainer.run_dir.resumed and mark.is_file():  # wandb ignores rows that it has
+            again = {"id": mark.read_text(encoding="utf-8"), "resume": "allow"}
         self._run = wandb.init(
             project=self._project,
             name=self._name_given or trainer.run_dir.path.name,
             config=resolved(trainer.config),
-            **({"dir": str(trainer.run_dir.path)} if self.takes_dir else {}) | self._settings,
+            **({"dir": str(trainer.run_dir.path)} if self.takes_dir else {})
+            | again
+            | self._settings,
         )
+        if self.takes_dir:
+            mark.write_text(str(self._run.id), encoding="utf-8")
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(metrics, step=step)

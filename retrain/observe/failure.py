@@ -1,0 +1,63 @@
+"""The cause of a failed run, for its files: error.txt, the `end` event and the report."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+
+from retrain.config.plugins import line_of
+from retrain.errors import RetrainError
+
+ERROR = "error.txt"
+INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The errors inside groups; an interruption only if there is no other."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    leaves = [leaf for inner in error.exceptions for leaf in causes(inner)]
+    return [e for e in leaves if not isinstance(e, INTERRUPTIONS)] or leaves
+
+
+def first_line(error: BaseException) -> str:
+    """The first cause in one line, with its type."""
+    first = causes(error)[0]
+    return f"{type(first).__name__}: {message_of(first)}".partition("\n")[0]
+
+
+def message_of(error: BaseException) -> str:
+    """`str(error)`, which may raise for an error of user code."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever it raises
+        return "(its text can't be read)"
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """The first cause as the field `error` of an event: its type, message and line."""
+    first = causes(error)[0]
+    line = "" if isinstance(first, RetrainError) else line_of(first).removeprefix(" at ")
+    return {"type": type(first).__name__, "message": message_of(first), "line": line}
+
+
+def full_text(error: BaseException) -> str:
+    """All causes with their notes, equal ones once; for an unexpected one also the traceback."""
+    found = causes(error)
+    texts = Counter(_text(cause) for cause in found)
+    lines = [f"{text}\n  ({n} times)" if n > 1 else text for text, n in texts.items()]
+    lines += [] if error in found else notes_of(error)
+    if not all(isinstance(cause, RetrainError) for cause in found):
+        lines += ["", "".join(traceback.format_exception(error))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def notes_of(error: BaseException) -> Sequence[str]:
+    """The notes of an error."""
+    return [str(note) for note in getattr(error, "__notes__", ())]
+
+
+def _text(cause: BaseException) -> str:
+    return "\n  ".join([f"{type(cause).__name__}: {message_of(cause)}", *notes_of(cause)])

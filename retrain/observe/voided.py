@@ -1,0 +1,87 @@
+"""Move the lines that a resume voids out of a journal, into `voided/` beside it.
+
+The lines are copied and synced before they are removed, so that a kill in between loses none; the
+next resume then finds the copy and only removes them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from retrain.errors import RunError
+
+VOIDED = "voided"
+CHUNK = 1 << 20
+
+
+def cut(path: Path, size: int) -> None:
+    """Move what follows the first `size` bytes of `path` to `voided/NAME.N.jsonl`.
+
+    N counts the cuts of this file, from 1. Keeps whole lines. Raises RunError when the disk fails.
+    """
+    try:
+        start = _line_start(path, size)
+        if start is None:
+            return
+        _keep(path, start)
+        _truncate(path, start)
+    except OSError as error:
+        raise RunError(
+            f"can't move the voided lines of {path}: {error.strerror or error}; free some space, "
+            "then continue with --resume"
+        ) from error
+
+
+def _line_start(path: Path, size: int) -> int | None:
+    """Where to cut: `size`, or the start of a line before it; None if nothing follows it."""
+    if not path.exists() or path.stat().st_size <= size:
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.rfind(b"\n", 0, size) + 1  # a user may have removed a line
+
+
+def _keep(path: Path, start: int) -> None:
+    """Copy the end of `path` from `start` on, unless the last copy is the same."""
+    folder = path.with_name(VOIDED)
+    folder.mkdir(exist_ok=True)
+    names = (folder / f"{path.stem}.{number}{path.suffix}" for number in count(1))
+    last, target = None, next(names)
+    while target.exists():
+        last, target = target, next(names)
+    if last is not None and _same(path, start, last):
+        return
+    temporary = folder / f".{path.name}.partial"
+    with path.open("rb") as source, temporary.open("wb") as copy:
+        source.seek(start)
+        shutil.copyfileobj(source, copy, CHUNK)
+        copy.flush()
+        os.fsync(copy.fileno())
+    temporary.rename(target)
+    with suppress(OSError):  # some network disks can't sync a folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _truncate(path: Path, size: int) -> None:
+    with path.open("rb+") as file:
+        file.truncate(size)
+        os.fsync(file.fileno())
+
+
+def _same(path: Path, start: int, copy: Path) -> bool:
+    if path.stat().st_size - start != copy.stat().st_size:
+        return False
+    with path.open("rb") as one, copy.open("rb") as other:
+        one.seek(start)
+        while chunk := one.read(CHUNK):
+            if chunk != other.read(CHUNK):
+                return False
+    return True

@@ -1,0 +1,64 @@
+"""How a run fails: after the step under way, with a checkpoint if the weights are good (P13)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Concatenate, ParamSpec
+
+from retrain.errors import CheckpointError, NonFiniteError
+from retrain.observe.failure import causes, first_line
+from retrain.observe.progress import near
+from retrain.pipeline.resume import checkpoint
+from retrain.pipeline.run import Run
+
+P = ParamSpec("P")
+
+
+def stops_the_learner(
+    stage: Callable[Concatenate[Run, P], Coroutine[Any, Any, None]],
+) -> Callable[Concatenate[Run, P], Coroutine[Any, Any, None]]:
+    """A stage whose error ends the run after the step under way, so that no update is lost."""
+
+    async def guarded(run: Run, /, *args: P.args, **keys: P.kwargs) -> None:
+        try:
+            await stage(run, *args, **keys)
+        except Exception as error:  # noqa: BLE001 - drive() raises it
+            run.fail(error)
+
+    return guarded
+
+
+@asynccontextmanager
+async def with_failures(run: Run) -> AsyncIterator[None]:
+    """At the end, raise the errors of all stages in one group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        if not run.failures:
+            raise
+        raise group.derive([*run.failures, *group.exceptions]) from None
+    if run.failures:
+        raise ExceptionGroup("the run failed", run.failures)
+
+
+async def rescue(run: Run, error: BaseException) -> None:
+    """Checkpoint a run that fails with `error`, if the weights are good (P13).
+
+    What was saved is noted on the error, and so is a failure to save.
+    """
+    bad = any(isinstance(cause, NonFiniteError | CheckpointError) for cause in causes(error))
+    try:
+        if run.whole and run.step and not bad and run.checkpoints.saved != run.step:
+            run.adapter.hurry()
+            for group in run.taken:
+                run.drop(group, "unfinished")
+            run.intake.drain()
+            run.intake.drop_held(lambda group: not group.scored, "unfinished")
+            await checkpoint(run)
+    except (Exception, asyncio.CancelledError) as another:  # noqa: BLE001 - `error` is raised
+        error.add_note(f"no checkpoint of step {run.step} was written: {first_line(another)}")
+    if steps := run.checkpoints.steps():
+        path = near(run.checkpoints.path(max(steps)))
+        error.add_note(f"saved: {path}. Fix the cause, then continue with --resume.")

@@ -1,0 +1,108 @@
+"""Wait for a reward or an environment that has worked before and can't be reached now.
+
+Without this, `train.max_failed_groups` would end the run within a second, since a refused
+connection takes no time. During an outage one group at a time is tried, with growing pauses, until
+a rollout is scored again or `deadlines.outage` is over. Prompts of groups that failed meanwhile are
+issued again. Before the first scored rollout there is no outage: a wrong address ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+
+from retrain.types import Group, Ticket
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds between two tries; each pause is twice as long as the one before."""
+logger = logging.getLogger(__name__)
+
+
+class Outage:
+    """The outage under way, if any; `report(state, ...)` writes its event."""
+
+    def __init__(
+        self,
+        limit: float,
+        report: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit, self._report, self._clock = limit, report, clock
+        self._proven = False
+        self._since: float | None = None
+        self._pause = self._next = 0.0
+        self._probe: Ticket | None = None
+        self._moved = asyncio.Event()
+
+    @property
+    def expired(self) -> bool:
+        """Whether the outage has lasted for `deadlines.outage` seconds."""
+        return self._since is not None and self._clock() - self._since >= self._limit
+
+    def excuses(self, group: Group) -> bool:
+        """Whether the group failed by an outage only, after a rollout of this run succeeded."""
+        failed = self._proven and self._limit > 0 and not group.scored
+        return failed and all(trajectory.outage for trajectory in group.trajectories)
+
+    def see(self, group: Group) -> None:
+        """Look at a group that was just played."""
+        if group.scored:
+            self._proven = True
+        if not self.excuses(group):
+            if group.scored or group.ticket == self._probe:
+                self._end()
+        elif self._since is None:
+            self._begin(str(group.trajectories[0].info.get("error", "unknown cause")))
+        elif group.ticket == self._probe:
+            self._wait(min(2 * self._pause, LONGEST_PAUSE))
+
+    async def turn(
+        self, ticket: Ticket, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Return when this ticket may be played: at once, unless there is an outage.
+
+        `waiting` is entered during a pause, which is no stall.
+        """
+        while self._since is not None:
+            self._moved.clear()
+            pause = self._next - self._clock()
+            if self._probe is not None:
+                await self._moved.wait()
+            elif pause > 0:
+                with waiting(), suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._moved.wait()
+            else:
+                self._probe = ticket
+                return
+
+    def _begin(self, error: str) -> None:
+        self._since = self._clock()
+        self._wait(FIRST_PAUSE)
+        logger.warning(
+            "waiting, since this has worked before: %s. Next try in %.3g s; gives up after "
+            "deadlines.outage = %.3g s.",
+            error,
+            self._next - self._since,
+            self._limit,
+        )
+        self._report("began", error=error, limit=self._limit)
+
+    def _wait(self, pause: float) -> None:
+        """Try again after a pause, and at the end of the limit."""
+        assert self._since is not None
+        self._pause, self._probe = pause, None
+        self._next = min(self._clock() + pause, self._since + self._limit)
+        self._moved.set()
+
+    def _end(self) -> None:
+        if self._since is None:
+            return
+        seconds = self._clock() - self._since
+        self._since = self._probe = None
+        self._moved.set()
+        logger.warning("the outage is over after %.0f s", seconds)
+        self._report("over", seconds=seconds)

@@ -1,0 +1,422 @@
+"""A run that fails: what it saves, what it waits for, and where it says why (P13)."""
+
+import asyncio
+import itertools
+import logging
+import math
+import socket
+from unittest.mock import Mock
+
+import aiohttp
+import httpx
+import pytest
+
+from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
+from retrain.concurrency.outages import is_outage
+from retrain.errors import AdapterError, LateError, NonFiniteError, NoSignalError, StallError, blame
+from retrain.observe.callbacks import Callback
+from retrain.observe.failure import full_text
+from retrain.observe.report import digest, write_report
+from retrain.observe.run_dir import read_events, read_metrics, surviving
+from retrain.pipeline import outage, train
+from retrain.pipeline.checkpoint import Checkpoints
+from retrain.rewarding import RewardCalculator
+from tests.pipe_kit import events, parts_with, played, rollouts_of, slot_share
+
+STEPS = 8
+
+
+def config_in(folder, **changes):
+    train_keys = {"total_train_steps": STEPS, "max_failed_groups": 4, **changes.pop("train", {})}
+    sections = {"checkpoint": {"every": 1000}, "rewards": [{"type": f"{__name__}:Judge"}]}
+    return mock_config(folder, train=train_keys, **{**sections, **changes})
+
+
+def steps_of(folder) -> list[int]:
+    return [row["step"] for row in read_metrics(folder)]
+
+
+def trained_once(folder) -> bool:
+    updates = [e for e in surviving(read_events(folder)) if e["event"] == "update"]
+    tickets = [ticket for event in updates for ticket in event["tickets"]]
+    rolled = [(row["ticket"], row["index"]) for row in rollouts_of(folder)]
+    return len(tickets) == len(set(tickets)) and len(rolled) == len(set(rolled))
+
+
+class Judge(RewardCalculator):
+    """Fails from its `fails`th call to its `works`th, with `error`."""
+
+    fails, works = math.inf, math.inf
+    error: BaseException = httpx.ConnectError("All connection attempts failed")
+    calls = itertools.count(1)
+
+    async def calculate(self, trajectory):
+        if Judge.fails <= next(Judge.calls) < Judge.works:
+            raise Judge.error
+        return slot_share(trajectory.completion, trajectory.prompt.answer)
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """Sets when and how the judge fails; the pauses of an outage are short."""
+    monkeypatch.setattr(outage, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(outage, "LONGEST_PAUSE", 0.02)
+
+    def set_up(**attributes):
+        for name, value in {"fails": math.inf, "works": math.inf, **attributes}.items():
+            monkeypatch.setattr(Judge, name, value)
+        monkeypatch.setattr(Judge, "calls", itertools.count(1))
+
+    return set_up
+
+
+# what an outage is
+
+
+def status_error(code: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "https://judge")
+    return httpx.HTTPStatusError("no", request=request, response=httpx.Response(code))
+
+
+class RateLimitError(Exception):
+    """As of openai: the status is its own attribute."""
+
+    status_code = 429
+
+
+class Odd(Exception):
+    @property
+    def response(self):
+        raise RuntimeError("not set")
+
+
+def caused(error: Exception, *, by: Exception, hidden: bool = False) -> Exception:
+    error.__context__, error.__suppress_context__ = by, hidden
+    return error
+
+
+OUTAGES = [
+    ConnectionRefusedError(111, "refused"),
+    TimeoutError(),
+    socket.gaierror(-3, "Temporary failure in name resolution"),
+    OSError(101, "Network is unreachable"),
+    httpx.ReadTimeout("slow"),
+    httpx.RemoteProtocolError("the server disconnected"),
+    status_error(429),
+    status_error(503),
+    RateLimitError(),
+    aiohttp.ServerDisconnectedError(),
+    LateError("reward 'judge' took longer than deadlines.reward = 120 s"),
+    caused(ValueError("no verdict"), by=status_error(502)),
+    ExceptionGroup("both", [ExceptionGroup("in", [ConnectionResetError()])]),
+]
+OTHERS = [
+    KeyError("score"),
+    FileNotFoundError(2, "No such file"),
+    status_error(401),
+    status_error(404),
+    aiohttp.ClientResponseError(Mock(), (), status=403),
+    Odd(),
+    caused(ValueError("no verdict"), by=ConnectionResetError(), hidden=True),
+]
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=repr)
+def test_outages_are_recognised_by_their_exceptions(error):
+    assert is_outage(error)
+    assert is_outage(blame("reward 'judge'", error))
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=repr)
+def test_other_errors_are_no_outage(error):
+    assert not is_outage(blame("reward 'judge'", error))
+
+
+# outages are waited for
+
+
+@pytest.mark.parametrize(("order", "pause", "works"), [("ready", 0.01, 80), ("in_order", 0.5, 48)])
+async def test_p13_a_run_waits_for_a_judge_that_has_worked_before(
+    tmp_path, judge, caplog, monkeypatch, order, pause, works
+):
+    judge(fails=40, works=works)
+    monkeypatch.setattr(outage, "FIRST_PAUSE", pause)
+    config = config_in(tmp_path, train={"order": order}, deadlines={"stall": 0.25})
+    with caplog.at_level(logging.WARNING):
+        result = await train(config)
+    assert result.total_steps == STEPS
+    began, over = events(tmp_path, "outage")
+    assert "reward 'Judge' raised ConnectError" in began["error"]
+    assert over["state"] == "over"
+    told = [r.getMessage() for r in caplog.records if "deadlines.outage" in r.getMessage()]
+    assert len(told) == 1, "it is said once"
+    assert f"Next try in {pause} s; gives up after deadlines.outage = 600 s" in told[0]
+    drops = [e for e in events(tmp_path, "dropped") if e["cause"] == "outage"]
+    assert drops
+    issued = {e["ticket"] for e in events(tmp_path, "issued")}
+    assert {e["again"] for e in drops} <= issued, "no prompt is lost"
+    assert trained_once(tmp_path)
+    assert sum(row["groups/dropped_outage"] for row in result.history) == len(drops)
+
+
+async def test_p13_an_outage_that_lasts_ends_the_run_with_a_checkpoint(tmp_path, judge):
+    judge(fails=70)
+    config = config_in(tmp_path, deadlines={"outage": 0.1})
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config)
+    assert caught.group_contains(
+        NoSignalError, match=r"reward 'Judge' raised ConnectError.*gave up after deadlines\.outage"
+    )
+    [saved] = Checkpoints(tmp_path / "checkpoints").steps()
+    assert saved == steps_of(tmp_path)[-1] > 0
+    tries = len(events(tmp_path, "issued"))
+    assert tries < 70, "the judge is not hammered"
+    judge()
+    result = await train(config, resume=True)
+    assert result.total_steps == STEPS
+    assert [e["from_step"] for e in events(tmp_path, "resumed")] == [saved]
+    assert trained_once(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"fails": 1},
+        {"fails": 40, "error": KeyError("score")},
+        {"fails": 40, "deadlines": {"outage": 0}},
+    ],
+    ids=["never worked", "another cause", "switched off"],
+)
+async def test_any_other_failure_ends_the_run_at_once(tmp_path, judge, how):
+    keys = {"deadlines": how.pop("deadlines")} if "deadlines" in how else {}
+    judge(**how)
+    async with asyncio.timeout(20):
+        with pytest.raises(ExceptionGroup) as caught:
+            await train(config_in(tmp_path, **keys))
+    assert caught.group_contains(NoSignalError, match="4 groups in a row")
+    assert not events(tmp_path, "outage")
+
+
+async def test_p10_cancelling_during_an_outage_saves_and_a_resume_plays_its_prompts(
+    tmp_path, judge, monkeypatch
+):
+    monkeypatch.setattr(outage, "FIRST_PAUSE", 3600.0)
+    judge(fails=40)
+    began = asyncio.Event()
+    monkeypatch.setattr(outage.logger, "warning", lambda *_: began.set())
+    running = asyncio.create_task(train(config_in(tmp_path)))
+    async with asyncio.timeout(20):
+        await began.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    judge()
+    result = await train(config_in(tmp_path), resume=True)
+    assert result.total_steps == STEPS
+    assert not [e for e in events(tmp_path, "dropped") if e["cause"] == "failed"]
+    assert trained_once(tmp_path)
+
+
+# what a failure saves
+
+
+class Fails(MockAdapter):
+    """Fails in its `at`th call of `method`."""
+
+    method, at, calls = "update", 5, 0
+
+    def _count(self, method):
+        if self.method == method:
+            self.calls += 1
+            if self.calls == self.at:
+                raise AdapterError(f"{method} failed")
+
+    async def update(self, batch):
+        self._count("update")
+        metrics = await super().update(batch)
+        self._count("after update")
+        return {**metrics, "loss": math.nan} if self._is("nan") else metrics
+
+    def _is(self, method):
+        return self.method == method and self.version == self.at
+
+    async def publish(self):
+        self._count("publish")
+        return await super().publish()
+
+    async def sample(self, prompt_ids, params, n=1):
+        if self._is("sample"):
+            raise AdapterError("sample failed")
+        return await super().sample(prompt_ids, params, n)
+
+
+class Raises(Callback):
+    def __init__(self, hook):
+        self.hook = hook
+
+    def on_step_end(self, trainer, step, metrics):
+        if self.hook == "on_step_end" and step == 5:
+            raise ValueError("my callback")
+
+    def on_step_begin(self, trainer, step):
+        if self.hook == "on_step_begin" and step == 5:
+            raise ValueError("my callback")
+
+
+@pytest.mark.parametrize(
+    ("how", "saved"),
+    [
+        ("on_step_begin", 4),
+        ("on_step_end", 5),
+        ("sample", 5),
+        ("update", None),
+        ("after update", None),
+        ("publish", None),
+        ("nan", None),
+    ],
+)
+async def test_p13_a_failing_run_saves_its_last_step_if_the_weights_are_good(tmp_path, how, saved):
+    config = config_in(tmp_path, staleness={"target": 0})
+    adapter = Fails(MockOptions(), config)
+    adapter.method = how
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, callbacks=[Raises(how)], parts=parts_with(config, adapter))
+    message = "my callback" if how.startswith("on_") else f"{how} failed"
+    message = "the loss of step 6 is nan" if how == "nan" else message
+    assert caught.group_contains((AdapterError, ValueError), match=message)
+    assert Checkpoints(tmp_path / "checkpoints").steps() == ([] if saved is None else [saved])
+    notes = getattr(caught.value, "__notes__", [])
+    assert any("continue with --resume" in note for note in notes) == (saved is not None)
+    if saved is not None:
+        assert (await train(config, resume=True)).total_steps == STEPS
+        assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+        assert trained_once(tmp_path)
+
+
+async def test_p13_a_sampler_that_fails_lets_the_update_under_way_end(tmp_path):
+    class Slow(MockAdapter):
+        failed = asyncio.Event()
+
+        async def update(self, batch):
+            if self.version == 3:
+                await self.failed.wait()
+            return await super().update(batch)
+
+        async def sample(self, prompt_ids, params, n=1):
+            if self.version == 3:
+                self.failed.set()
+                raise AdapterError("sample failed")
+            return await super().sample(prompt_ids, params, n)
+
+    config = config_in(tmp_path, staleness={"target": 1, "max": 2})
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, parts=parts_with(config, Slow(MockOptions(), config)))
+    assert caught.group_contains(AdapterError, match="sample failed")
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
+
+
+async def test_p13_a_run_that_stalls_saves_its_last_step(tmp_path):
+    class Hangs(MockAdapter):
+        async def sample(self, prompt_ids, params, n=1):
+            if self.version == 3:
+                await asyncio.Event().wait()
+            return await super().sample(prompt_ids, params, n)
+
+    config = config_in(tmp_path, staleness={"target": 0}, deadlines={"stall": 0.5})
+    with pytest.raises(StallError, match="no progress") as caught:
+        await train(config, parts=parts_with(config, Hangs(MockOptions(), config)))
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
+    assert "step_3. Fix the cause" in caught.value.__notes__[-1]
+    assert events(tmp_path, "end")[0]["error"]["type"] == "StallError"
+    assert (await train(config, resume=True)).total_steps == STEPS
+
+
+async def test_p13_a_checkpoint_that_fails_too_doesnt_hide_the_first_error(tmp_path):
+    class Full(MockAdapter):
+        async def save(self, folder):
+            raise OSError(28, "No space left on device")
+
+    config = config_in(tmp_path)
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(
+            config,
+            callbacks=[Raises("on_step_end")],
+            parts=parts_with(config, Full(MockOptions(), config)),
+        )
+    assert caught.group_contains(ValueError, match="my callback")
+    assert not caught.group_contains(OSError)
+    [note] = [n for n in caught.value.__notes__ if "no checkpoint of step 5 was written" in n]
+    assert "No space left" in note
+
+
+# where the cause is written
+
+
+async def test_p13_the_cause_is_in_the_end_event_the_report_and_error_txt(tmp_path, judge):
+    folder = tmp_path / "run"
+    config = config_in(folder)
+    with pytest.raises(ExceptionGroup):
+        await train(config, callbacks=[Raises("on_step_end")])
+    [end] = events(folder, "end")
+    assert (end["status"], end["step"]) == ("failed", 5)
+    assert (end["error"]["type"], end["error"]["message"]) == ("ValueError", "my callback")
+    assert end["error"]["line"].rpartition(":")[0] == __file__
+    text = (folder / "error.txt").read_text()
+    assert text.startswith("ValueError: my callback\n  raised by the callback Raises.on_step_end")
+    assert "step_5. Fix the cause, then continue with --resume." in text
+    assert "Traceback (most recent call last)" in text
+    cause = digest(folder)["failure"]
+    assert cause["text"] == f"ValueError: my callback ({end['error']['line']})"
+    assert cause["next"].endswith(f"run the same command with --resume --run-dir {folder}")
+    page = write_report(folder).read_text()
+    assert "data.failure.text" in page
+    await train(config, resume=True)
+    assert not (folder / "error.txt").exists()
+    assert digest(folder)["failure"] is None
+
+
+async def test_error_txt_of_an_expected_error_has_no_traceback(tmp_path, judge):
+    judge(fails=1)
+    with pytest.raises(ExceptionGroup):
+        await train(config_in(tmp_path))
+    text = (tmp_path / "error.txt").read_text()
+    assert text.startswith("NoSignalError: 4 groups in a row had no scored rollout")
+    assert "Traceback" not in text
+    assert "--resume" not in text, "nothing was saved"
+    assert "start a new run" in digest(tmp_path)["failure"]["next"]
+
+
+def test_equal_causes_are_written_once():
+    group = ExceptionGroup("the run failed", [AdapterError("lost")] * 3)
+    group.add_note("saved: checkpoints/step_5")
+    assert full_text(group) == "AdapterError: lost\n  (3 times)\nsaved: checkpoints/step_5\n"
+    assert "NonFiniteError: nan" in full_text(NonFiniteError("nan"))
+
+
+BLOCKED = """
+import asyncio, sys, time
+from pathlib import Path
+from benchmarks.mock_engine import mock_config
+from retrain.observe.callbacks import Callback
+from retrain.pipeline import train
+
+class Blocks(Callback):
+    def on_step_end(self, trainer, step, metrics):
+        if step == 3:
+            time.sleep(3600)
+
+config = mock_config(Path(sys.argv[1]), deadlines={"blocked": 0.5})
+asyncio.run(train(config, callbacks=[Blocks()]))
+"""
+
+
+def test_p13_a_run_that_the_watchdog_ends_says_why(tmp_path):
+    assert played(tmp_path, BLOCKED).returncode == 1
+    folder = tmp_path / "run"
+    [end] = events(folder, "end")
+    assert (end["status"], end["error"]["type"]) == ("failed", "StallError")
+    where = "blocked for 0.5 s by Blocks.on_step_end"
+    assert where in end["error"]["message"]
+    assert where in (folder / "error.txt").read_text()
+    assert where in digest(folder)["failure"]["text"]
+    assert (folder / "report.html").exists()
