@@ -85,6 +85,8 @@ def act(completion):
         re.match("(a+)+$", "a" * 60 + "b")
     if completion == "raise":
         raise SystemExit("no")
+    if completion == "down":
+        raise ConnectionRefusedError("the judge is down")
     if completion == "fork":
         os.fork() or time.sleep(60)  # the child holds none of the worker's pipes
         os._exit(0)
@@ -160,7 +162,7 @@ async def test_every_kind_of_reward_runs_in_workers(folder, monkeypatch):
 @pytest.mark.parametrize("name", ["act", "judge"])
 async def test_a_worker_that_dies_costs_one_rollout(folder, monkeypatch, name):
     (folder / "faults.py").write_text(FAULTS)
-    texts = ["fine", "segv", "fine", "exit", "held", "raise", "none", "fork", "fine"]
+    texts = ["fine", "segv", "fine", "exit", "held", "raise", "none", "fork", "down", "fine"]
     async with spied(monkeypatch) as started:
         scorer = of(folder, {"type": f"faults.py:{name}", "processes": 2}, reward=1.0, setup=60)
         group = played(*texts)
@@ -184,7 +186,12 @@ async def test_a_worker_that_dies_costs_one_rollout(folder, monkeypatch, name):
             f" returned None, expected a finite number. {EXCLUDE}",
         ),
         "fork": ("infra_error", ": its worker process exited with status 0"),
+        "down": (
+            "infra_error",
+            " raised ConnectionRefusedError: the judge is down (faults.py:19)",
+        ),
     }
+    assert [t.outage for t in group.trajectories] == [x in ("held", "down") for x in texts]
     assert len(started) <= 2 + 4, "only those that died were replaced"
 
 
