@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast, overload
 
 from retrain.algorithms.functional import LARGEST
-from retrain.concurrency.deadlines import is_theirs, user_call
+from retrain.concurrency.deadlines import apart, is_theirs, own_task, user_call
 from retrain.concurrency.threads import DaemonPool
 from retrain.errors import LateError, PluginError, UserCodeError, blame, shown
 from retrain.types import Group, Outcome, Trajectory
@@ -227,7 +227,7 @@ class Scorer:
 
         A late call is cancelled, and only awaited if the run itself ends.
         """
-        tasks = [asyncio.create_task(_judged(part, t)) for t in trajectories]
+        tasks = [own_task(_judged(part, t)) for t in trajectories]
         try:
             await asyncio.sleep(0)  # calls that never wait are done after this
             late = {task for task in tasks if not task.done()}
@@ -235,11 +235,11 @@ class Scorer:
                 _, late = await asyncio.wait(late, timeout=self.deadline)
         except asyncio.CancelledError:
             for task in tasks:
-                task.cancel()
+                task.end()
             await asyncio.wait(tasks)
             raise
         for task in late:
-            task.cancel()
+            task.end()
         return [self._late(part) if task in late else task.result() for task in tasks]
 
     async def _as_group(
@@ -254,8 +254,9 @@ class Scorer:
                 )
             return verdicts
 
+        name = f"reward '{part.name}'"
         try:
-            return await user_call(f"reward '{part.name}'", call, self.deadline, "reward")
+            return await apart(user_call(name, call, self.deadline, "reward"), name)
         except UserCodeError as error:
             return [error] * len(trajectories)
 

@@ -18,9 +18,10 @@ from typing import Any
 import yaml
 
 from retrain.errors import ConfigError, first_of
+from retrain.jsonable import plain
 from retrain.observe.callbacks import tenths
 from retrain.observe.charts import charts
-from retrain.observe.journal import plain, read_lines
+from retrain.observe.journal import read_lines
 from retrain.observe.progress import clock_text, short
 from retrain.observe.run_dir import (
     CONFIG,

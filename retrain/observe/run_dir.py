@@ -28,7 +28,8 @@ import yaml
 
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError
-from retrain.observe.journal import Journal, plain, read_lines, repair
+from retrain.jsonable import plain
+from retrain.observe.journal import Journal, read_lines, repair
 from retrain.types import Group, Trajectory
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
