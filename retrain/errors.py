@@ -112,8 +112,11 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of any exception, also of one whose `__str__` raises."""
+    """The text of any exception: of a group its first error, also if a `__str__` raises."""
     try:
+        if isinstance(error, BaseExceptionGroup):  # its own text says only how many there are
+            first = error.exceptions[0]
+            return f"{error.message}: {type(first).__name__}: {text_of(first)}"
         return str(error)
     except BaseException as failure:  # noqa: BLE001 - of user code
         return f"<its __str__ raised {type(failure).__name__}>"

@@ -151,8 +151,10 @@ async def drive(run: Run) -> Status:
         try:
             learner = stages.create_task(learn(run), name="learn")
             producers = [stages.create_task(apart(feed(run), "feed"), name="feed")]
-            for index in range(run.slots):
-                producers.append(stages.create_task(collect(run), name=f"collect#{index}"))
+            producers += [
+                stages.create_task(collect(run), name=f"collect#{index}")
+                for index in range(run.slots)
+            ]
             interrupted = await _until_learned(run, learner)
             for producer in producers:
                 producer.cancel()

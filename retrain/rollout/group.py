@@ -126,6 +126,7 @@ class _Rollout:
 
     def fail(self, error: UserCodeError) -> None:
         """Set the outcome of this rollout, once."""
+        self.instance.failed = True
         if self.alive and isinstance(error, UnusableError):
             self._fail("invalid", str(error))
         elif self.alive:

@@ -48,6 +48,8 @@ class Instance:
         self._environment: Environment | None = None
         self.error: UserCodeError | None = None
         """Why it plays no further rollout."""
+        self.failed = False
+        """Whether a rollout failed in it, so that it is about to be replaced."""
         self.ready: asyncio.Future[None] = loop.create_future()
         """Done when it is set up, or has failed."""
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -111,7 +113,7 @@ class Instance:
         except asyncio.CancelledError:
             if not cancelled():
                 self.error = UserCodeError(f"{self.name}: user code cancelled its own task")
-                if self._job is None:
+                if self._job is None and not self.failed:
                     self._fault(str(self.error))
         except (GeneratorExit, KeyboardInterrupt):  # the event loop is closed, or Ctrl-C
             raise
