@@ -95,7 +95,8 @@ async def check_environment(
     await asyncio.wait([instance.ready])
     if instance.error is not None:
         await closed([instance], DEADLINE)
-        return [Finding(False, "setup", str(instance.error)), *_leaks(before)]
+        close = [Finding(False, "close", faults[0])] if faults else []
+        return [Finding(False, "setup", str(instance.error)), *close, *_leaks(before)]
     try:
         tools = tools_of(instance.name, instance.environment)
     except UserCodeError as error:
