@@ -8,6 +8,7 @@ that a fault never affects the next group.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -28,10 +29,14 @@ class Slot:
         make: Callable[[], Environment],
         rollouts: Rollouts,
         scorer: Scorer,
-        setups: asyncio.Semaphore,
-        fault: Callable[[str], None],
+        setups: asyncio.Semaphore | None = None,
+        fault: Callable[[str], None] = logging.getLogger(__name__).warning,
     ) -> None:
-        """`fault` is called with the error of a `close`, which affects no rollout."""
+        """`setups` bounds how many instances are set up at once, over all slots that share it.
+
+        `fault` is called with an error that affects no rollout, such as one of `close`.
+        """
+        setups = setups or asyncio.Semaphore(size)
         self._rollouts = rollouts
         self._scorer = scorer
         self._make = partial(Instance, make, rollouts.deadlines, setups, fault)
