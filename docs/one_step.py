@@ -26,9 +26,9 @@ async def learn(parts: Parts) -> list[Metrics]:
         slot = Slot(config.algorithm.group_size, parts.environment, rollouts, parts.scorer)
         prompts = in_order(parts)
         for _ in range(config.train.total_train_steps):
-            groups = []  # a group: several rollouts of one prompt
-            for prompt in islice(prompts, config.train.groups_per_step):
-                groups.append(await slot.play(prompt))  # sampled tokens, turn by turn; rewards
+            issued = islice(prompts, config.train.groups_per_step)
+            # a group: several rollouts of one prompt, sampled turn by turn, with their rewards
+            groups = [await slot.play(prompt) for prompt in issued]
             advantages = parts.algorithm.advantages(groups)  # which rollouts get credit
             samples = make_samples(groups, advantages)  # tokens, loss mask, advantages
             batch = batch_of(

@@ -19,6 +19,8 @@ from retrain.rollout.group import Rollouts
 from retrain.rollout.instance import Instance, closed
 from retrain.types import Group, Prompt
 
+_LOG = logging.getLogger(__name__)
+
 
 class Slot:
     """Plays and scores groups of `size` rollouts, one group after the other."""
@@ -30,7 +32,7 @@ class Slot:
         rollouts: Rollouts,
         scorer: Scorer,
         setups: asyncio.Semaphore | None = None,
-        fault: Callable[[str], None] = logging.getLogger(__name__).warning,
+        fault: Callable[[str], None] = _LOG.warning,
     ) -> None:
         """`setups` bounds how many instances are set up at once, over all slots that share it.
 
