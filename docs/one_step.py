@@ -1,8 +1,8 @@
 """The training loop on one page: from prompts to weights, step after step.
 
 `retrain.train` computes the same numbers with queues between the stages, so that sampling and
-training overlap. It adds what this page leaves out: failed rollouts, deadlines, environments with
-`setup` and `close`, staleness, evaluation, checkpoints and the run directory.
+training overlap. It adds what this page leaves out: failed rollouts, staleness, evaluation,
+checkpoints and the run directory.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from retrain.assembly import Parts
 from retrain.batching import batch_of, make_samples
 from retrain.chat import Chat
 from retrain.prompts import epoch_order
-from retrain.rollout import Rollouts
+from retrain.rollout import Rollouts, Slot
 from retrain.types import Metrics, Prompt, Ticket
 
 
@@ -23,14 +23,12 @@ async def learn(parts: Parts) -> list[Metrics]:
     async with parts.scorer.serving(), parts.open_adapter() as adapter:  # loads the model
         chat = Chat(adapter.tokenizer, template=parts.chat_template)
         rollouts = Rollouts(config, adapter.sampler, chat, adapter.context_length)
+        slot = Slot(config.algorithm.group_size, parts.environment, rollouts, parts.scorer)
         prompts = in_order(parts)
         for _ in range(config.train.total_train_steps):
-            groups = []  # a group: several rollouts of one prompt
-            for prompt in islice(prompts, config.train.groups_per_step):
-                environments = [parts.environment() for _ in range(config.algorithm.group_size)]
-                group = await rollouts.play(prompt, environments)  # sampled tokens, turn by turn
-                await parts.scorer.score(group)  # a reward per rollout
-                groups.append(group)
+            issued = islice(prompts, config.train.groups_per_step)
+            # a group: several rollouts of one prompt, sampled turn by turn, with their rewards
+            groups = [await slot.play(prompt) for prompt in issued]
             advantages = parts.algorithm.advantages(groups)  # which rollouts get credit
             samples = make_samples(groups, advantages)  # tokens, loss mask, advantages
             batch = batch_of(
@@ -41,6 +39,7 @@ async def learn(parts: Parts) -> list[Metrics]:
             )
             history.append(await adapter.update(batch))  # loss, gradient, optimizer
             await adapter.publish()  # the next rollouts are sampled from the new weights
+        await slot.close()  # closes the environments
     return history
 
 

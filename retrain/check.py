@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from retrain.assembly import assemble, maker
-from retrain.chat.tools import CLOSE, OPEN, check_tools
-from retrain.concurrency.deadlines import user_call
+from retrain.chat.tools import CLOSE, OPEN
+from retrain.concurrency.deadlines import cancelled, user_call
 from retrain.config import DeadlinesConfig, Plugin, RolloutConfig, RunConfig, load_config
 from retrain.config.plugins import built_in_names
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment, ToolSpec
 from retrain.errors import UserCodeError, blame
+from retrain.rollout.answers import tools_of
+from retrain.rollout.instance import Instance, Job, closed
 from retrain.run import config_file
 from retrain.trial import Script, scripted, tried_rewards
 from retrain.types import Prompt, Ticket
@@ -32,6 +34,8 @@ TURNS = 8
 INSTANCES = 8
 DEADLINE = 30.0
 """Seconds that one call may take."""
+SOON = 5.0
+"""Seconds that a cancelled step may take to end, with `close`."""
 SAMPLES = (
     Prompt("0.0.0", ({"role": "user", "content": "a="},), answer="aaaa"),
     Prompt("0.1.0", ({"role": "user", "content": "What is 2 + 3?"},), answer="5"),
@@ -83,36 +87,65 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
 async def check_environment(
     make: Callable[[], Environment], prompts: Sequence[Prompt] = SAMPLES
 ) -> list[Finding]:
-    """Check an environment's contract; `make` returns a new instance."""
+    """Check an environment's contract; `make` returns a new instance.
+
+    As in a run, each instance has one task, in which all its methods are called.
+    """
     before = asyncio.all_tasks()
-    environment = make()
+    faults: list[str] = []
+    [instance] = _instances(make, faults)
+    await asyncio.wait([instance.ready])
+    if instance.error is not None:
+        await closed([instance], DEADLINE)
+        close = [Finding(False, "close", faults[0])] if faults else []
+        return [Finding(False, "setup", str(instance.error)), *close, *_leaks(before)]
     try:
-        check_tools(environment.tools)
-    except (TypeError, ValueError) as error:
+        tools = tools_of(instance.name, instance.environment)
+    except UserCodeError as error:
+        await closed([instance], DEADLINE)
         return [Finding(False, "tools are valid", str(error))]
     alone: Transcript = []
 
     async def play() -> None:
-        alone.extend(*await _played([environment], prompts))
+        alone.extend(*await _played([instance], prompts))
 
-    names = ", ".join(tool.name for tool in environment.tools)
-    findings = [Finding(True, f"tools: {names}")] if names else []
+    findings = [Finding(True, f"tools: {', '.join(tool.name for tool in tools)}")] if tools else []
     findings += [
-        await _tried("setup", _call(environment, "setup")),
+        Finding(True, "setup"),
         await _tried("reset and step return the right types", play()),
     ]
-    if all(finding.good for finding in findings):
+    good = findings[-1].good
+    if good:
         more = (
-            ("a reused instance behaves like a new one", _again(environment, prompts, alone)),
+            ("a reused instance behaves like a new one", _again(instance, prompts, alone)),
             (f"{INSTANCES} concurrent instances play like one", _at_once(make, prompts, alone)),
-            ("a cancelled step ends immediately", _cancelled(environment, prompts[0])),
         )
         findings += [await _tried(what, check) for what, check in more]
-    findings.append(await _tried("close", _call(environment, "close")))
-    await asyncio.sleep(0)
+    await closed([instance], DEADLINE)
+    if good and not faults:
+        cancel = _cancelled(make, prompts[0])
+        findings.append(await _tried("a cancelled step ends immediately", cancel))
+    findings.append(Finding(not faults, "close", "".join(faults[:1])))
+    return [*findings, *_leaks(before)]
+
+
+def _leaks(before: set[asyncio.Task[Any]]) -> list[Finding]:
+    """Whether only tasks of `before` still run."""
     left = {t.get_name() for t in asyncio.all_tasks() - before if t is not asyncio.current_task()}
     advice = f"end them in close(): {', '.join(sorted(left)[:8])}" if left else ""
-    return [*findings, Finding(not left, "no task is leaked", advice)]
+    return [Finding(not left, "no task is leaked", advice)]
+
+
+def _instances(
+    make: Callable[[], Environment], faults: list[str], count: int = 1
+) -> list[Instance]:
+    """New instances, as a slot of a run makes them; errors of `close` are added to `faults`."""
+    setups = asyncio.Semaphore(INSTANCES)
+    return [Instance(make, _limits(), setups, faults.append) for _ in range(count)]
+
+
+def _limits() -> DeadlinesConfig:
+    return DeadlinesConfig(setup=DEADLINE, reset=DEADLINE, step=DEADLINE, close=DEADLINE)
 
 
 async def _tried(what: str, check: Awaitable[None]) -> Finding:
@@ -120,19 +153,13 @@ async def _tried(what: str, check: Awaitable[None]) -> Finding:
         await check
     except UserCodeError as error:
         return Finding(False, what, str(error))
-    except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything
+    except Exception as error:  # noqa: BLE001 - a user's object may raise anything
         return Finding(False, what, str(blame("it", error)))
     return Finding(True, what)
 
 
-async def _call(environment: Environment, hook: str) -> None:
-    await user_call(
-        f"{type(environment).__name__}.{hook}", getattr(environment, hook), DEADLINE, hook
-    )
-
-
-async def _again(environment: Environment, prompts: Sequence[Prompt], alone: Transcript) -> None:
-    if await _played([environment], prompts) != [alone]:
+async def _again(instance: Instance, prompts: Sequence[Prompt], alone: Transcript) -> None:
+    if await _played([instance], prompts) != [alone]:
         raise UserCodeError(
             "the same prompt and replies gave another rollout: clear the state of the last rollout "
             "in reset(), and seed random numbers by self.prompt.id, so that a resumed run repeats "
@@ -143,49 +170,59 @@ async def _again(environment: Environment, prompts: Sequence[Prompt], alone: Tra
 async def _at_once(
     make: Callable[[], Environment], prompts: Sequence[Prompt], alone: Transcript
 ) -> None:
-    environments = [make() for _ in range(INSTANCES)]
+    instances = _instances(make, [], INSTANCES)
     try:
-        await asyncio.gather(*(_call(environment, "setup") for environment in environments))
-        found = await _played(environments, prompts)
+        await asyncio.wait([instance.ready for instance in instances])
+        found = await _played(instances, prompts)
     finally:  # close is checked separately
-        closing = (_call(environment, "close") for environment in environments)
-        await asyncio.gather(*closing, return_exceptions=True)
+        await closed(instances, DEADLINE)
     if found != [alone] * INSTANCES:
         raise UserCodeError(
             "they share state: keep it on self, not in the class, the module or a file"
         )
 
 
-async def _cancelled(environment: Environment, prompt: Prompt) -> None:
-    environment.prompt = prompt
-    await user_call("reset", lambda: environment.reset(prompt), DEADLINE, "reset")
-    task = asyncio.ensure_future(environment.step(Action("hello")))
-    await asyncio.sleep(0)
-    finished = task.done()
-    task.cancel()
-    _, pending = await asyncio.wait([task], timeout=5)
-    if pending or not (finished or task.cancelled()):
+async def _cancelled(make: Callable[[], Environment], prompt: Prompt) -> None:
+    """Cancel a step as the end of a run does: it must end, and `close` must work after it."""
+    faults: list[str] = []
+    [instance] = _instances(make, faults)
+    swallowed = False
+
+    async def step() -> None:
+        nonlocal swallowed
+        environment = instance.environment
+        environment.prompt = prompt
+        await user_call("reset", lambda: environment.reset(prompt), DEADLINE, "reset")
+        asyncio.get_running_loop().call_soon(instance.retire)
+        await environment.step(Action("hello"))
+        swallowed = cancelled()
+
+    await asyncio.wait([instance.ready])
+    instance.do(Job(step, lambda _: None, lambda _: None))
+    await asyncio.wait([instance.ended], timeout=SOON)
+    if not instance.ended.done():
+        instance.abandon(UserCodeError(instance.name))
+        swallowed = True
+    if swallowed:
         raise UserCodeError("don't suppress CancelledError: catch Exception instead")
+    if faults:
+        raise UserCodeError(f"after it: {faults[0]}")
 
 
-async def _played(
-    environments: Sequence[Environment], prompts: Sequence[Prompt]
-) -> list[Transcript]:
+async def _played(instances: Sequence[Instance], prompts: Sequence[Prompt]) -> list[Transcript]:
     """What each environment replies to every prompt and script, all environments at once.
 
     Raises UserCodeError for a rollout that fails.
     """
     config = RunConfig(
-        prompts=Plugin(type="list"),
-        rollout=RolloutConfig(max_turns=TURNS),
-        deadlines=DeadlinesConfig(reset=DEADLINE, step=DEADLINE),
+        prompts=Plugin(type="list"), rollout=RolloutConfig(max_turns=TURNS), deadlines=_limits()
     )
     script = Script()
     rollouts = scripted(config, script)
-    transcripts: list[Transcript] = [[] for _ in environments]
+    transcripts: list[Transcript] = [[] for _ in instances]
     for prompt in prompts:
-        for script.reply in _replies(environments[0].tools):
-            group = await rollouts.play(prompt, environments)
+        for script.reply in _replies(instances[0].environment.tools):
+            group = await rollouts.play(prompt, instances)
             for transcript, played in zip(transcripts, group.trajectories, strict=True):
                 if played.outcome != "ok":
                     raise UserCodeError(played.info["error"])

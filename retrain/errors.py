@@ -104,17 +104,29 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
     """The error of user code, `owner` ("reward 'slot_match'"), with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = f": {error}" if str(error) else ""
+    said = text_of(error)
+    text = f": {said}" if said else ""
     wrapped = UserCodeError(f"{owner} raised {type(error).__name__}{text}{where}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def text_of(error: BaseException) -> str:
+    """The text of any exception: of a group its first error, also if a `__str__` raises."""
+    try:
+        if isinstance(error, BaseExceptionGroup):  # its own text says only how many there are
+            first = error.exceptions[0]
+            return f"{error.message}: {type(first).__name__}: {text_of(first)}"
+        return str(error)
+    except BaseException as failure:  # noqa: BLE001 - of user code
+        return f"<its __str__ raised {type(failure).__name__}>"
 
 
 def shown(value: object, limit: int = 80) -> str:
     """A value as errors show it: its repr, truncated to `limit` characters."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - of user code, or of Python for an integer of 4300 digits
+    except BaseException:  # noqa: BLE001 - of user code, or of Python for an integer of 4300 digits
         return f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from collections.abc import Sequence
@@ -55,7 +54,7 @@ async def _played(parts: Parts, prompt: Prompt) -> list[Case]:
         replies = {f"answer {shown(prompt.answer, 24)}": str(prompt.answer), **replies}
     script, unscored = Script(), Scorer([])
     rollouts = scripted(parts.config, script)
-    slot = Slot(1, parts.environment, rollouts, unscored, asyncio.Semaphore(1), lambda _: None)
+    slot = Slot(1, parts.environment, rollouts, unscored, fault=lambda _: None)
     cases: list[Case] = []
     try:
         for label, script.reply in replies.items():

@@ -68,7 +68,7 @@ class Chat:
         Raises TypeError or ValueError if an argument is not a list of messages or tools, and
         UserCodeError if the template rejects or ignores the messages.
         """
-        checked = _checked(messages, "first messages")
+        checked = checked_messages(messages, "first messages")
         if not checked:
             raise ValueError("got no messages, expected at least one to start a rollout")
         key = (tuple([tuple(m.items()) for m in checked]), repr(tools) if tools else "")
@@ -179,7 +179,7 @@ class Conversation:
         completion, chat, shown = self._completion, self._chat, self._opening.shown
         if completion is None:
             raise RuntimeError("there is no reply to answer; call reply() before observe()")
-        added = _checked(observation, "observation")
+        added = checked_messages(observation, "observation")
         if any(message["role"] == "assistant" for message in added):
             raise ValueError("observation: got the role 'assistant', which is the model's own")
         messages = [*self.messages, *added]
@@ -239,7 +239,7 @@ class _Opening:
     shows_calls: bool
 
 
-def _checked(messages: object, what: str) -> list[Message]:
+def checked_messages(messages: object, what: str) -> list[Message]:
     """A copy of the messages that user code returned; raises TypeError or ValueError."""
     if not isinstance(messages, list | tuple):
         wanted = '[{"role": "user", "content": ...}]'

@@ -1,6 +1,9 @@
 """Await user code and adapters within a deadline, and turn what goes wrong into our errors.
 
-- User code that raises anything is a UserCodeError; past its deadline it is a LateError.
+- User code that raises anything is a UserCodeError; past its deadline it is a LateError, even if it
+  swallows the cancellation and answers late.
+- User code that cancels its own task, as anyio and MCP clients do, is a UserCodeError. User code
+  runs in an OwnTask, which we cancel by `end` only, so every other request is the user's.
 - An adapter past its deadline is a DeadlineError. One that cancelled itself is an AdapterError:
   otherwise its task would look like one that we cancelled.
 - Our own cancellation and Ctrl-C propagate. A TimeoutError of the code itself stays what it is.
@@ -9,34 +12,117 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import signal
+from asyncio import runners
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from retrain.errors import AdapterError, DeadlineError, LateError, UserCodeError, blame
 
 T = TypeVar("T")
+STUCK_SECONDS = 5.0
+"""How long user code may take to end after it was cancelled."""
 
 
-async def user_call(owner: str, call: Callable[[], Awaitable[T]], seconds: float, key: str) -> T:
-    """Await user code; raises UserCodeError or LateError, which name `owner`."""
+class OwnTask(asyncio.Task[T]):
+    """A task that runs user code. We cancel it by `end` only, so `cancel` is a call of the user."""
+
+    asked = False
+    """Whether we cancelled it."""
+
+    def end(self) -> None:
+        """Cancel it."""
+        self.asked = True
+        self.cancel()
+
+
+def own_task(coroutine: Coroutine[Any, Any, T], name: str | None = None) -> OwnTask[T]:
+    """Start a coroutine in an OwnTask."""
+    return OwnTask(coroutine, loop=asyncio.get_running_loop(), name=name)
+
+
+async def absorb() -> None:
+    """Withdraw all requests to cancel the current OwnTask, so that it can clean up."""
+    task = asyncio.current_task()
+    assert isinstance(task, OwnTask)
+    await _withdraw(task)
+    task.asked = False
+
+
+async def apart(coroutine: Coroutine[Any, Any, T], name: str) -> T:
+    """Await a coroutine in its own task, so that user code can't cancel the caller's.
+
+    Raises UserCodeError if user code cancelled the task, and what the coroutine raises.
+    """
+    task = own_task(coroutine, name)
+    interrupted = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            interrupted = True
+            task.end()
+    if interrupted:
+        if not task.cancelled():
+            task.exception()  # or asyncio would log it
+        raise asyncio.CancelledError
+    if task.cancelled():
+        raise UserCodeError(f"user code cancelled the task {name!r}, in which it was called")
+    return task.result()
+
+
+async def user_call(
+    owner: str,
+    call: Callable[[], Awaitable[T]],
+    seconds: float,
+    key: str,
+    stuck: Callable[[LateError], None] | None = None,
+) -> T:
+    """Await user code; raises UserCodeError or LateError, which name `owner`.
+
+    `stuck` is called if the code doesn't end within STUCK_SECONDS after its deadline cancelled it.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+
+    def late() -> LateError:
+        return LateError(f"{owner} took longer than deadlines.{key} = {seconds} s")
+
+    limit = _Limit(task, seconds, stuck and (lambda: stuck(late())))
+    raised: BaseException | None = None
     plain = False
     try:
-        async with asyncio.timeout(seconds) as deadline:
-            awaitable = call()
-            plain = not hasattr(awaitable, "__await__")
-            return await awaitable
+        awaitable = call()
+        plain = not hasattr(awaitable, "__await__")
+        result = await awaitable
     except BaseException as error:
-        if not is_theirs(error):
-            raise
-        if deadline.expired():
-            raise LateError(f"{owner} took longer than deadlines.{key} = {seconds} s") from error
-        if plain:
-            raise UserCodeError(f"{owner} is a plain function. Write `async def`.") from error
-        raise blame(owner, error) from error
+        if isinstance(error, GeneratorExit) and _current() is not task:
+            raise  # the coroutine is being closed
+        raised = error
+    finally:
+        limit.close()
+    itself = task.cancelling() > 0 and await _cancelled_itself(task, raised)
+    if cancelled():
+        raise asyncio.CancelledError from raised
+    if limit.late:
+        raise late() from raised
+    if itself:
+        raise UserCodeError(f"{owner}: user code cancelled its own task") from raised
+    if raised is None:
+        return result
+    if not is_theirs(raised):
+        raise raised
+    if plain:
+        raise UserCodeError(f"{owner} is a plain function. Write `async def`.") from raised
+    raise blame(owner, raised) from raised
 
 
 async def adapter_call(what: str, call: Awaitable[T], seconds: float, key: str) -> T:
-    """Await an adapter; raises DeadlineError naming `what`, and what the adapter raises."""
+    """Await an adapter; raises DeadlineError naming `what`, and what the adapter raises.
+
+    In an OwnTask, raises UserCodeError if user code cancelled that task.
+    """
+    task = asyncio.current_task()
     try:
         async with asyncio.timeout(seconds) as deadline:
             return await call
@@ -47,6 +133,8 @@ async def adapter_call(what: str, call: Awaitable[T], seconds: float, key: str) 
     except asyncio.CancelledError as error:
         if cancelled():
             raise
+        if task is not None and task.cancelling():
+            raise UserCodeError(f"user code cancelled its own task while {what} worked") from error
         raise AdapterError(f"{what} was cancelled by the backend itself") from error
 
 
@@ -54,10 +142,77 @@ def is_theirs(error: BaseException) -> bool:
     """Whether user code raised the error itself: no cancellation of ours, and no Ctrl-C."""
     if isinstance(error, asyncio.CancelledError):
         return not cancelled()
-    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
+    if isinstance(error, GeneratorExit):  # without a running task a coroutine is being closed
+        return _current() is not None
+    return not (isinstance(error, KeyboardInterrupt) and _is_ctrl_c(error))
 
 
 def cancelled() -> bool:
     """Whether we cancelled the current task, even if user code swallowed the CancelledError."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    task = _current()
+    if task is None:
+        return False
+    return task.asked if isinstance(task, OwnTask) else task.cancelling() > 0
+
+
+class _Limit:
+    """Cancels a task after `seconds`, and calls `stuck` if it still goes on STUCK_SECONDS later."""
+
+    __slots__ = ("_stuck", "_task", "_timer", "late")
+
+    def __init__(
+        self, task: asyncio.Task[Any], seconds: float, stuck: Callable[[], object] | None
+    ) -> None:
+        self._task, self._stuck = task, stuck
+        self.late = False
+        self._timer = task.get_loop().call_later(seconds, self._expire)
+
+    def close(self) -> None:
+        """The code has ended."""
+        self._timer.cancel()
+        if self.late:
+            self._task.uncancel()
+
+    def _expire(self) -> None:
+        self.late = True
+        self._task.cancel()
+        if self._stuck is not None:
+            self._timer = self._task.get_loop().call_later(STUCK_SECONDS, self._stuck)
+
+
+async def _cancelled_itself(task: asyncio.Task[Any], raised: BaseException | None) -> bool:
+    """Whether user code cancelled the current task, and did not handle that; withdraws it."""
+    if cancelled():
+        return False
+    return await _withdraw(task) or isinstance(raised, asyncio.CancelledError)
+
+
+async def _withdraw(task: asyncio.Task[Any]) -> bool:
+    """Withdraw all requests to cancel the current task; whether one was yet to be delivered."""
+    if not task.cancelling():
+        return False
+    while task.uncancel():
+        pass
+    try:
+        await asyncio.sleep(0)  # Python 3.11 still delivers a withdrawn request
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+def _is_ctrl_c(error: KeyboardInterrupt) -> bool:
+    """Whether a signal handler raised it, Python's own or that of `asyncio.run`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename == runners.__file__
+
+
+def _current() -> asyncio.Task[Any] | None:
+    """The current task; None where no loop is running."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None

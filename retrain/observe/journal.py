@@ -10,23 +10,20 @@
 from __future__ import annotations
 
 import json
-import math
 import mmap
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from retrain.errors import RunError
+from retrain.jsonable import default, plain_with
 
 CHUNK_LINES = 512
 """Lines are written out when there are this many ..."""
 CHUNK_SECONDS = 1.0
 """... or after this time, which bounds the lag of readers."""
-MAX_DEPTH = 32
 
 
 class Journal:
@@ -83,12 +80,12 @@ def encode(line: Mapping[str, Any]) -> str:  # any: see Journal.write
     """`line` as one line of valid JSON."""
     try:
         return _ENCODER.encode(line)
-    except (ValueError, TypeError, RecursionError):  # NaN, odd keys, cycles: slow path
+    except Exception:  # noqa: BLE001 - NaN, odd keys, cycles, a user's object: slow path
         nonfinite: dict[str, str] = {}
-        plain = {str(key): _plain(value, str(key), nonfinite) for key, value in line.items()}
+        values = {str(key): plain_with(value, str(key), nonfinite) for key, value in line.items()}
         if nonfinite:
-            plain["nonfinite"] = nonfinite
-        return _ENCODER.encode(plain)
+            values["nonfinite"] = nonfinite
+        return _ENCODER.encode(values)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
@@ -122,56 +119,6 @@ def repair(path: Path) -> int:
     return size - end
 
 
-def plain(value: Any) -> Any:  # any: users' values in, JSON values out
-    """`value` as JSON values: NaN becomes None, other objects their `repr`."""
-    return _plain(value, "", {})
-
-
-def _plain(value: Any, path: str, nonfinite: dict[str, str], depth: int = 0) -> Any:
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        nonfinite[path] = str(float(value))
-        return None
-    if depth >= MAX_DEPTH:
-        return _shown(value)
-    if isinstance(value, Mapping):
-        return {
-            key if isinstance(key, str) else _shown(key): _plain(
-                item, f"{path}.{key}", nonfinite, depth + 1
-            )
-            for key, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [
-            _plain(item, f"{path}.{index}", nonfinite, depth + 1)
-            for index, item in enumerate(value)
-        ]
-    return _plain(_default(value), path, nonfinite, depth + 1)
-
-
-def _default(value: Any) -> Any:
-    """A JSON value for one that the encoder doesn't support."""
-    if isinstance(value, Integral):  # including numpy's
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return _shown(value)
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception as error:  # noqa: BLE001 - a user's __repr__ may raise anything
-        return f"<{type(value).__name__}: its repr raised {type(error).__name__}>"
-
-
 def _refused(path: Path, error: OSError) -> RunError:
     return RunError(
         f"can't write {path}: {error.strerror or error}; free some space or choose another "
@@ -184,5 +131,5 @@ _ENCODER = json.JSONEncoder(
     ensure_ascii=False,
     allow_nan=False,
     check_circular=False,  # a cycle is a RecursionError
-    default=_default,
+    default=default,
 )

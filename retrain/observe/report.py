@@ -19,10 +19,11 @@ import yaml
 
 from retrain.concurrency.locks import in_use
 from retrain.errors import ConfigError, first_of
+from retrain.jsonable import plain
 from retrain.observe.callbacks import tenths
 from retrain.observe.charts import charts
 from retrain.observe.failure import ERROR
-from retrain.observe.journal import plain, read_lines
+from retrain.observe.journal import read_lines
 from retrain.observe.progress import clock_text, near, short
 from retrain.observe.run_dir import (
     CONFIG,

@@ -30,7 +30,8 @@ import yaml
 from retrain.concurrency.locks import FolderLock, InUseError
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError
-from retrain.observe.journal import Journal, plain, read_lines, repair
+from retrain.jsonable import plain
+from retrain.observe.journal import Journal, read_lines, repair
 from retrain.observe.voided import cut
 from retrain.types import Group, Trajectory
 

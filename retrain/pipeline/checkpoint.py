@@ -22,7 +22,7 @@ from typing import Any
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
 from retrain.errors import CheckpointError, first_of, shown
-from retrain.observe.journal import plain
+from retrain.jsonable import plain
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 
 MANIFEST = "manifest.json"

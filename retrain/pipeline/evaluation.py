@@ -14,6 +14,7 @@ from typing import Any
 
 from retrain.assembly import Parts
 from retrain.batching import segments
+from retrain.concurrency.deadlines import apart
 from retrain.config import EvalConfig, RunConfig
 from retrain.losses import FLOATS
 from retrain.pipeline.recorder import Recorder
@@ -138,7 +139,7 @@ class Evaluation:
 
         async with asyncio.TaskGroup() as workers:
             for index in range(min(self.config.train.groups_per_step, len(prompts))):
-                workers.create_task(worker(), name=f"evaluate#{index}")
+                workers.create_task(apart(worker(), "evaluate"), name=f"evaluate#{index}")
         return groups
 
 

@@ -25,18 +25,19 @@ from pathlib import Path
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
 from retrain.batching import batch_of, fitting, kl_penalised, make_samples
-from retrain.concurrency.deadlines import cancelled
+from retrain.concurrency.deadlines import apart, cancelled
 from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
-from retrain.errors import NonFiniteError, NoSignalError, RunError, StallError
+from retrain.errors import NonFiniteError, NoSignalError, RunError, StallError, UserCodeError
 from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
 from retrain.pipeline.resume import begin_from, checkpoint, restore
 from retrain.pipeline.run import Run
+from retrain.rewarding import fail
 from retrain.rollout import Playback, Slot
-from retrain.types import Batch, Group, Metrics
+from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
 
 
 async def train(
@@ -160,10 +161,11 @@ async def drive(run: Run) -> Status:
     async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
             learner = stages.create_task(learn(run), name="learn")
-            producers = [stages.create_task(feed(run), name="feed")]
-            for index in range(run.slots):
-                stage = collect(run, run.slot(run.config.algorithm.group_size))
-                producers.append(stages.create_task(stage, name=f"collect#{index}"))
+            producers = [stages.create_task(apart(feed(run), "feed"), name="feed")]
+            producers += [
+                stages.create_task(collect(run), name=f"collect#{index}")
+                for index in range(run.slots)
+            ]
             interrupted = await _until_learned(run, learner)
             for producer in producers:
                 producer.cancel()
@@ -193,21 +195,48 @@ async def feed(run: Run) -> None:
 
 
 @stops_the_learner
-async def collect(run: Run, slot: Slot | Playback) -> None:
-    """Play one group after the other in this slot."""
+async def collect(run: Run) -> None:
+    """Keep one slot at work. If user code ends its task, its group fails and a new slot follows."""
+    size = run.config.algorithm.group_size
+    while True:
+        current: list[Prompt | Group] = []
+        try:
+            await apart(_play(run, run.slot(size), current), "slot")
+        except UserCodeError as error:
+            run.record.fault(str(error))
+            for left in current:
+                if isinstance(left, Prompt):
+                    left = _failed(left, size, error)
+                    run.record.played(left, time.time())
+                await run.done.put(left)
+
+
+async def _play(run: Run, slot: Slot | Playback, current: list[Prompt | Group]) -> None:
+    """Play one group after the other; `current` is the one that isn't handed on yet."""
     try:
         while True:
             prompt = await run.todo.get()
+            current[:] = [prompt]
             started = time.time()
             group = await slot.play(prompt)
             if cancelled():  # and user code swallowed the CancelledError
                 break
             run.record.played(group, started)
+            current[:] = [group]
             if run.sampled:
                 run.see(group)
             await run.done.put(group)
+            current.clear()
     finally:
         await slot.close()
+
+
+def _failed(prompt: Prompt, size: int, error: UserCodeError) -> Group:
+    """A group of `size` rollouts that failed alike."""
+    group = Group(prompt, [Trajectory(prompt) for _ in range(size)])
+    for trajectory in group.trajectories:
+        fail(trajectory, error)
+    return group
 
 
 async def learn(run: Run) -> None:

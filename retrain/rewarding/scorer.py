@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from retrain.algorithms.functional import LARGEST
+from retrain.concurrency.deadlines import STUCK_SECONDS, own_task
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import DeadlinesConfig
 from retrain.errors import LateError, PluginError, RunError, UserCodeError, first_of, shown
@@ -153,7 +154,7 @@ class Scorer:
         is cancelled, and only awaited if the run itself ends.
         """
         owner = f"reward '{part.name}'"
-        tasks = [asyncio.create_task(judged(owner, call)) for call in calls]
+        tasks = [own_task(judged(owner, call)) for call in calls]
         try:
             await asyncio.sleep(0)  # calls that never wait are done after this
             late = {task for task in tasks if not task.done()}
@@ -161,11 +162,11 @@ class Scorer:
                 _, late = await asyncio.wait(late, timeout=self.deadlines.reward)
         except asyncio.CancelledError:
             for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+                task.end()
+            await asyncio.wait(tasks, timeout=STUCK_SECONDS)
             raise
         for task in late:
-            task.cancel()
+            task.end()
         return [self._late(part) if task in late else result_of(owner, task) for task in tasks]
 
     async def _in_threads(

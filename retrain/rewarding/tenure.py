@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from retrain.concurrency.deadlines import user_call
+from retrain.concurrency.deadlines import STUCK_SECONDS, absorb, own_task, user_call
 from retrain.config import DeadlinesConfig
 from retrain.errors import UserCodeError
 from retrain.rewarding.base import RewardCalculator
@@ -30,18 +30,19 @@ class Tenure:
         self._deadlines, self._fault = deadlines, fault
         self._ready: asyncio.Future[UserCodeError | None] = asyncio.Future()
         self._over = asyncio.Event()
-        self._task = asyncio.create_task(self._serve(), name=self._owner)
+        self._task = own_task(self._serve(), name=self._owner)
 
     async def ready(self) -> UserCodeError | None:
         """Wait for `setup`; returns its error."""
         return await asyncio.shield(self._ready)
 
     async def end(self) -> None:
-        """Close the calculator; a `setup` under way is cancelled first."""
+        """Close the calculator; a `setup` under way is cancelled first. Code that never ends is
+        abandoned."""
         self._over.set()
         if not self._ready.done():
-            self._task.cancel()
-        await asyncio.wait([self._task])
+            self._task.end()
+        await asyncio.wait([self._task], timeout=self._deadlines.close + STUCK_SECONDS)
 
     async def _serve(self) -> None:
         seconds, what = self._deadlines.setup, f"{self._owner}: setup"
@@ -52,14 +53,13 @@ class Tenure:
         except UserCodeError as error:  # that of a worker process names its owner already
             cause = error.__cause__
             self._ready.set_result(cause if isinstance(cause, UserCodeError) else error)
-        except asyncio.CancelledError:  # by `end`, or by the code itself: close in either case
+        except asyncio.CancelledError:  # by `end`, or by what `setup` left running: close it
             if not self._ready.done():
-                self._ready.set_result(UserCodeError(f"{what} cancelled its own task"))
+                self._ready.set_result(UserCodeError(f"{what} was cancelled"))
+        await absorb()
         seconds, what = self._deadlines.close, f"{self._owner}: close"
         try:
             await user_call(what, self._calculator.close, seconds, "close")
         except UserCodeError as error:
             cause = error.__cause__
             self._fault(str(cause if isinstance(cause, UserCodeError) else error))
-        except asyncio.CancelledError:
-            self._fault(f"{what} cancelled its own task")

@@ -12,14 +12,17 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from retrain.chat import Chat, Conversation
 from retrain.concurrency.deadlines import adapter_call, user_call
 from retrain.config import RunConfig
-from retrain.environment import Action, Environment, StepResult
-from retrain.errors import AdapterError, UserCodeError, shown
-from retrain.rewarding import as_number, fail
+from retrain.environment import Action, StepResult, ToolSpec
+from retrain.errors import AdapterError, UserCodeError, text_of
+from retrain.rewarding import fail
+from retrain.rollout.answers import UnusableError, opening_of, prepare, result_of, tools_of
+from retrain.rollout.instance import Instance, Job
 from retrain.sampler import Sampler, SamplingParams
 from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory, Turn
 
@@ -49,20 +52,18 @@ class Rollouts:
         self.deadlines = config.deadlines
         self.seed = config.train.seed
 
-    async def play(self, prompt: Prompt, environments: Sequence[Environment]) -> Group:
-        """Play one rollout of `prompt` in each environment.
+    async def play(self, prompt: Prompt, instances: Sequence[Instance]) -> Group:
+        """Play one rollout of `prompt` in each instance; one that isn't set up fails.
 
         Raises AdapterError or DeadlineError when the sampler fails.
         """
         rollouts = [
-            _Rollout(self, prompt, environment, index)
-            for index, environment in enumerate(environments)
+            _Rollout(self, prompt, instance, index) for index, instance in enumerate(instances)
         ]
-        await _each([r.reset for r in rollouts], at_once=_overrides(environments, "reset"))
+        await _each(rollouts, "reset", _Rollout.reset)
         self._begin(rollouts)
-        await self._first_turns([r for r in rollouts if r.alive])
-        playing = [r.play for r in rollouts if r.alive]
-        await _each(playing, at_once=_overrides(environments, "step"))
+        await self._first_turns(rollouts)
+        await _each(rollouts, "step", _Rollout.play)
         return Group(prompt, [r.trajectory for r in rollouts])
 
     def _begin(self, rollouts: Sequence[_Rollout]) -> None:
@@ -83,57 +84,73 @@ class Rollouts:
         """Sample all first turns, equal prompts together."""
         together: dict[int, list[_Rollout]] = {}
         for rollout in rollouts:  # equal openings share one list
-            together.setdefault(id(rollout.conversation.prompt_ids), []).append(rollout)
+            if rollout.alive:
+                together.setdefault(id(rollout.conversation.prompt_ids), []).append(rollout)
+        if len(together) == 1:  # a failed one keeps its place: the others sample what they would
+            [alive] = together.values()
+            await self._first_turn(alive[0], rollouts)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for members in together.values():
+                tasks.create_task(self._first_turn(members[0], members))
 
-        async def sample(members: list[_Rollout]) -> None:
-            first = members[0]
-            completions = await first.sample(n=len(members))
-            for member, completion in zip(members, completions, strict=True):
-                member.first = completion
-                member.trajectory.seconds["sample"] = first.trajectory.seconds["sample"]
-
-        await _each(
-            [lambda m=members: sample(m) for members in together.values()],  # type: ignore[misc]  # mypy can't infer a lambda with a default
-            at_once=len(together) > 1,
-        )
+    async def _first_turn(self, sampling: _Rollout, members: Sequence[_Rollout]) -> None:
+        completions = await sampling.sample(n=len(members), index=members[0].index)
+        for member, completion in zip(members, completions, strict=True):
+            member.first = completion
+            member.trajectory.seconds["sample"] = sampling.trajectory.seconds["sample"]
 
 
 class _Rollout:
     """One rollout while it is played."""
 
-    __slots__ = ("conversation", "environment", "first", "index", "opening", "shared", "tools",
+    __slots__ = ("conversation", "first", "index", "instance", "opening", "shared", "tools",
                  "trajectory")  # fmt: skip
 
     conversation: Conversation
     first: Completion
 
-    def __init__(
-        self, shared: Rollouts, prompt: Prompt, environment: Environment, index: int
-    ) -> None:
+    def __init__(self, shared: Rollouts, prompt: Prompt, instance: Instance, index: int) -> None:
         self.shared = shared
-        self.environment = environment
+        self.instance = instance
         self.index = index
         self.trajectory = Trajectory(prompt)
         self.opening: Sequence[Message] = ()
-        self.tools = environment.tools
-        environment.prompt = prompt
+        self.tools: Sequence[ToolSpec] = ()
+        if instance.error is not None:
+            fail(self.trajectory, instance.error)
 
     @property
     def alive(self) -> bool:
         return self.trajectory.outcome == "ok"
 
+    def fail(self, error: UserCodeError) -> None:
+        """Set the outcome of this rollout, once."""
+        self.instance.failed = True
+        if self.alive and isinstance(error, UnusableError):
+            self._fail("invalid", str(error))
+        elif self.alive:
+            fail(self.trajectory, error)
+
     async def reset(self) -> None:
-        prompt = self.trajectory.prompt
+        """Get the opening messages and the tools."""
+        prompt, environment = self.trajectory.prompt, self.instance.environment
         self.opening = prompt.messages
-        if type(self.environment).reset is not Environment.reset:
-            opening = await self._guard("reset", lambda: self.environment.reset(prompt))
-            self.opening = [] if opening is None else opening
+        name = self._name("reset")
+        try:
+            prepare(name, environment, prompt)
+            if self.instance.overrides("reset"):
+                answer = await self._call("reset", lambda: environment.reset(prompt))
+                self.opening = opening_of(name, answer)
+            self.tools = tools_of(self.instance.name, environment)
+        except UserCodeError as error:
+            self.fail(error)
 
     def begin(self) -> None:
         try:
             self.conversation = self.shared.chat.begin(self.opening, self.tools)
         except Exception as error:  # noqa: BLE001 - the environment's messages are at fault
-            self._fail("invalid", f"{self._name('reset')}: {error}")
+            self._fail("invalid", f"{self._name('reset')}: {text_of(error)}")
 
     def check_room(self) -> None:
         length, limit = len(self.conversation.prompt_ids), self.shared.context_length
@@ -158,11 +175,15 @@ class _Rollout:
             completion = None if result is None else await self._answer(result)
         trajectory.messages = conversation.messages
 
-    async def sample(self, n: int = 1) -> list[Completion]:
-        """Sample `n` next turns. Raises DeadlineError, AdapterError and what the sampler raises."""
+    async def sample(self, n: int = 1, index: int | None = None) -> list[Completion]:
+        """Sample `n` next turns, with the seed of the rollout `index`, by default this one.
+
+        Raises DeadlineError, AdapterError and what the sampler raises.
+        """
         shared, prompt_ids = self.shared, self.conversation.prompt_ids
         max_tokens = min(shared.params.max_tokens, shared.context_length - len(prompt_ids))
-        params = replace(shared.params, max_tokens=max_tokens, seed=self._seed())
+        seed = self._seed(self.index if index is None else index)
+        params = replace(shared.params, max_tokens=max_tokens, seed=seed)
         started = time.perf_counter()
         completions = await adapter_call(
             f"the sampler, with prompt {self.trajectory.prompt.id},",
@@ -182,16 +203,14 @@ class _Rollout:
 
     async def _step(self, action: Action) -> StepResult | None:
         """The result of the environment's `step`; None when the episode ends here."""
-        trajectory = self.trajectory
-        if type(self.environment).step is Environment.step:
-            return None
-        answer = await self._guard("step", lambda: self.environment.step(action))
-        if not self.alive:
+        trajectory, environment = self.trajectory, self.instance.environment
+        if not self.instance.overrides("step"):
             return None
         try:
-            result = _checked(answer)
-        except (TypeError, ValueError) as error:
-            self._fail("infra_error", f"{self._name('step')} {error}")
+            answer = await self._call("step", lambda: environment.step(action))
+            result = result_of(self._name("step"), answer)
+        except UserCodeError as error:
+            self.fail(error)
             return None
         rewards = trajectory.rewards
         rewards["environment"] = rewards.get("environment", 0.0) + result.reward
@@ -209,25 +228,29 @@ class _Rollout:
         try:
             self.conversation.observe(result.observation)
         except Exception as error:  # noqa: BLE001 - the environment's messages are at fault
-            self._fail("invalid", f"{self._name('step')}: {error}")
+            self._fail("invalid", f"{self._name('step')}: {text_of(error)}")
             return None
         if len(self.conversation.prompt_ids) >= shared.context_length:
             trajectory.info["truncated"] = "context"
             return None
-        [completion] = await self.sample()
+        try:
+            [completion] = await self.sample()
+        except UserCodeError as error:  # user code cancelled the task meanwhile
+            self.fail(error)
+            return None
         return completion
 
-    async def _guard(self, stage: str, call: Callable[[], Awaitable[T]]) -> T | None:
-        """Await user code within its deadline; a failure sets the outcome of this rollout."""
+    async def _call(self, stage: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Await user code within its deadline; raises UserCodeError."""
         limit: float = getattr(self.shared.deadlines, stage)
         started = time.perf_counter()
         try:
-            return await user_call(self._name(stage), call, limit, stage)
-        except UserCodeError as error:
-            fail(self.trajectory, error)
-            return None
-        finally:
+            answer = await user_call(self._name(stage), call, limit, stage, self.instance.abandon)
+        except UserCodeError:
             self._took("environment", started)
+            raise
+        self._took("environment", started)
+        return answer
 
     def _took(self, stage: str, started: float) -> None:
         self.shared.progress()
@@ -239,48 +262,46 @@ class _Rollout:
         self.trajectory.info["error"] = error
 
     def _name(self, stage: str) -> str:
-        return f"{type(self.environment).__name__}.{stage}"
+        return f"{self.instance.name}.{stage}"
 
-    def _seed(self) -> int:
+    def _seed(self, index: int) -> int:
         turn = len(self.trajectory.turns)
-        key = f"{self.shared.seed}/{self.trajectory.prompt.id}/{self.index}/{turn}"
+        key = f"{self.shared.seed}/{self.trajectory.prompt.id}/{index}/{turn}"
         digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
-def _checked(answer: Any) -> StepResult:
-    """The StepResult that a user's `step` returned; raises TypeError or ValueError."""
-    if not isinstance(answer, tuple) or len(answer) != 5:
-        raise TypeError(
-            f"returned {shown(answer)}, expected StepResult(observation, reward, terminated, "
-            "truncated, info)"
-        )
-    observation, reward, terminated, truncated, info = answer
-    value = as_number(reward)
-    if value is None:
-        raise ValueError(f"returned the reward {shown(reward)}, expected a finite number")
-    if not isinstance(info, dict):
-        raise TypeError(f"returned the info {shown(info)}, expected a dict")
-    ends = bool(terminated), bool(truncated)
-    if any(ends) and observation is None:  # as is common with Gym
-        observation = ()
-    if any(ends) and not isinstance(observation, list | tuple):
-        raise TypeError(
-            f"returned the observation {shown(observation)}, expected a list of messages"
-        )
-    return StepResult(observation, value, *ends, info)
+class _Countdown:
+    """A future that is done when `count` jobs are, or with the first error of one."""
+
+    def __init__(self, count: int) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._left = count
+
+    def done(self, error: BaseException | None) -> None:
+        self._left -= 1
+        if self.future.done():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        elif not self._left:
+            self.future.set_result(None)
 
 
-def _overrides(environments: Sequence[Environment], hook: str) -> bool:
-    return any(getattr(type(e), hook) is not getattr(Environment, hook) for e in environments)
+async def _each(
+    rollouts: Sequence[_Rollout], hook: str, call: Callable[[_Rollout], Awaitable[None]]
+) -> None:
+    """Do `call` for the rollouts that are alive: in the instance's task if it overrides `hook`.
 
-
-async def _each(calls: Sequence[Callable[[], Awaitable[None]]], *, at_once: bool) -> None:
-    """Await all calls: `at_once` in separate tasks, else in turn, since none of them waits."""
-    if not at_once or len(calls) == 1:
-        for call in calls:
-            await call()
-        return
-    async with asyncio.TaskGroup() as tasks:
-        for call in calls:
-            tasks.create_task(call())  # type: ignore[arg-type]  # they are coroutines
+    The others call no user code and never wait.
+    """
+    alive = [rollout for rollout in rollouts if rollout.alive]
+    away = [rollout for rollout in alive if rollout.instance.overrides(hook)]
+    countdown = _Countdown(len(away))
+    for rollout in away:
+        rollout.instance.do(Job(partial(call, rollout), rollout.fail, countdown.done))
+    for rollout in alive:
+        if not rollout.instance.overrides(hook):
+            await call(rollout)
+    if away:
+        await countdown.future

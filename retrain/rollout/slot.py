@@ -8,15 +8,18 @@ that a fault never affects the next group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from retrain.concurrency.deadlines import is_theirs, user_call
-from retrain.config import DeadlinesConfig
 from retrain.environment import Environment
-from retrain.errors import UserCodeError, blame
-from retrain.rewarding import Scorer, fail
+from retrain.jsonable import plain
+from retrain.rewarding import Scorer
 from retrain.rollout.group import Rollouts
-from retrain.types import Group, Prompt, Trajectory
+from retrain.rollout.instance import Instance, closed
+from retrain.types import Group, Prompt
+
+_LOG = logging.getLogger(__name__)
 
 
 class Slot:
@@ -28,80 +31,60 @@ class Slot:
         make: Callable[[], Environment],
         rollouts: Rollouts,
         scorer: Scorer,
-        setups: asyncio.Semaphore,
-        fault: Callable[[str], None],
+        setups: asyncio.Semaphore | None = None,
+        fault: Callable[[str], None] = _LOG.warning,
     ) -> None:
-        """`fault` is called with the error of a `close`, which affects no rollout."""
-        self._make = make
+        """`setups` bounds how many instances are set up at once, over all slots that share it.
+
+        `fault` is called with an error that affects no rollout, such as one of `close`.
+        """
+        setups = setups or asyncio.Semaphore(size)
         self._rollouts = rollouts
         self._scorer = scorer
-        self._setups = setups
-        self._fault = fault
-        self._environments: list[Environment | None] = [None] * size
+        self._make = partial(Instance, make, rollouts.deadlines, setups, fault)
+        self._instances: list[Instance | None] = [None] * size
+        self._leaving: list[Instance] = []
 
     async def play(self, prompt: Prompt) -> Group:
         """Play and score one group. Raises only what the sampler raises."""
-        if error := await self._fill():
-            group = Group(prompt, [Trajectory(prompt) for _ in self._environments])
-            for trajectory in group.trajectories:
-                fail(trajectory, error)
-            return group
-        group = await self._rollouts.play(prompt, [e for e in self._environments if e is not None])
-        outcomes = enumerate(t.outcome for t in group.trajectories)
-        await self._drop([i for i, o in outcomes if o in ("infra_error", "timeout")])
+        group = await self._rollouts.play(prompt, await self._filled())
+        for index, trajectory in enumerate(group.trajectories):
+            if trajectory.outcome in ("infra_error", "timeout"):
+                self._retire(index)
         await self._scorer.score(group)
+        for trajectory in group.trajectories:
+            if trajectory.info:  # user code may still change its dict
+                trajectory.info = plain(trajectory.info)
         return group
 
     async def close(self) -> None:
-        """Close all instances at the same time, each within its deadline."""
-        await self._drop(range(len(self._environments)))
+        """Close all instances at the same time, within their deadline."""
+        present = [instance for instance in self._instances if instance is not None]
+        leaving = [*present, *self._leaving]
+        self._instances, self._leaving = [None] * len(self._instances), []
+        await closed(leaving, self._rollouts.deadlines.close)
 
-    async def _fill(self) -> UserCodeError | None:
-        """Make the missing instances; return why one can't be made."""
-        missing = [i for i, kept in enumerate(self._environments) if kept is None]
-        if not missing:
-            return None
-        async with asyncio.TaskGroup() as setups:
-            made = [setups.create_task(self._set_up(index)) for index in missing]
-        return next((error for task in made if (error := task.result())), None)
+    async def _filled(self) -> list[Instance]:
+        """The instances: the missing ones are made once those that they replace are closed."""
+        for index, instance in enumerate(self._instances):
+            if instance is not None and instance.error is not None:  # it failed between two groups
+                self._retire(index)
+        await _all([instance.ended for instance in self._leaving])
+        self._leaving.clear()
+        filled = [self._make() if kept is None else kept for kept in self._instances]
+        self._instances[:] = filled
+        await _all([instance.ready for instance in filled])
+        return filled
 
-    async def _set_up(self, index: int) -> UserCodeError | None:
-        """Make and set up one instance; return why that fails."""
-        name = "the environment"
-        try:
-            environment = self._make()
-        except BaseException as error:
-            if not is_theirs(error):
-                raise
-            return blame(name, error)
-        name = type(environment).__name__
-        if type(environment).setup is Environment.setup:
-            self._environments[index] = environment
-            return None
-        async with self._setups:
-            self._environments[index] = environment  # so that it is closed, whatever happens
-            try:
-                await user_call(f"{name}.setup", environment.setup, self._deadlines.setup, "setup")
-            except UserCodeError as error:
-                await self._drop([index])
-                return error
-        return None
+    def _retire(self, index: int) -> None:
+        """Close the instance at this index, beside what follows."""
+        instance, self._instances[index] = self._instances[index], None
+        if instance is not None:
+            instance.retire()
+            self._leaving.append(instance)
 
-    async def _drop(self, places: Iterable[int]) -> None:
-        """Remove and close the instances at these indices."""
-        async with asyncio.TaskGroup() as closing:
-            for index in places:
-                environment, self._environments[index] = self._environments[index], None
-                if environment is not None and type(environment).close is not Environment.close:
-                    closing.create_task(self._close(environment))
 
-    async def _close(self, environment: Environment) -> None:
-        name = f"{type(environment).__name__}.close"
-        try:
-            await user_call(name, environment.close, self._deadlines.close, "close")
-        except UserCodeError as error:
-            self._fault(str(error))
-
-    @property
-    def _deadlines(self) -> DeadlinesConfig:
-        return self._rollouts.deadlines
+async def _all(futures: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for all; a cancellation doesn't cancel them."""
+    if waiting := [future for future in futures if not future.done()]:
+        await asyncio.wait(waiting)
