@@ -302,7 +302,7 @@ async def test_a_run_sets_a_reward_up_and_closes_it_once_in_one_task(tmp_path):
     [
         ("setup raises", r"reward 'mine': setup raised ConnectionError: nobody there \(test_rew"),
         ("setup hangs", r"reward 'mine': setup took longer than deadlines.setup = 0.1 s"),
-        ("setup cancels", r"reward 'mine': setup (raised Cancelled|cancelled its own task)"),
+        ("setup cancels", r"reward 'mine': setup: user code cancelled its own task"),
     ],
 )
 async def test_a_setup_that_fails_ends_the_run_before_a_rollout(tmp_path, fault, message):
@@ -357,7 +357,7 @@ class AllSuicidal(Suicidal):
 async def test_code_that_cancels_its_own_task_fails_its_rollouts_only():
     one, other = await scored(played("a", "b"), Suicidal())
     assert (one.outcome, other.outcome) == ("infra_error", "ok")
-    assert one.info["error"] == "reward 'Suicidal' cancelled its own task"
+    assert one.info["error"] == "reward 'Suicidal': user code cancelled its own task"
     both = await scored(played("a", "b"), AllSuicidal())
     assert [t.outcome for t in both] == ["infra_error"] * 2
 

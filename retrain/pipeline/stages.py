@@ -189,8 +189,8 @@ async def feed(run: Run) -> None:
         if ticket in run.kept:
             await run.done.put(run.kept.pop(ticket))
             continue
+        run.record.event("issued", ticket=str(ticket))  # in the order of the ledger
         await run.outage.turn(ticket, run.watchdog.waiting)
-        run.record.event("issued", ticket=str(ticket))
         await run.todo.put(run.parts.prompts.prompt(ticket))
 
 

@@ -38,7 +38,7 @@ async def judged(owner: str, call: Callable[[], Awaitable[Any]]) -> Any:
 def result_of(owner: str, task: asyncio.Task[Any]) -> Any:
     """The result of a finished task of `judged`, which we did not cancel."""
     if task.cancelled():
-        return UserCodeError(f"{owner} cancelled its own task")
+        return UserCodeError(f"{owner}: user code cancelled its own task")
     return task.result()
 
 

@@ -86,7 +86,7 @@ class _Serving:
         try:
             result = await judged(owner, call)
         except asyncio.CancelledError:
-            result = UserCodeError(f"{owner} cancelled its own task")
+            result = UserCodeError(f"{owner}: user code cancelled its own task")
         failed = isinstance(result, UserCodeError)
         _answer(self.answers, [result] if failed else DONE)
         return not failed

@@ -15,6 +15,7 @@ from typing import Any
 from retrain.config import RunConfig
 from retrain.observe.journal import read_lines
 from retrain.observe.run_dir import read_events, surviving
+from retrain.pipeline.run import AGAIN
 
 Event = dict[str, Any]
 
@@ -86,7 +87,7 @@ class Book:
         ticket = event["ticket"]
         self._close(ticket)
         self._dropped.add(ticket)
-        if (event["cause"] == "stale") != ("again" in event):
+        if (event["cause"] in AGAIN) != ("again" in event):
             self.blame("P1", f"{ticket} was dropped as {event['cause']}: {event}")
         if "again" in event:
             self._due.append(event["again"])
