@@ -152,7 +152,7 @@ def _asked_pause(details: Any) -> float | None:
 
 
 def _pause(asked: Any, unit: float = 1.0) -> float | None:
-    """Seconds; None for NaN, which asks for nothing. Raises ValueError on text that is no number."""
+    """Seconds; None for NaN. Raises ValueError on text that is not a number."""
     try:
         seconds = float(asked) * unit
     except OverflowError:  # an integer above the range of floats
