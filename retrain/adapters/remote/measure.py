@@ -31,7 +31,7 @@ PREFIX, LONG = 12, 36
 EPS = 1e3
 RATE = 0.03
 """The first learning rate that is tried."""
-CHANGE, LARGEST = 0.1, 1.0
+CHANGE, LARGEST = 0.05, 1.0
 """The least and the largest mean change of log-probs that `one` should have."""
 SIGNAL = 20.0
 """The least ratio of the change to the noise, the difference of two readings of log-probs."""
@@ -88,13 +88,22 @@ class _Measurement:
         gaps = [one - other for one, other in zip(self._before, again, strict=True)]
         noise = math.hypot(*gaps) / PREFIX  # of the mean, if the gaps are independent
         least = max(CHANGE, SIGNAL * noise)
+        unfit: UnfitError | None = None
         for factor in ATTEMPTS:
-            if least * factor <= LARGEST and (found := await self._compared(least * factor)):
-                many, less = found
-                if _near(many) and _near(-less):
+            found = await self._compared(least * factor) if least * factor <= LARGEST else None
+            if found is None:
+                continue
+            many, less = found
+            if _near(many) and _near(-less):
+                if unfit is None:
                     return
-                if not (_near(many, DECISIVE) and _near(-less, DECISIVE)):
-                    raise UnfitError(_described(many, less))
+                unfit = None  # the attempts contradict each other
+            elif not (_near(many, DECISIVE) and _near(-less, DECISIVE)):
+                unfit = UnfitError(_described(many, less))
+                if not abs(less) < 10:  # the model is broken
+                    break
+        if unfit is not None:
+            raise unfit
         raise AdapterError(
             "the log-probs of its model are too imprecise: those of the same tokens differ by "
             f"{noise:.2g} between two rows, and equal updates change them differently"
@@ -106,14 +115,15 @@ class _Measurement:
         None if two updates of `one` differ: the model has changed too much, or there is noise.
         """
         one = await self._calibrated(aim)
-        pairs = [range(start, start + 2) for start in range(0, PREFIX, 2)]
-        rows = [_weighted(self._long, 1.5, pair) for pair in pairs for _ in range(2)]
-        many = await self._change(rows, self._rate / 3)
         then = await self._change([_weighted(self._short, 1.0)], self._rate)
         if not _near(then / one):
             return None
+        pairs = [range(start, start + 2) for start in range(0, PREFIX, 2)]
+        rows = [_weighted(self._long, 1.5, pair) for pair in pairs for _ in range(2)]
+        many = await self._change(rows, self._rate / 3)
         less = await self._change([_weighted(self._short, -1.0)], self._rate)
-        return 2 * many / (one + then), less / then
+        drift = then / one  # by which the gradient changes with each update
+        return many / (then * drift), less / (then * drift)
 
     async def _calibrated(self, aim: float) -> float:
         """The change of `one`, with a learning rate at which it is about `aim`."""
@@ -177,8 +187,9 @@ def _near(ratio: float, factor: float = TOLERANCE) -> bool:
 
 
 def _described(many: float, less: float) -> str:
-    guesses = [text for ratio, text in AVERAGES.items() if 0.85 < many / ratio < 1.15]
-    guess = f"it {guesses[0]}" if guesses else "it does not sum it over tokens"
+    nearest = min(AVERAGES, key=lambda ratio: abs(math.log(max(many, 1e-9) / ratio)))
+    known = _near(many / nearest, 1.25)
+    guess = f"it {AVERAGES[nearest]}" if known else "it does not sum it over tokens"
     return (
         f"{guess} (two updates whose gradients should be equal changed log-probs by a ratio of "
         f"{many:.3g}, and one with negative weights by {less:.3g}; expected 1 and -1)"
