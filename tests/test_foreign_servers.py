@@ -220,8 +220,10 @@ async def test_a_server_that_lacks_a_loss_trains_it_through_its_gradient(
     result = await train(run(tmp_path / "a", "tinker", server[0], "cispo"))
     assert len(result.history) == 1
     assert "backend.native_losses: [cross_entropy, importance_sampling, ppo]" in caplog.text
-    with pytest.raises(AdapterError, match=r"remove cispo from backend\.native_losses"):
-        await train(run(tmp_path / "b", "tinker", server[0], "cispo", assume_sum=True))
+    trusting = run(tmp_path / "b", "tinker", server[0], "cispo", assume_sum=True)
+    async with assemble(trusting).open_adapter() as adapter:
+        with pytest.raises(AdapterError, match=r"remove cispo from backend\.native_losses"):
+            await adapter.update(Batch([flat(-2.0)], "cispo", {}, Denominators(3, 1)))
 
 
 @pytest.mark.parametrize("backend", ["tinker", "weaver"])
