@@ -41,6 +41,8 @@ TRIES = 8
 """Updates to find a learning rate."""
 TOLERANCE, DECISIVE = 1.4, 1.7
 """The factors by which two changes may differ that should be equal, and must differ if not."""
+OPPOSITE = 3.0
+"""The factor for negative weights: a clamp on their sum changes them by orders of magnitude."""
 AVERAGES = {
     4.0: "divides each row by the sum of its weights",
     6.0: "averages over the trained tokens of each row",
@@ -94,11 +96,11 @@ class _Measurement:
             if found is None:
                 continue
             many, less = found
-            if _near(many) and _near(-less):
+            if _near(many) and _near(-less, OPPOSITE):
                 if unfit is None:
                     return
                 unfit = None  # the attempts contradict each other
-            elif not (_near(many, DECISIVE) and _near(-less, DECISIVE)):
+            elif not (_near(many, DECISIVE) and _near(-less, OPPOSITE)):
                 unfit = UnfitError(_described(many, less))
                 if not abs(less) < 10:  # the model is broken
                     break
@@ -189,8 +191,9 @@ def _near(ratio: float, factor: float = TOLERANCE) -> bool:
 def _described(many: float, less: float) -> str:
     nearest = min(AVERAGES, key=lambda ratio: abs(math.log(max(many, 1e-9) / ratio)))
     known = _near(many / nearest, 1.25)
-    guess = f"it {AVERAGES[nearest]}" if known else "it does not sum it over tokens"
+    guess = f"; it probably {AVERAGES[nearest]}" if known else ""
     return (
-        f"{guess} (two updates whose gradients should be equal changed log-probs by a ratio of "
-        f"{many:.3g}, and one with negative weights by {less:.3g}; expected 1 and -1)"
+        f"it does not sum over tokens{guess} (of two updates whose gradients should be equal, one "
+        f"changed log-probs {many:.3g} times as much as the other; negative weights changed them "
+        f"{less:.3g} times as much, expected -1)"
     )
