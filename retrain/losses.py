@@ -71,7 +71,8 @@ class Loss:
     over_max_tokens: bool = False
     """It is also divided by sampling.max_tokens."""
     services: tuple[str, ...] = ()
-    """The services that compute it themselves."""
+    """The services that compute it for us. Tinker has no mask: there, advantages of 0 have to take
+    a token out of the loss, so it must have no term that is left without them."""
     trl_mean: TrlMean | None = None
     """What TRL averages a micro-batch over before the batch's share is applied. `sum`: TRL divides
     by `num_items_in_batch`, which is the whole batch's. None: TRL does not compute it."""
@@ -144,7 +145,8 @@ LOSSES: dict[str, Loss] = {
         trl_mean="sum",
     ),
     "cross_entropy": Loss(formula=_cross_entropy, reads="weights", services=("tinker", "weaver")),
-    "dro": Loss(formula=_dro, keys={"beta": 0.05}, scaled=("beta",), services=("tinker",)),
+    # Tinker computes it too, but with beta/2 (lp - old)^2 also of the prompt's tokens.
+    "dro": Loss(formula=_dro, keys={"beta": 0.05}, scaled=("beta",)),
     # The size of a pair's advantages is its weight, which already holds the mean over pairs.
     "dpo": Loss(formula=_dpo, keys={"beta": 0.1}, reads="pairs", normalises_itself=True),
     # arXiv:2402.03300, eq. 3

@@ -171,6 +171,7 @@ REMOTE = {
     "beta2": Knob(0.5),
     "eps": Knob(1e-3),
     "native_losses": Knob(["cross_entropy"], RATIO),
+    "assume_sum": Knob(True, {"backend": {"url": "http://elsewhere"}}),
     "context_length": Knob(6),
     "tokenizer": Knob(ANOTHER),
 }
@@ -202,7 +203,11 @@ BACKEND_KNOBS: dict[str, dict[str, Knob]] = {
         "training_mode": Knob("full_ft", {"backend": {"type": "weaver", "learning_rate": 1e-2}}),
         "request_tokens": Knob(2),
         "sampler_ttl": Knob(60),
-        "resend": Knob(True, {"backend": {"url": "http://elsewhere"}}, lose="backward-passes"),
+        "resend": Knob(
+            True,
+            {"backend": {"url": "http://elsewhere", "assume_sum": True}},
+            lose="backward-passes",
+        ),
     },
 }
 """The keys of each backend's Options."""

@@ -95,7 +95,7 @@ def test_a_run_takes_a_transport_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(text.replace("../data", str(CONFIGS.parent / "data")))
     monkeypatch.chdir(tmp_path)
     with on_a_port(tmp_path / "service") as url:
-        few = ("train.total_train_steps=2", "train.groups_per_step=2")
+        few = ("train.total_train_steps=2", "train.groups_per_step=2", "backend.assume_sum=true")
         assert main(["run.yaml", f"backend.url={url}", *few, "--run-dir", "run"]) == 0
     lines = (tmp_path / "requests.log").read_text().splitlines()
     assert lines.count("POST /api/v1/optim_step 200") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -282,12 +283,23 @@ def test_error_bodies_of_every_shape_are_read(content: bytes, message: str, code
         ({"retry-after-ms": "250"}, 0.25),
         ({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT"}, 90.0),
         ({"retry-after": "soon"}, None),
+        ({"retry-after": "nan"}, None),
+        ({"retry-after-ms": "nan"}, None),
+        ({"retry-after": "Fri, 31 Dec 9999 23:59:59 -1400"}, 253402351189.0),
     ],
 )
 def test_retry_after_is_read_in_its_three_forms(
     headers: dict[str, str], seconds: float | None
 ) -> None:
     assert retry_after(headers, now=10.0) == seconds
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"), [("NaN", None), ("1e999", math.inf), ("9" * 400, math.inf)]
+)
+def test_a_pause_in_the_body_that_is_no_finite_number(asked: str, seconds: float | None) -> None:
+    details = f'{{"details": {{"retry_after_seconds": {asked}}}}}'
+    assert error_body(details.encode()).retry_after == seconds
 
 
 def test_pauses_double_up_to_the_cap_and_obey_the_service() -> None:

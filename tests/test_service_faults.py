@@ -41,7 +41,8 @@ class Faulty:
             return
         kind = IDS.sub("ID", scope["path"])
         self.seen[kind] += 1
-        trains = kind.endswith(("forward_backward", "optim_step", "passes", "steps", "weights"))
+        kinds = ("forward_backward", "optim_step", "passes", "steps", "weights", "checkpoints")
+        trains = kind.endswith(kinds)
         if not trains or self.seen[kind] > 1 or self.fault == "none":
             await self.app(scope, receive, send)
         elif self.fault == "lost reply":

@@ -56,6 +56,7 @@ def adapter(server: TinkerServer, run: RunConfig | None = None, **options: Any) 
         "url": "http://server",
         "base_model": "org/base",
         "wire": "proto" if server.peer.proto else "json",
+        "assume_sum": True,  # this server trains nothing
         **options,
     }
     return TinkerAdapter(TinkerOptions(**options), run or config(), http=server.transport())
@@ -84,7 +85,7 @@ def sent(server: TinkerServer, name: str = "forward_backward", index: int = -1) 
     return messages.decode_request(body)
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
 async def test_a_native_loss_is_one_pass_with_the_step_behind_it(loss: str) -> None:
     server = TinkerServer()
     async with adapter(server) as tinker:
@@ -107,16 +108,16 @@ async def test_a_native_loss_is_one_pass_with_the_step_behind_it(loss: str) -> N
 
 
 def test_clip_bounds_go_out_as_ratios() -> None:
-    assert loss_config(batch(loss="ppo", epsilon=0.1, epsilon_high=0.3)) == {
+    assert loss_config("ppo", {"epsilon": 0.1, "epsilon_high": 0.3}) == {
         "clip_low_threshold": 0.9,
         "clip_high_threshold": 1.3,
     }
-    assert loss_config(batch(loss="cispo")) == {
+    assert loss_config("cispo", {}) == {
         "clip_low_threshold": 0.0,
         "clip_high_threshold": 5.0,
     }
-    assert loss_config(batch(loss="dro", beta=0.2)) == {"beta": 0.2}
-    assert loss_config(batch(loss="importance_sampling")) == {}
+    assert loss_config("dro", {"beta": 0.2}) == {"beta": 0.2}
+    assert loss_config("importance_sampling", {}) == {}
 
 
 async def test_the_settings_of_the_loss_reach_the_wire() -> None:

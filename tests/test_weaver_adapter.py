@@ -25,7 +25,12 @@ from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Completion, Denominators, Sample
 from tests.fake_weaver import KEY, VOCABULARY, FakeWeaver, log_softmax
 
-OPTIONS: dict[str, Any] = {"url": "http://service", "learning_rate": 0.1, "max_grad_norm": 0.0}
+OPTIONS: dict[str, Any] = {
+    "url": "http://service",
+    "learning_rate": 0.1,
+    "max_grad_norm": 0.0,
+    "assume_sum": True,
+}
 LOSSES: dict[str, dict[str, float]] = {
     "importance_sampling": {},
     "ppo": {"epsilon": 0.1},

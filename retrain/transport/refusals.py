@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import email.utils
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -146,22 +147,31 @@ def _asked_pause(details: Any) -> float | None:
         return None
     for name, unit in (("retry_after_seconds", 1.0), ("retry_after_milliseconds", 1e-3)):
         if isinstance(details.get(name), (int, float)):
-            return float(details[name]) * unit
+            return _pause(details[name], unit)
     return None
+
+
+def _pause(asked: Any, unit: float = 1.0) -> float | None:
+    """Seconds; None for NaN. Raises ValueError on text that is not a number."""
+    try:
+        seconds = float(asked) * unit
+    except OverflowError:  # an integer above the range of floats
+        return math.inf
+    return None if math.isnan(seconds) else seconds
 
 
 def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
     """Seconds that `Retry-After` (seconds or a date) or `retry-after-ms` asks for."""
     try:
         if "retry-after-ms" in headers:
-            return float(headers["retry-after-ms"]) / 1000.0
-        return float(headers["retry-after"])
+            return _pause(headers["retry-after-ms"], 1e-3)
+        return _pause(headers["retry-after"])
     except KeyError:
         return None
     except ValueError:
         pass
     try:
-        date = email.utils.parsedate_to_datetime(headers["retry-after"])
-    except (KeyError, ValueError):
+        date = email.utils.parsedate_to_datetime(headers["retry-after"]).timestamp()
+    except (KeyError, ValueError, OverflowError):  # the last: a year outside the system's clock
         return None
-    return max(0.0, date.timestamp() - (time.time() if now is None else now))
+    return max(0.0, date - (time.time() if now is None else now))

@@ -3,6 +3,7 @@
 - A batch is one optimizer step, however many requests carry it: gradients add up on the service.
 - A native loss takes one pass. Any other loss takes another forward pass and is sent as dL/dlogp:
   the service then minimises sum(dL/dlogp x logp), which has the gradient of our loss.
+- Before its first step, a loss is measured on a throw-away model (`places`).
 - The loss and the learner's drift are computed here, from the log-probs that the service returns,
   so they mean the same on every backend.
 - `publish` swaps the sampler's session; samples in flight end on the weights they began with.
@@ -13,18 +14,25 @@ A subclass speaks one protocol: it has the client and the model.
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 import uuid
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
+import anyio
+
 from retrain.adapters.base import Adapter, AdapterState
+from retrain.adapters.losses import run_loss
 from retrain.adapters.remote.datums import Datum, shift
 from retrain.adapters.remote.local import bring, in_process, keep, local_model
+from retrain.adapters.remote.measure import Trainee
 from retrain.adapters.remote.options import RemoteOptions
+from retrain.adapters.remote.places import Places, unlikely_text
 from retrain.adapters.remote.published import (
     PublishedSampler,
     Scorer,
@@ -38,7 +46,7 @@ from retrain.batching import as_shared
 from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer
 from retrain.errors import AdapterError, CheckpointError, ConfigError
-from retrain.losses import row_of
+from retrain.losses import row_of, shared_name
 from retrain.protocols.training import AdamParams, LoraConfig
 from retrain.sampler import Tokenizer
 from retrain.transport.refusals import RemoteError
@@ -47,6 +55,12 @@ from retrain.types import Batch, Metrics
 if TYPE_CHECKING:
     import httpx
 
+log = logging.getLogger(__name__)
+
+LossKeys = Mapping[str, Any]  # a loss's own keys
+
+CLEAN_UP = 10.0
+"""Seconds that freeing a throw-away model may take."""
 UNLIMITED = 10**8
 """Tokens; a tokenizer's limit above it means that there is none."""
 
@@ -65,6 +79,7 @@ class RemoteAdapter(Adapter):
     """May be replaced between steps: each step reads it again."""
     sampler: PublishedSampler
     _client: Client
+    _model: Any  # the protocol's model in training
 
     def __init__(
         self,
@@ -87,7 +102,7 @@ class RemoteAdapter(Adapter):
         """Open a session, create the model, and serve its first weights as version 0.
 
         Raises ConfigError when the tokenizer can't be loaded or the context's length is unknown,
-        RemoteError when the service refuses.
+        RemoteError when the service refuses, AdapterError when it does not sum the run's loss.
         """
         async with AsyncExitStack() as stack:
             if self.local and self._http is None:
@@ -95,6 +110,13 @@ class RemoteAdapter(Adapter):
             await self._open(stack)
             self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
             self.context_length = await self._context_length()
+            self._places = Places(
+                self.options,
+                self._throwaway,
+                unlikely_text(self.tokenizer),
+                self.config.deadlines.update,
+            )
+            await self._places.native(shared_name(run_loss(self.config)))
             self.sampler = PublishedSampler(self.tokenizer, self.context_length)
             stack.push_async_callback(self.sampler.close)
             await self._serve(0)
@@ -115,7 +137,7 @@ class RemoteAdapter(Adapter):
         if not datums:
             raise AdapterError("the batch has no token to train on")
         rate = self._adam().learning_rate
-        native = batch.loss in self.options.native_losses
+        native = await self._places.native(batch.loss)
         with on_the_service():
             metrics = await (self._theirs if native else self._ours)(batch, datums)
         self._step += 1
@@ -177,6 +199,14 @@ class RemoteAdapter(Adapter):
         """Enter a client on the stack, and create the model."""
 
     @abstractmethod
+    async def _create(self, *, throwaway: bool = False) -> Any:
+        """A new model on the service; a throw-away one may be smaller than the run's own."""
+
+    @abstractmethod
+    async def _drop(self, model: Any) -> None:
+        """Free a model on the service."""
+
+    @abstractmethod
     async def _served_context(self) -> int | None:
         """The model's context length on the service; None if the service doesn't report it."""
 
@@ -194,7 +224,7 @@ class RemoteAdapter(Adapter):
 
     @abstractmethod
     async def _native(
-        self, batch: Batch, datums: Sequence[Datum]
+        self, loss: str, config: LossKeys, datums: Sequence[Datum], adam: AdamParams
     ) -> tuple[list[list[float]] | None, Metrics]:
         """One step of a native loss; optim_step is submitted before the pass ends.
 
@@ -202,12 +232,12 @@ class RemoteAdapter(Adapter):
         """
 
     @abstractmethod
-    async def _forward(self, datums: Sequence[Datum], loss: str) -> list[list[float]]:
+    async def _forward(self, datums: Sequence[Datum]) -> list[list[float]]:
         """The learner's log-prob of each target; raises AdapterError if the service omits them."""
 
     @abstractmethod
     async def _backward(
-        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]]
+        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]], adam: AdamParams
     ) -> Metrics:
         """One step down the gradient of sum(slopes x logprobs); returns the service's metrics."""
 
@@ -215,7 +245,12 @@ class RemoteAdapter(Adapter):
 
     async def _theirs(self, batch: Batch, datums: Sequence[Datum]) -> Metrics:
         """The service computes the loss."""
-        logprobs, metrics = await self._native(batch, datums)
+        try:
+            logprobs, metrics = await self._native(
+                batch.loss, batch.loss_config, datums, self._adam()
+            )
+        except RemoteError as error:
+            raise _with_way_out(error, batch.loss) from error
         if logprobs is None:
             return metrics
         trained = await valued(batch, logprobs, datums, self.config)
@@ -225,9 +260,9 @@ class RemoteAdapter(Adapter):
         """The loss is computed here, between a forward pass and the backward pass of dL/dlogp."""
         if row_of(batch.loss).reads == "pairs":
             datums = await self._with_reference(datums)
-        learner = await self._forward(datums, batch.loss)
+        learner = await self._forward(datums)
         trained = await valued(batch, learner, datums, self.config)
-        metrics = await self._backward(datums, trained.gradients)
+        metrics = await self._backward(datums, trained.gradients, self._adam())
         return {**metrics, **trained.metrics, "loss": trained.loss}
 
     async def _with_reference(self, datums: Sequence[Datum]) -> Sequence[Datum]:
@@ -240,6 +275,20 @@ class RemoteAdapter(Adapter):
             replace(datum, streams={"reference_logprobs": logprobs[1:], **datum.streams})
             for datum, logprobs in zip(datums, scored, strict=True)
         ]
+
+    @asynccontextmanager
+    async def _throwaway(self, loss: str | None) -> AsyncIterator[Trainee]:
+        """A model of its own, which is freed in the end, also when the block is cancelled."""
+        other = copy.copy(self)
+        other._model = await self._create(throwaway=True)
+        try:
+            yield _Throwaway(other, loss)
+        finally:
+            with anyio.move_on_after(CLEAN_UP, shield=True):
+                try:
+                    await self._drop(other._model)
+                except AdapterError as error:
+                    log.debug("a model could not be freed: %s", error)
 
     def _adam(self) -> AdamParams:
         """AdamW's settings of the next step."""
@@ -300,6 +349,39 @@ class RemoteAdapter(Adapter):
         """Let the sampler serve the present weights as `version`."""
         self.sampler.swap(await self._snapshot(version), version)
         self._version = version
+
+
+@dataclass(frozen=True, slots=True)
+class _Throwaway:
+    """Trains an adapter's model with one loss; None is any that is computed here."""
+
+    adapter: RemoteAdapter
+    loss: str | None
+
+    async def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
+        return await self.adapter._forward(datums)
+
+    async def step(self, datums: Sequence[Datum], adam: AdamParams) -> None:
+        if self.loss is not None:
+            await self.adapter._native(self.loss, {}, datums, adam)
+            return
+        slopes = [[-weight for weight in datum.advantages] for datum in datums]
+        await self.adapter._backward(datums, slopes, adam)
+
+
+def _with_way_out(error: RemoteError, loss: str) -> RemoteError:
+    """The error, with advice if the service may lack the loss."""
+    if error.status not in (400, 422, 501) and error.code != "job_failed":
+        return error
+    if "loss" not in str(error) and loss not in str(error):
+        return error
+    return RemoteError(
+        f"{error.args[0]}. If the service lacks the loss {loss}, remove {loss} from "
+        "backend.native_losses: it is then computed here",
+        status=error.status,
+        code=error.code,
+        request_id=error.request_id,
+    )
 
 
 def grad_norm(stepped: Mapping[str, float]) -> Metrics:

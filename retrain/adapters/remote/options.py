@@ -75,6 +75,9 @@ class RemoteOptions(AdapterOptions):
     native_losses: frozenset[str] = frozenset()
     """Losses that the service computes. The others are computed here and cost another forward pass.
     Remove the losses that a server lacks."""
+    assume_sum: bool = False
+    """Skip the check that the service sums losses over tokens. It is made on a throw-away model;
+    `url: local` needs none."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and completion together; by default the limit that the service or the
     tokenizer reports."""
@@ -86,7 +89,10 @@ class RemoteOptions(AdapterOptions):
     def _served(cls, value: frozenset[str]) -> frozenset[str]:
         served = cls.model_fields["native_losses"].default
         if unknown := sorted(value - served):
-            raise ValueError(f"got {unknown[0]!r}, expected some of {', '.join(sorted(served))}")
+            raise ValueError(
+                f"got {unknown[0]!r}, expected some of {', '.join(sorted(served))}; every other "
+                "loss is computed here"
+            )
         return value
 
     def needs(self) -> Mapping[str, Sequence[str]]:

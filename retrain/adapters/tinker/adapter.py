@@ -11,15 +11,17 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from retrain.adapters.base import AdapterState
-from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
+from retrain.adapters.remote.adapter import LossKeys, RemoteAdapter, grad_norm
 from retrain.adapters.remote.datums import Datum
 from retrain.adapters.tinker.client import TinkerClient
 from retrain.adapters.tinker.options import TinkerOptions
 from retrain.adapters.tinker.sampling import ServedWeights
+from retrain.adapters.tinker.training import TrainingClient
 from retrain.errors import AdapterError, NonFiniteError
 from retrain.losses import clip_bounds, settings
 from retrain.protocols.tinker import values as wire
-from retrain.types import Batch, Metrics
+from retrain.protocols.training import AdamParams
+from retrain.types import Metrics
 
 
 class TinkerAdapter(RemoteAdapter):
@@ -27,6 +29,7 @@ class TinkerAdapter(RemoteAdapter):
 
     options: TinkerOptions
     _client: TinkerClient
+    _model: TrainingClient
 
     async def forget(self, state: AdapterState) -> None:
         """Delete the checkpoint on the service; no error if it no longer exists."""
@@ -44,9 +47,15 @@ class TinkerAdapter(RemoteAdapter):
             http=self._http,
         )
         self._client = await stack.enter_async_context(client)
-        self._model = await self._client.create_model(
-            self.base_model, self._lora(), timeout=deadlines.publish
+        self._model = await self._create()
+
+    async def _create(self, *, throwaway: bool = False) -> TrainingClient:
+        return await self._client.create_model(
+            self.base_model, self._lora(), timeout=self.config.deadlines.publish
         )
+
+    async def _drop(self, model: TrainingClient) -> None:
+        await self._client.unload(model)
 
     async def _served_context(self) -> int | None:
         return (await self._client.context_lengths()).get(self.base_model)
@@ -65,29 +74,29 @@ class TinkerAdapter(RemoteAdapter):
         self._model = await self._client.load_model(path, timeout=self.config.deadlines.checkpoint)
 
     async def _native(
-        self, batch: Batch, datums: Sequence[Datum]
+        self, loss: str, config: LossKeys, datums: Sequence[Datum], adam: AdamParams
     ) -> tuple[list[list[float]] | None, Metrics]:
         limit = self.config.deadlines.update
-        rows = [row(batch.loss, datum) for datum in datums]
-        passing = await self._model.forward_backward(rows, batch.loss, loss_config(batch))
-        stepping = await self._model.optim_step(self._adam())
+        rows = [row(loss, datum) for datum in datums]
+        passing = await self._model.forward_backward(rows, loss, loss_config(loss, config))
+        stepping = await self._model.optim_step(adam)
         output, stepped = await passing.result(limit), await stepping.result(limit)
         complete = has_logprobs(output)
         metrics = {**service_metrics(output, needed=not complete), **grad_norm(stepped)}
         return output.logprobs if complete else None, metrics
 
-    async def _forward(self, datums: Sequence[Datum], loss: str) -> list[list[float]]:
+    async def _forward(self, datums: Sequence[Datum]) -> list[list[float]]:
         looking = await self._model.forward([weighted(datum, datum.mask) for datum in datums])
         output = await looking.result(self.config.deadlines.update)
         if not has_logprobs(output):
             raise AdapterError(
-                f"can't compute the loss {loss} here: the service returns no log-probs. Choose "
-                f"one of {', '.join(sorted(self.options.native_losses))}."
+                "the service returns no log-probs, which a loss that is computed here needs; only "
+                f"{', '.join(sorted(self.options.native_losses))} can be trained"
             )
         return output.logprobs
 
     async def _backward(
-        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]]
+        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]], adam: AdamParams
     ) -> Metrics:
         limit = self.config.deadlines.update
         rows = [
@@ -95,7 +104,7 @@ class TinkerAdapter(RemoteAdapter):
             for datum, own in zip(datums, slopes, strict=True)
         ]
         passing = await self._model.forward_backward(rows, "cross_entropy")
-        stepping = await self._model.optim_step(self._adam())
+        stepping = await self._model.optim_step(adam)
         await passing.result(limit)
         return grad_norm(await stepping.result(limit))
 
@@ -120,9 +129,9 @@ def weighted(datum: Datum, weights: Sequence[float]) -> wire.Datum:
     return wire.Datum(datum.inputs, inputs)
 
 
-def loss_config(batch: Batch) -> dict[str, float | str]:
+def loss_config(loss: str, config: LossKeys) -> dict[str, float | str]:
     """The loss's settings in the protocol's keys: clip bounds are ratios, not distances from 1."""
-    keys = settings(batch.loss, batch.loss_config)
+    keys = settings(loss, config)
     bounds = clip_bounds(keys)
     if bounds is None:
         return dict(keys)

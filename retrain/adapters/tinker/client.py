@@ -196,6 +196,11 @@ class TinkerClient:
         model_id = await future.result(timeout) or f"{self.session_id}:train:{seq_id}"
         return self._added(TrainingClient(self._connection, model_id))
 
+    async def unload(self, model: TrainingClient) -> None:
+        """Free a model before the session ends; some services do not support it."""
+        await model.unload()
+        self._models.remove(model)
+
     async def saved_model(self, path: str) -> tuple[str, LoraConfig]:
         """The base model and the LoRA of the weights at `path`.
 

@@ -12,13 +12,15 @@ from functools import partial
 from typing import Any
 
 from retrain.adapters.base import AdapterState
-from retrain.adapters.remote.adapter import RemoteAdapter, grad_norm
+from retrain.adapters.remote.adapter import LossKeys, RemoteAdapter, grad_norm
 from retrain.adapters.remote.datums import Datum, chunks
 from retrain.adapters.weaver.client import WeaverClient
+from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.adapters.weaver.sampling import SamplingSession
 from retrain.adapters.weaver.wire import TrainingRow
-from retrain.types import Batch, Metrics
+from retrain.protocols.training import AdamParams
+from retrain.types import Metrics
 
 
 class WeaverAdapter(RemoteAdapter):
@@ -26,6 +28,7 @@ class WeaverAdapter(RemoteAdapter):
 
     options: WeaverOptions
     _client: WeaverClient
+    _model: WeaverModel
 
     async def forget(self, state: AdapterState) -> None:
         """Delete the checkpoint on the service; no error if it no longer exists."""
@@ -44,11 +47,17 @@ class WeaverAdapter(RemoteAdapter):
             metadata={"run": self.config.name} if self.config.name else None,
         )
         self._client = await stack.enter_async_context(client)
-        self._model = await self._client.create_model(
+        self._model = await self._create()
+
+    async def _create(self, *, throwaway: bool = False) -> WeaverModel:
+        return await self._client.create_model(
             self.base_model,
-            training_mode=self.options.training_mode,
+            training_mode="lora" if throwaway else self.options.training_mode,
             lora=self._lora(),
         )
+
+    async def _drop(self, model: WeaverModel) -> None:
+        await self._client.terminate(model)
 
     async def _served_context(self) -> int | None:
         """The number in the model's name, `NAME:262144`."""
@@ -71,30 +80,30 @@ class WeaverAdapter(RemoteAdapter):
         await self._model.load_state(path)
 
     async def _native(
-        self, batch: Batch, datums: Sequence[Datum]
+        self, loss: str, config: LossKeys, datums: Sequence[Datum], adam: AdamParams
     ) -> tuple[list[list[float]] | None, Metrics]:
-        return await self._step_of(batch.loss, [_row(batch.loss, datum) for datum in datums])
+        return await self._step_of(loss, [_row(loss, datum) for datum in datums], adam)
 
-    async def _forward(self, datums: Sequence[Datum], loss: str) -> list[list[float]]:
+    async def _forward(self, datums: Sequence[Datum]) -> list[list[float]]:
         looks = [
             await self._model.forward(part) for part in self._requests(list(map(_target, datums)))
         ]
         return [row for look in looks for row in await look.result()]
 
     async def _backward(
-        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]]
+        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]], adam: AdamParams
     ) -> Metrics:
         rows = [
             _target(datum, surrogate_weights=own) for datum, own in zip(datums, slopes, strict=True)
         ]
-        return (await self._step_of("surrogate", rows))[1]
+        return (await self._step_of("surrogate", rows, adam))[1]
 
     async def _step_of(
-        self, loss: str, rows: Sequence[TrainingRow]
+        self, loss: str, rows: Sequence[TrainingRow], adam: AdamParams
     ) -> tuple[list[list[float]], Metrics]:
         """Log-probs and metrics of one step; optim_step is submitted before the passes end."""
         passes = [await self._model.forward_backward(part, loss) for part in self._requests(rows)]
-        stepping = await self._model.optim_step(self._adam())
+        stepping = await self._model.optim_step(adam)
         logprobs = [row for one in passes for row in await one.result()]
         return logprobs, grad_norm(await stepping.result())
 

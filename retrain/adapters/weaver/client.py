@@ -152,9 +152,10 @@ class WeaverClient:
         }
         if training_mode == "lora":
             payload["lora_config"] = (lora or LoraConfig()).payload()
-        return await or_undo(self._create_model(payload), self._terminate)
+        return await or_undo(self._create_model(payload), self.terminate)
 
-    async def _terminate(self, model: WeaverModel) -> None:
+    async def terminate(self, model: WeaverModel) -> None:
+        """Free a model before the session ends."""
         self._models.remove(model)
         await model.close()
 

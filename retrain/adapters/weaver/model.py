@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, TypeVar
@@ -120,15 +121,44 @@ class WeaverModel:
     # Checkpoints
 
     async def save_state(self, name: str) -> str:
-        """Save weights and optimizer; returns the path."""
+        """Save weights and optimizer; returns the path.
+
+        A save whose reply was lost is sent again. If the service then refuses because the name is
+        taken, the first request took it, and its checkpoint is the result.
+        """
+        body = wire.dumps({"type": "weight_and_optimizer", "name": name})
+        path, what = f"models/{self.id}/checkpoints", f"save_state({name!r})"
+        budget, lost = self._connection.http.retry_budget(), False
         async with self._alone():
-            operation = await self._connection.submit(
-                f"models/{self.id}/checkpoints",
-                wire.dumps({"type": "weight_and_optimizer", "name": name}),
-                wire.checkpoint_path,
-                what=f"save_state({name!r})",
-            )
-            return await operation.result()
+            while True:
+                operation = None
+                try:
+                    operation = await self._connection.submit(
+                        path, body, wire.checkpoint_path, what=what, idempotent=False
+                    )
+                    return await operation.result()
+                except RemoteError as error:
+                    if lost and (error.status == 409 or error.code == "conflict"):
+                        return await self._listed(name, error)
+                    if operation is not None:
+                        raise
+                    lost = lost or error.may_have_acted
+                    await asyncio.sleep(budget.pause(error))
+
+    async def _listed(self, name: str, refusal: RemoteError) -> str:
+        """The path of the checkpoint `name`, which the service may still be writing.
+
+        Raises `refusal` if it isn't listed within the deadline.
+        """
+        path, pace = f"models/{self.id}/checkpoints", self._connection.pace
+        ends, looks = time.monotonic() + self._connection.deadline, 0
+        while time.monotonic() < ends:
+            found = await self._connection.call("GET", path, parse=wire.checkpoint_paths)
+            if name in found:
+                return found[name]
+            await asyncio.sleep(pace.pause(looks))
+            looks += 1
+        raise refusal
 
     async def load_state(self, path: str) -> None:
         """Continue from a checkpoint of this model, or of another model of the same shape."""

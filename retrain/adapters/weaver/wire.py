@@ -194,6 +194,15 @@ def checkpoint_path(payload: Any) -> str:
     return str(path)
 
 
+def checkpoint_paths(payload: Any) -> dict[str, str]:
+    """The paths of a model's checkpoints by name; raises ValueError when the reply has no list."""
+    items = read(payload, "items")
+    if not isinstance(items, list):
+        raise ValueError(f"expected a list of checkpoints, got {brief(payload)}")
+    paths = map(checkpoint_path, items)
+    return {path.rpartition("/")[2]: path for path in paths}
+
+
 def brief(payload: Any) -> str:
     """The payload's shape for a message; its values may be huge."""
     if isinstance(payload, Mapping):

@@ -1,0 +1,199 @@
+"""Measures whether a service sums a loss over tokens, as the protocols say; some servers average.
+
+The measurement trains a throw-away model and compares the changes of log-probs by three updates.
+Adam runs without memory (both betas 0) and with an eps far above the gradients, so that a step is
+-rate / eps x gradient: plain gradient descent, in which a factor of the gradient shows.
+
+    one    one row of `PREFIX` tokens, each of weight 1
+    many   the same prefix in twelve longer rows, each of which trains 2 of its tokens, and two
+           rows each token; a token's weights add up to 3, and the rate is a third
+    less   as `one`, with the weights -1
+
+Attention is causal, so a token has the same gradient in a longer row. Under a sum, `many` therefore
+takes the same step as `one`, and `less` the opposite one, whatever the model. No average does: each
+changes the gradient of `many` by one of the factors in `AVERAGES`, or that of `less`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from retrain.adapters.remote.datums import Datum
+from retrain.errors import AdapterError
+from retrain.protocols.training import AdamParams
+from retrain.transport.refusals import RemoteError
+
+PREFIX, LONG = 12, 36
+"""Targets of the rows."""
+EPS = 1e3
+RATE = 0.03
+"""The first learning rate that is tried."""
+CHANGE, LARGEST = 0.05, 1.0
+"""The least and the largest mean change of log-probs that `one` should have."""
+SIGNAL = 20.0
+"""The least ratio of the change to the noise, the difference of two readings of log-probs."""
+ATTEMPTS = (1.0, 4.0)
+"""Factors of the change: a larger one stands out of a service's rounding."""
+TRIES = 8
+"""Updates to find a learning rate."""
+TOLERANCE, DECISIVE = 1.4, 1.7
+"""The factors by which two changes may differ that should be equal, and must differ if not."""
+OPPOSITE = 3.0
+"""The factor for negative weights: a clamp on their sum changes them by orders of magnitude."""
+AVERAGES = {
+    4.0: "divides each row by the sum of its weights",
+    6.0: "averages over the trained tokens of each row",
+    1 / 2: "averages over the trained tokens of a request",
+    1 / 3: "averages over the tokens of each row, or divides by the sum of the weights",
+    1 / 12: "averages over the rows of a request",
+    1 / 36: "averages over the tokens of a request",
+}
+"""The change of `many` by that of `one`, and what a service does whose ratio it is."""
+
+
+class Trainee(Protocol):
+    """A throw-away model, trained with one loss."""
+
+    async def forward(self, datums: Sequence[Datum]) -> Sequence[Sequence[float]]:
+        """The log-probs of the targets."""
+
+    async def step(self, datums: Sequence[Datum], adam: AdamParams) -> None:
+        """One update with the loss, whose weights are the advantages."""
+
+
+class UnfitError(AdapterError):
+    """The service does not train the loss as a sum."""
+
+
+async def check_sum(trainee: Trainee, token_ids: Sequence[int]) -> None:
+    """Measure; `token_ids` are `LONG` + 1 tokens, best an unlikely text.
+
+    Raises UnfitError when the service rejects the loss, does not train it or does not sum it, and
+    another AdapterError when that can't be found out.
+    """
+    await _Measurement(trainee, token_ids).run()
+
+
+class _Measurement:
+    def __init__(self, trainee: Trainee, token_ids: Sequence[int]) -> None:
+        self._trainee = trainee
+        self._short = _row(token_ids, PREFIX)
+        self._long = _row(token_ids, LONG)
+        self._before: list[float] = []
+        self._rate = RATE
+
+    async def run(self) -> None:
+        self._before, again = await self._look()
+        gaps = [one - other for one, other in zip(self._before, again, strict=True)]
+        noise = math.hypot(*gaps) / PREFIX  # of the mean, if the gaps are independent
+        least = max(CHANGE, SIGNAL * noise)
+        unfit: UnfitError | None = None
+        for factor in ATTEMPTS:
+            found = await self._compared(least * factor) if least * factor <= LARGEST else None
+            if found is None:
+                continue
+            many, less = found
+            if _near(many) and _near(-less, OPPOSITE):
+                if unfit is None:
+                    return
+                unfit = None  # the attempts contradict each other
+            elif not (_near(many, DECISIVE) and _near(-less, OPPOSITE)):
+                unfit = UnfitError(_described(many, less))
+                if not abs(less) < 10:  # the model is broken
+                    break
+        if unfit is not None:
+            raise unfit
+        raise AdapterError(
+            "the log-probs of its model are too imprecise: those of the same tokens differ by "
+            f"{noise:.2g} between two rows, and equal updates change them differently"
+        )
+
+    async def _compared(self, aim: float) -> tuple[float, float] | None:
+        """The changes of `many` and `less` by that of `one`.
+
+        None if two updates of `one` differ: the model has changed too much, or there is noise.
+        """
+        one = await self._calibrated(aim)
+        then = await self._change([_weighted(self._short, 1.0)], self._rate)
+        if not _near(then / one):
+            return None
+        pairs = [range(start, start + 2) for start in range(0, PREFIX, 2)]
+        rows = [_weighted(self._long, 1.5, pair) for pair in pairs for _ in range(2)]
+        many = await self._change(rows, self._rate / 3)
+        less = await self._change([_weighted(self._short, -1.0)], self._rate)
+        drift = then / one  # by which the gradient changes with each update
+        return many / (then * drift), less / (then * drift)
+
+    async def _calibrated(self, aim: float) -> float:
+        """The change of `one`, with a learning rate at which it is about `aim`."""
+        largest = 0.0
+        for _ in range(TRIES):
+            change = await self._change([_weighted(self._short, 1.0)], self._rate)
+            if aim / 2 <= change <= aim * 2:
+                return change
+            if not change > -aim / 2:  # or NaN
+                break
+            largest = max(largest, change)
+            self._rate *= aim / change if change > aim / 30 else 10.0
+        else:
+            if largest == 0.0:
+                raise UnfitError("it accepts updates, but the log-probs of its model don't change")
+        if largest > aim:
+            raise AdapterError("no learning rate changes its log-probs by a small amount")
+        raise UnfitError("updates with positive weights don't raise the log-probs of its model")
+
+    async def _change(self, rows: Sequence[Datum], rate: float) -> float:
+        """The mean change of the prefix's log-probs by one update."""
+        padded = [*self._before, *[0.0] * LONG]
+        known = [
+            replace(row, logprobs=[lp * kept for lp, kept in zip(padded, row.mask, strict=False)])
+            for row in rows
+        ]
+        try:
+            await self._trainee.step(known, AdamParams(rate, 0.0, 0.0, EPS))
+        except RemoteError as error:
+            if error.retryable or error.code == "malformed":
+                raise
+            raise UnfitError(f"it rejects an update ({error})") from error
+        before, (self._before, _) = self._before, await self._look()
+        return _mean(self._before) - _mean(before)
+
+    async def _look(self) -> tuple[list[float], list[float]]:
+        """The log-probs of the prefix, in the short row and in the long one."""
+        found = await self._trainee.forward([self._short, self._long])
+        if [len(row) for row in found] != [PREFIX, LONG]:
+            raise AdapterError("the service does not return one log-prob per target")
+        return list(found[0]), list(found[1][:PREFIX])
+
+
+def _row(token_ids: Sequence[int], length: int) -> Datum:
+    """`length` targets, of which the prefix is trained."""
+    mask = [1.0] * PREFIX + [0.0] * (length - PREFIX)
+    return Datum(token_ids[:length], token_ids[1 : length + 1], mask, [0.0] * length, mask)
+
+
+def _weighted(row: Datum, weight: float, trained: Sequence[int] = range(PREFIX)) -> Datum:
+    mask = [float(position in trained) for position in range(len(row.targets))]
+    return replace(row, mask=mask, advantages=[weight * kept for kept in mask])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _near(ratio: float, factor: float = TOLERANCE) -> bool:
+    return 1 / factor < ratio < factor
+
+
+def _described(many: float, less: float) -> str:
+    nearest = min(AVERAGES, key=lambda ratio: abs(math.log(max(many, 1e-9) / ratio)))
+    known = _near(many / nearest, 1.25)
+    guess = f"; it probably {AVERAGES[nearest]}" if known else ""
+    return (
+        f"it does not sum over tokens{guess} (of two updates whose gradients should be equal, one "
+        f"changed log-probs {many:.3g} times as much as the other; negative weights changed them "
+        f"{less:.3g} times as much, expected -1)"
+    )
