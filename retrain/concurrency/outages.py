@@ -1,7 +1,8 @@
 """Recognise an outage by its exception: what user code needs can't be reached for a while.
 
-An outage is a refused or lost connection, a timeout, or the HTTP status 429 or 5xx. Libraries are
-recognised by the names of their classes and attributes, so that none of them is imported.
+An outage is a refused or lost connection, a timeout, or the HTTP status 429 or 5xx. Code that
+exceeds a deadline of the config is none: it may be an endless loop. Libraries are recognised by
+the names of their classes and attributes, so that none of them is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import suppress
 
 from retrain.errors import LateError
 
-KINDS = (ConnectionError, TimeoutError, socket.gaierror, LateError)
+KINDS = (ConnectionError, TimeoutError, socket.gaierror)
 NUMBERS = frozenset(
     getattr(errno, name)
     for name in ("ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN", "EHOSTUNREACH", "ETIMEDOUT")
@@ -41,7 +42,7 @@ MOST_LINKS = 32
 
 def is_outage(error: BaseException) -> bool:
     """Whether the error, or one that caused it, is an outage."""
-    return any(map(_unreachable, _chain(error)))
+    return not isinstance(error, LateError) and any(map(_unreachable, _chain(error)))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

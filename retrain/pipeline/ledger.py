@@ -26,9 +26,9 @@ class Ledger:
         self.open: dict[Ticket, None] = {}
         """Issued and not trained yet, in the order of issue."""
 
-    def issue(self) -> Ticket:
-        """The next ticket: one that was reissued, else the next row of the epoch."""
-        ticket = self._again.popleft() if self._again else self._next_row()
+    def issue(self, *, fresh: bool = False) -> Ticket:
+        """The next ticket: one that was reissued, else (or if `fresh`) the epoch's next row."""
+        ticket = self._next_row() if fresh or not self._again else self._again.popleft()
         self.open[ticket] = None
         return ticket
 

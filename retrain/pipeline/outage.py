@@ -4,13 +4,16 @@ Without this, `train.max_failed_groups` would end the run within a second, since
 connection takes no time. During an outage one group at a time is tried, with growing pauses, until
 a rollout is scored again or `deadlines.outage` is over. Prompts of groups that failed meanwhile are
 issued again. Before the first scored rollout there is no outage: a wrong address ends the run.
+
+One prompt that always fails is no outage. So an outage needs two prompts that fail with no scored
+rollout in between, and a prompt that fails alone is tried only once more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
@@ -24,40 +27,61 @@ logger = logging.getLogger(__name__)
 class Outage:
     """The outage under way, if any; `report(state, ...)` writes its event."""
 
-    def __init__(
-        self,
-        limit: float,
-        report: Callable[..., None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limit, self._report, self._clock = limit, report, clock
+    def __init__(self, limit: float, report: Callable[..., None]) -> None:
+        self._limit, self._report = limit, report
+        self._clock = asyncio.get_running_loop().time
         self._proven = False
         self._since: float | None = None
         self._pause = self._next = 0.0
         self._probe: Ticket | None = None
         self._moved = asyncio.Event()
+        self._failing: set[tuple[int, int]] = set()
+        """Epoch and row of the prompts that failed since the last scored rollout."""
+        self._tries: Counter[tuple[int, int]] = Counter()
+        self._excused: set[Ticket] = set()
 
     @property
     def expired(self) -> bool:
         """Whether the outage has lasted for `deadlines.outage` seconds."""
         return self._since is not None and self._clock() - self._since >= self._limit
 
+    @property
+    def suspected(self) -> bool:
+        """Whether other prompts should be played before those that failed: they show the cause."""
+        return self._since is not None or bool(self._failing)
+
     def excuses(self, group: Group) -> bool:
-        """Whether the group failed by an outage only, after a rollout of this run succeeded."""
-        failed = self._proven and self._limit > 0 and not group.scored
-        return failed and all(trajectory.outage for trajectory in group.trajectories)
+        """Whether the prompt of this group should be played again."""
+        return group.ticket in self._excused
 
     def see(self, group: Group) -> None:
         """Look at a group that was just played."""
+        ticket = group.ticket
+        prompt = ticket.epoch, ticket.row
         if group.scored:
             self._proven = True
-        if not self.excuses(group):
-            if group.scored or group.ticket == self._probe:
+            self._failing.clear()
+            del self._tries[prompt]
+            self._end()
+        elif not self._unreachable(group):
+            if ticket == self._probe:
                 self._end()
-        elif self._since is None:
-            self._begin(str(group.trajectories[0].info.get("error", "unknown cause")))
-        elif group.ticket == self._probe:
-            self._wait(min(2 * self._pause, LONGEST_PAUSE))
+        else:
+            self._tries[prompt] += 1
+            alone = self._tries[prompt] > 1
+            if not alone:
+                self._failing.add(prompt)
+            if self._since is None and len(self._failing) > 1:
+                self._begin(str(group.trajectories[0].info.get("error", "unknown cause")))
+            elif ticket == self._probe:
+                self._wait(min(2 * self._pause, LONGEST_PAUSE))
+            if self._since is not None or not alone:
+                self._excused.add(ticket)
+
+    def _unreachable(self, group: Group) -> bool:
+        """Whether the group failed for this reason only, after a rollout of this run succeeded."""
+        possible = self._proven and self._limit > 0
+        return possible and all(trajectory.outage for trajectory in group.trajectories)
 
     async def turn(
         self, ticket: Ticket, waiting: Callable[[], AbstractContextManager[None]]

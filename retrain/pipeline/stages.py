@@ -185,7 +185,7 @@ async def feed(run: Run) -> None:
         while len(run.ledger.open) >= run.admitted:
             run.admit.clear()
             await run.admit.wait()
-        ticket = run.ledger.issue()
+        ticket = run.ledger.issue(fresh=run.outage.suspected)
         if ticket in run.kept:
             await run.done.put(run.kept.pop(ticket))
             continue

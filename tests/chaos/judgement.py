@@ -35,6 +35,8 @@ class Book:
         self._played: dict[str, Sequence[int]] = {}
         """The versions of a finished group."""
         self._dropped: set[str] = set()
+        self._suspected = False
+        """A group failed and none was scored since: other prompts may be played first."""
         self._epoch, self._left = 0, set(range(rows))
         self._version = 0
 
@@ -55,7 +57,7 @@ class Book:
         ticket = event["ticket"]
         while self._due and self._due[0] != ticket and self._due[0] in self._played:
             self._open[self._due.popleft()] = None  # finished before the checkpoint: not logged
-        if self._due:
+        if self._due and (ticket in self._due or not self._suspected):
             due = self._due.popleft()
             if due != ticket:
                 self.blame("P1", f"{ticket} was issued, {due} was due")
@@ -82,6 +84,7 @@ class Book:
         if ticket in self._played:
             self.blame("P1", f"{ticket} was played twice")
         self._played[ticket] = event["versions"]
+        self._suspected = "ok" not in event["outcomes"]
 
     def _on_dropped(self, event: Event) -> None:
         ticket = event["ticket"]

@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.mock_engine import LETTERS, mock_config
 from retrain.assembly import Given, Parts, assemble
 from retrain.pipeline import train
+from retrain.pipeline.checkpoint import Checkpoints
 from retrain.rewarding import Scorer, WeightedReward
 from tests.chaos.judgement import judge_credit, judge_faults, judge_log
 from tests.chaos.virtual_time import DeadlockError, VirtualLoop, virtual
@@ -90,8 +91,13 @@ def violations(history: History) -> list[str]:
     wrong += judge_credit(events, history.world.batches)
     if history.ended != "completed":
         wrong.append(f"P4: the history ended as {history.ended or 'unfinished'!r}")
-    elif history.config.staleness.target == 0 and book.unfinished():
-        wrong.append(f"P1: {book.unfinished()} were neither trained nor dropped")
+    elif (found := Checkpoints(history.folder / "checkpoints").newest()) is None:
+        wrong.append("P2: there is no checkpoint at the end")
+    else:
+        ledger = found[1].ledger
+        kept = {*ledger["open"], *ledger["again"]}
+        if kept != set(book.unfinished()):
+            wrong.append(f"P1: {book.unfinished()} are unfinished, the checkpoint has {kept}")
     return list(dict.fromkeys(wrong))
 
 
@@ -102,6 +108,8 @@ def _start(history: History, copy: Path) -> str:
     """
     draw, world = history.world.draw, history.world
     event = draw.choice(["crash", "interrupt", None, None])
+    begins = draw.uniform(1.0, 30.0)
+    world.outage = draw.choice([(0.0, 0.0), (begins, begins + draw.uniform(1.0, 60.0))])
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
     task = loop.create_task(_train(history))

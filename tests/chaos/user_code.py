@@ -208,9 +208,9 @@ FAULTS = [
         }.items()
     ),
     Fault("time.sleep in step", "step", lambda: time.sleep(60), code=1, words="blocked for"),
-    Fault("a regex in step", "step", hold_with_regex, code=1, words="hold_with_regex"),
-    Fault("a regex in a reward", "reward", hold_with_regex, code=1, words="hold_with_regex"),
-    Fault("a C call in a reward", "reward", hold_in_c, code=1, words="hold_in_c"),
+    Fault("a regex in step", "step", hold_with_regex, code=-9, words="hold_with_regex"),
+    Fault("a regex in a reward", "reward", hold_with_regex, code=-9, words="hold_with_regex"),
+    Fault("a C call in a reward", "reward", hold_in_c, code=-9, words="hold_in_c"),
     Fault("a segfault in step", "step", segfault, code=-11, words="segfault"),
     Fault("a segfault in a reward", "reward", segfault, code=-11, words="segfault"),
     Fault("os._exit in step", "step", lambda: os._exit(7), code=7, words="without"),

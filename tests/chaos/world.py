@@ -14,7 +14,7 @@ from benchmarks.mock_engine import MockAdapter, MockOptions
 from retrain.environment import Environment, StepResult
 from retrain.rewarding import RewardCalculator
 
-RESET = ("raise", "silent", "exit", "hang", "cancel", "late")
+RESET = ("raise", "refused", "silent", "exit", "hang", "cancel", "late")
 """Faults of a call."""
 STEP = (*RESET, "observation", "reward", "info")
 GARBAGE: tuple[Any, ...] = (5, {"role": "user"}, [7], "text", iter("ab"))
@@ -33,6 +33,8 @@ class World:
     fault_rate: float
     bound: int
     """The bound on staleness."""
+    outage: tuple[float, float] = (0.0, 0.0)
+    """When all calls fail, in seconds of the loop's clock since the start of a process."""
     planted: Counter[str] = field(default_factory=Counter)
     """Rollouts with a fault, by ticket."""
     batches: list[dict[str, dict[str, list[float]]]] = field(default_factory=list)
@@ -47,6 +49,9 @@ class World:
         return self.draw.expovariate(1 / mean)
 
     def fault(self, kinds: tuple[str, ...]) -> str | None:
+        """What fails now, if anything; during the outage, everything does."""
+        if self.outage[0] < asyncio.get_running_loop().time() < self.outage[1]:
+            return "refused"
         return self.draw.choice(kinds) if self.draw.random() < self.fault_rate else None
 
     def leftovers(self, tasks: int) -> None:
@@ -160,6 +165,8 @@ async def fail(kind: str) -> None:
     """Do what `kind` says; the kinds that are wrong values are the caller's."""
     if kind == "raise":
         raise ValueError("planted")
+    if kind == "refused":  # an outage, if it hits a whole group
+        raise ConnectionRefusedError
     if kind == "silent":
         raise SilentError
     if kind == "exit":
