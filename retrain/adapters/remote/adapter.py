@@ -115,7 +115,8 @@ class RemoteAdapter(Adapter):
         if not datums:
             raise AdapterError("the batch has no token to train on")
         rate = self._adam().learning_rate
-        native = batch.loss in self.options.native_losses
+        weighted = self.config.algorithm.mismatch is not None  # by the learner's log-probs
+        native = batch.loss in self.options.native_losses and not weighted
         with on_the_service():
             metrics = await (self._theirs if native else self._ours)(batch, datums)
         self._step += 1

@@ -30,13 +30,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from retrain.adapters.trl.plan import LossPlan
-from retrain.adapters.trl.record import StepRecord
-from retrain.adapters.trl.rows import Rows, collate, group_ids
+from retrain.adapters.trl.record import SEQUENCE, StepRecord
+from retrain.adapters.trl.rows import SHARE, Rows, collate, group_ids, with_shares
 from retrain.adapters.trl.worker import TrainerThread
-from retrain.engine.losses import shared_loss
+from retrain.engine.losses import mismatch_weights, shared_loss
 from retrain.errors import NonFiniteError
 from retrain.losses import LOSSES, row_of
-from retrain.types import Sample
+from retrain.types import Batch, Sample
 
 STREAM = "stream:"
 
@@ -59,6 +59,7 @@ class PipeTrainer(GRPOTrainer):
         self.add_callback(_StepEnd(self))
         self.record: StepRecord | None = None
         self._scored: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._to_correct: Rows | None = None
 
     # --- one optimizer step
 
@@ -70,11 +71,18 @@ class PipeTrainer(GRPOTrainer):
         """
         batch = self.feed.next_batch()
         self.record = StepRecord(batch)
-        parts = self.cut(batch.samples, paired=row_of(batch.loss).reads == "pairs")
         with self._own_randomness():
-            loss = self._whole_batch(model, parts)
+            loss = self._whole_batch(model, self._parts(batch))
         self.record.loss = loss.item()
         return loss
+
+    def _parts(self, batch: Batch) -> list[list[Sample]]:
+        """The micro-batches."""
+        row, rule, samples = row_of(batch.loss), self.plan.mismatch, batch.samples
+        if row.trl_mean == "row_means":
+            samples = with_shares(samples)
+        whole = rule is not None and rule.level == "sequence"
+        return self.cut(samples, paired=row.reads == "pairs", rollouts=whole)
 
     def _whole_batch(self, model: Any, parts: Sequence[Sequence[Sample]]) -> Tensor:
         total = torch.zeros((), device=self.args.device)
@@ -106,13 +114,26 @@ class PipeTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, rows: Rows) -> Tensor:
         if self.plan.reference:
             rows["ref_per_token_logps"] = self._reference_logprobs(model, rows)
-        self._mask = rows["tool_mask"]
+        self._mask, old = rows["tool_mask"], rows["old_per_token_logps"]
+        self._to_correct = rows if self.plan.mismatch else None
         loss = (
             self._native_loss(model, rows) if self.plan.native else self._shared_loss(model, rows)
         )
         logprobs, entropies, _ = self._scored
-        self.record.measure(logprobs, entropies, rows["old_per_token_logps"], self._mask)
+        reference = rows.get("ref_per_token_logps", rows.get(STREAM + "reference_logprobs"))
+        if row_of(self.plan.name).reads == "pairs":
+            reference = None  # the answers are not samples of the trainer's
+        self.record.measure(logprobs, entropies, old, self._mask, reference)
         return loss
+
+    def _correct(self, rows: Rows, logprobs: Tensor) -> None:
+        """Apply `algorithm.mismatch`: weigh the advantages, compare with the present weights."""
+        rule, old = self.plan.mismatch, rows["old_per_token_logps"]
+        weights, outside = mismatch_weights(rule, logprobs - old, self._mask, rows["rollouts"])
+        rows["advantages"] = rows["advantages"] * weights
+        rows["old_per_token_logps"] = logprobs
+        prefix = SEQUENCE if rule.level == "sequence" else ""
+        self.record.add({f"{prefix}mismatch/clipped": outside})
 
     def _native_loss(self, model: Any, rows: Rows) -> Tensor:
         """TRL's loss of a micro-batch, as its share of the whole batch's.
@@ -125,12 +146,20 @@ class PipeTrainer(GRPOTrainer):
         divisor = float(whole) if LOSSES[self.plan.name].normalises_itself else 1.0
         rows["num_items_in_batch"] = torch.tensor(divisor, device=self.args.device)
         coefficient = self._bonus_in_force()  # TRL may change it for the next step
+        share = rows.get(STREAM + SHARE)
+        if share is not None:
+            rows["advantages"] = (
+                rows["advantages"] * share
+            )  # the policy term is proportional to them
         self._metrics["train"].clear()
         loss = super()._compute_loss(model, rows)
         self.record.add_trl(self._metrics["train"], tokens)
         scale, by_tokens = self._scale(tokens), tokens / whole
         _, entropies, router = self._scored
         shared = loss * scale
+        if share is not None and self.beta:
+            kl = self.beta * self._reference_kl(rows) * (share - 1) * self._mask
+            shared = shared + (kl.sum(-1) / self._mask.sum(-1)).mean() * scale
         if coefficient:
             bonus = (entropies * self._mask).sum() / max(1, tokens)
             shared = shared + coefficient * bonus * (scale - by_tokens)
@@ -140,9 +169,22 @@ class PipeTrainer(GRPOTrainer):
 
     def _scale(self, tokens: int) -> float:
         mean, whole = LOSSES[self.plan.name].trl_mean, self.record.batch.denominators
-        if mean == "rows":
+        if mean in ("row_means", "row_sums"):
             return self._mask.shape[0] / whole.sequences
         return tokens / whole.tokens if mean == "tokens" else 1.0
+
+    def _reference_kl(self, rows: Rows) -> Tensor:
+        """TRL's KL term of each token, (B, T) with gradient."""
+        logprobs = self._scored[0]
+        gap = rows["ref_per_token_logps"] - logprobs
+        kl = gap.exp() - gap - 1
+        if not self.args.use_bias_correction_kl:
+            return kl
+        log_ratio = logprobs - rows["old_per_token_logps"]
+        if self.importance_sampling_level == "sequence":
+            sums = (log_ratio * self._mask).sum(-1, keepdim=True)
+            log_ratio = sums / self._mask.sum(-1, keepdim=True)
+        return kl * log_ratio.exp()
 
     def _shared_loss(self, model: Any, rows: Rows) -> Tensor:
         batch = self.record.batch
@@ -178,6 +220,9 @@ class PipeTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         self._scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        rows, self._to_correct = self._to_correct, None
+        if rows is not None:  # TRL reads the rows' advantages and old log-probs after this call
+            self._correct(rows, self._scored[0].detach())
         return self._scored
 
     def _score(self, model: Any, rows: Rows, *, entropy: bool) -> Any:

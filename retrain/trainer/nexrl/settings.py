@@ -33,7 +33,6 @@ DEFAULTS: Mapping[bool, Mapping[str, float]] = {
 }
 """The optimizer's numbers on NexRL's pages: of GRPO, and (True) of cross-entropy."""
 LOSS_KEYS = {"loss_fn", "loss_config", "normalisation"}
-TRL_ARGUMENTS = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
 TRAINER_KEYS = (
     "total_train_steps",
     "train_service",
@@ -169,8 +168,7 @@ def _backend(service: TrainService, defaults: Mapping[str, float]) -> dict[str, 
     keys: dict[str, Any] = {**defaults, **given}
     if service.backend != "self-hosted":
         return {"type": service.backend, "url": service.url, **keys}
-    adam = {theirs: keys.pop(ours) for ours, theirs in TRL_ARGUMENTS.items()}
-    return {"type": "trl", **keys, "args": {**adam, **keys.get("args", {})}}
+    return {"type": "trl", **keys}
 
 
 def _plain(value: Any) -> Any:
