@@ -148,9 +148,8 @@ class PipeTrainer(GRPOTrainer):
         coefficient = self._bonus_in_force()  # TRL may change it for the next step
         share = rows.get(STREAM + SHARE)
         if share is not None:
-            rows["advantages"] = (
-                rows["advantages"] * share
-            )  # the policy term is proportional to them
+            # The policy term is proportional to them.
+            rows["advantages"] = rows["advantages"] * share
         self._metrics["train"].clear()
         loss = super()._compute_loss(model, rows)
         self.record.add_trl(self._metrics["train"], tokens)
