@@ -78,7 +78,7 @@ _SYNONYMS = {
     "algorithm.mismatch.low": (
         "truncated_importance_sampling_ratio_min vllm_importance_sampling_clip_min"
     ),
-    "algorithm.mismatch.type (tis | mask)": "truncated_importance_sampling_type",
+    "algorithm.mismatch.type": "truncated_importance_sampling_type",
     "algorithm.scale (group | batch | none)": "normalize_rewards scale_rewards",
     "backend.beta1": "adam_beta1 beta1",
     "backend.beta2": "adam_beta2 beta2",
