@@ -387,6 +387,13 @@ async def test_a_new_row_of_the_table_trains_on_every_backend(monkeypatch, tmp_p
     assert all(second[backend] < first[backend] for backend in OPTIONS)
 
 
+def test_adamw_has_the_same_defaults_on_every_backend():
+    """What still differs is in the table of docs/configuration.md, which is made from the code."""
+    adam = ("beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "warmup_steps")
+    found = [[getattr(options(), key) for key in adam] for options in OPTIONS.values()]
+    assert found == [[0.9, 0.95, 1e-8, 0.0, 1.0, 0]] * 3
+
+
 def test_a_key_of_another_backend_says_whose_it_is() -> None:
     for backend, key, value, owners in (
         ("tinker", "training_mode", "full_ft", "weaver"),

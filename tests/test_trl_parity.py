@@ -267,6 +267,23 @@ def test_a_rollout_of_several_samples_counts_once(loss, keys, rows, tmp_path):
     assert whole_batch(trainer, apart)[0] != pytest.approx(value, rel=1e-3)
 
 
+@pytest.mark.parametrize("loss", ["importance_sampling", "grpo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_mismatch_weights_do_not_depend_on_the_micro_batches(level, loss, tmp_path):
+    mismatch = {"type": "mask", "level": level, "low": 0.05, "high": 0.4}
+    algorithm = {"type": "grpo", "loss": loss, "mismatch": mismatch}
+    trainer = kit.trainer_of(kit.run_config(algorithm=algorithm), tmp_path)
+    batch = kit.batch(kit.ragged(), loss)
+    value, grads, metrics = whole_batch(trainer, batch)
+    part_value, part_grads, part_metrics = whole_batch(trainer, batch, rows=1)
+    assert part_value == pytest.approx(value, rel=1e-5)
+    assert_equal_gradients(grads, part_grads)
+    assert part_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert 0 < metrics["mismatch/clipped"] < 1
+    assert metrics.get("clip_fraction", 0.0) == 0.0
+    assert metrics["kl/sampler_trainer"] > 0.01
+
+
 def test_cross_entropy_is_the_weighted_negative_log_likelihood(tmp_path):
     samples = kit.ragged()
     batch = kit.batch(samples, "cross_entropy")

@@ -58,7 +58,7 @@ class ServiceConfig(BaseModel):
     """None means importance_sampling on a service, and ppo in this process."""
     loss_config: dict[str, Any] = {}
     normalisation: Normalisation | None = None
-    """What a shared loss is averaged over; `token` by default."""
+    """What a shared loss is averaged over; by default as in the YAML."""
     # PyYAML reads 2e-6 as a string: these are converted.
     learning_rate: float | None = None
     beta1: float | None = None
@@ -142,7 +142,8 @@ def _run_mapping(section: Section, service: TrainService) -> dict[str, Any]:
         loss = "cross_entropy"
     elif loss is None:
         loss = "ppo" if service.backend == "self-hosted" else "importance_sampling"
-    supervised, summed = loss == "cross_entropy", not row_of(loss).normalises_itself
+    supervised, row = loss == "cross_entropy", row_of(loss)
+    average = None if row.normalises_itself else row.normalisation
     steps = section.get("total_train_steps")
     return {
         "prompts": ["-"],
@@ -152,7 +153,7 @@ def _run_mapping(section: Section, service: TrainService) -> dict[str, Any]:
             "loss": loss,
             "loss_config": service.config.loss_config,
             "group_size": 1 if supervised else section.algorithm.get("group_size", 8),
-            "normalisation": service.config.normalisation or ("token" if summed else None),
+            "normalisation": service.config.normalisation or average,
         },
         "backend": _backend(service, DEFAULTS[supervised]),
         "train": {
