@@ -74,7 +74,7 @@ def mismatch_weights(
 
     `log_ratios` (B, T) are log(p_trainer / p_sampler), `mask` is 0 or 1, and `rollouts` (B,) has a
     number from 0 for the rollout of each row. The ratio of a sequence is the exponential of the
-    mean of its log-ratios (GSPO, arXiv:2507.18071, eq. 7).
+    mean of its log-ratios (GSPO, arXiv:2507.18071).
     """
     keep = mask > 0
     logs = _kept(log_ratios, keep)

@@ -69,31 +69,35 @@ def corrected(
     """The datums with advantages weighted by `rule`, and the learner's log-probs as the old ones.
 
     Also the share of tokens, or of sequences, whose ratio is outside the bounds. The ratio of a
-    sequence is the exponential of the mean of its log-ratios (GSPO, arXiv:2507.18071, eq. 7).
+    sequence is the exponential of the mean of its log-ratios (GSPO, arXiv:2507.18071). Every datum
+    has a trained token.
     """
     weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
-    rollouts = [datum.run_id or row for row, datum in enumerate(datums)]
-    gaps: defaultdict[str | int, list[float]] = defaultdict(list)
-    for rollout, learner, datum in zip(rollouts, logprobs, datums, strict=True):
-        pairs = zip(learner, datum.logprobs, datum.mask, strict=True)
-        gaps[rollout] += [lp - old for lp, old, kept in pairs if kept]
-    token = rule.level == "token"
-    found = {
-        rollout: [weigh(FLOATS.exp(gap)) for gap in own]
-        if token
-        else [weigh(FLOATS.exp(math.fsum(own) / max(1, len(own))))] * len(own)
-        for rollout, own in gaps.items()
-    }
-    judged = [outside for own in found.values() for _, outside in (own if token else own[:1])]
-    weights = {rollout: iter([weight for weight, _ in own]) for rollout, own in found.items()}
+    gaps = [_log_ratios(learner, datum) for learner, datum in zip(logprobs, datums, strict=True)]
+    if rule.level == "token":
+        found = [[weigh(FLOATS.exp(gap)) for gap in own] for own in gaps]
+        judged = list(chain(*found))
+    else:
+        runs = [datum.run_id or row for row, datum in enumerate(datums)]
+        pooled: defaultdict[str | int, list[float]] = defaultdict(list)
+        for run, own in zip(runs, gaps, strict=True):
+            pooled[run] += own
+        of_run = {r: weigh(FLOATS.exp(math.fsum(own) / len(own))) for r, own in pooled.items()}
+        found = [[of_run[run]] * len(own) for run, own in zip(runs, gaps, strict=True)]
+        judged = list(of_run.values())
     weighted = []
-    for rollout, learner, datum in zip(rollouts, logprobs, datums, strict=True):
-        credit = [
-            a * next(weights[rollout]) if kept else 0.0
-            for a, kept in zip(datum.advantages, datum.mask, strict=True)
-        ]
+    for learner, datum, judgements in zip(logprobs, datums, found, strict=True):
+        weights = iter([weight for weight, _ in judgements])
+        tokens = zip(datum.advantages, datum.mask, strict=True)
+        credit = [a * next(weights) if kept else 0.0 for a, kept in tokens]
         weighted.append(replace(datum, logprobs=learner, advantages=credit))
-    return weighted, sum(judged) / max(1, len(judged))
+    return weighted, sum(outside for _, outside in judged) / len(judged)
+
+
+def _log_ratios(learner: Sequence[float], datum: Datum) -> list[float]:
+    """log(p_learner / p_sampler) of each trained token."""
+    rows = zip(learner, datum.logprobs, datum.mask, strict=True)
+    return [lp - old for lp, old, kept in rows if kept]
 
 
 def _custom(

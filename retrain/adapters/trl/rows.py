@@ -21,7 +21,7 @@ from retrain.errors import NonFiniteError
 from retrain.types import Sample
 
 Rows = dict[str, Tensor]
-SHARE = "share"
+STREAM, SHARE = "stream:", "share"
 
 
 def check_samples(samples: Sequence[Sample]) -> None:

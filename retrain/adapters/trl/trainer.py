@@ -7,7 +7,7 @@ would write to the terminal, the network or the run's folder.
 
 Invariants:
 - Micro-batches add up: loss and gradients are those of the whole batch, however it is split. TRL
-  averages over a micro-batch; `_scale` makes it a share of the whole batch (`Loss.trl_mean`).
+  averages over a micro-batch; `native.py` makes it a share of the whole batch (`Loss.trl_mean`).
 - A NaN is found before the optimizer changes a weight: `_whole_batch` checks the loss,
   `_get_grad_norm` the gradients.
 - Dropout depends only on (seed, step), so that a resumed run repeats it.
@@ -27,21 +27,19 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
 
+from retrain.adapters.trl.native import WholeBatchLoss
 from retrain.adapters.trl.plan import LossPlan
 from retrain.adapters.trl.record import SEQUENCE, StepRecord
-from retrain.adapters.trl.rows import SHARE, Rows, collate, group_ids, with_shares
+from retrain.adapters.trl.rows import STREAM, Rows, collate, group_ids, with_shares
 from retrain.adapters.trl.worker import TrainerThread
 from retrain.engine.losses import mismatch_weights, shared_loss
 from retrain.errors import NonFiniteError
-from retrain.losses import LOSSES, row_of
+from retrain.losses import row_of
 from retrain.types import Batch, Sample
 
-STREAM = "stream:"
 
-
-class PipeTrainer(GRPOTrainer):
+class PipeTrainer(WholeBatchLoss):
     """A GRPOTrainer whose batches come from `feed`."""
 
     def __init__(
@@ -135,56 +133,6 @@ class PipeTrainer(GRPOTrainer):
         prefix = SEQUENCE if rule.level == "sequence" else ""
         self.record.add({f"{prefix}mismatch/clipped": outside})
 
-    def _native_loss(self, model: Any, rows: Rows) -> Tensor:
-        """TRL's loss of a micro-batch, as its share of the whole batch's.
-
-        `_scale` scales the policy term. The entropy bonus and the router's loss are means over
-        tokens for every loss type, so they are scaled by the micro-batch's share of the tokens.
-        """
-        tokens, whole = int(self._mask.sum()), self.record.batch.denominators.tokens
-        # The advantages of a shared loss (cispo) already hold its normalisation: TRL is to sum.
-        divisor = float(whole) if LOSSES[self.plan.name].normalises_itself else 1.0
-        rows["num_items_in_batch"] = torch.tensor(divisor, device=self.args.device)
-        coefficient = self._bonus_in_force()  # TRL may change it for the next step
-        share = rows.get(STREAM + SHARE)
-        if share is not None:
-            # The policy term is proportional to them.
-            rows["advantages"] = rows["advantages"] * share
-        self._metrics["train"].clear()
-        loss = super()._compute_loss(model, rows)
-        self.record.add_trl(self._metrics["train"], tokens)
-        scale, by_tokens = self._scale(tokens), tokens / whole
-        _, entropies, router = self._scored
-        shared = loss * scale
-        if share is not None and self.beta:
-            kl = self.beta * self._reference_kl(rows) * (share - 1) * self._mask
-            shared = shared + (kl.sum(-1) / self._mask.sum(-1)).mean() * scale
-        if coefficient:
-            bonus = (entropies * self._mask).sum() / max(1, tokens)
-            shared = shared + coefficient * bonus * (scale - by_tokens)
-        if router is not None:
-            shared = shared + self.router_aux_loss_coef * router * (by_tokens - scale)
-        return shared
-
-    def _scale(self, tokens: int) -> float:
-        mean, whole = LOSSES[self.plan.name].trl_mean, self.record.batch.denominators
-        if mean in ("row_means", "row_sums"):
-            return self._mask.shape[0] / whole.sequences
-        return tokens / whole.tokens if mean == "tokens" else 1.0
-
-    def _reference_kl(self, rows: Rows) -> Tensor:
-        """TRL's KL term of each token, (B, T) with gradient."""
-        logprobs = self._scored[0]
-        gap = rows["ref_per_token_logps"] - logprobs
-        kl = gap.exp() - gap - 1
-        if not self.args.use_bias_correction_kl:
-            return kl
-        log_ratio = logprobs - rows["old_per_token_logps"]
-        if self.importance_sampling_level == "sequence":
-            sums = (log_ratio * self._mask).sum(-1, keepdim=True)
-            log_ratio = sums / self._mask.sum(-1, keepdim=True)
-        return kl * log_ratio.exp()
-
     def _shared_loss(self, model: Any, rows: Rows) -> Tensor:
         batch = self.record.batch
         logprobs, _, _ = self._score(model, rows, entropy=True)
@@ -206,14 +154,6 @@ class PipeTrainer(GRPOTrainer):
         )
         self.record.add(sums)
         return loss
-
-    def _bonus_in_force(self) -> float:
-        """The entropy coefficient that TRL is about to apply."""
-        if not self._entropy_bonus_enabled:
-            return 0.0
-        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
-            return 0.0
-        return self.entropy_coef
 
     # --- log-probs
 
