@@ -391,7 +391,7 @@ def test_adamw_has_the_same_defaults_on_every_backend():
     """What still differs is in the table of docs/configuration.md, which is made from the code."""
     adam = ("beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "warmup_steps")
     found = [[getattr(options(), key) for key in adam] for options in OPTIONS.values()]
-    assert found == [[0.9, 0.95, 1e-8, 0.0, 1.0, 0]] * 3
+    assert found == [[0.9, 0.999, 1e-8, 0.0, 1.0, 0]] * 3
 
 
 def test_a_key_of_another_backend_says_whose_it_is() -> None:

@@ -71,9 +71,8 @@ class TrlOptions(AdapterOptions):
     """Steps over which the learning rate rises from 0."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Adam's decay of the mean of the gradients."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Adam's decay of the mean of the squared gradients. It is the services' default; TRL's 0.999
-    averages over more steps than many runs have."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Adam's decay of the mean of the squared gradients."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's term that prevents a division by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
