@@ -28,6 +28,8 @@ PLUGINS = {
     "loggers": "logger",
 }
 """Sections whose `type` names a plug-in, and its kind."""
+SAME = dict.fromkeys(("lora.r", "lora.rank"), "lora.r`, `lora.rank")
+"""Keys that mean the same under two names."""
 ARGS = re.compile(r"\n\nArgs:\n( {4}.*\n?)+")
 
 Json = Mapping[str, Any]  # any: JSON values
@@ -52,6 +54,8 @@ def _sections(schema: Json) -> Iterator[str]:
         elif "properties" in model:
             yield f"\n## {name}\n\n{model['description']}\n"
             yield from _table(model["properties"], model.get("required", ()))
+        if name == "backend":
+            yield from _differences(model, models)
 
 
 def _model(entry: Json, models: Json) -> Json | None:
@@ -65,6 +69,7 @@ def _model(entry: Json, models: Json) -> Json | None:
 
 def _plugin_section(kind: str, model: Json, models: Json) -> Iterator[str]:
     yield from _table(model["properties"], model.get("required", ()))
+    yield from _inner_tables(kind, model["properties"], models)
     for case in model["allOf"]:
         yield from _built_in(kind, case["if"]["properties"]["type"]["const"], case["then"], models)
 
@@ -76,10 +81,46 @@ def _built_in(kind: str, name: str, keys: Json, models: Json) -> Iterator[str]:
     yield f"\n### {name}\n\n{about}\n"
     if keys["properties"]:
         yield from _table(keys["properties"], keys.get("required", ()))
-    for key, entry in keys["properties"].items():
+    yield from _inner_tables(name, keys["properties"], models)
+
+
+def _inner_tables(owner: str, properties: Json, models: Json) -> Iterator[str]:
+    """The tables of the keys that hold a mapping with keys of its own."""
+    for key, entry in properties.items():
         if model := _model(entry, models):
-            yield f"\n`{key}` of {name}: {model['description']}\n"
+            yield f"\n`{key}` of {owner}: {model['description']}\n"
             yield from _table(model["properties"], model.get("required", ()))
+
+
+def _differences(section: Json, models: Json) -> Iterator[str]:
+    """The table of the defaults that differ between the built-in backends."""
+    yield "\n### Defaults that differ\n"
+    yield "All other keys that backends share have the same default, those of AdamW included.\n"
+    defaults: dict[str, dict[str, str]] = {}
+    backends = []
+    for case in section["allOf"]:
+        backends.append(case["if"]["properties"]["type"]["const"])
+        for key, entry in _flat(case["then"]["properties"], models):
+            shared = SAME.get(key, key)
+            defaults.setdefault(shared, {})[backends[-1]] = json.dumps(entry.get("default"))
+    yield f"| key | {' | '.join(backends)} |"
+    yield "|---" * (len(backends) + 1) + "|"
+    for key, by_backend in defaults.items():
+        if len(set(by_backend.values())) > 1:
+            shown = [f"`{by_backend[b]}`" if b in by_backend else "" for b in backends]
+            yield f"| `{key}` | {' | '.join(shown)} |".replace('"', "")
+    yield "\nLoRA trains the output layer too on services, and never on `trl`."
+
+
+def _flat(properties: Json, models: Json) -> Iterator[tuple[str, Json]]:
+    """Each key with its entry, and the keys of mappings by their dotted paths."""
+    for key, entry in properties.items():
+        model = _model(entry, models)
+        if model is None:
+            yield key, entry
+            continue
+        yield key, {"default": "all weights" if entry.get("default") is None else "LoRA"}
+        yield from ((f"{key}.{name}", inner) for name, inner in model["properties"].items())
 
 
 def _table(properties: Json, required: Collection[str]) -> Iterator[str]:

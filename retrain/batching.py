@@ -7,14 +7,13 @@ that the sampler saw, with the log-prob and version that the sampler returned.
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from retrain.algorithms.base import Credit
-from retrain.algorithms.functional import kl_estimates
 from retrain.errors import RunError, shown
 from retrain.losses import Normalisation, row_of, settings
 from retrain.types import Batch, Denominators, Group, Sample, Trajectory
@@ -70,32 +69,46 @@ def batch_of(
     normalisation: Normalisation | None = None,
 ) -> Batch:
     """The batch of one step; `normalisation` is None for a loss that normalises itself."""
-    counts = [sum(sample.loss_mask) for sample in samples]
-    batch = Batch(
-        samples, loss, dict(loss_config), Denominators(sum(counts), sum(map(bool, counts)))
-    )
+    counts = _tokens_by_rollout(samples)
+    sizes = Denominators(counts.total(), sum(map(bool, counts.values())))
+    batch = Batch(samples, loss, dict(loss_config), sizes)
     return batch if normalisation is None else normalised(batch, normalisation)
+
+
+def rollout_tokens(samples: Sequence[Sample]) -> list[int]:
+    """For each sample, the trained tokens of its whole rollout: of all samples with its `run_id`.
+
+    A sample without a `run_id` is a rollout by itself.
+    """
+    counts = _tokens_by_rollout(samples)
+    return [counts[sample.run_id or row] for row, sample in enumerate(samples)]
+
+
+def _tokens_by_rollout(samples: Sequence[Sample]) -> Counter[str | int]:
+    counts: Counter[str | int] = Counter()
+    for row, sample in enumerate(samples):
+        counts[sample.run_id or row] += sum(sample.loss_mask)
+    return counts
 
 
 def kl_penalised(
     samples: Sequence[Sample], reference: Sequence[Sequence[float]], coefficient: float
-) -> tuple[list[Sample], float]:
-    """The samples with a KL penalty, A_t - coefficient x (log p_t - log ref_t), and the mean KL.
+) -> list[Sample]:
+    """The samples with a KL penalty, A_t - coefficient x (log p_t - log ref_t).
 
     p_t is the sampler's and ref_t the reference's probability of the sampled token: the penalty of
     Ziegler et al. 2019 (arXiv:1909.08593, eq. 2), charged to the token that causes it. For every
     loss its policy gradient is that of the sum over positions of KL(p || ref), with the contexts
-    held constant. The mean KL is over the sampled tokens, by the estimator `k3`.
+    held constant. `reference` becomes the stream `reference_logprobs`, from which the adapter
+    reports `kl/reference`.
     """
-    charged, distances = [], []
+    charged = []
     for sample, logprobs in zip(samples, reference, strict=True):
-        rows = zip(sample.loss_mask, sample.logprobs, logprobs, strict=True)
-        gaps = [lp - ref if kept else 0.0 for kept, lp, ref in rows]
-        advantages = [a - coefficient * gap for a, gap in zip(sample.advantages, gaps, strict=True)]
-        kept_gaps = [gap for gap, kept in zip(gaps, sample.loss_mask, strict=True) if kept]
-        distances += kl_estimates(kept_gaps, [0.0] * len(kept_gaps), "k3")
-        charged.append(replace(sample, advantages=advantages))
-    return charged, math.fsum(distances) / max(1, len(distances))
+        rows = zip(sample.loss_mask, sample.logprobs, logprobs, sample.advantages, strict=True)
+        advantages = [a - coefficient * (lp - ref) if kept else a for kept, lp, ref, a in rows]
+        streams = {**sample.streams, "reference_logprobs": list(logprobs)}
+        charged.append(replace(sample, advantages=advantages, streams=streams))
+    return charged
 
 
 def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample]:
@@ -134,7 +147,8 @@ def normalised(batch: Batch, by: Normalisation, divisor: float = 1.0) -> Batch:
     """The batch with an average folded into its advantages; every loss itself is a sum over tokens.
 
     `token` is the mean over tokens, `sequence` the mean over sequences of the mean over each one's
-    tokens, `batch` the mean over sequences of the sum over each one's tokens.
+    tokens, `batch` the mean over sequences of the sum over each one's tokens. A sequence is a
+    rollout, with the tokens of all its samples.
 
     Raises ValueError for `sequence` with a loss that has keys to scale too (`Loss.scaled`): they
     cannot have a factor per sequence.
@@ -144,7 +158,7 @@ def normalised(batch: Batch, by: Normalisation, divisor: float = 1.0) -> Batch:
     if by == "sequence":
         if scaled:
             raise ValueError(f"{batch.loss} can't be normalised by sequence; use token or batch")
-        factors = [1.0 / (max(1, sum(s.loss_mask)) * sequences) for s in batch.samples]
+        factors = [1.0 / (max(1, n) * sequences) for n in rollout_tokens(batch.samples)]
     else:
         factors = [1.0 / (tokens if by == "token" else sequences)] * len(batch.samples)
     samples = [

@@ -23,7 +23,7 @@ from retrain.errors import ConfigError, shown
 Normalisation = Literal["token", "sequence", "batch"]
 """What a loss is averaged over: tokens, sequences of token means, or sequences of token sums."""
 
-TrlMean = Literal["rows", "tokens", "sum"]
+TrlMean = Literal["row_means", "row_sums", "tokens", "sum"]
 
 N = Any  # a float or a torch tensor: formulas use only operators and `Ops`
 Keys = Mapping[str, float]
@@ -57,13 +57,18 @@ class Loss:
     keys: Mapping[str, float | None] = field(default_factory=dict)
     """Its keys in `algorithm.loss_config`, with their defaults. None is TRL's own default; for
     `epsilon_high` it is the value of `epsilon`."""
-    reads: Literal["ratio", "weights", "pairs"] = "ratio"
-    """`ratio`: it learns from rewards, corrected by r. `weights`: it learns from examples, whose
-    weights are the advantages, and ignores old and r. `pairs`: it learns from pairs of examples."""
+    reads: Literal["ratio", "rewards", "weights", "pairs"] = "ratio"
+    """`ratio`: it learns from rewards, corrected by r. `rewards`: it learns from rewards and
+    ignores old and r. `weights`: it learns from examples, whose weights are the advantages, and
+    ignores old and r. `pairs`: it learns from pairs of examples."""
     unbounded: bool = False
     """Its gradient grows with r without a limit, which makes old samples dangerous."""
     scaled: tuple[str, ...] = ()
     """Keys to multiply by the same factor as the advantages in order to scale the loss."""
+    own_correction: bool = False
+    """It treats samples of older weights in a way that `algorithm.mismatch` would undo."""
+    normalisation: Normalisation = "token"
+    """What it is averaged over unless `algorithm.normalisation` is set."""
     normalises_itself: bool = False
     """It is already an average, so `algorithm.normalisation` does not apply."""
     shared: tuple[str, Normalisation] | None = None
@@ -74,8 +79,9 @@ class Loss:
     """The services that compute it for us. Tinker has no mask: there, advantages of 0 have to take
     a token out of the loss, so it must have no term that is left without them."""
     trl_mean: TrlMean | None = None
-    """What TRL averages a micro-batch over before the batch's share is applied. `sum`: TRL divides
-    by `num_items_in_batch`, which is the whole batch's. None: TRL does not compute it."""
+    """What TRL averages a micro-batch over before the batch's share is applied. `row_means`: rows,
+    of which each is a mean over its tokens. `row_sums`: rows, of which each is a sum. `sum`: TRL
+    divides by `num_items_in_batch`, the whole batch's. None: TRL does not compute it."""
 
 
 def _importance_sampling(ops: Ops, keys: Keys, lp: N, old: N, r: N, a: N) -> Result:
@@ -98,8 +104,13 @@ def _cispo(ops: Ops, keys: Keys, lp: N, old: N, r: N, a: N) -> Result:
     return -(weight * lp), -weight, clipped != r
 
 
-def _cross_entropy(ops: Ops, keys: Keys, lp: N, old: N, r: N, a: N) -> Result:
-    """-A lp, where A is the token's weight."""
+def _log_likelihood(ops: Ops, keys: Keys, lp: N, old: N, r: N, a: N) -> Result:
+    """-A lp.
+
+    For `cross_entropy`, A is the token's weight. For `reinforce`, A is the sequence's advantage:
+    the sum over its tokens is -A log p(sequence), as in REINFORCE and RLOO (Williams 1992;
+    Ahmadian et al. 2024, arXiv:2402.14740). They have no ratio, since their samples are fresh.
+    """
     return -(a * lp), -a, None
 
 
@@ -113,6 +124,25 @@ def _dpo(ops: Ops, keys: Keys, difference: N) -> Result:
     """-log sigmoid(beta x the difference of the gains); arXiv:2305.18290, eq. 7."""
     margin = keys["beta"] * difference
     return -ops.logsigmoid(margin), -keys["beta"] * ops.sigmoid(-margin), margin
+
+
+def mismatch_weight(
+    ops: Any,  # Ops, which torch's overloaded functions fit only at run time
+    kind: Literal["tis", "mask"],
+    low: float,
+    high: float,
+    r: N,
+) -> tuple[N, N]:
+    """The weight of a token whose ratio, or whose sequence's, is r; and whether r is outside.
+
+    `tis` is truncated importance sampling: r clipped to [low, high] (Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training"); without bounds it is the
+    weight of decoupled PPO (Hilton et al. 2021, arXiv:2110.00641; AReaL, arXiv:2505.24298). `mask`
+    is r inside of [low, high] and 0 outside (IcePop, arXiv:2510.18855).
+    """
+    clipped = ops.clip(r, low, high)
+    outside = clipped != r
+    return (clipped if kind == "tis" else ops.where(outside, 0.0, r)), outside
 
 
 def _bounds(keys: Keys) -> tuple[float, float]:
@@ -144,27 +174,32 @@ LOSSES: dict[str, Loss] = {
         services=("tinker",),
         trl_mean="sum",
     ),
-    "cross_entropy": Loss(formula=_cross_entropy, reads="weights", services=("tinker", "weaver")),
+    "reinforce": Loss(formula=_log_likelihood, reads="rewards", normalisation="batch"),
+    "cross_entropy": Loss(formula=_log_likelihood, reads="weights", services=("tinker", "weaver")),
     # Tinker computes it too, but with beta/2 (lp - old)^2 also of the prompt's tokens.
-    "dro": Loss(formula=_dro, keys={"beta": 0.05}, scaled=("beta",)),
+    "dro": Loss(formula=_dro, keys={"beta": 0.05}, scaled=("beta",), own_correction=True),
     # The size of a pair's advantages is its weight, which already holds the mean over pairs.
     "dpo": Loss(formula=_dpo, keys={"beta": 0.1}, reads="pairs", normalises_itself=True),
     # arXiv:2402.03300, eq. 3
-    "grpo": _of_trl("rows", *_CLIP, shared=("ppo", "sequence")),
+    "grpo": _of_trl("row_means", *_CLIP, shared=("ppo", "sequence")),
     # arXiv:2503.14476, eq. 8
     "dapo": _of_trl("sum", *_CLIP, shared=("ppo", "token")),
     # A mean over a micro-batch's tokens, so over the whole batch it is dapo
     "bnpo": _of_trl("tokens", *_CLIP, shared=("ppo", "token")),
     # arXiv:2503.20783
     "dr_grpo": _of_trl(
-        "rows", *_CLIP, "max_completion_length", shared=("ppo", "batch"), over_max_tokens=True
+        "row_sums", *_CLIP, "max_completion_length", shared=("ppo", "batch"), over_max_tokens=True
     ),
     # arXiv:2602.05261
-    "luspo": _of_trl("rows", *_CLIP),
+    "luspo": _of_trl("row_sums", *_CLIP),
     # arXiv:2511.20347
-    "sapo": _of_trl("rows", _LEVEL, "sapo_temperature_pos", "sapo_temperature_neg"),
+    "sapo": _of_trl("row_means", _LEVEL, "sapo_temperature_pos", "sapo_temperature_neg"),
     # arXiv:2602.10693
-    "vespo": _of_trl("sum", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    "vespo": _of_trl(
+        "sum",
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        own_correction=True,
+    ),
 }
 """The losses by name. `algorithm.loss` can also name a function of the user's."""
 

@@ -201,7 +201,7 @@ class Denominators(NamedTuple):
     tokens: int
     """Tokens with loss_mask 1."""
     sequences: int
-    """Samples with at least one such token."""
+    """Rollouts with at least one such token; a rollout can have several samples."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from retrain.types import Batch, Metrics
 
 ADAM = {"learning_rate": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.0}
 FULL: dict[str, dict[str, Any]] = {
-    "trl": {"type": "trl", **ADAM, "device": "cpu", "args": {"adam_beta2": 0.95}},
+    "trl": {"type": "trl", **ADAM, "device": "cpu"},
     "weaver": {"type": "weaver", "url": "local", **ADAM, "training_mode": "full_ft"},
 }
 LORA: dict[str, dict[str, Any]] = {

@@ -1,16 +1,16 @@
 """The same rows on the same weights: every backend trains what plain torch trains.
 
-trl in its importance_sampling (and ppo) form, and the local service by Tinker's and by Weaver's
-protocol, in fp32. Tinker's protocol has LoRA alone, so that there all four train the same matrices;
-with full weights it's trl, Weaver and plain torch. All are held to 1e-4: the log-probs before, the
-loss, the gradient's norm, the change of every weight, and the log-probs after, over two steps (in
-the first one LoRA's B is 0, and so is the gradient of A).
+trl, and the local service by Tinker's and by Weaver's protocol, in fp32, for the losses of `CASES`.
+Tinker's protocol has LoRA alone, so that there all four train the same matrices; with full weights
+it's trl, Weaver and plain torch. All are held to 1e-4: the log-probs before, the loss, the
+gradient's norm, the change of every weight, and the log-probs after, over two steps (in the first
+one LoRA's B is 0, and so is the gradient of A).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from torch.nn.functional import log_softmax
 from retrain.adapters.base import Adapter
 from retrain.adapters.trl.adapter import TrlAdapter
 from retrain.assembly import assemble
+from retrain.batching import batch_of
 from retrain.engine.models import load_model
 from retrain.engine.tiny import tiny_folder
 from retrain.service.store import Store
-from retrain.types import Batch, Denominators, Sample
+from retrain.types import Sample
 from tests.backends_kit import run_of
 
 RANK, ALPHA = 4, 32  # the services have no alpha on the wire; this is theirs
@@ -51,19 +52,38 @@ GRADIENT = Optimizer(0.1, 1.0)
 """With so large an eps a weight moves by about 0.1 x its gradient: what differs would show."""
 
 
+CASES: dict[str, dict[str, Any]] = {
+    "importance_sampling": {},
+    "ppo": {},
+    "reinforce": {},
+    "tis": {"loss": "ppo", "mismatch": {"low": 0.9, "high": 1.2}},
+    "mask": {"loss": "importance_sampling", "mismatch": {"type": "mask", "low": 0.8, "high": 1.3}},
+    "sequence": {"loss": "grpo", "mismatch": {"level": "sequence", "low": 0.9, "high": 1.05}},
+    "masked sequence": {
+        "loss": "reinforce",
+        "mismatch": {"type": "mask", "level": "sequence", "low": 0.9, "high": 1.05},
+    },
+}
+"""What `algorithm` holds; without `loss` it's the name's."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What two steps on one batch came to."""
 
     before: list[list[float]]
     losses: list[float]
+    clipped: list[float | None]
     norms: list[float]
     moved: Weights
     after: list[list[float]]
 
 
 def rows(count: int = 6) -> list[Sample]:
-    """Of different lengths, their log-probs and advantages spread around a fresh model's."""
+    """Of different lengths, their log-probs and advantages spread around a fresh model's.
+
+    The last two are of one rollout.
+    """
     rng = random.Random(3)
     made = []
     for row in range(count):
@@ -77,15 +97,10 @@ def rows(count: int = 6) -> list[Sample]:
                 advantages=[rng.gauss(0.0, 0.3) * on for on in mask],
                 versions=[0 if on else -1 for on in mask],
                 group_id=f"0.{row // 2}.0",
+                run_id="forked" if row >= count - 2 else "",
             )
         )
     return made
-
-
-def batch(loss: str) -> Batch:
-    samples = rows()
-    counts = [sum(sample.loss_mask) for sample in samples]
-    return Batch(samples, loss, {}, Denominators(sum(counts), len(counts)))
 
 
 def sections(backend: str, tuning: str, adam: Optimizer) -> dict[str, Any]:
@@ -93,25 +108,24 @@ def sections(backend: str, tuning: str, adam: Optimizer) -> dict[str, Any]:
         "learning_rate": adam.learning_rate,
         "weight_decay": adam.weight_decay,
         "max_grad_norm": adam.max_grad_norm,
+        **{"beta1": adam.beta1, "beta2": adam.beta2, "eps": adam.eps},
     }
     if backend == "trl":
-        betas = {"adam_beta1": adam.beta1, "adam_beta2": adam.beta2, "adam_epsilon": adam.eps}
         lora = {"lora": {"r": RANK, "alpha": ALPHA}} if tuning == "lora" else {}
-        return {"type": "trl", **common, **lora, "device": "cpu", "args": betas}
-    betas = {"beta1": adam.beta1, "beta2": adam.beta2, "eps": adam.eps}
+        return {"type": "trl", **common, **lora, "device": "cpu"}
     lora = {"lora": {"rank": RANK, "train_unembed": False, "seed": 7}}  # TRL has none on lm_head
     full = {"training_mode": "full_ft"}
-    return {"type": backend, **common, **betas, **(lora if tuning == "lora" else full)}
+    return {"type": backend, **common, **(lora if tuning == "lora" else full)}
 
 
 async def outcome(
-    folder: Path, backend: str, tuning: str, adam: Optimizer, loss: str, start: Weights | None
+    folder: Path, backend: str, tuning: str, adam: Optimizer, case: str, start: Weights | None
 ) -> Outcome:
     """Of a run of its own; trl's LoRA matrices are drawn otherwise, so they are set to `start`."""
-    algorithm = {"type": "grpo", "loss": loss}
+    algorithm = {"type": "grpo", "loss": case, **CASES[case]}
     run = run_of(folder, sections(backend, tuning, adam), algorithm=algorithm, prompts=["a"],
                  rewards=["exact_match"])  # fmt: skip
-    trained = batch(loss)
+    trained = batch_of(rows(), loss=algorithm["loss"], loss_config={})
     ids = [list(sample.token_ids) for sample in trained.samples]
     async with assemble(run).open_adapter() as adapter:
         if isinstance(adapter, TrlAdapter) and start is not None:
@@ -126,6 +140,7 @@ async def outcome(
     return Outcome(
         before,
         [one["loss"] for one in metrics],
+        [one.get("mismatch/clipped") for one in metrics],
         [one["grad_norm"] for one in metrics],
         {name: last[name] - first[name] for name in first},
         after,
@@ -156,7 +171,7 @@ async def weights_of(adapter: Adapter, folder: Path) -> Weights:
     return store.weights(newest.place)
 
 
-def plain(start: Weights, adam: Optimizer, loss: str) -> Outcome:
+def plain(start: Weights, adam: Optimizer, case: str) -> Outcome:
     """The same in plain torch, row by row, the formulas written out."""
     model = load_model(tiny_folder()).requires_grad_(False)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
@@ -171,10 +186,11 @@ def plain(start: Weights, adam: Optimizer, loss: str) -> Outcome:
     )
     samples = rows()
     before = [scored(model, leaves, sample) for sample in samples]
-    losses, norms = [], []
+    losses, norms, clips = [], [], []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        value = torch.stack([row_loss(model, leaves, sample, loss) for sample in samples]).sum()
+        value, clipped = batch_loss([logprobs(model, leaves, s) for s in samples], samples, case)
+        clips.append(clipped)
         value.backward()
         limit = adam.max_grad_norm or float("inf")
         norms.append(float(torch.nn.utils.clip_grad_norm_(leaves.values(), limit)))
@@ -183,19 +199,61 @@ def plain(start: Weights, adam: Optimizer, loss: str) -> Outcome:
     moved = {name: leaf.detach() - start[name] for name, leaf in leaves.items()}
     after = [scored(model, leaves, sample) for sample in samples]
     return Outcome(
-        [row.tolist() for row in before], losses, norms, moved, [row.tolist() for row in after]
+        [row.tolist() for row in before],
+        losses,
+        clips,
+        norms,
+        moved,
+        [row.tolist() for row in after],
     )
 
 
-def row_loss(model: torch.nn.Module, leaves: Weights, sample: Sample, loss: str) -> Tensor:
-    old, advantages, mask = (
-        torch.tensor(stream) for stream in (sample.logprobs, sample.advantages, sample.loss_mask)
-    )
-    ratio = (logprobs(model, leaves, sample) - old).exp()
-    value = -ratio * advantages
-    if loss == "ppo":
-        value = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return (value * mask)[mask > 0].sum()
+def batch_loss(
+    scored: Sequence[Tensor], samples: Sequence[Sample], case: str
+) -> tuple[Tensor, float | None]:
+    """The loss, and the share of tokens or sequences that mismatch clips."""
+    loss, rule = CASES[case].get("loss", case), CASES[case].get("mismatch")
+    kept = [torch.tensor(sample.loss_mask) > 0 for sample in samples]
+    lps = [row[mask] for row, mask in zip(scored, kept, strict=True)]
+    olds = [torch.tensor(s.logprobs)[mask] for s, mask in zip(samples, kept, strict=True)]
+    credits = [torch.tensor(s.advantages)[mask] for s, mask in zip(samples, kept, strict=True)]
+    runs = [sample.run_id or str(row) for row, sample in enumerate(samples)]
+    clipped = None
+    if rule is not None:
+        low, high = rule["low"], rule["high"]
+        ratios = [(lp.detach() - old).exp() for lp, old in zip(lps, olds, strict=True)]
+        judged = torch.cat(ratios)
+        if rule.get("level") == "sequence":
+            means = {
+                run: torch.cat([r.log() for r, its in zip(ratios, runs, strict=True) if its == run])
+                .mean()
+                .exp()
+                for run in runs
+            }
+            judged = torch.stack(list(means.values()))
+            ratios = [means[run] * torch.ones_like(lp) for run, lp in zip(runs, lps, strict=True)]
+        clipped = float(((judged < low) | (judged > high)).float().mean())
+        assert 0 < clipped < 1
+        if rule.get("type") == "mask":
+            weights = [torch.where((r >= low) & (r <= high), r, 0.0) for r in ratios]
+        else:
+            weights = [r.clamp(low, high) for r in ratios]
+        credits = [a * w for a, w in zip(credits, weights, strict=True)]
+        olds = [lp.detach() for lp in lps]
+    total = torch.zeros(())
+    for run, lp, old, a in zip(runs, lps, olds, credits, strict=True):
+        ratio = (lp - old).exp()
+        values = {
+            "importance_sampling": -ratio * a,
+            "ppo": -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a),
+            "reinforce": -lp * a,
+        }
+        own = values.get(loss, values["ppo"]).sum()
+        if loss == "grpo":  # the mean over rollouts of the mean over each one's tokens
+            length = sum(len(row) for row, its in zip(lps, runs, strict=True) if its == run)
+            own = own / length / len(set(runs))
+        total = total + own
+    return total, clipped
 
 
 def logprobs(model: torch.nn.Module, leaves: Weights, sample: Sample) -> Tensor:
@@ -224,7 +282,7 @@ def merged(model: torch.nn.Module, leaves: Weights) -> Weights:
 
 
 def assert_equal(name: str, got: Outcome, wanted: Outcome) -> None:
-    for what in ("losses", "norms"):
+    for what in ("losses", "norms", "clipped"):
         assert getattr(got, what) == pytest.approx(getattr(wanted, what), abs=TOLERANCE), (
             f"{name}: {what}"
         )
@@ -240,18 +298,24 @@ def assert_moved_alike(name: str, got: Mapping[str, Tensor], wanted: Mapping[str
         assert gap < TOLERANCE, f"{name}: {weight} moved by {gap} too much or too little"
 
 
+RATIO = ("importance_sampling", "ppo")
 BACKENDS = {"lora": ("tinker", "weaver", "trl"), "full": ("weaver", "trl")}
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
-@pytest.mark.parametrize("adam", [ADAM, GRADIENT], ids=["adam", "gradient"])
-@pytest.mark.parametrize("tuning", BACKENDS)
-async def test_every_backend_trains_what_plain_torch_trains(tuning, adam, loss, tmp_path):
+@pytest.mark.parametrize(
+    ("tuning", "adam", "case"),
+    [
+        *((t, adam, case) for t in BACKENDS for adam in (ADAM, GRADIENT) for case in RATIO),
+        *(("lora", GRADIENT, case) for case in ("reinforce", "tis", "masked sequence")),
+        *(("full", GRADIENT, case) for case in ("mask", "sequence")),
+    ],
+)
+async def test_every_backend_trains_what_plain_torch_trains(tuning, adam, case, tmp_path):
     start = await start_of(tmp_path / "start", tuning)
-    wanted = plain(start, adam, loss)
+    wanted = plain(start, adam, case)
     assert any(float(moved.abs().max()) > 10 * TOLERANCE for moved in wanted.moved.values())
     for backend in BACKENDS[tuning]:
-        got = await outcome(tmp_path / backend, backend, tuning, adam, loss, start)
+        got = await outcome(tmp_path / backend, backend, tuning, adam, case, start)
         assert_equal(backend, got, wanted)
         assert_moved_alike(backend, got.moved, wanted.moved)
 

@@ -1,5 +1,7 @@
 """Samples are made of the very ids, log-probs and versions that were sampled."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +104,26 @@ def test_a_normaliser_folds_into_the_advantages(by, expected):
     made = normalised(batch_of(), by)
     values = [a for s in made.samples for a, m in zip(s.advantages, s.loss_mask, strict=True) if m]
     assert values == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("by", "each"), [("token", 1 / 12), ("sequence", 1 / 12), ("batch", 1 / 2)]
+)
+def test_a_rollout_cut_into_samples_weighs_what_a_whole_one_does(by, each):
+    """Two rollouts of 6 sampled tokens, one of them in 3 samples of 1, 2 and 3 tokens."""
+
+    def part(count, run):
+        ones, zeros = [1] * count, [0] * count
+        return Sample(ones, ones, zeros, [1.0] * count, zeros, run_id=run)
+
+    samples = [part(6, "whole"), part(1, "cut"), part(2, "cut"), part(3, "cut"), part(0, "none")]
+    batch = batching.batch_of(samples, loss="ppo", loss_config={}, normalisation=by)
+    assert batch.denominators == Denominators(tokens=12, sequences=2)
+    credits = [a for sample in batch.samples for a in sample.advantages]
+    assert credits == pytest.approx([each] * 12)
+    named, nameless = samples, [replace(sample, run_id="") for sample in samples]
+    counts = [batching.rollout_tokens(rows) for rows in (named, nameless)]
+    assert counts == [[6, 6, 6, 6, 0], [6, 1, 2, 3, 0]]
 
 
 def test_dro_scales_its_quadratic_term_too_and_refuses_sequences():

@@ -122,6 +122,9 @@ def test_a_wrong_value_says_what_was_got_and_expected(
         ("prompt_source.source_config.file_path", "prompts.path"),
         ("model.name_or_path", "model"),
         ("staleness.order", "train.order"),
+        ("loss_fn.truncated_importance_sampling_type", "algorithm.mismatch.type"),
+        ("loss_fn.truncated_importance_sampling_ratio", "algorithm.mismatch.high"),
+        ("vllm_importance_sampling_correction", "algorithm.mismatch"),
     ],
 )
 def test_a_key_of_another_system_is_told_its_home(path: str, home: str) -> None:
@@ -151,7 +154,7 @@ def test_every_home_in_the_tables_is_a_key() -> None:
     paths = {path for joined in keys for path in joined.split(" or ")}
     plugins = {"algorithm.baseline", "algorithm.gamma", "algorithm.scale", "backend.url"}
     plugins |= {"prompts.path", "prompts.system", "prompts.type", "environment.type"}
-    plugins |= {"backend.type", "algorithm.type", "backend.beta1", "backend.beta2"}
+    plugins |= {"backend.type", "algorithm.type"}
     for home in (*HOMES.values(), *PATHS.values()):
         path = home.split(":")[0].split(",")[0].split(" ")[0]
         known = path in paths | plugins or path.startswith("algorithm.loss_config.")

@@ -24,6 +24,7 @@ import retrain
 from retrain.__main__ import COMMANDS, command
 from retrain.assembly import assemble
 from retrain.config import parse_config
+from retrain.losses import LOSSES
 from retrain.observe.callbacks import tenths
 from retrain.observe.run_dir import read_metrics
 from retrain.run import main
@@ -146,6 +147,12 @@ def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
     named = [path for path in PATH.findall(page.read_text(encoding="utf-8")) if "NAME" not in path]
     assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_page_of_losses_names_each() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    table = page.partition("## Losses")[2].partition("## Averages")[0]
+    assert all(f"`{name}`" in table for name in LOSSES)
 
 
 def test_the_configuration_page_is_current() -> None:

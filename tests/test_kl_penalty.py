@@ -1,12 +1,10 @@
 """The KL penalty as credit: hand-worked values, and one meaning on every backend."""
 
-import math
-
 import pytest
 from backends_kit import FULL, LORA, histories, run_of, whole_and_resumed
 
 from retrain.assembly import assemble
-from retrain.batching import kl_penalised
+from retrain.batching import batch_of, kl_penalised
 from retrain.errors import ConfigError
 from retrain.rewarding import reward
 from retrain.types import Sample
@@ -29,15 +27,14 @@ RUN = {
 
 def test_a_token_pays_for_what_it_is_likelier_than_under_the_reference():
     sample = Sample([7, 8, 9], [0, 1, 1], [0.0, -1.0, -2.0], [0.0, 0.5, 0.5], [-1, 0, 0])
-    [charged], kl = kl_penalised([sample], [[0.0, -1.5, -1.0]], 0.1)
+    [charged] = kl_penalised([sample], [[0.0, -1.5, -1.0]], 0.1)
     assert charged.advantages == pytest.approx([0.0, 0.5 - 0.1 * 0.5, 0.5 + 0.1 * 1.0])
-    k3 = [math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0]
-    assert kl == pytest.approx(sum(k3) / 2)
+    assert charged.streams == {"reference_logprobs": [0.0, -1.5, -1.0]}
 
 
 def test_at_the_reference_nothing_is_paid():
     sample = Sample([7, 8], [0, 1], [0.0, -1.0], [0.0, 0.5], [-1, 0])
-    assert kl_penalised([sample], [[0.0, -1.0]], 5.0) == ([sample], 0.0)
+    assert kl_penalised([sample], [[0.0, -1.0]], 5.0)[0].advantages == sample.advantages
 
 
 @pytest.mark.parametrize("backends", [FULL, LORA], ids=["full", "lora"])
@@ -47,6 +44,22 @@ async def test_backends_that_tune_the_same_weights_charge_the_same(tmp_path, bac
     assert one[0] == pytest.approx((0.0, other[0][1]), abs=1e-4)
     assert one[1][0] > 1e-4
     assert one[1] == pytest.approx(other[1], abs=1e-4)
+
+
+async def test_the_metric_of_trls_kl_term_is_that_of_the_penalty(tmp_path):
+    """With weights far from those that sampled: TRL's own term is weighted by the ratio."""
+    sample = Sample([40, 41, 42, 43], [0, 1, 1, 1], [0, -2, -8, -5], [0, 1, -1, 1], [-1, 0, 0, 0])
+    term = {"type": "grpo", "loss": "dapo", "loss_config": {"beta": 1e-9}}
+    found = []
+    for number, algorithm in enumerate((term, {"type": "grpo", "loss": "dapo"})):
+        config = run_of(tmp_path / str(number), FULL["trl"], **{**RUN, "algorithm": algorithm})
+        async with assemble(config).open_adapter() as adapter:
+            reference = await adapter.logprobs([sample.token_ids], reference=True)
+            [given] = kl_penalised([sample], reference, 0.0) if number else [sample]
+            batch = batch_of([given], loss="dapo", loss_config=algorithm.get("loss_config", {}))
+            found.append([(await adapter.update(batch))["kl/reference"] for _ in range(3)])
+    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-6)
+    assert found[0][2] > 1e-4 > abs(found[0][0])
 
 
 @pytest.mark.parametrize("backend", [FULL["trl"], LORA["tinker"]], ids=lambda b: b["type"])

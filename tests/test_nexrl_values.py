@@ -115,6 +115,18 @@ def test_run_id_alone_is_the_group_and_neither_is_a_group_of_its_own() -> None:
     assert advantages(scored([0, 1])) == [0, 0]
 
 
+def test_a_datum_with_a_run_id_alone_is_a_rollout_of_its_own() -> None:
+    """Its run_id names the prompt; beside a group_id it names the rollout."""
+
+    def rollouts(*facts: dict[str, object]) -> list[str]:
+        datum = {"tokens": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -1.0]}
+        datums = [{**datum, "advantage": 1.0, "metadata": one} for one in facts]
+        return [sample.run_id for sample in samples_of_datums(datums)]
+
+    assert len(set(rollouts({"run_id": "a"}, {"run_id": "a"}))) == 2
+    assert len(set(rollouts(*[{"group_id": "a", "run_id": 0}] * 2))) == 1
+
+
 def test_equal_run_ids_of_two_prompts_are_not_pooled() -> None:
     rows = scored([0, 1, 5, 5], group_id=["a", "a", "b", "b"], run_id=[0, 1, 0, 1])
     assert advantages(rows) == pytest.approx([-0.7071, 0.7071, 0, 0], abs=1e-4)

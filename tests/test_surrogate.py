@@ -21,6 +21,7 @@ CASES = [
     ("ppo", {"epsilon": 0.1, "epsilon_high": 0.3}),
     ("cispo", {}),
     ("cispo", {"epsilon": 0.2, "epsilon_high": 0.2}),
+    ("reinforce", {}),
     ("cross_entropy", {}),
     ("dro", {}),
     ("dro", {"beta": 0.7}),
@@ -78,6 +79,7 @@ def plain(
         "importance_sampling": -ratio * adv,
         "ppo": -torch.minimum(ratio * adv, clipped * adv),
         "cispo": -clipped.detach() * adv * lp,
+        "reinforce": -adv * lp,
         "cross_entropy": -adv * lp,
         "dro": -(adv * lp - beta / 2 * (lp - old).square()),
     }[loss]
@@ -130,6 +132,9 @@ def test_value_gradient_and_metrics_equal_autograds(
         "kl/sampler_trainer": (gaps.exp() - 1 - gaps).mean().item(),
         "entropy": -free.detach()[mask > 0].mean().item(),
     }
+    if loss != "dpo":  # whose answers are not samples of the learner's
+        apart = (ref - free.detach())[mask > 0]
+        means["kl/reference"] = (apart.exp() - 1 - apart).mean().item()
     assert ours.metrics == pytest.approx(means, abs=1e-9)
 
 

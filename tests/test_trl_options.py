@@ -24,7 +24,7 @@ from retrain.losses import LOSSES
 from tests import trl_kit as kit
 
 PASSED = {
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args", "optim_target_modules"),
+    *("optim", "optim_args", "optim_target_modules"),
     *("activation_checkpointing_kwargs", "cast_lm_head_to_fp32", "disable_dropout"),
     *("full_determinism", "lr_scheduler_kwargs", "router_aux_loss_coef", "tf32"),
     *("torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps"),
@@ -81,7 +81,9 @@ def test_checking_the_options_imports_nothing_heavy():
         ("max_completion_length", "set sampling.max_tokens"),
         ("use_vllm", "own sampler"),
         ("report_to", "set `loggers`"),
-        ("adam_beta3", "did you mean 'adam_beta2'?"),
+        ("adam_beta2", "set backend.beta2"),
+        ("vllm_importance_sampling_mode", "set algorithm.mismatch"),
+        ("optin", "did you mean 'optim'?"),
     ],
 )
 def test_a_key_that_args_cannot_carry_says_where_it_is_set(key, advice):

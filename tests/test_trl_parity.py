@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -22,6 +23,7 @@ from retrain.engine.models import load_model, load_tokenizer  # noqa: E402 - the
 from retrain.errors import NonFiniteError  # noqa: E402 - the same
 from tests import trl_kit as kit  # noqa: E402 - needs torch
 
+LEVEL = "importance_sampling_level"
 TRL_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
 
@@ -35,8 +37,8 @@ def whole_batch(trainer, batch, rows=None):
     """Loss and gradients of the adapter's trainer over `batch`, `rows` samples a micro-batch."""
     trainer.current_gradient_accumulation_steps = 1
     trainer.record = StepRecord(batch)
-    parts = micro_batches(batch.samples, rows=rows, tokens=10**6, paired=batch.loss == "dpo")
-    loss = trainer._whole_batch(trainer.model, parts)
+    trainer.cut = partial(micro_batches, rows=rows, tokens=10**6)
+    loss = trainer._whole_batch(trainer.model, trainer._parts(batch))
     return loss.item(), gradients(trainer.model), trainer.record.metrics()
 
 
@@ -101,7 +103,7 @@ def assert_equal_gradients(left, right, tolerance=2e-5):
 
 @pytest.mark.parametrize("loss", TRL_LOSSES)
 def test_loss_and_gradients_are_those_of_trl_alone(loss, tmp_path):
-    samples = [s for s in kit.ragged() if any(s.loss_mask)]
+    samples = kit.apart(kit.ragged())
     config = kit.run_config(loss)
     batch = kit.batch(samples, loss)
     if loss == "cispo":  # the shared meaning: its normaliser is folded into the advantages
@@ -153,7 +155,7 @@ def test_a_row_without_a_token_to_train_changes_nothing(loss, tmp_path):
     ],
 )
 def test_every_key_of_a_loss_means_what_it_means_in_trl(loss, loss_config, tmp_path):
-    samples = [s for s in kit.ragged() if any(s.loss_mask)]
+    samples = kit.apart(kit.ragged())
     config = kit.run_config(loss, loss_config=loss_config)
     batch = kit.batch(samples, loss, **loss_config)
     if loss == "cispo":
@@ -215,6 +217,71 @@ def test_a_shared_loss_equals_a_plain_forward_and_backward(loss, loss_config, tm
     gaps = (logprobs - old)[mask > 0]
     kl = (gaps.exp() - 1 - gaps).mean().item()
     assert metrics["kl/sampler_trainer"] == pytest.approx(kl, rel=1e-4)
+
+
+def once_per_rollout(loss, keys, model, samples):
+    """TRL's `loss` in plain torch, as the mean over rollouts of the mean over each one's tokens."""
+    lp, old, advantages, mask = plain_logprobs(model, samples)
+    with torch.no_grad():
+        reference, *_ = plain_logprobs(load_model(kit.model_folder()), samples)
+    ratio = (lp - old).exp()
+    if loss == "grpo":
+        terms = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    else:
+        heat = torch.where(advantages > 0, 1.0, 1.05)
+        terms = -torch.sigmoid(heat * (ratio - 1)) * 4 / heat * advantages
+    kl = (reference - lp).exp() - (reference - lp) - 1
+    plain_kl = (kl * mask).sum().item() / mask.sum().item()
+    if keys.get("importance_sampling_level") == "sequence":
+        ratio = ((lp - old) * mask).sum(-1, keepdim=True).div(mask.sum(-1, keepdim=True)).exp()
+        terms = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    terms = terms + keys["beta"] * kl * (ratio if keys["use_bias_correction_kl"] else 1)
+    names = [sample.run_id or str(row) for row, sample in enumerate(samples)]
+    rollouts = [[row for row, own in enumerate(names) if own == name] for name in set(names)]
+    means = [(terms * mask)[rows].sum() / mask[rows].sum() for rows in rollouts]
+    return torch.stack(means).mean(), plain_kl
+
+
+@pytest.mark.parametrize("rows", [None, 1])
+@pytest.mark.parametrize(
+    ("loss", "keys"),
+    [
+        ("grpo", {"beta": 0.2, "use_bias_correction_kl": True}),
+        ("grpo", {"beta": 0.2, "use_bias_correction_kl": True} | {LEVEL: "sequence"}),
+        ("sapo", {"beta": 0.1, "use_bias_correction_kl": False}),
+    ],
+)
+def test_a_rollout_of_several_samples_counts_once(loss, keys, rows, tmp_path):
+    samples = [s for s in kit.ragged() if any(s.loss_mask)]
+    trainer = kit.trainer_of(kit.run_config(loss, loss_config=keys), tmp_path)
+    drift(trainer.model)
+    value, grads, metrics = whole_batch(trainer, kit.batch(samples, loss, **keys), rows=rows)
+    model = load_model(kit.model_folder())
+    drift(model)
+    expected, kl = once_per_rollout(loss, keys, model, samples)
+    expected.backward()
+    assert value == pytest.approx(expected.item(), rel=1e-5)
+    assert_equal_gradients(gradients(model), grads)
+    assert metrics["kl/reference"] == pytest.approx(kl, rel=1e-4)  # not weighted by the ratio
+    apart = kit.batch(kit.apart(samples), loss, **keys)
+    assert whole_batch(trainer, apart)[0] != pytest.approx(value, rel=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "grpo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_mismatch_weights_do_not_depend_on_the_micro_batches(level, loss, tmp_path):
+    mismatch = {"type": "mask", "level": level, "low": 0.05, "high": 0.4}
+    algorithm = {"type": "grpo", "loss": loss, "mismatch": mismatch}
+    trainer = kit.trainer_of(kit.run_config(algorithm=algorithm), tmp_path)
+    batch = kit.batch(kit.ragged(), loss)
+    value, grads, metrics = whole_batch(trainer, batch)
+    part_value, part_grads, part_metrics = whole_batch(trainer, batch, rows=1)
+    assert part_value == pytest.approx(value, rel=1e-5)
+    assert_equal_gradients(grads, part_grads)
+    assert part_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert 0 < metrics["mismatch/clipped"] < 1
+    assert metrics.get("clip_fraction", 0.0) == 0.0
+    assert metrics["kl/sampler_trainer"] > 0.01
 
 
 def test_cross_entropy_is_the_weighted_negative_log_likelihood(tmp_path):

@@ -466,7 +466,7 @@ def test_the_defaults_have_no_problems() -> None:
     assert WeaverOptions().native_losses == {"importance_sampling", "cross_entropy"}
     assert WeaverOptions().capabilities().losses == {
         *("importance_sampling", "cross_entropy", "ppo", "cispo", "dro", "dpo"),
-        *("grpo", "dapo", "bnpo", "dr_grpo"),
+        *("grpo", "dapo", "bnpo", "dr_grpo", "reinforce"),
     }
 
 

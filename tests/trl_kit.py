@@ -8,12 +8,14 @@ import random
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from retrain.adapters.trl.options import TrlOptions
+from retrain.batching import batch_of
 from retrain.config import Plugin, RunConfig
-from retrain.types import Batch, Denominators, Sample
+from retrain.types import Batch, Sample
 
 VOCABULARY = 32
 
@@ -96,8 +98,12 @@ def sample(
 
 
 def batch(samples: Sequence[Sample], loss: str = "dapo", **loss_config: Any) -> Batch:
-    counts = [sum(s.loss_mask) for s in samples]
-    return Batch(samples, loss, loss_config, Denominators(sum(counts), sum(map(bool, counts))))
+    return batch_of(samples, loss=loss, loss_config=loss_config)
+
+
+def apart(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with a token to train, each as a rollout by itself: TRL's rows."""
+    return [replace(s, run_id="") for s in samples if any(s.loss_mask)]
 
 
 def ragged(seed: int = 0, rows: int = 7) -> list[Sample]:

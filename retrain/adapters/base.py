@@ -30,6 +30,8 @@ class Capabilities:
     """It can train a user's own function of log-probs."""
     scores: bool = False
     """`Adapter.logprobs` works, which algorithm.kl_penalty and held-out losses need."""
+    mismatch: bool = False
+    """It weighs tokens by `algorithm.mismatch`."""
     max_staleness: int | None = None
     """The highest `staleness.max` that it supports; None: no limit."""
     sampling: frozenset[str] = frozenset(

@@ -5,6 +5,9 @@
 `scale: batch` divides by the batch's std (ddof 1) + 1e-8, so that the step's size does not depend
 on the reward's unit. One rollout per prompt is enough. If all rewards of a batch are equal, its
 advantages are exactly 0.
+
+This is only the credit, and the loss is dapo unless `algorithm.loss` is set. The loss `reinforce`
+is something else: -A_i log p(y_i | x), for the credit of any algorithm.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ EPS = 1e-8
 
 
 class Reinforce(Algorithm):
-    """The policy gradient with one baseline for the whole batch.
+    """Credit with one baseline for the whole batch, the mean reward.
+
+    The loss is dapo unless set; `loss: reinforce` is the plain policy gradient.
 
     Args:
         scale: `batch` divides by the standard deviation of the batch's rewards.

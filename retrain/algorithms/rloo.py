@@ -1,6 +1,11 @@
-"""RLOO: REINFORCE with the mean of the other rollouts as baseline (Ahmadian et al. 2024, eq. 7)
+"""RLOO: the credit of REINFORCE Leave-One-Out (Ahmadian et al. 2024, arXiv:2402.14740)
 
-A_i = r_i - mean(r_j for j != i)
+    A_i = r_i - mean(r_j for j != i)            over the rollouts of one prompt
+
+This is only the credit. `algorithm.loss` chooses the loss, by default dapo: a clipped ratio per
+token, and a mean over tokens. The paper's form is `loss: reinforce`, the mean over rollouts of
+-A_i log p(y_i | x), without a ratio. The paper's KL penalty is part of r_i; here `kl_penalty`
+charges each token for its own share.
 """
 
 from __future__ import annotations
@@ -9,7 +14,10 @@ from retrain.algorithms.grpo import GRPO
 
 
 class RLOO(GRPO):
-    """REINFORCE Leave-One-Out; the advantages of a group sum to zero."""
+    """Leave-one-out credit: a reward is compared with the mean of the group's other rewards.
+
+    The loss is dapo unless set; `loss: reinforce` is that of the RLOO paper.
+    """
 
     def __init__(self) -> None:
         super().__init__(baseline="leave_one_out", scale="none")

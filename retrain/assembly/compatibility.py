@@ -38,6 +38,7 @@ def check_compatible(
         *_loss(loss, config, capabilities),
         *_backend(config, capabilities),
         *_kl_penalty(loss, algorithm, config, capabilities),
+        *_mismatch(loss, algorithm, config, capabilities),
         *_algorithm(algorithm, config),
         *options.problems(config),
     ]
@@ -49,7 +50,7 @@ def check_compatible(
         raise ConfigError(*problems)
     if row_of(loss).normalises_itself:
         return loss, None, capabilities
-    return loss, config.algorithm.normalisation or "token", capabilities
+    return loss, config.algorithm.normalisation or row_of(loss).normalisation, capabilities
 
 
 def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:
@@ -72,14 +73,26 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             "sampling.temperature is 0: the rollouts of a group are equal unless the environment "
             "differs, and nothing is learned from equal rewards"
         )
-    shaping = _changed(sampling).keys() & SHAPING - capabilities.scored_as_sampled
-    if row_of(loss).reads == "ratio" and sampling.temperature != 0 and shaping:
-        shaped = [f"{name} {value}" for name, value in sampling if name in shaping]
+    if shaped := _shaped(sampling, capabilities) if row_of(loss).reads == "ratio" else "":
         yield (
-            f"sampling with {', '.join(shaped)}: {loss} weighs tokens by the ratio of the "
+            f"sampling with {shaped}: {loss} weighs tokens by the ratio of the "
             "trainer's probability to the sampler's. This backend's trainer does not apply these "
             "settings, so the ratio is not 1 even for fresh samples; watch kl/sampler_trainer"
         )
+    stale = config.staleness.bound > 0 and config.algorithm.mismatch is None
+    if row_of(loss).reads == "rewards" and stale:
+        yield (
+            f"algorithm.loss: {loss} has no ratio, so samples of older weights are trained as if "
+            "they were fresh; set staleness.target to 0, or set algorithm.mismatch"
+        )
+
+
+def _shaped(sampling: SamplingConfig, capabilities: Capabilities) -> str:
+    """The settings that change the sampler's distribution but not the trainer's."""
+    if sampling.temperature == 0:
+        return ""
+    names = _changed(sampling).keys() & SHAPING - capabilities.scored_as_sampled
+    return ", ".join(f"{name} {value}" for name, value in sampling if name in names)
 
 
 def _changed(sampling: SamplingConfig) -> dict[str, Any]:
@@ -110,11 +123,11 @@ def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[
         )
     if not isinstance(force, bool):
         yield f"algorithm.loss_config.force: got {shown(force)}, expected true or false"
-    elif row.unbounded and config.staleness.target > 1 and not force:
+    elif row.unbounded and config.staleness.target > 1 and not (force or settings.mismatch):
         yield (
             f"staleness.target: got {config.staleness.target}, but {loss} does not clip its ratio, "
             "which can be extreme for old samples; use the loss ppo or cispo, use a target of at "
-            "most 1, or set algorithm.loss_config.force: true"
+            "most 1, set algorithm.mismatch, or set algorithm.loss_config.force: true"
         )
 
 
@@ -151,6 +164,42 @@ def _kl_penalty(
         yield (
             f"{where} it compares the sampled distribution with the reference's unshaped one; set "
             "sampling.temperature to 1, top_p to 1 and top_k to 0"
+        )
+
+
+def _mismatch(
+    loss: str, algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
+) -> Iterator[str]:
+    """What would be corrected twice, or not as `algorithm.mismatch` says."""
+    settings, where = config.algorithm, "algorithm.mismatch:"
+    if settings.mismatch is None:
+        return
+    if algorithm.source in ROWS:
+        yield f"{where} {settings.type} samples no tokens, so there is no mismatch; remove it"
+        return
+    if not capabilities.mismatch:
+        yield f"{where} the {config.backend.type} backend does not support it; remove it"
+    if row_of(loss).own_correction:
+        yield (
+            f"{where} the loss {loss} corrects old samples itself, by the log-probs that mismatch "
+            "replaces; use the loss ppo or importance_sampling, or remove mismatch"
+        )
+    for key, advice in {
+        "off_policy_mask_threshold": "it corrects the same difference; remove one",
+        "beta": "mismatch does not weigh this KL term; use algorithm.kl_penalty instead",
+    }.items():
+        if settings.loss_config.get(key) and row_of(loss).formula is None:
+            yield f"{where} got algorithm.loss_config.{key} too, but {advice}"
+    level = settings.loss_config.get("importance_sampling_level")
+    if settings.mismatch.level == "token" and (loss == "luspo" or level == "sequence"):
+        yield (
+            f"{where} level is token, but the ratio of the loss {loss} is the sequence's; set "
+            "algorithm.mismatch.level to sequence"
+        )
+    if shaped := _shaped(config.sampling, capabilities):
+        yield (
+            f"{where} sampling with {shaped} changes the sampler's distribution and not the "
+            "trainer's, which is no mismatch to correct; remove one"
         )
 
 

@@ -67,9 +67,22 @@ _SYNONYMS = {
     "algorithm.loss_config.beta": "beta kl_coef reference_policy_kl_penalty",
     "algorithm.loss_config.epsilon": "clip_range epsilon ratio_clip_min",
     "algorithm.loss_config.epsilon_high": "epsilon_high ratio_clip_max",
+    "algorithm.mismatch": (
+        "truncated_importance_sampling use_importance_sampling_correction "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode"
+    ),
+    "algorithm.mismatch.high": (
+        "truncated_importance_sampling_ratio truncated_importance_sampling_ratio_max "
+        "vllm_importance_sampling_cap vllm_importance_sampling_clip_max"
+    ),
+    "algorithm.mismatch.low": (
+        "truncated_importance_sampling_ratio_min vllm_importance_sampling_clip_min"
+    ),
+    "algorithm.mismatch.type": "truncated_importance_sampling_type",
     "algorithm.scale (group | batch | none)": "normalize_rewards scale_rewards",
     "backend.beta1": "adam_beta1 beta1",
     "backend.beta2": "adam_beta2 beta2",
+    "backend.eps": "adam_epsilon",
     "backend.learning_rate": "learning_rate lr",
     "backend.lora": "lora_rank peft_config",
     "backend.max_grad_norm": "grad_clip_norm max_grad_norm",

@@ -52,6 +52,35 @@ class RewardConfig(Plugin):
     async."""
 
 
+class MismatchConfig(Section):
+    """Weigh the tokens of the loss by w, the trainer's probability over the sampler's. The two
+    differ because of staleness and of different arithmetic. The ratio of the loss then compares
+    with the trainer's probabilities before the update, as in decoupled PPO."""
+
+    type: Literal["tis", "mask"] = "tis"
+    """`tis` (truncated importance sampling): w is clipped to [low, high]. `mask` (IcePop): a w
+    outside of [low, high] becomes 0."""
+    level: Literal["token", "sequence"] = "token"
+    """`sequence`: w is the geometric mean over the sampled tokens of a rollout (as in GSPO)."""
+    low: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """The lowest w; by default 0 for tis, and 0.5 for mask."""
+    high: Annotated[float, Field(gt=0)] | None = None
+    """The highest w, `.inf` for no limit; by default 2 for tis, and 5 for mask."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest w. The defaults are those of the two papers."""
+        low, high = {"tis": (0.0, 2.0), "mask": (0.5, 5.0)}[self.type]
+        return (low if self.low is None else self.low, high if self.high is None else self.high)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> MismatchConfig:
+        low, high = self.bounds
+        if low > high:
+            raise ValueError(f"low is {low:g}, expected at most high ({high:g})")
+        return self
+
+
 class AlgorithmConfig(Plugin):
     """How rewards become advantages, and which loss trains them."""
 
@@ -64,11 +93,15 @@ class AlgorithmConfig(Plugin):
     loss_config: dict[str, Any] = {}
     """The keys of the loss: epsilon, epsilon_high, delta, beta, ..."""
     normalisation: Normalisation | None = None
-    """What the loss is averaged over; by default tokens. TRL's own losses have a fixed average."""
+    """What the loss is averaged over: `token`, or rollouts of token means (`sequence`) or of token
+    sums (`batch`). The default is token; for reinforce it is batch. TRL's own losses have a fixed
+    average."""
     kl_penalty: Annotated[float, Field(ge=0)] = 0.0
     """Subtract kl_penalty x log(p / reference) from the advantage of each sampled token. The
     reference is the model that the run started from. It works in the same way on every
     backend."""
+    mismatch: MismatchConfig | None = None
+    """Correct for the difference between the sampler and the trainer; by default not."""
 
 
 class SamplingConfig(Section):

@@ -18,8 +18,9 @@ from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from retrain.config import MismatchConfig
 from retrain.errors import ConfigError, NonFiniteError, UserCodeError, blame, shown
-from retrain.losses import Formula, pair_rows, row_of, settings
+from retrain.losses import Formula, mismatch_weight, pair_rows, row_of, settings
 
 CustomLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logprobs, old_logprobs, advantages, mask), each (B, T), to the sum over tokens, a scalar."""
@@ -64,6 +65,30 @@ def shared_loss(
         values, slopes, sums = compute(partial(row.formula, _Tensors, keys), rows)
     loss: Tensor = _Differentiated.apply(rows.logprobs, values, slopes)  # type: ignore[no-untyped-call]  # torch's
     return loss, sums
+
+
+def mismatch_weights(
+    rule: MismatchConfig, log_ratios: Tensor, mask: Tensor, rollouts: Tensor
+) -> tuple[Tensor, float]:
+    """The weight of each token, (B, T), and how many tokens or sequences are outside the bounds.
+
+    `log_ratios` (B, T) are log(p_trainer / p_sampler), `mask` is 0 or 1, and `rollouts` (B,) has a
+    number from 0 for the rollout of each row. The ratio of a sequence is the exponential of the
+    mean of its log-ratios (GSPO, arXiv:2507.18071).
+    """
+    keep = mask > 0
+    logs = _kept(log_ratios, keep)
+    if rule.level == "token":
+        weights, outside = mismatch_weight(_Tensors, rule.type, *rule.bounds, logs.exp())
+        return weights, float((outside & keep).sum())
+    count = int(rollouts.max()) + 1
+    sums, tokens = (
+        torch.zeros(count, device=logs.device).index_add(0, rollouts, values.float().sum(-1))
+        for values in (logs, keep)
+    )
+    ratios = (sums / tokens.clamp(min=1.0)).exp()
+    weights, outside = mismatch_weight(_Tensors, rule.type, *rule.bounds, ratios)
+    return weights[rollouts][:, None].expand_as(logs), float((outside & (tokens > 0)).sum())
 
 
 def custom_surrogate(

@@ -278,14 +278,14 @@ async def step(run: Run) -> bool:
     run.taken = groups
     noted = await run.parts.learner.review(groups)
     scored = [Group(group.prompt, group.scored) for group in groups]
-    batch, has_credit, kl = await credit(run, scored)
+    batch, has_credit = await credit(run, scored)
     metrics = await update(run, scored, batch)
     if run.sampled:
         await publish(run)
     row = run.record.step(
         number,
         groups,
-        {**noted, **metrics, **kl},
+        {**noted, **metrics},
         trained=trained,
         version=run.version,
         evaluation=run.evaluation.take_row(),
@@ -306,12 +306,12 @@ async def take(run: Run) -> list[Group] | None:
     return None if run.stopping else await run.intake.take(run.version)
 
 
-async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool, Metrics]:
-    """The batch of the groups, whether any rollout got credit, and the KL if it is penalised.
+async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
+    """The batch of the groups, and whether any rollout got credit.
 
     Raises NoSignalError when no token was sampled, RunError for a wrong number of advantages.
     """
-    parts, kl = run.parts, Metrics()
+    parts = run.parts
     returned = parts.algorithm.advantages(scored)
     credits = fitting(scored, returned, f"the algorithm {type(parts.algorithm).__name__}")
     samples = make_samples(scored, credits, paired=row_of(parts.loss).reads == "pairs")
@@ -320,14 +320,14 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool, Metric
     has_credit = any(any(sample.advantages) for sample in samples)
     if penalty := run.config.algorithm.kl_penalty:
         reference = await run.logprobs([s.token_ids for s in samples], reference=True)
-        samples, kl["kl/reference"] = kl_penalised(samples, reference, penalty)
+        samples = kl_penalised(samples, reference, penalty)
     batch = batch_of(
         samples,
         loss=parts.loss,
         loss_config=parts.loss_config,
         normalisation=parts.normalisation,
     )
-    return batch, has_credit, kl
+    return batch, has_credit
 
 
 async def update(run: Run, groups: Sequence[Group], batch: Batch) -> Metrics:

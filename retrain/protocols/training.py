@@ -8,7 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """AdamW's settings of one step. All six are sent with every step: services' defaults differ."""
+    """AdamW's settings of one step. All six are sent with every step: services' defaults differ.
+
+    The defaults are those of Tinker's SDK, for a request to `retrain serve` that omits a field. A
+    run sends the keys of its `backend` section.
+    """
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

@@ -115,6 +115,7 @@ class RemoteAdapter(Adapter):
                 self._throwaway,
                 unlikely_text(self.tokenizer),
                 self.config.deadlines.update,
+                weighted=self.config.algorithm.mismatch is not None,
             )
             await self._places.native(shared_name(run_loss(self.config)))
             self.sampler = PublishedSampler(self.tokenizer, self.context_length)

@@ -38,6 +38,8 @@ class Datum:
     """Credit of each target; 0.0 where the mask is 0."""
     streams: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The sample's further streams, such as `reference_logprobs`."""
+    run_id: str = ""
+    """The rollout, of which other datums may hold further parts."""
 
     @property
     def trained(self) -> bool:
@@ -65,6 +67,7 @@ def shift(sample: Sample) -> Datum:
         logprobs=_masked(sample, "logprobs", mask),
         advantages=_masked(sample, "advantages", mask),
         streams={name: list(stream[1:]) for name, stream in sample.streams.items()},
+        run_id=sample.run_id,
     )
 
 

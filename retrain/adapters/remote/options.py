@@ -64,8 +64,8 @@ class RemoteOptions(AdapterOptions):
     """Steps over which the learning rate rises from 0."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Adam's decay of the mean of the gradients."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Adam's decay of the mean of the squared gradients."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Adam's decay of the mean of the squared gradients. The vendors' SDKs have 0.95."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's term that prevents a division by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -103,7 +103,7 @@ class RemoteOptions(AdapterOptions):
     def capabilities(self) -> Capabilities:
         """Every loss that is a function of log-probs: what is not native is computed here."""
         losses = frozenset(name for name, row in LOSSES.items() if row.formula or row.shared)
-        return Capabilities(losses=losses, custom_losses=True, scores=True)
+        return Capabilities(losses=losses, custom_losses=True, scores=True, mismatch=True)
 
     def problems(self, config: RunConfig) -> list[str]:
         """Keys without an effect, and settings that can't work."""

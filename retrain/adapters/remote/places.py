@@ -40,9 +40,16 @@ class Places:
         throwaway: Throwaway,
         token_ids: Sequence[int],
         seconds: float,
+        *,
+        weighted: bool = False,
     ) -> None:
-        """`token_ids` are those to measure with; a measurement takes at most `seconds`."""
+        """`token_ids` are those to measure with; a measurement takes at most `seconds`.
+
+        `weighted`: the learner's log-probs weigh the tokens (`algorithm.mismatch`), so each loss is
+        computed here.
+        """
         self._options = options
+        self._native = frozenset[str]() if weighted else options.native_losses
         self._throwaway = throwaway
         self._token_ids = token_ids
         self._seconds = seconds
@@ -55,7 +62,7 @@ class Places:
         Raises AdapterError when the service trains it in neither way as the config says, or, for a
         loss that is computed here, when that can't be measured.
         """
-        native = loss in self._options.native_losses
+        native = loss in self._native
         if self._options.url == "local" or self._options.assume_sum:
             return native
         if loss not in self._known:

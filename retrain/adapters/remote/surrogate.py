@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from retrain.adapters.losses import custom_loss
 from retrain.adapters.remote.datums import Datum
-from retrain.config import RunConfig
+from retrain.algorithms.functional import kl_estimates
+from retrain.config import MismatchConfig, RunConfig
 from retrain.errors import AdapterError, ConfigError, NonFiniteError
-from retrain.losses import FLOATS, Formula, pair_rows, row_of, settings
+from retrain.losses import FLOATS, Formula, mismatch_weight, pair_rows, row_of, settings
 from retrain.types import Batch, Metrics
 
 
@@ -32,7 +34,9 @@ class Surrogate:
     """dL/dlogp of each target of each datum; 0.0 where the mask is 0."""
     metrics: Metrics
     """`kl/sampler_trainer`, `ratio/mean`, `entropy` and `tokens/trained`; for a loss that clips
-    `clip_fraction`; for a loss of pairs `dpo/margin` and `dpo/accuracy`, means over pairs."""
+    `clip_fraction`; for a loss of pairs `dpo/margin` and `dpo/accuracy`, means over pairs; for
+    other losses `kl/reference`, if the datums have the stream `reference_logprobs`; with
+    `algorithm.mismatch`, `mismatch/clipped`."""
 
 
 async def valued(
@@ -46,21 +50,72 @@ async def valued(
     Raises AdapterError on log-probs that do not fit the datums, NonFiniteError when the loss is NaN
     or infinite, UserCodeError when a user's own loss fails.
     """
-    custom = custom_loss(config) if ":" in batch.loss else None
-    if custom is None:
-        return await asyncio.to_thread(surrogate, batch.loss, batch.loss_config, logprobs, datums)
     _check_lengths(logprobs, datums)
+    compute = partial(surrogate, batch.loss, batch.loss_config)
+    if ":" in batch.loss:
+        compute = partial(_custom, custom_loss(config))
+    rule = config.algorithm.mismatch
+    if rule is None:
+        return await asyncio.to_thread(compute, logprobs, datums)
+    weighted, clipped = corrected(rule, logprobs, datums)
+    made = await asyncio.to_thread(compute, logprobs, weighted)
+    metrics = {**made.metrics, **_drift(logprobs, datums), "mismatch/clipped": clipped}
+    return replace(made, metrics=metrics)
+
+
+def corrected(
+    rule: MismatchConfig, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
+) -> tuple[list[Datum], float]:
+    """The datums with advantages weighted by `rule`, and the learner's log-probs as the old ones.
+
+    Also the share of tokens, or of sequences, whose ratio is outside the bounds. The ratio of a
+    sequence is the exponential of the mean of its log-ratios (GSPO, arXiv:2507.18071). Every datum
+    has a trained token.
+    """
+    weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
+    gaps = [_log_ratios(learner, datum) for learner, datum in zip(logprobs, datums, strict=True)]
+    if rule.level == "token":
+        found = [[weigh(FLOATS.exp(gap)) for gap in own] for own in gaps]
+        judged = list(chain(*found))
+    else:
+        runs = [datum.run_id or row for row, datum in enumerate(datums)]
+        pooled: defaultdict[str | int, list[float]] = defaultdict(list)
+        for run, own in zip(runs, gaps, strict=True):
+            pooled[run] += own
+        of_run = {r: weigh(FLOATS.exp(math.fsum(own) / len(own))) for r, own in pooled.items()}
+        found = [[of_run[run]] * len(own) for run, own in zip(runs, gaps, strict=True)]
+        judged = list(of_run.values())
+    weighted = []
+    for learner, datum, judgements in zip(logprobs, datums, found, strict=True):
+        weights = iter([weight for weight, _ in judgements])
+        tokens = zip(datum.advantages, datum.mask, strict=True)
+        credit = [a * next(weights) if kept else 0.0 for a, kept in tokens]
+        weighted.append(replace(datum, logprobs=learner, advantages=credit))
+    return weighted, sum(outside for _, outside in judged) / len(judged)
+
+
+def _log_ratios(learner: Sequence[float], datum: Datum) -> list[float]:
+    """log(p_learner / p_sampler) of each trained token."""
+    rows = zip(learner, datum.logprobs, datum.mask, strict=True)
+    return [lp - old for lp, old, kept in rows if kept]
+
+
+def _custom(
+    loss: Any,  # an engine.losses.CustomLoss, which names torch types
+    logprobs: Sequence[Sequence[float]],
+    datums: Sequence[Datum],
+) -> Surrogate:
     from retrain.engine.losses import custom_surrogate  # imports torch, for a user's own loss only
 
-    value, gradients = await asyncio.to_thread(
-        custom_surrogate,
-        custom,
+    value, gradients = custom_surrogate(
+        loss,
         logprobs,
         [datum.logprobs for datum in datums],
         [datum.advantages for datum in datums],
         [datum.mask for datum in datums],
     )
-    return Surrogate(value, gradients, _drift(logprobs, datums))
+    metrics = {**_drift(logprobs, datums), **_reference_kl(logprobs, datums)}
+    return Surrogate(value, gradients, metrics)
 
 
 def surrogate(
@@ -114,7 +169,10 @@ def _tokenwise(
             if clipped is not None:
                 clips.append(clipped)
         gradients.append(slopes)
-    return math.fsum(total), gradients, {"clip_fraction": sum(clips) / len(clips)} if clips else {}
+    metrics = _reference_kl(logprobs, datums)
+    if clips:
+        metrics["clip_fraction"] = sum(clips) / len(clips)
+    return math.fsum(total), gradients, metrics
 
 
 def _pairwise(
@@ -179,6 +237,18 @@ def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metr
         "entropy": surprise / count,
         "kl/sampler_trainer": kl / count,
     }
+
+
+def _reference_kl(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metrics:
+    """The mean over trained tokens of the estimate k3 of KL(learner || reference), if known."""
+    if not all("reference_logprobs" in datum.streams for datum in datums):
+        return {}
+    distances: list[float] = []
+    for learner, datum in zip(logprobs, datums, strict=True):
+        rows = zip(learner, datum.streams["reference_logprobs"], datum.mask, strict=True)
+        kept = [(lp, ref) for lp, ref, on in rows if on]
+        distances += kl_estimates([lp for lp, _ in kept], [ref for _, ref in kept], "k3")
+    return {"kl/reference": math.fsum(distances) / max(1, len(distances))}
 
 
 def _check_lengths(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> None:

@@ -22,9 +22,13 @@ _PROCESS = "it is not supported: a run is one process on one device"
 _POLICY = "it is not supported: it would train another policy than the one that was sampled"
 
 REFUSED: Mapping[str, str] = {
+    "vllm_importance_sampling_*": "set algorithm.mismatch",
     "scale_rewards multi_objective_aggregation": "set `algorithm`'s own keys",
     "num_generations*": "set algorithm.group_size",
     "loss_type": "set algorithm.loss",
+    "adam_beta1": "set backend.beta1",
+    "adam_beta2": "set backend.beta2",
+    "adam_epsilon": "set backend.eps",
     "use_cpu": "set backend.device",
     "bf16* fp16*": "set backend.dtype",
     "gradient_checkpointing* activation_checkpointing": "set backend.gradient_checkpointing",

@@ -70,6 +70,12 @@ class TrlOptions(AdapterOptions):
     """Over train.total_train_steps; `backend.args.lr_scheduler_kwargs` holds its parameters."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises from 0."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Adam's decay of the mean of the gradients."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Adam's decay of the mean of the squared gradients."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's term that prevents a division by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
@@ -94,7 +100,7 @@ class TrlOptions(AdapterOptions):
     max_rows: Annotated[int, Field(ge=1)] = 256
     """The maximum number of sequences that the sampler decodes at once."""
     args: dict[str, Any] = Field(default_factory=dict)  # values of whatever type TRL gives a key
-    """Further keys of TRL's GRPOConfig, such as `optim` or `adam_beta2`."""
+    """Further keys of TRL's GRPOConfig, such as `optim` or `lr_scheduler_kwargs`."""
 
     @field_validator("args")
     @classmethod
@@ -114,6 +120,7 @@ class TrlOptions(AdapterOptions):
             losses=frozenset(LOSSES),
             custom_losses=True,
             scores=True,
+            mismatch=True,
             scored_as_sampled=frozenset({"temperature"}),
         )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retrain.adapters.losses import custom_loss, loss_keys, run_loss
-from retrain.config import RunConfig
+from retrain.config import MismatchConfig, RunConfig
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES, check_keys, settings
 
@@ -27,6 +27,8 @@ class LossPlan:
     """It reads log-probs of the frozen initial model."""
     custom: Callable[..., Any] | None = None  # an engine.losses.CustomLoss, which names torch types
     """A user's own function."""
+    mismatch: MismatchConfig | None = None
+    """How to weigh tokens whose probability differs between sampler and trainer."""
 
 
 def run_plan(config: RunConfig) -> LossPlan:
@@ -36,8 +38,10 @@ def run_plan(config: RunConfig) -> LossPlan:
     """
     loss, custom = run_loss(config), custom_loss(config)
     if custom is not None:
-        return LossPlan(loss, custom=custom)
-    return plan_loss(loss, loss_keys(config), config.sampling.max_tokens)
+        plan = LossPlan(loss, custom=custom)
+    else:
+        plan = plan_loss(loss, loss_keys(config), config.sampling.max_tokens)
+    return replace(plan, mismatch=config.algorithm.mismatch)
 
 
 def plan_loss(name: str, config: Mapping[str, Any], max_tokens: int) -> LossPlan:

@@ -18,10 +18,12 @@ _FROM_TRL = {
     "clip_ratio/region_mean": "clip_fraction",
     "cispo_clip_ratio": "clip_fraction",
     "vespo/phi_seq_mean": "vespo/phi_seq_mean",
-    "kl": "kl/reference",
     "aux_loss": "aux_loss",
 }
 """The metrics of TRL to keep, means over a micro-batch's tokens, with our names."""
+
+
+SEQUENCE = "sequence:"
 
 
 @dataclass(slots=True)
@@ -38,12 +40,20 @@ class StepRecord:
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @torch.no_grad()
-    def measure(self, logprobs: Tensor, entropies: Tensor, old: Tensor, mask: Tensor) -> None:
+    def measure(
+        self,
+        logprobs: Tensor,
+        entropies: Tensor,
+        old: Tensor,
+        mask: Tensor,
+        reference: Tensor | None = None,
+    ) -> None:
         """Ratio, KL and entropy of one micro-batch, (B, T) each, in one transfer from the device.
 
         `kl/sampler_trainer` is the mean of r - 1 - log r, r the trainer's probability of a token
         over the sampler's: the non-negative estimator of KL(sampler || trainer), k3 of
-        http://joschu.net/blog/kl-approx.html.
+        http://joschu.net/blog/kl-approx.html. `kl/reference` is the same estimator of
+        KL(trainer || reference), with r the reference's probability over the trainer's.
         """
         log_ratio = ((logprobs - old) * mask).clamp(-20, 20)
         ratio = log_ratio.exp() * mask
@@ -54,6 +64,9 @@ class StepRecord:
             "ratio/mean": ratio.sum(),
             "ratio/max": ratio.max(),
         }
+        if reference is not None:
+            gap = ((reference - logprobs) * mask).clamp(-20, 20)
+            found["kl/reference"] = (gap.exp() - 1 - gap).sum()
         values = torch.stack([value.float() for value in found.values()]).tolist()
         sums = dict(zip(found, values, strict=True))
         self.ratio_max = max(self.ratio_max, sums.pop("ratio/max"))
@@ -66,15 +79,20 @@ class StepRecord:
                 self.sums[ours] += means[theirs][-1] * tokens
 
     def add(self, sums: Mapping[str, float]) -> None:
-        """Sums over the tokens of one micro-batch, or of `dpo/...` over its `pairs`."""
+        """Sums over the tokens of one micro-batch, or of `dpo/...` over its `pairs`.
+
+        A sum over its sequences is the key `sequence:NAME`.
+        """
         for name, value in sums.items():
             self.sums[name] += value
 
     def metrics(self) -> Metrics:
         """The metrics of the whole step."""
-        tokens, pairs = max(1.0, self.sums["tokens"]), self.sums["pairs"]
+        tokens, sequences = max(1.0, self.sums["tokens"]), self.batch.denominators.sequences
+        counts = {"dpo/": self.sums["pairs"], SEQUENCE: max(1, sequences)}
         means = {
-            name: total / (pairs if name.startswith("dpo/") else tokens)
+            name.removeprefix(SEQUENCE): total
+            / next((n for prefix, n in counts.items() if name.startswith(prefix)), tokens)
             for name, total in self.sums.items()
             if name not in ("tokens", "pairs")
         }

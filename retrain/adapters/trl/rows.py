@@ -11,14 +11,17 @@ tokens that the model did not sample.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from retrain.batching import rollout_tokens
 from retrain.errors import NonFiniteError
 from retrain.types import Sample
 
 Rows = dict[str, Tensor]
+STREAM, SHARE = "stream:", "share"
 
 
 def check_samples(samples: Sequence[Sample]) -> None:
@@ -35,15 +38,34 @@ def check_samples(samples: Sequence[Sample]) -> None:
             )
 
 
+def with_shares(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with each one's share of its rollout's trained tokens as the stream `share`.
+
+    A mean over rows, weighted by it, is a mean over rollouts of the mean over each one's tokens.
+    """
+    counts = zip(samples, rollout_tokens(samples), strict=True)
+    shares = [sum(sample.loss_mask) / max(1, whole) for sample, whole in counts]
+    return [
+        replace(sample, streams={**sample.streams, SHARE: [share] * len(sample.token_ids)})
+        for sample, share in zip(samples, shares, strict=True)
+    ]
+
+
 def micro_batches(
-    samples: Sequence[Sample], *, rows: int | None, tokens: int, paired: bool = False
+    samples: Sequence[Sample],
+    *,
+    rows: int | None,
+    tokens: int,
+    paired: bool = False,
+    rollouts: bool = False,
 ) -> list[list[Sample]]:
     """Split into parts of at most `rows` samples and `tokens` padded tokens, longest last.
 
-    `paired` keeps the two rows of a pair together (by the stream `pair_ids`, else 0-1, 2-3, ...).
+    `paired` keeps the two rows of a pair together (by the stream `pair_ids`, else 0-1, 2-3, ...),
+    `rollouts` the samples of a rollout. What belongs together may exceed the limits.
     """
     parts: list[list[Sample]] = []
-    for unit in sorted(_units(samples, paired), key=_longest):
+    for unit in sorted(_units(samples, paired, rollouts), key=_longest):
         width = max(_longest(unit), _longest(parts[-1]) if parts else 0)
         count = len(unit) + (len(parts[-1]) if parts else 0)
         if parts and count * width <= tokens and (rows is None or count <= rows):
@@ -56,8 +78,8 @@ def micro_batches(
 def collate(samples: Sequence[Sample], pad_token_id: int) -> Rows:
     """One micro-batch of B rows: a prompt block (B, P) and a completion block (B, T).
 
-    `tool_mask` is the loss mask, `completion_mask` tells tokens from padding; a sample's
-    own stream NAME is the key `stream:NAME`, (B, T).
+    `tool_mask` is the loss mask, `completion_mask` tells tokens from padding, `rollouts` (B,)
+    numbers the rollouts; a sample's own stream NAME is the key `stream:NAME`, (B, T).
 
     Raises NonFiniteError on an advantage, log-prob or stream that is NaN or infinite.
     """
@@ -65,7 +87,10 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> Rows:
     ids = _padded((s.token_ids for s in samples), pad_token_id, torch.long)
     present = _padded(([1] * len(s.token_ids) for s in samples), 0, torch.long)
     names = sorted({name for sample in samples for name in sample.streams})
+    runs = [sample.run_id or row for row, sample in enumerate(samples)]
+    numbers = {run: number for number, run in enumerate(dict.fromkeys(runs))}
     rows = {
+        "rollouts": torch.tensor([numbers[run] for run in runs]),
         "prompt_ids": ids[:, :cut],
         "prompt_mask": present[:, :cut],
         "completion_ids": ids[:, cut:],
@@ -87,16 +112,18 @@ def group_ids(samples: Iterable[Sample]) -> str:
     return ", ".join(names[:8]) + more
 
 
-def _units(samples: Sequence[Sample], paired: bool) -> Iterator[list[Sample]]:
-    """What must stay in one micro-batch: a sample, or the two of a pair."""
-    if not paired:
-        yield from ([sample] for sample in samples if any(sample.loss_mask))
-        return
-    pairs: dict[float, list[Sample]] = {}
+def _units(samples: Sequence[Sample], paired: bool, rollouts: bool) -> Iterator[list[Sample]]:
+    """What must stay in one micro-batch: a sample, the two of a pair, or those of a rollout."""
+    units: dict[float | str, list[Sample]] = {}
     for row, sample in enumerate(samples):
         ids = sample.streams.get("pair_ids")
-        pairs.setdefault(max(ids) if ids else row // 2, []).append(sample)
-    yield from pairs.values()
+        unit: float | str = sample.run_id if rollouts and sample.run_id else row
+        if paired:
+            unit = max(ids) if ids else row // 2
+        elif not any(sample.loss_mask):
+            continue
+        units.setdefault(unit, []).append(sample)
+    yield from units.values()
 
 
 def _longest(samples: Sequence[Sample]) -> int:

@@ -7,7 +7,7 @@ would write to the terminal, the network or the run's folder.
 
 Invariants:
 - Micro-batches add up: loss and gradients are those of the whole batch, however it is split. TRL
-  averages over a micro-batch; `_scale` makes it a share of the whole batch (`Loss.trl_mean`).
+  averages over a micro-batch; `native.py` makes it a share of the whole batch (`Loss.trl_mean`).
 - A NaN is found before the optimizer changes a weight: `_whole_batch` checks the loss,
   `_get_grad_norm` the gradients.
 - Dropout depends only on (seed, step), so that a resumed run repeats it.
@@ -27,21 +27,19 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
 
+from retrain.adapters.trl.native import WholeBatchLoss
 from retrain.adapters.trl.plan import LossPlan
-from retrain.adapters.trl.record import StepRecord
-from retrain.adapters.trl.rows import Rows, collate, group_ids
+from retrain.adapters.trl.record import SEQUENCE, StepRecord
+from retrain.adapters.trl.rows import STREAM, Rows, collate, group_ids, with_shares
 from retrain.adapters.trl.worker import TrainerThread
-from retrain.engine.losses import shared_loss
+from retrain.engine.losses import mismatch_weights, shared_loss
 from retrain.errors import NonFiniteError
-from retrain.losses import LOSSES, row_of
-from retrain.types import Sample
-
-STREAM = "stream:"
+from retrain.losses import row_of
+from retrain.types import Batch, Sample
 
 
-class PipeTrainer(GRPOTrainer):
+class PipeTrainer(WholeBatchLoss):
     """A GRPOTrainer whose batches come from `feed`."""
 
     def __init__(
@@ -59,6 +57,7 @@ class PipeTrainer(GRPOTrainer):
         self.add_callback(_StepEnd(self))
         self.record: StepRecord | None = None
         self._scored: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._to_correct: Rows | None = None
 
     # --- one optimizer step
 
@@ -70,11 +69,18 @@ class PipeTrainer(GRPOTrainer):
         """
         batch = self.feed.next_batch()
         self.record = StepRecord(batch)
-        parts = self.cut(batch.samples, paired=row_of(batch.loss).reads == "pairs")
         with self._own_randomness():
-            loss = self._whole_batch(model, parts)
+            loss = self._whole_batch(model, self._parts(batch))
         self.record.loss = loss.item()
         return loss
+
+    def _parts(self, batch: Batch) -> list[list[Sample]]:
+        """The micro-batches."""
+        row, rule, samples = row_of(batch.loss), self.plan.mismatch, batch.samples
+        if row.trl_mean == "row_means":
+            samples = with_shares(samples)
+        whole = rule is not None and rule.level == "sequence"
+        return self.cut(samples, paired=row.reads == "pairs", rollouts=whole)
 
     def _whole_batch(self, model: Any, parts: Sequence[Sequence[Sample]]) -> Tensor:
         total = torch.zeros((), device=self.args.device)
@@ -106,43 +112,26 @@ class PipeTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, rows: Rows) -> Tensor:
         if self.plan.reference:
             rows["ref_per_token_logps"] = self._reference_logprobs(model, rows)
-        self._mask = rows["tool_mask"]
+        self._mask, old = rows["tool_mask"], rows["old_per_token_logps"]
+        self._to_correct = rows if self.plan.mismatch else None
         loss = (
             self._native_loss(model, rows) if self.plan.native else self._shared_loss(model, rows)
         )
         logprobs, entropies, _ = self._scored
-        self.record.measure(logprobs, entropies, rows["old_per_token_logps"], self._mask)
+        reference = rows.get("ref_per_token_logps", rows.get(STREAM + "reference_logprobs"))
+        if row_of(self.plan.name).reads == "pairs":
+            reference = None  # the answers are not samples of the trainer's
+        self.record.measure(logprobs, entropies, old, self._mask, reference)
         return loss
 
-    def _native_loss(self, model: Any, rows: Rows) -> Tensor:
-        """TRL's loss of a micro-batch, as its share of the whole batch's.
-
-        `_scale` scales the policy term. The entropy bonus and the router's loss are means over
-        tokens for every loss type, so they are scaled by the micro-batch's share of the tokens.
-        """
-        tokens, whole = int(self._mask.sum()), self.record.batch.denominators.tokens
-        # The advantages of a shared loss (cispo) already hold its normalisation: TRL is to sum.
-        divisor = float(whole) if LOSSES[self.plan.name].normalises_itself else 1.0
-        rows["num_items_in_batch"] = torch.tensor(divisor, device=self.args.device)
-        coefficient = self._bonus_in_force()  # TRL may change it for the next step
-        self._metrics["train"].clear()
-        loss = super()._compute_loss(model, rows)
-        self.record.add_trl(self._metrics["train"], tokens)
-        scale, by_tokens = self._scale(tokens), tokens / whole
-        _, entropies, router = self._scored
-        shared = loss * scale
-        if coefficient:
-            bonus = (entropies * self._mask).sum() / max(1, tokens)
-            shared = shared + coefficient * bonus * (scale - by_tokens)
-        if router is not None:
-            shared = shared + self.router_aux_loss_coef * router * (by_tokens - scale)
-        return shared
-
-    def _scale(self, tokens: int) -> float:
-        mean, whole = LOSSES[self.plan.name].trl_mean, self.record.batch.denominators
-        if mean == "rows":
-            return self._mask.shape[0] / whole.sequences
-        return tokens / whole.tokens if mean == "tokens" else 1.0
+    def _correct(self, rows: Rows, logprobs: Tensor) -> None:
+        """Apply `algorithm.mismatch`: weigh the advantages, compare with the present weights."""
+        rule, old = self.plan.mismatch, rows["old_per_token_logps"]
+        weights, outside = mismatch_weights(rule, logprobs - old, self._mask, rows["rollouts"])
+        rows["advantages"] = rows["advantages"] * weights
+        rows["old_per_token_logps"] = logprobs
+        prefix = SEQUENCE if rule.level == "sequence" else ""
+        self.record.add({f"{prefix}mismatch/clipped": outside})
 
     def _shared_loss(self, model: Any, rows: Rows) -> Tensor:
         batch = self.record.batch
@@ -166,18 +155,13 @@ class PipeTrainer(GRPOTrainer):
         self.record.add(sums)
         return loss
 
-    def _bonus_in_force(self) -> float:
-        """The entropy coefficient that TRL is about to apply."""
-        if not self._entropy_bonus_enabled:
-            return 0.0
-        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
-            return 0.0
-        return self.entropy_coef
-
     # --- log-probs
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         self._scored = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        rows, self._to_correct = self._to_correct, None
+        if rows is not None:  # TRL reads the rows' advantages and old log-probs after this call
+            self._correct(rows, self._scored[0].detach())
         return self._scored
 
     def _score(self, model: Any, rows: Rows, *, entropy: bool) -> Any:

@@ -208,7 +208,10 @@ class GRPOTrainer(RewardTrainer):
 
 
 class RLOOTrainer(RewardTrainer):
-    """REINFORCE with the mean of the others as baseline (arXiv:2402.14740); section rloo."""
+    """The leave-one-out credit of RLOO (arXiv:2402.14740), by the loss dapo; section rloo.
+
+    `algorithm={"loss": "reinforce"}` is the paper's loss.
+    """
 
     settings_type: ClassVar[type[Settings]] = RLOOSettings
 

@@ -61,6 +61,8 @@ def samples_of_datums(
         on_tokens = iter(credit)
         facts = datum.get("metadata") or {}
         group = str(facts.get("group_id", facts.get("run_id", f"datum {index}")))
+        # Without a group_id, run_id names the prompt: then each datum is a rollout.
+        rollout = facts.get("run_id", index) if "group_id" in facts else index
         logprobs, versions = datum.get("logprobs"), datum.get("versions")
         samples.append(
             Sample(
@@ -70,7 +72,7 @@ def samples_of_datums(
                 [next(on_tokens) if on else 0.0 for on in mask],
                 [int(v) for v in masked(versions or [0] * len(mask), mask, -1)],
                 group_id=group,
-                run_id=f"{group}#{facts.get('run_id', index)}",
+                run_id=f"{group}#{rollout}",
             )
         )
     return samples

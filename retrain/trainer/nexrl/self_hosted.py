@@ -152,14 +152,15 @@ def samples_of(batch: Batch, old_log_probs: Tensor) -> list[Sample]:
         "versions": values.get("versions", torch.zeros_like(values["input_ids"])),
     }
     credit = _spread(batch).expand(old_log_probs.shape)
-    groups = values.get("group_id") or [None] * len(batch)
+    unknown = [None] * len(batch)
+    groups, runs = values.get("group_id") or unknown, values.get("run_id") or unknown
     datums = []
     for row, keep in enumerate(values["attention_mask"] > 0):
         datum: dict[str, Any] = {name: v[row][keep].tolist() for name, v in columns.items()}
         trained = keep & (values["loss_mask"][row] > 0)
         datum["token_advantages"] = credit[row][trained].tolist()
         group = f"row {row}" if groups[row] is None else groups[row]
-        datum["metadata"] = {"group_id": group, "run_id": row}
+        datum["metadata"] = {"group_id": group, "run_id": row if runs[row] is None else runs[row]}
         datums.append(datum)
     return samples_of_datums(datums)
 

@@ -33,7 +33,6 @@ DEFAULTS: Mapping[bool, Mapping[str, float]] = {
 }
 """The optimizer's numbers on NexRL's pages: of GRPO, and (True) of cross-entropy."""
 LOSS_KEYS = {"loss_fn", "loss_config", "normalisation"}
-TRL_ARGUMENTS = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
 TRAINER_KEYS = (
     "total_train_steps",
     "train_service",
@@ -59,7 +58,7 @@ class ServiceConfig(BaseModel):
     """None means importance_sampling on a service, and ppo in this process."""
     loss_config: dict[str, Any] = {}
     normalisation: Normalisation | None = None
-    """What a shared loss is averaged over; `token` by default."""
+    """What a shared loss is averaged over; by default as in the YAML."""
     # PyYAML reads 2e-6 as a string: these are converted.
     learning_rate: float | None = None
     beta1: float | None = None
@@ -143,7 +142,8 @@ def _run_mapping(section: Section, service: TrainService) -> dict[str, Any]:
         loss = "cross_entropy"
     elif loss is None:
         loss = "ppo" if service.backend == "self-hosted" else "importance_sampling"
-    supervised, summed = loss == "cross_entropy", not row_of(loss).normalises_itself
+    supervised, row = loss == "cross_entropy", row_of(loss)
+    average = None if row.normalises_itself else row.normalisation
     steps = section.get("total_train_steps")
     return {
         "prompts": ["-"],
@@ -153,7 +153,7 @@ def _run_mapping(section: Section, service: TrainService) -> dict[str, Any]:
             "loss": loss,
             "loss_config": service.config.loss_config,
             "group_size": 1 if supervised else section.algorithm.get("group_size", 8),
-            "normalisation": service.config.normalisation or ("token" if summed else None),
+            "normalisation": service.config.normalisation or average,
         },
         "backend": _backend(service, DEFAULTS[supervised]),
         "train": {
@@ -169,8 +169,7 @@ def _backend(service: TrainService, defaults: Mapping[str, float]) -> dict[str, 
     keys: dict[str, Any] = {**defaults, **given}
     if service.backend != "self-hosted":
         return {"type": service.backend, "url": service.url, **keys}
-    adam = {theirs: keys.pop(ours) for ours, theirs in TRL_ARGUMENTS.items()}
-    return {"type": "trl", **keys, "args": {**adam, **keys.get("args", {})}}
+    return {"type": "trl", **keys}
 
 
 def _plain(value: Any) -> Any:
