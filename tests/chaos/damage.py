@@ -206,7 +206,9 @@ def _complete(run_dir: Path) -> list[str]:
 
 def main() -> int:
     started = time.monotonic()
-    chosen = [row for row in DAMAGES if not sys.argv[1:] or sys.argv[1] in row.name]
+    chosen = [
+        row for row in DAMAGES if not sys.argv[1:] or any(part in row.name for part in sys.argv[1:])
+    ]
     with tempfile.TemporaryDirectory() as folder:
         jobs = [partial(play, damage, Path(folder)) for damage in chosen]
         results = beside(jobs, Path(folder), 2 * (os.cpu_count() or 1))

@@ -187,7 +187,7 @@ def judge_credit(
             rewards[ticket] = [reward for reward, outcome in pairs if outcome == "ok"]
     wrong = []
     for ticket, rollouts in ((t, r) for batch in batches for t, r in batch.items()):
-        mean = statistics.fmean(rewards[ticket])
+        mean = statistics.fmean(rewards[ticket] or [0.0])
         wanted = Counter(_sign(reward - mean) for reward in rewards[ticket])
         if wanted != Counter(_sign(credits[0]) for credits in rollouts.values()):
             wrong.append(f"P6: {ticket} has the rewards {rewards[ticket]}, advantages {rollouts}")

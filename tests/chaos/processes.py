@@ -33,6 +33,7 @@ def run_forked(
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
             os.dup2(output, 2)
+            sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115 - until it exits
             from retrain.run import leave, main
 
             before()

@@ -338,7 +338,9 @@ def main() -> int:
     from functools import partial
 
     started = time.monotonic()
-    chosen = [fault for fault in FAULTS if not sys.argv[1:] or sys.argv[1] in fault.name]
+    chosen = [
+        row for row in FAULTS if not sys.argv[1:] or any(part in row.name for part in sys.argv[1:])
+    ]
     with tempfile.TemporaryDirectory() as folder:
         jobs = [partial(play, fault, Path(folder)) for fault in chosen]
         results = beside(jobs, Path(folder), 2 * (os.cpu_count() or 1))

@@ -72,7 +72,8 @@ class Engine(MockAdapter):
     async def sample(self, prompt_ids: list[int], params: Any, n: int = 1) -> list[Any]:
         self._world.sampling += 1
         try:
-            await asyncio.sleep(self._world.latency(1.0))
+            slow = self._world.draw.random() < 0.2  # stragglers make groups stale
+            await asyncio.sleep(self._world.latency(10.0 if slow else 0.5))
             return await super().sample(prompt_ids, params, n)
         finally:
             self._world.sampling -= 1
