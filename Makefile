@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train remote test check fmt docs clean
+.PHONY: train remote test chaos check fmt docs clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.train  ## a tiny model learns the echo task on the CPU
@@ -14,6 +14,9 @@ remote: $(VENV)/.remote  ## install what the tinker and weaver backends need
 
 test: $(VENV)/.test  ## the whole suite, in a few processes
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+chaos: $(VENV)/.test  ## kills, faults and simulated histories, with a score; CHAOS=--seed=1 draws others
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 check: $(VENV)/.test  ## lint, format, types, licences, known vulnerabilities
 	$(BIN)/ruff check .
