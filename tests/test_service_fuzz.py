@@ -13,7 +13,7 @@ from tests.chaos import requests as requests_campaign
 from tests.chaos.requests import BrokenRule, Fuzz, fuzz, requests
 
 
-def test_random_requests_harm_nobody(tmp_path):
+def test_p14_random_requests_harm_nobody(tmp_path):
     statuses = fuzz(tmp_path, 300, seed=0)
     assert statuses["200"] > 30
     assert statuses["400"] > 60
