@@ -6,6 +6,7 @@ import asyncio
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from retrain.config.plugins import line_of
 from retrain.errors import RetrainError
@@ -52,6 +53,18 @@ def full_text(error: BaseException) -> str:
     if not all(isinstance(cause, RetrainError) for cause in found):
         lines += ["", "".join(traceback.format_exception(error))]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def write_error(folder: Path, error: BaseException) -> bool:
+    """Write error.txt into a run directory; False if that is not possible.
+
+    The guardian may append how the process ended. A resume deletes the file.
+    """
+    try:
+        (folder / ERROR).write_text(full_text(error), encoding="utf-8", errors="replace")
+    except OSError:  # the event `end` has it too
+        return False
+    return True
 
 
 def notes_of(error: BaseException) -> Sequence[str]:

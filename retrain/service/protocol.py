@@ -212,5 +212,3 @@ async def answer_error(_: Request, error: Exception) -> Response:
     text = str(error)  # Tinker's clients read `detail`, Weaver's the rest
     content = {"error": error.code, "message": text, "retryable": False, "detail": text}
     return JSONResponse(content, status_code=error.status)
-
-
