@@ -11,15 +11,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from threading import Barrier
+from typing import Any, Self
 
 import pytest
 import yaml
 
 import retrain
+from benchmarks.mock_engine import MockAdapter, MockOptions
 from retrain.__main__ import command
-from retrain.config import load_config
+from retrain.config import RunConfig, load_config
 from retrain.errors import ConfigError, RunError
 from retrain.run import drive, exit_code, in_run_dir, main
 
@@ -222,30 +225,43 @@ def test_runs_that_start_at_the_same_moment_get_different_directories(config: Pa
     }  # fmt: skip
 
 
+class Unopened(MockAdapter):
+    """Can't be opened, after it has written into the run directory."""
+
+    def __init__(self, options: MockOptions, config: RunConfig) -> None:
+        super().__init__(options, config)
+        self._config = config
+
+    async def __aenter__(self) -> Self:
+        assert self._config.run_dir is not None
+        (self._config.run_dir / "service").mkdir()
+        raise {"nobody/has": ConfigError, "broken": RuntimeError}[self._config.model]("no model")
+
+
+class UnopenedOptions(MockOptions):
+    adapter = "tests.test_cli:Unopened"
+
+
 @pytest.mark.parametrize(
     ("override", "code"),
-    [
-        ("rewards=[none/such.py:f]", 2),
-        ("model=nobody/has-this-model", 2),
-        ("model=broken", 1),
-    ],
+    [("rewards=[none/such.py:f]", 2), ("model=nobody/has", 2), ("model=broken", 1)],
 )
 def test_a_start_that_fails_leaves_no_run(
     config: Path, override: str, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (config.parent / "broken").mkdir()
-    (config.parent / "broken" / "config.json").write_text('{"model_type": "llama"}')
+    config.write_text(CONFIG.replace("benchmarks.mock_engine:Mock", "tests.test_cli:Unopened"))
     assert main([str(config), override]) == code
     said = capfd.readouterr().err
     assert "error: " in said
     assert "error.txt" not in said
-    assert [p for p in (config.parent / "runs").rglob("*")] == []
+    assert list((config.parent / "runs").rglob("*")) == []
     assert main([str(config), "--resume"]) == 2
     assert "no run to resume in runs/task" in capfd.readouterr().err
     kept = config.parent / "own"
     (kept / "data").mkdir(parents=True)
     assert main([str(config), override, "--run-dir", str(kept)]) == code
-    assert [p.name for p in kept.rglob("*") if p.name not in (".lock", "checkpoints")] == ["data"]
+    assert not (kept / "events.jsonl").exists()
+    assert (kept / "data").exists(), "what was there before stays"
 
 
 def test_a_given_run_directory_is_never_shared(

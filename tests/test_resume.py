@@ -72,6 +72,21 @@ def trained(folder) -> Counter:
     return Counter(ticket for event in updates for ticket in event["tickets"])
 
 
+def steps(folder) -> dict[str, int]:
+    """The step that trained each ticket."""
+    updates = [e for e in surviving(read_events(folder)) if e["event"] == "update"]
+    return {ticket: event["step"] for event in updates for ticket in event["tickets"]}
+
+
+def fates_of(folder) -> dict[str, tuple[int | None, str | None]]:
+    """The step that trained each group of rollouts.jsonl, and why it was dropped."""
+    return {
+        row["ticket"]: (row["step"], row.get("dropped"))
+        for row in rollouts_of(folder)
+        if not row["ticket"].startswith("-1.")
+    }
+
+
 @pytest.mark.parametrize("fatal", [1, 2, 3, 6, 9, 10, 11, 14, 20, 21, 31])
 async def test_p1_no_prompt_is_lost_or_trained_twice_when_a_run_dies_and_is_resumed(
     tmp_path, fatal
@@ -134,7 +149,9 @@ def evaluated(folder):
     return {
         "events": [(e["eval/step"], e["eval/reward/mean"]) for e in found],
         "rows": [row["eval/step"] for row in rows],
-        "rollouts": sorted((r["step"], r["ticket"]) for r in rollouts_of(folder) if r["step"]),
+        "rollouts": sorted(
+            (r["step"], r["ticket"]) for r in rollouts_of(folder) if r["ticket"].startswith("-1.")
+        ),
         "best": Checkpoints(folder / "checkpoints").best().name,
     }
 
@@ -202,7 +219,7 @@ async def test_after_a_resume_the_files_have_each_step_and_each_rollout_once(tmp
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     rollouts = [(row["ticket"], row["index"]) for row in rollouts_of(tmp_path)]
     assert len(set(rollouts)) == len(rollouts)
-    assert {ticket for ticket, _ in rollouts} == set(trained(tmp_path))
+    assert fates_of(tmp_path) == {ticket: (step, None) for ticket, step in steps(tmp_path).items()}
     for name, before in written.items():
         voided = list(read_lines(tmp_path / "voided" / f"{name}.1.jsonl"))
         assert voided
@@ -254,9 +271,13 @@ def test_p1_holds_when_the_process_is_killed_again_and_again(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 31))
     rollouts = [(row["ticket"], row["index"], row["step"]) for row in rollouts_of(folder)]
     assert max(Counter(rollouts).values()) == 1
-    log = surviving(read_events(folder))
-    stale = {e["ticket"] for e in log if e["event"] == "dropped"}
-    assert {ticket for ticket, _, step in rollouts if step is None} == {*counts, *stale}
+    dropped = {
+        e["ticket"]: (None, e["cause"])
+        for e in surviving(read_events(folder))
+        if e["event"] == "dropped"
+    }
+    done = {ticket: (step, None) for ticket, step in steps(folder).items()}
+    assert fates_of(folder) == done | dropped
     assert evaluated(folder)["rows"] == [6, 12, 18, 24, 30]
     assert len(evaluated(folder)["rollouts"]) == 5 * 2
 
@@ -412,8 +433,9 @@ def test_a_group_survives_the_way_through_json():
     prompt = Prompt("1.2.3", [{"role": "user", "content": "?"}], "a", {"k": 1})
     completion = Completion([1, 2], [-0.1, -1 / 3], "x", "stop", 4)
     turn = Turn([5, 6], completion, [{"role": "user", "content": "o"}])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     trajectory = Trajectory(
-        prompt, [turn], {"r": 0.1}, {"n": 1}, "ok", 0.1, [{"role": "user", "content": "?"}]
+        prompt, [turn], {"r": 0.1}, {"n": 1}, "ok", 0.1, [{"role": "user", "content": "?"}], (tool,)
     )
     group = Group(prompt, [trajectory])
     saved = json.loads(json.dumps(group_to_json(group)))

@@ -251,7 +251,8 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
             Turn(prompt_ids, Completion(**completion), observation)
             for prompt_ids, completion, observation in row["turns"]
         ]
-        trajectories.append(Trajectory(prompt, **{**row, "turns": turns}))
+        kept = {**row, "turns": turns, "tools": tuple(row.get("tools", ()))}
+        trajectories.append(Trajectory(prompt, **kept))
     return Group(prompt, trajectories)
 
 
