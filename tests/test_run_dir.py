@@ -182,6 +182,44 @@ def test_flushed_lines_survive_a_kill_which_frees_the_lock(tmp_path: Path) -> No
         assert read_metrics(tmp_path) == [{"step": 1}]
 
 
+def test_a_start_removes_what_killed_processes_left(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path, config()).close()
+    left = [
+        "config.yaml.tmp", "report.html.tmp", "checkpoints/.step_21.partial/run.json",
+        "checkpoints/.best", "voided/.metrics.jsonl.partial", ".scratch-x1/a",
+    ]  # fmt: skip
+    kept = ["notes.txt", "checkpoints/step_3/run.json", "checkpoints/.step_notes"]
+    for name in (*left, *kept):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    with RunDirectory.open(tmp_path, config(), resume=True):
+        pass
+    gone = before - set(tmp_path.rglob("*"))
+    assert gone == {tmp_path / name for name in left}
+    assert not (tmp_path / ".scratch-x1").exists()
+
+
+def test_the_fate_of_a_rollout_ends_its_line(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path, config()) as run_dir:
+        lines = encoded(group("ok"))
+        run_dir.rollouts(lines, 4)
+        run_dir.rollouts(lines, dropped='"odd"\n')
+        run_dir.rollouts(lines)
+    fates = [(r["step"], r.get("dropped")) for r in read_lines(tmp_path / "rollouts.jsonl")]
+    assert fates == [(4, None), (None, '"odd"\n'), (None, None)]
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", ""])
+def test_a_run_whose_files_are_deleted_fails(tmp_path: Path, name: str) -> None:
+    run_dir = RunDirectory.open(tmp_path / "run", config())
+    gone = tmp_path / "run" / name
+    gone.unlink() if name else shutil.rmtree(gone)
+    with pytest.raises(RunError, match=f"{gone} was deleted during the run.*Start a new run"):
+        run_dir.metrics({"step": 1})
+    run_dir.close()
+
+
 def test_a_resume_cuts_torn_lines_off_before_it_writes(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path, config()) as run_dir:
         run_dir.event("issued", ticket="0.0.0")

@@ -61,6 +61,6 @@ async def rescue(run: Run, error: BaseException) -> None:
             await checkpoint(run)
     except (Exception, asyncio.CancelledError) as another:  # noqa: BLE001 - `error` is raised
         error.add_note(f"no checkpoint of step {run.step} was written: {first_line(another)}")
-    if run.checkpoints.saved:
+    if run.checkpoints.saved is not None:
         path = near(run.checkpoints.path(run.checkpoints.saved))
         error.add_note(f"saved: {path}. Fix the cause, then continue with --resume.")

@@ -3,7 +3,7 @@
 Each row damages the directory of a run that stopped at step 4 (checkpoints at 3 and 4), and resumes
 it to step 6; or damages it while the run goes on.
 
-    python -m tests.chaos.damage
+    python -m tests.chaos.damage [PART OF A NAME ...]
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _complete(run_dir: Path) -> list[str]:
 
 def main() -> int:
     started = time.monotonic()
-    chosen = [row for row in DAMAGES if not sys.argv[1:] or sys.argv[1] in row.name]
+    chosen = [row for row in DAMAGES if any(part in row.name for part in sys.argv[1:] or [""])]
     with tempfile.TemporaryDirectory() as folder:
         jobs = [partial(play, damage, Path(folder)) for damage in chosen]
         results = beside(jobs, Path(folder), 2 * (os.cpu_count() or 1))

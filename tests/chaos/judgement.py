@@ -82,6 +82,8 @@ class Book:
             self.blame("P1", f"{ticket} was played twice")
         self._played[ticket] = event["versions"]
 
+    _on_example = _on_rollout  # of a row of the data set
+
     def _on_dropped(self, event: Event) -> None:
         ticket = event["ticket"]
         self._close(ticket)
