@@ -222,6 +222,7 @@ def test_signs_that_the_terminal_lacks_are_replaced() -> None:
 
 def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step_5").mkdir(parents=True)
+    (tmp_path / "events.jsonl").touch()
     (tmp_path / "report.html").touch()
     tally = Tally()
     tally.outcomes.update(ok=990, timeout=10)

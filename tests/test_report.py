@@ -147,6 +147,7 @@ def test_p13_the_top_of_a_failed_runs_page_says_why_and_what_to_do(tmp_path: Pat
         text.index("failed") < text.index(cause) < text.index(steps) < text.index("steps 4 of 100")
     )
     assert f"ended: failed: {cause}" in text
+    assert "Ticket 0.14.0, rollout 1 dropped: stale outcome: ok" in text
 
 
 def test_p13_the_report_of_a_killed_run_quotes_its_last_words(tmp_path: Path) -> None:
