@@ -143,7 +143,7 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
         if isinstance(error, BrokenPipeError) and _unread():
             return DONE
         found = failure.causes(error)
-        if isinstance(found[0], failure.INTERRUPTIONS):
+        if isinstance(found[0], _INTERRUPTIONS):
             _print("interrupted")
             return INTERRUPTED
         _print_causes(error, found)
@@ -312,35 +312,30 @@ def _announce(console: Console | None) -> None:
 
 def _print_causes(error: BaseException, causes: Sequence[BaseException]) -> None:
     """One message per cause, with its notes; causes that differ only by a ticket are counted."""
+    from retrain.observe import failure
+
     alike: dict[str, list[list[str]]] = {}
     for cause in causes:
         text = _message(cause)
-        alike.setdefault(_TICKET.sub("", text), []).append([text, *_notes(cause)])
+        alike.setdefault(_TICKET.sub("", text), []).append([text, *failure.notes_of(cause)])
     for (text, *notes), *others in alike.values():
         more = f" (and {len(others)} more like it)" if others else ""
         _print("\n  ".join([f"error: {text}{more}", *notes]))
-    for note in () if error in causes else _notes(error):
+    for note in () if error in causes else failure.notes_of(error):
         _print(note)
 
 
 def _message(error: BaseException) -> str:
     """What the error says; an unexpected one with its type and line."""
     from retrain.config.plugins import line_of
+    from retrain.observe.failure import message_of
 
-    try:
-        text = str(error)
-    except Exception as raised:  # noqa: BLE001 - user code can raise anything
-        text = f"(its __str__ raised {type(raised).__name__})"
+    text = message_of(error)
     return (
         text
         if isinstance(error, RetrainError)
         else f"{type(error).__name__}: {text}{line_of(error)}"
     )
-
-
-def _notes(error: BaseException) -> list[str]:
-    notes = getattr(error, "__notes__", ())
-    return [str(note) for note in notes] if isinstance(notes, list | tuple) else []
 
 
 def _unread() -> bool:

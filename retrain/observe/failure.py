@@ -33,8 +33,8 @@ def message_of(error: BaseException) -> str:
     """`str(error)`, which may raise for an error of user code."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - whatever it raises
-        return "(its text can't be read)"
+    except Exception as raised:  # noqa: BLE001 - user code can raise anything
+        return f"(its __str__ raised {type(raised).__name__})"
 
 
 def described(error: BaseException) -> dict[str, str]:
@@ -69,7 +69,8 @@ def write_error(folder: Path, error: BaseException) -> bool:
 
 def notes_of(error: BaseException) -> Sequence[str]:
     """The notes of an error."""
-    return [str(note) for note in getattr(error, "__notes__", ())]
+    notes = getattr(error, "__notes__", ())  # user code may have put anything there
+    return [str(note) for note in notes] if isinstance(notes, list | tuple) else []
 
 
 def _text(cause: BaseException) -> str:
