@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = config.model_copy(update={"run_dir": Path(arguments.run_dir)})
         if arguments.dry_run:
             return _dry_run(config, arguments.config)
-        config = with_run_dir(config, resume=arguments.resume)
-        places.append(config.run_dir or Path())
-        console = Console()
-        drive(_train(config, console, resume=arguments.resume), console)
+        with in_run_dir(config, resume=arguments.resume) as config:
+            places.append(config.run_dir or Path())
+            console = Console()
+            drive(_train(config, console, resume=arguments.resume), console)
         return DONE
 
     with _interruptible():
@@ -87,18 +87,40 @@ async def run(
         config = load_config(config)
     elif not isinstance(config, RunConfig):
         config = parse_config(config)
-    config = with_run_dir(config, resume=resume)
-    return await train(config, callbacks=callbacks, resume=resume)
+    with in_run_dir(config, resume=resume) as config:
+        return await train(config, callbacks=callbacks, resume=resume)
 
 
-def with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
+@contextmanager
+def in_run_dir(config: RunConfig, *, resume: bool) -> Iterator[RunConfig]:
     """`config` with its run directory: the given one, or else runs/NAME, runs/NAME-2, ...
 
-    A new run takes the first unused name, `resume` the last used one. Raises ConfigError if there
-    is no run to resume, or it had another model, algorithm or data.
+    A new run creates the next one, and removes it if it fails before it writes; `resume` takes the
+    last one. Raises ConfigError if there is no run to resume, or it had another model, algorithm or
+    data.
     """
+    from retrain.observe.naming import unclaim
+
+    claims = config.run_dir is None and not resume
+    config = _with_run_dir(config, resume=resume)
+    try:
+        yield config
+    except BaseException:
+        if claims and config.run_dir is not None:
+            unclaim(config.run_dir)
+        raise
+
+
+def _with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
+    from retrain.observe.naming import last_folder, unused_folder, wanted_folder
+
     if config.run_dir is None:
-        config = _named(config, resume=resume)
+        folder = last_folder(config) if resume else unused_folder(config)
+        if folder is None:
+            raise ConfigError(
+                f"no run to resume in {wanted_folder(config)}: drop --resume, or pass --run-dir"
+            )
+        config = config.model_copy(update={"run_dir": folder})
     if resume and config.run_dir is not None:
         from retrain.pipeline.checkpoint import Checkpoints, changed_run
 
@@ -106,17 +128,6 @@ def with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
         if saved is not None and (problem := changed_run(saved, config)):
             raise ConfigError(problem)
     return config
-
-
-def _named(config: RunConfig, *, resume: bool) -> RunConfig:
-    name = config.name or "run"
-    last, folder, number = None, Path("runs") / name, 1
-    while (folder / "events.jsonl").exists():
-        number += 1
-        last, folder = folder, Path("runs") / f"{name}-{number}"
-    if resume and last is None:
-        raise ConfigError(f"no run to resume in {folder}: drop --resume, or pass --run-dir")
-    return config.model_copy(update={"run_dir": last if resume else folder})
 
 
 def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
@@ -127,22 +138,22 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
     try:
         return command()
     except (Exception, BaseExceptionGroup, *_INTERRUPTIONS) as error:  # noqa: BLE001 - all are reported
+        from retrain.observe import failure
+
         if isinstance(error, BrokenPipeError) and _unread():
             return DONE
-        causes = _causes(error)
-        if isinstance(causes[0], _INTERRUPTIONS):
+        found = failure.causes(error)
+        if isinstance(found[0], _INTERRUPTIONS):
             _print("interrupted")
             return INTERRUPTED
-        _print_causes(error, causes)
-        if all(isinstance(cause, RetrainError) for cause in causes):
-            return USAGE if any(isinstance(cause, ConfigError) for cause in causes) else FAILED
-        text = "".join(traceback.format_exception(error))
+        _print_causes(error, found)
+        if all(isinstance(cause, RetrainError) for cause in found):
+            return USAGE if any(isinstance(cause, ConfigError) for cause in found) else FAILED
         for place in places:
-            with suppress(OSError):
-                (place / "error.txt").write_text(text, encoding="utf-8")
-                text = f"the full traceback is in {place / 'error.txt'}"
-                break
-        _print(text)
+            if failure.write_error(place, error):
+                _print(f"the full traceback is in {place / failure.ERROR}")
+                return FAILED
+        _print("".join(traceback.format_exception(error)))
         return FAILED
 
 
@@ -299,48 +310,32 @@ def _announce(console: Console | None) -> None:
             os.write(2, f"\n{text}\n".encode())
 
 
-def _causes(error: BaseException) -> list[BaseException]:
-    """The errors inside groups; an interruption only if there is no other.
-
-    Exit code 130 promises a complete checkpoint.
-    """
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    leaves = [leaf for inner in error.exceptions for leaf in _causes(inner)]
-    return [e for e in leaves if not isinstance(e, _INTERRUPTIONS)] or leaves
-
-
 def _print_causes(error: BaseException, causes: Sequence[BaseException]) -> None:
     """One message per cause, with its notes; causes that differ only by a ticket are counted."""
+    from retrain.observe import failure
+
     alike: dict[str, list[list[str]]] = {}
     for cause in causes:
         text = _message(cause)
-        alike.setdefault(_TICKET.sub("", text), []).append([text, *_notes(cause)])
+        alike.setdefault(_TICKET.sub("", text), []).append([text, *failure.notes_of(cause)])
     for (text, *notes), *others in alike.values():
         more = f" (and {len(others)} more like it)" if others else ""
         _print("\n  ".join([f"error: {text}{more}", *notes]))
-    for note in () if error in causes else _notes(error):
+    for note in () if error in causes else failure.notes_of(error):
         _print(note)
 
 
 def _message(error: BaseException) -> str:
     """What the error says; an unexpected one with its type and line."""
     from retrain.config.plugins import line_of
+    from retrain.observe.failure import message_of
 
-    try:
-        text = str(error)
-    except Exception as raised:  # noqa: BLE001 - user code can raise anything
-        text = f"(its __str__ raised {type(raised).__name__})"
+    text = message_of(error)
     return (
         text
         if isinstance(error, RetrainError)
         else f"{type(error).__name__}: {text}{line_of(error)}"
     )
-
-
-def _notes(error: BaseException) -> list[str]:
-    notes = getattr(error, "__notes__", ())
-    return [str(note) for note in notes] if isinstance(notes, list | tuple) else []
 
 
 def _unread() -> bool:

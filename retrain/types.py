@@ -110,6 +110,8 @@ class Trajectory:
     """The weighted sum of the components; only valid if the outcome is `ok`."""
     messages: Sequence[Message] = ()
     """The whole conversation, with the model's replies and the observations."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The tools offered to the model, in the structure that chat templates expect."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds per stage: `sample`, `environment`, `reward`."""
     outage: bool = field(default=False, compare=False)

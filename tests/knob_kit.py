@@ -24,9 +24,9 @@ from retrain.adapters.remote.local import in_process
 from retrain.assembly import Parts, assemble
 from retrain.config import parse_config
 from retrain.errors import ConfigError, RetrainError
+from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import read_events
 from retrain.pipeline import train
-from retrain.run import with_run_dir
 from tests.knob_parts import COUNTS
 
 HERE = Path(__file__).parent
@@ -76,7 +76,7 @@ async def trace(mapping: Mapping[str, Any], folder: Path, *, lose: str = "") -> 
     result: Trace = {"told": told}
     try:
         config = parse_config(mapping, HERE)
-        result["place"] = str(with_run_dir(config, resume=False).run_dir)
+        result["place"] = str(wanted_folder(config))
         config = config.model_copy(update={"run_dir": folder})
         await train(config, parts=_watched(assemble(config), told, lose))
     except* RetrainError as error:

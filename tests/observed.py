@@ -8,6 +8,7 @@ from typing import Any
 
 from retrain.config import RunConfig
 from retrain.observe.callbacks import Callbacks, TrainingResult
+from retrain.observe.rollout_lines import encoded
 from retrain.observe.run_dir import RunDirectory
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
@@ -87,7 +88,9 @@ def write_run(path: Path, steps: int = 4, reply: str = "done", end: bool = True)
                 versions=[step - 1],
                 tokens=4,
             )
-            run_dir.rollouts(group)
+            run_dir.count(group)
+            trained = ticket != tickets[2]
+            run_dir.rollouts(encoded(group), *([step] if trained else [None, "stale"]))
         run_dir.event("dropped", ticket=tickets[2], cause="stale")
         times = {"started": 1.7e9 + step + 0.5, "ended": 1.7e9 + step + 0.8}
         run_dir.event("update", step=step, tickets=tickets[:2], loss=0.1, **times)

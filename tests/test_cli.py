@@ -11,17 +11,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from threading import Barrier
+from typing import Any, Self
 
 import pytest
 import yaml
 
 import retrain
+from benchmarks.mock_engine import MockAdapter, MockOptions
 from retrain.__main__ import command
-from retrain.config import load_config
+from retrain.config import RunConfig, load_config
 from retrain.errors import ConfigError, RunError
-from retrain.run import drive, exit_code, main, with_run_dir
+from retrain.run import drive, exit_code, in_run_dir, main
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -189,13 +192,76 @@ def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_rerun_takes_a_fresh_directory_and_resume_the_last(config: Path) -> None:
-    loaded = load_config(config)
-    assert with_run_dir(loaded, resume=False).run_dir == Path("runs/task")
+    def folder(resume: bool = False) -> str:
+        with in_run_dir(load_config(config), resume=resume) as placed:
+            return str(placed.run_dir)
+
+    assert folder() == "runs/task"
+    assert folder() == "runs/task-2", "the first one is claimed, though it is empty"
     for name in ("task", "task-2"):
-        (config.parent / "runs" / name).mkdir(parents=True)
         (config.parent / "runs" / name / "events.jsonl").touch()
-    assert with_run_dir(loaded, resume=False).run_dir == Path("runs/task-3")
-    assert with_run_dir(loaded, resume=True).run_dir == Path("runs/task-2")
+    assert folder() == "runs/task-3"
+    assert folder(resume=True) == "runs/task-2", "the third one has no run"
+    other = config.parent / "runs" / "task-8"
+    other.mkdir()
+    (other / "config.yaml").write_text("name: task-8\n")
+    (other / "events.jsonl").touch()
+    assert folder(resume=True) == "runs/task-2", "task-8 is the first run of another config"
+    assert folder() == "runs/task-4"
+
+
+def test_runs_that_start_at_the_same_moment_get_different_directories(config: Path) -> None:
+    loaded, together = load_config(config), Barrier(4)
+
+    def start(_: int) -> Path | None:
+        together.wait()
+        with in_run_dir(loaded, resume=False) as placed:
+            return placed.run_dir
+
+    with ThreadPoolExecutor(4) as threads:
+        folders = list(threads.map(start, range(4)))
+    assert {str(folder) for folder in folders} == {
+        "runs/task", "runs/task-2", "runs/task-3", "runs/task-4"
+    }  # fmt: skip
+
+
+class Unopened(MockAdapter):
+    """Can't be opened, after it has written into the run directory."""
+
+    def __init__(self, options: MockOptions, config: RunConfig) -> None:
+        super().__init__(options, config)
+        self._config = config
+
+    async def __aenter__(self) -> Self:
+        assert self._config.run_dir is not None
+        (self._config.run_dir / "service").mkdir()
+        raise {"nobody/has": ConfigError, "broken": RuntimeError}[self._config.model]("no model")
+
+
+class UnopenedOptions(MockOptions):
+    adapter = "tests.test_cli:Unopened"
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [("rewards=[none/such.py:f]", 2), ("model=nobody/has", 2), ("model=broken", 1)],
+)
+def test_a_start_that_fails_leaves_no_run(
+    config: Path, override: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(CONFIG.replace("benchmarks.mock_engine:Mock", "tests.test_cli:Unopened"))
+    assert main([str(config), override]) == code
+    said = capfd.readouterr().err
+    assert "error: " in said
+    assert "error.txt" not in said
+    assert list((config.parent / "runs").rglob("*")) == []
+    assert main([str(config), "--resume"]) == 2
+    assert "no run to resume in runs/task" in capfd.readouterr().err
+    kept = config.parent / "own"
+    (kept / "data").mkdir(parents=True)
+    assert main([str(config), override, "--run-dir", str(kept)]) == code
+    assert not (kept / "events.jsonl").exists()
+    assert (kept / "data").exists(), "what was there before stays"
 
 
 def test_a_given_run_directory_is_never_shared(

@@ -105,6 +105,9 @@ async def test_a_run_that_fails_before_its_first_step_still_says_where_it_is(
     out = io.StringIO()
     result = TrainingResult("failed", 0, 0, run.run_dir.path)
     Console(out).on_train_end(run, result)
+    assert not out.getvalue(), "the start failed, which leaves nothing to name"
+    run.run_dir.begun = True
+    Console(out).on_train_end(run, result)
     assert out.getvalue().startswith("failed      0 steps")
     assert f"files       {run.run_dir.path}" in out.getvalue()
 
@@ -219,6 +222,7 @@ def test_signs_that_the_terminal_lacks_are_replaced() -> None:
 
 def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step_5").mkdir(parents=True)
+    (tmp_path / "events.jsonl").touch()
     (tmp_path / "report.html").touch()
     tally = Tally()
     tally.outcomes.update(ok=990, timeout=10)

@@ -11,12 +11,14 @@ import pytest
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.algorithms.grpo import GRPO
 from retrain.assembly import assemble
-from retrain.environment import Environment, StepResult
+from retrain.engine.tiny import tiny_tokenizer
+from retrain.environment import Environment, StepResult, ToolSpec
 from retrain.errors import AdapterError, ConfigError, DeadlineError, NoSignalError, RunError
 from retrain.observe.callbacks import Callback
 from retrain.observe.journal import read_lines
 from retrain.observe.progress import closing
 from retrain.observe.report import digest
+from retrain.observe.rollout_lines import hash_of
 from retrain.observe.run_dir import Tally, read_events, read_metrics
 from retrain.pipeline import train
 from retrain.rewarding import Reward, RewardCalculator, reward
@@ -502,3 +504,28 @@ async def test_advantages_that_dont_fit_are_told_with_their_algorithm(tmp_path, 
     expected = "expected one list per group, with one entry per trajectory: 4 lists with the "
     text = f"Mine: advantages returned {told}, {expected}lengths [4, 4, 4, 4]"
     assert caught.group_contains(RunError, match=re.escape(text))
+
+
+class Searches(Environment):
+    tools = (ToolSpec("search", "Finds pages."), ToolSpec("fetch", "Reads a page."))
+
+
+async def test_a_prompt_with_its_tools_is_shown_as_the_model_got_it(tmp_path):
+    config = mock_config(
+        tmp_path,
+        environment={"type": f"{__name__}:Searches"},
+        chat={"template": "auto"},
+        train={"total_train_steps": 2},
+    )
+    adapter = kept_adapter(config)
+    adapter.tokenizer = tiny_tokenizer()
+    await train(config, parts=parts_with(config, adapter))
+    [rendered] = events(tmp_path, "rendered")
+    assert [tool["function"]["name"] for tool in rendered["tools"]] == ["search", "fetch"]
+    assert rendered["text"].startswith("<|system|>search()\nfetch()<|user|>")
+    lines = rollouts_of(tmp_path)
+    assert {tuple(line["tools"]) for line in lines} == {("search", "fetch")}
+    shown = [line for line in lines if line["ticket"] == rendered["ticket"]]
+    ids = adapter.tokenizer.encode(rendered["text"], add_special_tokens=False)
+    assert shown[0]["prompt"] == {"tokens": len(ids), "hash": hash_of(ids)}
+    assert len({line["prompt"]["hash"] for line in lines}) == len({x["ticket"] for x in lines})

@@ -16,6 +16,7 @@ from retrain.errors import ConfigError
 from retrain.observe import report as report_module
 from retrain.observe.charts import charts, thin
 from retrain.observe.report import digest, write_report
+from retrain.observe.rollout_lines import encoded
 from retrain.observe.run_dir import RunDirectory
 from retrain.observe.samples import MAX_TEXT, PICKED, Samples
 from retrain.observe.timeline import MAX_INTERVALS, fates, timeline, waste
@@ -146,6 +147,7 @@ def test_p13_the_top_of_a_failed_runs_page_says_why_and_what_to_do(tmp_path: Pat
         text.index("failed") < text.index(cause) < text.index(steps) < text.index("steps 4 of 100")
     )
     assert f"ended: failed: {cause}" in text
+    assert "Ticket 0.14.0, rollout 1 dropped: stale outcome: ok" in text
 
 
 def test_p13_the_report_of_a_killed_run_quotes_its_last_words(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_the_best_and_worst_rollouts_are_found_in_bounded_memory() -> None:
 def test_a_very_long_message_is_cut(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", config()) as run_dir:
         run_dir.event("issued", ticket="0.0.0")
-        run_dir.rollouts(played("0.0.0", "x" * (MAX_TEXT + 5), [1.0]))
+        run_dir.rollouts(encoded(played("0.0.0", "x" * (MAX_TEXT + 5), [1.0])))
     (message,) = digest(tmp_path / "run")["samples"]["first"][0]["messages"][1:]
     assert message["content"].endswith("x ... (5 more characters)")
 

@@ -3,11 +3,14 @@
 import asyncio
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import nullcontext
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,21 @@ def trained(folder) -> Counter:
     return Counter(ticket for event in updates for ticket in event["tickets"])
 
 
+def steps(folder) -> dict[str, int]:
+    """The step that trained each ticket."""
+    updates = [e for e in surviving(read_events(folder)) if e["event"] == "update"]
+    return {ticket: event["step"] for event in updates for ticket in event["tickets"]}
+
+
+def fates_of(folder) -> dict[str, tuple[int | None, str | None]]:
+    """The step that trained each group of rollouts.jsonl, and why it was dropped."""
+    return {
+        row["ticket"]: (row["step"], row.get("dropped"))
+        for row in rollouts_of(folder)
+        if not row["ticket"].startswith("-1.")
+    }
+
+
 @pytest.mark.parametrize("fatal", [1, 2, 3, 6, 9, 10, 11, 14, 20, 21, 31])
 async def test_p1_no_prompt_is_lost_or_trained_twice_when_a_run_dies_and_is_resumed(
     tmp_path, fatal
@@ -134,7 +152,9 @@ def evaluated(folder):
     return {
         "events": [(e["eval/step"], e["eval/reward/mean"]) for e in found],
         "rows": [row["eval/step"] for row in rows],
-        "rollouts": sorted((r["step"], r["ticket"]) for r in rollouts_of(folder) if r["step"]),
+        "rollouts": sorted(
+            (r["step"], r["ticket"]) for r in rollouts_of(folder) if r["ticket"].startswith("-1.")
+        ),
         "best": Checkpoints(folder / "checkpoints").best().name,
     }
 
@@ -202,7 +222,7 @@ async def test_after_a_resume_the_files_have_each_step_and_each_rollout_once(tmp
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     rollouts = [(row["ticket"], row["index"]) for row in rollouts_of(tmp_path)]
     assert len(set(rollouts)) == len(rollouts)
-    assert {ticket for ticket, _ in rollouts} == set(trained(tmp_path))
+    assert fates_of(tmp_path) == {ticket: (step, None) for ticket, step in steps(tmp_path).items()}
     for name, before in written.items():
         voided = list(read_lines(tmp_path / "voided" / f"{name}.1.jsonl"))
         assert voided
@@ -254,9 +274,13 @@ def test_p1_holds_when_the_process_is_killed_again_and_again(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 31))
     rollouts = [(row["ticket"], row["index"], row["step"]) for row in rollouts_of(folder)]
     assert max(Counter(rollouts).values()) == 1
-    log = surviving(read_events(folder))
-    stale = {e["ticket"] for e in log if e["event"] == "dropped"}
-    assert {ticket for ticket, _, step in rollouts if step is None} == {*counts, *stale}
+    dropped = {
+        e["ticket"]: (None, e["cause"])
+        for e in surviving(read_events(folder))
+        if e["event"] == "dropped"
+    }
+    done = {ticket: (step, None) for ticket, step in steps(folder).items()}
+    assert fates_of(folder) == done | dropped
     assert evaluated(folder)["rows"] == [6, 12, 18, 24, 30]
     assert len(evaluated(folder)["rollouts"]) == 5 * 2
 
@@ -400,7 +424,11 @@ async def test_finished_groups_that_no_step_has_taken_are_saved_and_trained_afte
     assert found is not None
     kept = {group["ticket"] for group in found[1].groups}
     assert kept
+    left = {t: fate for t, fate in fates_of(tmp_path).items() if t not in steps(tmp_path)}
+    assert kept <= set(left)
+    assert set(left.values()) == {(None, None)}, "at the end, what no step has trained is written"
     await train(config, resume=True)
+    assert fates_of(tmp_path) == {ticket: (step, None) for ticket, step in steps(tmp_path).items()}
     log = list(read_events(tmp_path))
     resumed = next(i for i, e in enumerate(log) if e["event"] == "resumed")
     again = {e["ticket"] for e in log[resumed:] if e["event"] == "rollout"}
@@ -412,12 +440,74 @@ def test_a_group_survives_the_way_through_json():
     prompt = Prompt("1.2.3", [{"role": "user", "content": "?"}], "a", {"k": 1})
     completion = Completion([1, 2], [-0.1, -1 / 3], "x", "stop", 4)
     turn = Turn([5, 6], completion, [{"role": "user", "content": "o"}])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     trajectory = Trajectory(
-        prompt, [turn], {"r": 0.1}, {"n": 1}, "ok", 0.1, [{"role": "user", "content": "?"}]
+        prompt, [turn], {"r": 0.1}, {"n": 1}, "ok", 0.1, [{"role": "user", "content": "?"}], (tool,)
     )
     group = Group(prompt, [trajectory])
     saved = json.loads(json.dumps(group_to_json(group)))
     assert group_from_json(saved, lambda ticket: prompt) == group
+
+
+ROWS = (
+    "a manifest of null", "a manifest of a list", "files as a list", "a path outside",
+    "an unreadable run.json", "a folder step_²", "a partial checkpoint", "all checkpoints torn",
+    "no checkpoints folder", "the run directory deleted", "checkpoints is a file",
+    "events.jsonl deleted",
+)  # fmt: skip
+
+
+def test_damaged_run_directories():
+    """A few rows of the table; `python -m tests.chaos.damage` plays all."""
+    command = [sys.executable, "-m", "tests.chaos.damage", *ROWS]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"{len(ROWS)} of {len(ROWS)} " in done.stdout
+
+
+async def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path):
+    config = config_in(tmp_path)
+    adapter = Dies(MockOptions(), config)
+    adapter.fatal = 3  # in step 2
+    with pytest.raises(BaseException, match=r"Crash|unhandled errors"):
+        await train(config, parts=parts_with(config, adapter))
+    out = io.StringIO()
+    result = await train(config, callbacks=[Console(out)], resume=True)
+    assert result.total_steps == STEPS
+    assert ", from the start: no checkpoint found" in out.getvalue()
+
+
+async def test_the_log_is_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch):
+    synced, fsync = {}, os.fsync
+
+    def seen(descriptor):
+        """Keep what the disk has of a file, while there is no checkpoint."""
+        fsync(descriptor)
+        if not list((tmp_path / "checkpoints").glob("step_*")):
+            inode = os.fstat(descriptor).st_ino
+            for name in ("events.jsonl", "metrics.jsonl", "rollouts.jsonl"):
+                if (tmp_path / name).stat().st_ino == inode:
+                    synced[name] = (tmp_path / name).read_text()
+            synced.update({"folder": ""} if inode == tmp_path.stat().st_ino else {})
+
+    monkeypatch.setattr(os, "fsync", seen)
+    await train(config_in(tmp_path, train={"total_train_steps": 3}))
+    assert set(synced) == {"events.jsonl", "metrics.jsonl", "rollouts.jsonl", "folder"}
+    assert '{"event":"snapshot"' in synced["events.jsonl"]
+    assert synced["metrics.jsonl"].count("\n") == 3
+    assert '"step":3' in synced["rollouts.jsonl"]
+
+
+async def test_a_wall_clock_that_jumps_expires_nothing(tmp_path, monkeypatch):
+    now, years = time.time, 30 * 365 * 86400
+    jumps = cycle((0, years, -years))
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    limits = {"stall": 20, "blocked": 20, "outage": 20}
+    result = await train(config_in(tmp_path, deadlines=limits, staleness={"target": 1}))
+    assert (result.status, result.total_steps) == ("completed", STEPS)
+    assert digest(tmp_path)["status"] == "completed"
 
 
 @given(st.lists(st.sampled_from(["issue", "train", "reissue", "save", "crash"]), max_size=60))

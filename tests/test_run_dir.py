@@ -23,6 +23,7 @@ from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError
 from retrain.observe import journal, voided
 from retrain.observe.journal import Journal, encode, read_lines, repair
+from retrain.observe.rollout_lines import encoded, hash_of
 from retrain.observe.run_dir import (
     RunDirectory,
     read_events,
@@ -52,6 +53,7 @@ def trajectory(prompt: Prompt, outcome: Any) -> Trajectory:
         outcome=outcome,
         reward=0.25,
         messages=[*prompt.messages, {"role": "assistant", "content": "4!"}],
+        tools=[{"type": "function", "function": {"name": "search", "description": "Finds."}}],
         seconds={"sample": 1.5},
     )
 
@@ -59,7 +61,7 @@ def trajectory(prompt: Prompt, outcome: Any) -> Trajectory:
 def test_a_run_directory_holds_what_was_written(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", config()) as run_dir:
         run_dir.event("issued", ticket="0.7.0")
-        run_dir.rollouts(group("ok", "timeout", answer="4"), step=3)
+        run_dir.rollouts(encoded(group("ok", "timeout", answer="4")), step=3)
         run_dir.metrics({"step": 1, "loss": 0.5})
         assert run_dir.checkpoints.is_dir()
     (event,) = read_events(tmp_path / "run")
@@ -71,6 +73,8 @@ def test_a_run_directory_holds_what_was_written(tmp_path: Path) -> None:
         "ticket": "0.7.0",
         "index": 0,
         "step": 3,
+        "prompt": {"tokens": 2, "hash": hash_of([1, 2])},
+        "tools": ["search"],
         "messages": [
             {"role": "user", "content": "2+2"},
             {"role": "assistant", "content": "4!"},
@@ -91,7 +95,7 @@ def test_a_run_directory_holds_what_was_written(tmp_path: Path) -> None:
 def test_the_tally_counts_drops_outcomes_and_causes(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", config()) as run_dir:
         run_dir.event("dropped", ticket="0.1.0", cause="stale")
-        run_dir.rollouts(group("ok", "invalid", "invalid"))
+        run_dir.count(group("ok", "invalid", "invalid"))
         assert run_dir.tally.drops == {"stale": 1}
         assert run_dir.tally.outcomes == {"ok": 1, "invalid": 2}
         assert run_dir.tally.errors == {"it broke": 2}
@@ -102,7 +106,7 @@ def test_ever_new_error_texts_do_not_fill_the_memory(tmp_path: Path) -> None:
         for number in range(200):
             broken = group("invalid")
             broken.trajectories[0].info["error"] = f"error {number}"
-            run_dir.rollouts(broken)
+            run_dir.count(broken)
         assert len(run_dir.tally.errors) < 100
         assert run_dir.tally.errors.total() == 200
 
@@ -178,10 +182,48 @@ def test_flushed_lines_survive_a_kill_which_frees_the_lock(tmp_path: Path) -> No
         assert read_metrics(tmp_path) == [{"step": 1}]
 
 
+def test_a_start_removes_what_killed_processes_left(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path, config()).close()
+    left = [
+        "config.yaml.tmp", "report.html.tmp", "checkpoints/.step_21.partial/run.json",
+        "checkpoints/.best", "voided/.metrics.jsonl.partial", ".scratch-x1/a",
+    ]  # fmt: skip
+    kept = ["notes.txt", "checkpoints/step_3/run.json", "checkpoints/.step_notes"]
+    for name in (*left, *kept):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    with RunDirectory.open(tmp_path, config(), resume=True):
+        pass
+    gone = before - set(tmp_path.rglob("*"))
+    assert gone == {tmp_path / name for name in left}
+    assert not (tmp_path / ".scratch-x1").exists()
+
+
+def test_the_fate_of_a_rollout_ends_its_line(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path, config()) as run_dir:
+        lines = encoded(group("ok"))
+        run_dir.rollouts(lines, 4)
+        run_dir.rollouts(lines, dropped='"odd"\n')
+        run_dir.rollouts(lines)
+    fates = [(r["step"], r.get("dropped")) for r in read_lines(tmp_path / "rollouts.jsonl")]
+    assert fates == [(4, None), (None, '"odd"\n'), (None, None)]
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", ""])
+def test_a_run_whose_files_are_deleted_fails(tmp_path: Path, name: str) -> None:
+    run_dir = RunDirectory.open(tmp_path / "run", config())
+    gone = tmp_path / "run" / name
+    gone.unlink() if name else shutil.rmtree(gone)
+    with pytest.raises(RunError, match=f"{gone} was deleted during the run.*Start a new run"):
+        run_dir.metrics({"step": 1})
+    run_dir.close()
+
+
 def test_a_resume_cuts_torn_lines_off_before_it_writes(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path, config()) as run_dir:
         run_dir.event("issued", ticket="0.0.0")
-        run_dir.rollouts(group("ok"))
+        run_dir.rollouts(encoded(group("ok")))
         run_dir.metrics({"step": 1})
     names = ("events.jsonl", "rollouts.jsonl", "metrics.jsonl")
     for name in names:
@@ -189,7 +231,7 @@ def test_a_resume_cuts_torn_lines_off_before_it_writes(tmp_path: Path) -> None:
             file.write(b'{"event": "half a li')
     with RunDirectory.open(tmp_path, config(), resume=True) as run_dir:
         run_dir.event("resumed", from_step=1)
-        run_dir.rollouts(group("ok"))
+        run_dir.rollouts(encoded(group("ok")))
         run_dir.metrics({"step": 2})
     assert [len(list(read_lines(tmp_path / name))) for name in names] == [2, 2, 2]
 

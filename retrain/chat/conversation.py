@@ -117,6 +117,11 @@ class Conversation:
         self._said = ""
         self._calls = 0
 
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools offered to the model, in the structure that chat templates expect."""
+        return self._opening.shown
+
     def fork(self) -> Conversation:
         """An independent copy that shares what has been tokenized."""
         copy = Conversation(self._chat, self._opening, self.messages.copy())

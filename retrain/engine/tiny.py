@@ -16,13 +16,14 @@ always a prefix of the rendering of its continuation.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,8 @@ CHAT_TEMPLATE = """\
     {{- '<|assistant|>' }}
 {%- endif %}"""
 
+DRAFT = ".tiny-"
+"""Prefix of the folders under construction."""
 SEED = 0
 CONFIG: dict[str, Any] = {  # LlamaConfig's arguments
     "vocab_size": len(VOCABULARY),
@@ -109,17 +112,34 @@ def tiny_folder(cache: Path | None = None) -> Path:
     if (folder / "config.json").is_file():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".tiny-", dir=cache))
-    try:
-        _build(draft)
-        draft.chmod(0o755)  # mkdtemp's folders are private
-        draft.rename(folder)
-    except OSError:
-        if not (folder / "config.json").is_file():  # otherwise another process built it first
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with _one_builder(cache):
+        if (folder / "config.json").is_file():
+            return folder
+        draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=cache))
+        try:
+            _build(draft)
+            draft.chmod(0o755)  # mkdtemp's folders are private
+            draft.rename(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():  # otherwise another process built it first
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def _one_builder(cache: Path) -> Iterator[None]:
+    """Wait for other builders, and remove the drafts of those that were killed."""
+    lock = os.open(cache, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network disks can't lock a folder; a draft is unique
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for draft in cache.glob(f"{DRAFT}*"):
+                shutil.rmtree(draft, ignore_errors=True)
+        yield
+    finally:
+        os.close(lock)
 
 
 def default_cache() -> Path:

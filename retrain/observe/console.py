@@ -102,6 +102,8 @@ class Console(Callback):
             self._say(f"step {step}  checkpoint: {near(path)}")
 
     def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
+        if result.status == "failed" and not trainer.run_dir.begun:
+            return  # the error says all, and the run directory is removed
         if self._live is not None:
             self._live.stop()
         elif self._progress.step != self._printed_step and self._progress.metrics:

@@ -6,6 +6,7 @@ import asyncio
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from retrain.config.plugins import line_of
 from retrain.errors import RetrainError
@@ -32,8 +33,8 @@ def message_of(error: BaseException) -> str:
     """`str(error)`, which may raise for an error of user code."""
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - whatever it raises
-        return "(its text can't be read)"
+    except Exception as raised:  # noqa: BLE001 - user code can raise anything
+        return f"(its __str__ raised {type(raised).__name__})"
 
 
 def described(error: BaseException) -> dict[str, str]:
@@ -54,9 +55,22 @@ def full_text(error: BaseException) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def write_error(folder: Path, error: BaseException) -> bool:
+    """Write error.txt into a run directory; False if that is not possible.
+
+    The guardian may append how the process ended. A resume deletes the file.
+    """
+    try:
+        (folder / ERROR).write_text(full_text(error), encoding="utf-8", errors="replace")
+    except OSError:  # the event `end` has it too
+        return False
+    return True
+
+
 def notes_of(error: BaseException) -> Sequence[str]:
     """The notes of an error."""
-    return [str(note) for note in getattr(error, "__notes__", ())]
+    notes = getattr(error, "__notes__", ())  # user code may have put anything there
+    return [str(note) for note in notes] if isinstance(notes, list | tuple) else []
 
 
 def _text(cause: BaseException) -> str:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from retrain.observe.callbacks import TrainingResult
 from retrain.observe.charts import shares
-from retrain.observe.run_dir import Tally
+from retrain.observe.run_dir import EVENTS, Tally
 
 RECENT = 20
 """Steps for the estimate of the remaining time and for the trend of the reward."""
@@ -199,7 +199,8 @@ def _places(result: TrainingResult) -> list[tuple[str, str]]:
     )
     lines = [(label, near(place)) for label, place in places if place is not None]
     stopped = result.status in ("interrupted", "failed")
-    if stopped and any((result.run_dir / "checkpoints").glob("step_*")):
+    resumable = (result.run_dir / EVENTS).exists()
+    if stopped and resumable and any((result.run_dir / "checkpoints").glob("step_*")):
         lines.append(
             ("next", "run the same command with --resume to continue from the last checkpoint")
         )

@@ -28,6 +28,7 @@ from retrain.observe.progress import clock_text, near, short
 from retrain.observe.run_dir import (
     CONFIG,
     EVENTS,
+    REPORT,
     ROLLOUTS,
     read_events,
     read_metrics,
@@ -38,7 +39,6 @@ from retrain.observe.samples import Samples
 from retrain.observe.timeline import Event, Fates, fates, timeline, waste
 from retrain.observe.verdict import bottleneck, findings
 
-REPORT = "report.html"
 MAX_CAUSES = 20
 MAX_ERROR = 4000
 """Characters of error.txt."""

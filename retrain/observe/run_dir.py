@@ -3,7 +3,7 @@
     config.yaml      the resolved configuration, without secrets
     events.jsonl     {"event": kind, "time": seconds since 1970, ...}: everything that happened
     metrics.jsonl    one object per step, and one per evaluation that no step follows
-    rollouts.jsonl   one object per rollout
+    rollouts.jsonl   one object per rollout, written when its group is trained or dropped
     checkpoints/     written by checkpoint.py
     voided/          lines of the last two that a resume voided
 
@@ -11,12 +11,14 @@
 - No line is changed. events.jsonl only grows: a resume adds `resumed{from_step}`, and `surviving`
   drops the events that it voids. From the other files it moves what it voids to `voided/`, so that
   they hold each step and each rollout once.
-- `metrics` completes a step: all earlier lines have then reached the OS.
+- `metrics` completes a step: all earlier lines have then reached the OS. `sync` brings them to the
+  disk, before a checkpoint counts.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,11 +33,15 @@ from retrain.concurrency.locks import FolderLock, InUseError
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError
 from retrain.jsonable import plain
+from retrain.observe import upkeep
+from retrain.observe.failure import ERROR
 from retrain.observe.journal import Journal, read_lines, repair
+from retrain.observe.rollout_lines import with_fate
 from retrain.observe.voided import cut
 from retrain.types import Group, Trajectory
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
+REPORT = "report.html"
 MAX_CAUSES = 64
 """Maximum number of different errors in a tally."""
 
@@ -60,10 +66,14 @@ class Tally:
 class RunDirectory:
     """An open run directory, for the only process that may write it."""
 
-    def __init__(self, path: Path, lock: FolderLock, *, resumed: bool) -> None:
+    def __init__(self, path: Path, lock: FolderLock, *, resumed: bool, fresh: bool) -> None:
+        """`fresh`: the directory was made for this run, or was empty."""
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.resumed = resumed
+        self.begun = resumed
+        """Whether training has begun. If the run fails before, `__exit__` removes its files."""
+        self._fresh = fresh
         self.changed: list[str] = []
         """Config keys that differ from those of the checkpoint that the run resumes from."""
         self.tally = Tally()
@@ -81,6 +91,7 @@ class RunDirectory:
         written, or is in use by another process.
         """
         path = path.absolute()
+        fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
         if resume and not (path / EVENTS).exists():
             raise ConfigError(f"no run to resume in {path}; drop --resume, or pass --run-dir")
         try:
@@ -103,6 +114,7 @@ class RunDirectory:
                     f"{path} already has a run; continue it with --resume, choose another "
                     "directory with --run-dir, or delete it"
                 )
+            upkeep.sweep(path)
             for name in (EVENTS, METRICS, ROLLOUTS):
                 repair(path / name)
             text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
@@ -110,7 +122,7 @@ class RunDirectory:
                 f"# The resolved configuration; paths are relative to {config.base_dir.absolute()}"
             )
             write_whole(path / CONFIG, f"{note}\n{text}")
-            run_dir = cls(path, lock, resumed=resume)
+            run_dir = cls(path, lock, resumed=resume, fresh=fresh)
             unlock.pop_all()
         return run_dir
 
@@ -120,10 +132,9 @@ class RunDirectory:
             self.tally.drops[str(fields.get("cause", "unknown"))] += 1
         self._events.write({"event": kind, "time": time.time(), **fields})
 
-    def rollouts(self, group: Group, *, step: int | None = None) -> None:
-        """Append all rollouts of a group; `step` is the step of an evaluation, if it is one."""
-        self.count(group, evaluated=step is not None)
-        self._rollouts.write(*[_rollout(t, i, step) for i, t in enumerate(group.trajectories)])
+    def rollouts(self, lines: Iterable[str], step: int | None = None, dropped: str = "") -> None:
+        """Append the `encoded` rollouts of a group, with their fate (see `with_fate`)."""
+        self._rollouts.write(*with_fate(lines, step, dropped))
 
     def count(self, group: Group, *, evaluated: bool = False) -> None:
         """Add a group to the tally only."""
@@ -149,9 +160,30 @@ class RunDirectory:
             cut(self.path / name, sizes.get(name, 0))
 
     def flush(self) -> None:
-        """Pass all lines so far to the OS: they survive a kill -9."""
+        """Pass all lines so far to the OS: they survive a kill -9.
+
+        Raises RunError if a file of the run was deleted: what it writes would be lost.
+        """
         for journal in self._journals:
             journal.flush()
+        if missing := self.missing():
+            raise RunError(
+                f"{missing} was deleted during the run, so the run can't continue, nor be resumed. "
+                "Start a new run."
+            )
+
+    def missing(self) -> Path | None:
+        """The run directory or a file of it that was deleted."""
+        paths = (self.path, *(journal.path for journal in self._journals))
+        return next((path for path in paths if not path.exists()), None)
+
+    def sync(self) -> None:
+        """Write all lines so far to the disk: they survive a power cut. Blocks."""
+        for journal in self._journals:
+            journal.sync()
+        for folder in (self.path, self.path.parent):
+            with suppress(OSError):  # some network disks can't sync a folder
+                upkeep.sync(folder)
 
     def close(self) -> None:
         """Flush, close and unlock, whatever fails; then raise that RunError."""
@@ -165,7 +197,16 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with suppress(*([] if kind is None else [RunError])):  # not to hide the current error
+            if kind is not None and issubclass(kind, Exception) and not self.begun:
+                self._discard()
             self.close()
+
+    def _discard(self) -> None:
+        """Remove the files of a start that failed; the whole directory if it is fresh."""
+        if self._fresh:
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            upkeep.sweep(self.path, (EVENTS, METRICS, ROLLOUTS, CONFIG, REPORT, ERROR))
 
     def _count_error(self, trajectory: Trajectory, prefix: str) -> None:
         cause = str(trajectory.info.get("error") or trajectory.outcome).partition("\n")[0][:200]
@@ -216,32 +257,6 @@ def _cut(events: list[dict[str, Any]], from_step: int) -> int:
         return 0
     later = (i for i, event in enumerate(events) if (event.get("step") or 0) > from_step)
     return next(later, len(events))
-
-
-def _rollout(trajectory: Trajectory, index: int, step: int | None) -> dict[str, Any]:
-    ok = trajectory.outcome == "ok"
-    completions = [turn.completion for turn in trajectory.turns]
-    line: dict[str, Any] = {
-        "ticket": trajectory.prompt.id,
-        "index": index,
-        "step": step,
-        "messages": trajectory.messages,
-        "rewards": trajectory.rewards,
-        "reward": trajectory.reward if ok else None,
-        "outcome": trajectory.outcome,
-        "error": None if ok else trajectory.info.get("error"),
-        "versions": [completion.version for completion in completions],
-        "tokens": trajectory.sampled_tokens,
-        "stop_reasons": [completion.stop_reason for completion in completions],
-        "seconds": trajectory.seconds,
-    }
-    if trajectory.prompt.answer is not None:
-        line["answer"] = trajectory.prompt.answer
-    if trajectory.prompt.metadata:
-        line["metadata"] = trajectory.prompt.metadata
-    if trajectory.info:
-        line["info"] = trajectory.info
-    return line
 
 
 _SECRET_KEY = re.compile(

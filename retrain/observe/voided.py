@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from retrain.errors import RunError
+from retrain.observe.upkeep import sync
 
 VOIDED = "voided"
 CHUNK = 1 << 20
@@ -63,11 +64,7 @@ def _keep(path: Path, start: int) -> None:
         os.fsync(copy.fileno())
     temporary.rename(target)
     with suppress(OSError):  # some network disks can't sync a folder
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(folder)
 
 
 def _truncate(path: Path, size: int) -> None:

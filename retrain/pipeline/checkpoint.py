@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,11 +24,13 @@ from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
 from retrain.errors import CheckpointError, first_of, shown
 from retrain.jsonable import plain
+from retrain.observe.upkeep import sync
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 
 MANIFEST = "manifest.json"
 RUN_STATE = "run.json"
 FORMAT = 3
+_STEP = re.compile("step_[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +64,24 @@ class Checkpoints:
         self.spared: set[int] = set()
         """Steps whose checkpoints `prune` keeps."""
 
-    async def write(self, step: int, fill: Callable[[Path], Awaitable[Checkpoint]]) -> Path:
+    async def write(
+        self,
+        step: int,
+        fill: Callable[[Path], Awaitable[Checkpoint]],
+        before: Callable[[], object] = lambda: None,
+    ) -> Path:
         """Write a checkpoint: `fill` writes the adapter's files and returns the rest.
 
-        Raises CheckpointError when the disk fails; older checkpoints stay as they are.
+        `before` is called in the thread that writes, before the checkpoint counts. Raises
+        CheckpointError when the disk fails; older checkpoints stay as they are.
         """
         target = self.path(step)
         with _partial(target) as temporary:
+            # not with its parents: a run directory that was deleted stays deleted
+            self.folder.mkdir(exist_ok=True)
             temporary.mkdir()
             checkpoint = await fill(temporary)
-            await self._disk.run(partial(_seal, checkpoint, temporary, target))
+            await self._disk.run(partial(_seal, checkpoint, temporary, target, before))
         self.saved = step
         return target
 
@@ -87,7 +98,10 @@ class Checkpoints:
             path = self.path(step)
             problem = _problem(path)
             if problem is None:
-                return path, read(path)
+                try:
+                    return path, read(path)
+                except CheckpointError as error:
+                    problem = str(error)
             self.torn.append(f"{path.name}: {problem}")
         return None
 
@@ -103,8 +117,9 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a folder, complete or not."""
-        names = [p.name for p in self.folder.glob("step_*")] if self.folder.is_dir() else []
-        return [int(name[5:]) for name in names if name[5:].isdigit()]
+        found = self.folder.glob("step_*") if self.folder.is_dir() else ()
+        names = [path.name for path in found if path.is_dir()]
+        return [int(name[5:]) for name in names if _STEP.fullmatch(name)]
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -145,7 +160,7 @@ def read(path: Path) -> Checkpoint:
     """The run state in a checkpoint folder; raises CheckpointError if it can't be read."""
     try:
         return Checkpoint(**json.loads((path / RUN_STATE).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         problem = f"{path} is not a checkpoint that this version of retrain can read: {error}"
         raise CheckpointError(problem) from error
 
@@ -168,6 +183,7 @@ def copy(source: Path, target: Path) -> None:
     if target.exists() and not (target / MANIFEST).exists() and not _is_empty(target):
         raise FileExistsError(f"{target} exists and is no checkpoint. Choose another folder.")
     with _partial(target) as temporary:
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, temporary)
         _put(temporary, target)
 
@@ -210,7 +226,7 @@ def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
 
 def group_to_json(group: Group) -> dict[str, Any]:
     """A finished group as JSON values. Of the prompt it holds the ticket only."""
-    names = ("rewards", "outcome", "reward", "seconds")
+    names = ("rewards", "outcome", "reward", "seconds", "tools")
     trajectories = [
         {
             **{name: getattr(trajectory, name) for name in names},
@@ -235,7 +251,8 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
             Turn(prompt_ids, Completion(**completion), observation)
             for prompt_ids, completion, observation in row["turns"]
         ]
-        trajectories.append(Trajectory(prompt, **{**row, "turns": turns}))
+        kept = {**row, "turns": turns, "tools": tuple(row.get("tools", ()))}
+        trajectories.append(Trajectory(prompt, **kept))
     return Group(prompt, trajectories)
 
 
@@ -244,7 +261,6 @@ def _partial(target: Path) -> Iterator[Path]:
     """The temporary folder of `target`; raises CheckpointError when the disk fails."""
     temporary = target.with_name(f".{target.name}.partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         yield temporary
     except Exception as error:
@@ -254,7 +270,7 @@ def _partial(target: Path) -> Iterator[Path]:
         raise
 
 
-def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
+def _seal(checkpoint: Checkpoint, folder: Path, target: Path, before: Callable[[], object]) -> None:
     """Write the run state, then the manifest over all files, and put the folder into place."""
     state = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
     (folder / RUN_STATE).write_text(json.dumps(state, default=repr))
@@ -264,16 +280,17 @@ def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
         if path.is_file()
     }
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": entries}))
+    before()
     _put(folder, target)
 
 
 def _put(folder: Path, target: Path) -> None:
     """Sync all that `folder` holds, then rename it to `target`, which is replaced."""
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+        sync(path)
     shutil.rmtree(target, ignore_errors=True)  # an incomplete one of a run that was killed
     folder.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _problem(folder: Path) -> str | None:
@@ -282,7 +299,7 @@ def _problem(folder: Path) -> str | None:
     Raises CheckpointError when another version of `retrain` wrote it in another format.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = _checked(json.loads((folder / MANIFEST).read_text()))
         if manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"{folder} has the checkpoint format {manifest['format']}, expected {FORMAT}. "
@@ -295,9 +312,29 @@ def _problem(folder: Path) -> str | None:
                 return f"{name} doesn't match the manifest"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"can't read its manifest ({error})"
     return None
+
+
+def _checked(manifest: Any) -> dict[str, Any]:
+    """`manifest` if it has the structure of one; raises ValueError."""
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise ValueError(f"got {shown(manifest)}, expected an object with `format` and `files`")
+    if manifest["format"] != FORMAT:
+        return manifest
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"files: got {shown(files)}, expected an object that names them")
+    for name, entry in files.items():
+        if not isinstance(entry, list) or len(entry) != 2 or _leaves(name):
+            raise ValueError(f"files: got {shown(name)}: {shown(entry)}, expected [size, digest]")
+    return manifest
+
+
+def _leaves(name: str) -> bool:
+    """Whether a path leads out of its folder."""
+    return Path(name).is_absolute() or ".." in Path(name).parts
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -320,11 +357,3 @@ def _is_empty(folder: Path) -> bool:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

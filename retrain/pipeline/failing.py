@@ -48,6 +48,8 @@ async def rescue(run: Run, error: BaseException) -> None:
 
     What was saved is noted on the error, and so is a failure to save.
     """
+    if run.run_dir.missing():
+        return  # it could not be resumed
     bad = any(isinstance(cause, NonFiniteError | CheckpointError) for cause in causes(error))
     try:
         if run.whole and run.step and not bad and run.checkpoints.saved != run.step:
@@ -59,6 +61,6 @@ async def rescue(run: Run, error: BaseException) -> None:
             await checkpoint(run)
     except (Exception, asyncio.CancelledError) as another:  # noqa: BLE001 - `error` is raised
         error.add_note(f"no checkpoint of step {run.step} was written: {first_line(another)}")
-    if steps := run.checkpoints.steps():
-        path = near(run.checkpoints.path(max(steps)))
+    if run.checkpoints.saved is not None:
+        path = near(run.checkpoints.path(run.checkpoints.saved))
         error.add_note(f"saved: {path}. Fix the cause, then continue with --resume.")

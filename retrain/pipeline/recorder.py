@@ -14,11 +14,15 @@ from pathlib import Path
 
 from retrain.algorithms.base import Algorithm
 from retrain.errors import ConfigError, RunError, StallError
-from retrain.observe.failure import ERROR, described, full_text
+from retrain.observe.failure import ERROR, described, write_error
 from retrain.observe.report import write_report
+from retrain.observe.rollout_lines import encoded, names_of
 from retrain.observe.run_dir import RunDirectory, read_metrics
 from retrain.pipeline.meter import Meter
 from retrain.types import Batch, Group, Metrics, Ticket
+
+MAX_RENDERED = 16
+"""Maximum number of `rendered` events: one for each set of tools."""
 
 
 class Recorder:
@@ -35,7 +39,13 @@ class Recorder:
             run_dir.tally.unit = algorithm.source
         self.progress: Callable[[], None] = lambda: None
         """Called for every group that was played."""
+        self.decode: Callable[[Sequence[int]], str] = lambda ids: ""
+        """The text of token ids, with special tokens."""
         self._failure: BaseException | None = None
+        self._open: dict[str, list[str]] = {}
+        """Lines of rollouts.jsonl by ticket: groups that were played, and no more yet."""
+        self._rendered: set[tuple[str, ...]] = set()
+        """The sets of tools that a `rendered` event has shown."""
 
     # --- groups
 
@@ -52,17 +62,23 @@ class Recorder:
             tokens=sum([t.sampled_tokens for t in trajectories]),
         )
         self.progress()
+        self.run_dir.count(group)
         if not self._sampled:
-            self.run_dir.count(group)
             return
         self.event("scored", ticket=ticket, rewards=[t.reward for t in trajectories])
-        self.run_dir.rollouts(group)
+        self._render(group)
+        self.keep(group)
+
+    def keep(self, group: Group) -> None:
+        """A finished group waits for its fate: a step, a drop, or the end of the run."""
+        self._open[group.prompt.id] = encoded(group)
 
     def dropped(self, group: Group, cause: str, again: Ticket | None) -> None:
         """A group is not trained; `again` is the new ticket of its prompt if it is reissued."""
         self.meter.group(group, cause)
         reissued = {} if again is None else {"again": str(again)}
         self.event("dropped", ticket=group.prompt.id, cause=cause, **reissued)
+        self.run_dir.rollouts(self._open.pop(group.prompt.id, ()), dropped=cause)
 
     # --- steps
 
@@ -74,6 +90,8 @@ class Recorder:
     def update(self, step: int, tickets: Sequence[str], loss: float | None, started: float) -> None:
         times = {"started": started, "ended": time.time()}
         self.event("update", step=step, **times, tickets=tickets, loss=loss)
+        for ticket in tickets:
+            self.run_dir.rollouts(self._open.pop(ticket, ()), step)
         self.meter.lap("update")
 
     def step(
@@ -98,7 +116,8 @@ class Recorder:
     def evaluated_group(self, group: Group, step: int) -> None:
         """A held-out group was played. It doesn't count for the reward of a step."""
         if self._sampled:
-            self.run_dir.rollouts(group, step=step)
+            self.run_dir.count(group, evaluated=True)
+            self.run_dir.rollouts(encoded(group), step)
         self.progress()
 
     def evaluation_row(self, metrics: Metrics) -> None:
@@ -144,11 +163,16 @@ class Recorder:
         self._failure = self._failure or error
 
     def end(self, status: str, step: int) -> None:
-        """The run ends; of a failed one the cause is written too, also to error.txt."""
+        """The run ends; of a failed one the cause is written too, also to error.txt.
+
+        Groups that no step has trained are written without a step.
+        """
         cause = {}
         if status == "failed" and self._failure is not None:
-            self._write_error(full_text(self._failure))
+            write_error(self.run_dir.path, self._failure)
             cause = {"error": described(self._failure)}
+        for ticket in list(self._open):
+            self.run_dir.rollouts(self._open.pop(ticket))
         self.event("end", status=status, step=step, **cause)
         self.run_dir.flush()
 
@@ -166,11 +190,18 @@ class Recorder:
             self.failed(StallError(message))
         else:
             self._failure.add_note(message)
-        self.end("failed", int(self.history[-1]["step"]) if self.history else 0)
+        with suppress(RunError):  # the disk is full, or the directory was deleted
+            self.end("failed", int(self.history[-1]["step"]) if self.history else 0)
         sys.stderr.write(f"retrain: {message}. Continue {self.run_dir.path} with --resume.\n")
         sys.stderr.flush()
         self.report()
 
-    def _write_error(self, text: str) -> None:
-        with suppress(OSError):  # the event has it too
-            (self.run_dir.path / ERROR).write_text(text, encoding="utf-8", errors="replace")
+    def _render(self, group: Group) -> None:
+        """Show the first prompt with each set of tools, as the model got it."""
+        for trajectory in group.trajectories:
+            names = names_of(trajectory.tools)
+            known = names in self._rendered or len(self._rendered) >= MAX_RENDERED
+            if not known and trajectory.turns:
+                self._rendered.add(names)
+                text = self.decode(trajectory.turns[0].prompt_ids)
+                self.event("rendered", ticket=group.prompt.id, tools=trajectory.tools, text=text)

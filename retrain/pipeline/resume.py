@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from retrain.adapters.base import AdapterState
-from retrain.errors import AdapterError, CheckpointError, DeadlineError
+from retrain.errors import AdapterError, CheckpointError, DeadlineError, first_of
+from retrain.observe.run_dir import read_events, surviving
 from retrain.pipeline.checkpoint import (
     DATA,
     SCORING,
@@ -39,7 +40,9 @@ async def checkpoint(run: Run) -> None:
         return
     await run.evaluation.previous()
     path = await run.within(
-        "save", run.checkpoints.write(run.step, partial(_fill, run)), limit="checkpoint"
+        "save",
+        run.checkpoints.write(run.step, partial(_fill, run), before=run.run_dir.sync),
+        limit="checkpoint",
     )
     run.record.checkpoint(run.step, path)
     for old in run.checkpoints.prune(run.config.checkpoint.keep, run.evaluation.steps):
@@ -83,17 +86,20 @@ async def _fill(run: Run, folder: Path) -> Checkpoint:
     )
     (folder / "adapter").mkdir()
     state = await run.adapter.save(folder / "adapter")
-    run.run_dir.flush()
     return replace(taken, adapter=dict(state.data))
 
 
 async def restore(run: Run) -> None:
-    """Continue from the newest complete checkpoint; from the beginning when there is none."""
+    """Continue from the newest complete checkpoint; from the beginning if none was ever written.
+
+    Raises CheckpointError when all are incomplete or gone, or the run can't go on from it.
+    """
     found = await asyncio.to_thread(run.checkpoints.newest)
     for skipped in run.checkpoints.torn:
         run.record.event("torn", checkpoint=skipped)
         run.record.fault(f"skipped the incomplete checkpoint {skipped}")
     if found is None:
+        _require_no_checkpoint(run)
         run.record.resumed(0, {}, [])
         return
     path, saved = found
@@ -111,6 +117,22 @@ async def restore(run: Run) -> None:
     run.record.resumed(saved.step, saved.counters["sizes"], changed)
     _take_up(run, saved, saved.groups)
     run.evaluation.restore(saved.counters["evaluation"])
+
+
+def _require_no_checkpoint(run: Run) -> None:
+    """Raise CheckpointError if the run has written a checkpoint, of which nothing usable is left.
+
+    To begin again would move all that was logged to `voided/`.
+    """
+    events = surviving(read_events(run.run_dir.path))
+    steps = [event["step"] for event in events if event["event"] == "checkpoint"]
+    if not steps and not run.checkpoints.torn:
+        return
+    why = first_of(run.checkpoints.torn, "; ") or f"step_{max(steps)} is missing"
+    raise CheckpointError(
+        f"no complete checkpoint in {run.checkpoints.folder}: {why}. Restore one from a backup. "
+        f"To start over, delete {run.run_dir.path}, or start a new run with another --run-dir."
+    )
 
 
 async def begin_from(run: Run, path: Path) -> None:
@@ -145,6 +167,8 @@ def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -
     """Continue at the position of `saved` in the data, with its finished `groups`."""
     finished = [group_from_json(g, run.parts.prompts.prompt) for g in groups]
     run.kept = {group.ticket: group for group in finished}
+    for group in finished:
+        run.record.keep(group)
     run.ledger.restore(saved.ledger)
     run.data_since = saved.counters.get("data_since", 0)
     run.signal.restore(saved.counters)

@@ -112,6 +112,7 @@ class Run:
         self.rollouts = Rollouts(
             config, adapter.sampler, self.chat, adapter.context_length, self.watchdog.progress
         )
+        self.record.decode = adapter.tokenizer.decode
         self.parts.learner.attach(adapter)
 
     # --- what callbacks use

@@ -31,6 +31,7 @@ from retrain.config import RunConfig
 from retrain.errors import NonFiniteError, NoSignalError, RunError, StallError, UserCodeError
 from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
+from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
 from retrain.pipeline.resume import begin_from, checkpoint, restore
@@ -57,8 +58,7 @@ async def train(
     parts = parts or assemble(config)
     hooks = Callbacks([*callbacks, *parts.loggers])
     opening = parts.open_adapter()  # reports a missing library before there is a run directory
-    folder = config.run_dir or Path("runs") / (config.name or "run")
-    resolved = parts.resolved()
+    folder, resolved = wanted_folder(config), parts.resolved()
     with RunDirectory.open(folder, resolved, resume=resume) as run_dir:
         run = Run(config, parts, run_dir, hooks)
         status: Status = "failed"
@@ -158,6 +158,7 @@ async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
 async def drive(run: Run) -> Status:
     """Run the stages until the learner stops."""
     await run.callbacks.call("on_train_begin", run)
+    run.run_dir.begun = True
     async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
             learner = stages.create_task(learn(run), name="learn")

@@ -78,6 +78,7 @@ class Rollouts:
                 rollout.begin()
             if rollout.alive:
                 begun.append(rollout)
+                rollout.trajectory.tools = rollout.conversation.tools
                 rollout.check_room()
 
     async def _first_turns(self, rollouts: Sequence[_Rollout]) -> None:

@@ -24,6 +24,7 @@ from retrain.config import RunConfig
 from retrain.errors import CheckpointError, NotFoundError, RewardError, shown
 from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
 from retrain.observe.callbacks import Run as RunFace
+from retrain.observe.naming import unused_folder
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
 from retrain.rewarding import RewardCalculator, Scorer, WeightedReward
@@ -264,7 +265,7 @@ class BaseTrainer(ABC):
         parts = assemble(plan.config, plan.given)
         steps = self._total_steps(plan, len(parts.prompts))
         train_section = plan.config.train.model_copy(update={"total_train_steps": steps})
-        update = {"train": train_section, "run_dir": _free_folder(plan.config)}
+        update = {"train": train_section, "run_dir": unused_folder(plan.config)}
         config = plan.config.model_copy(update=update)
         return config, replace(parts, config=config)
 
@@ -301,16 +302,6 @@ def one_reward(name: str, calculator: RewardCalculator, config: RunConfig) -> Sc
         deadlines=config.deadlines,
         concurrency=config.rollout.reward_concurrency,
     )
-
-
-def _free_folder(config: RunConfig) -> Path:
-    """The run directory; with a number if that folder already has a run."""
-    wanted = config.run_dir or Path("runs") / (config.name or "run")
-    folder, number = wanted, 1
-    while (folder / "events.jsonl").exists():
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    return folder
 
 
 async def _unwrapped(running: Coroutine[Any, Any, T]) -> T:

@@ -3,7 +3,7 @@
 Each row damages the directory of a run that stopped at step 4 (checkpoints at 3 and 4), and resumes
 it to step 6; or damages it while the run goes on.
 
-    python -m tests.chaos.damage
+    python -m tests.chaos.damage [PART OF A NAME ...]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from retrain.observe.callbacks import Callback
+from retrain.pipeline.checkpoint import FORMAT
 from tests.chaos.judgement import judge_log
 from tests.chaos.processes import beside, run_forked
 
@@ -62,6 +63,11 @@ def newest(run: Path) -> Path:
 
 def manifest(text: str) -> Callable[[Path], Any]:
     return lambda run: (newest(run) / "manifest.json").write_text(text)
+
+
+def files(text: str) -> Callable[[Path], Any]:
+    """A manifest of this format that lists `text`."""
+    return lambda run: manifest(json.dumps({"format": FORMAT})[:-1] + f', "files": {text}}}')(run)
 
 
 def truncate(name: str) -> Callable[[Path], Any]:
@@ -113,15 +119,11 @@ DAMAGES = [
     Damage("an empty manifest", manifest(""), words=STEP_4),
     Damage("a manifest of null", manifest("null"), words=STEP_4),
     Damage("a manifest of a list", manifest("[]"), words=STEP_4),
-    Damage("files as a list", manifest('{"format": 2, "files": ["a"]}'), words=STEP_4),
-    Damage("files as null", manifest('{"format": 2, "files": null}'), words=STEP_4),
-    Damage(
-        "a number per file", manifest('{"format": 2, "files": {"run.json": 3}}'), words="step_4"
-    ),
+    Damage("files as a list", files('["a"]'), words=STEP_4),
+    Damage("files as null", files("null"), words=STEP_4),
+    Damage("a number per file", files('{"run.json": 3}'), words="step_4"),
     Damage("a deep manifest", manifest("[" * 100_000), words=STEP_4),
-    Damage(
-        "a path outside", manifest('{"format": 2, "files": {"../../x": [1, "a"]}}'), words="step_4"
-    ),
+    Damage("a path outside", files('{"../../x": [1, "a"]}'), words="step_4"),
     Damage("a short run.json", truncate("run.json"), words=STEP_4),
     Damage("a short weight file", truncate("adapter/skill.txt"), words=STEP_4),
     Damage(
@@ -206,9 +208,7 @@ def _complete(run_dir: Path) -> list[str]:
 
 def main() -> int:
     started = time.monotonic()
-    chosen = [
-        row for row in DAMAGES if not sys.argv[1:] or any(part in row.name for part in sys.argv[1:])
-    ]
+    chosen = [row for row in DAMAGES if any(part in row.name for part in sys.argv[1:] or [""])]
     with tempfile.TemporaryDirectory() as folder:
         jobs = [partial(play, damage, Path(folder)) for damage in chosen]
         results = beside(jobs, Path(folder), 2 * (os.cpu_count() or 1))

@@ -86,6 +86,8 @@ class Book:
         self._played[ticket] = event["versions"]
         self._suspected = "ok" not in event["outcomes"]
 
+    _on_example = _on_rollout  # of a row of the data set
+
     def _on_dropped(self, event: Event) -> None:
         ticket = event["ticket"]
         self._close(ticket)

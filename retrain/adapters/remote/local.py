@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from retrain.config import RunConfig
 from retrain.config.paths import TINY
+from retrain.observe.naming import wanted_folder
 
 if TYPE_CHECKING:
     import httpx
@@ -61,7 +62,7 @@ async def bring(config: RunConfig, folder: Path) -> None:
 
 
 def _folder(config: RunConfig) -> Path:
-    return (config.run_dir or Path("runs") / (config.name or "run")) / "service"
+    return wanted_folder(config) / "service"
 
 
 def _copy(source: Path, pattern: str, target: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +25,7 @@ from retrain.engine.models import load_model, load_tokenizer, resolve_model
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.weights import snapshot
 from retrain.errors import AdapterError, CheckpointError, RetrainError
+from retrain.observe.upkeep import scratch
 from retrain.types import Batch, Metrics
 
 CLOSE_SECONDS = 60.0
@@ -52,7 +52,7 @@ class TrlAdapter(Adapter):
         """
         loop = asyncio.get_running_loop()
         self._folder = resolve_model(self.config.model, self.config.base_dir)
-        self._scratch = tempfile.TemporaryDirectory(prefix="retrain-trl-")
+        self._scratch = scratch(self.config.run_dir)
         self._thread = TrainerThread(
             self._build, alive=lambda: not loop.is_closed(), threads=self.options.threads
         )

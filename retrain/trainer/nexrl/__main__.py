@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.errors import ConfigError
-from retrain.run import DONE, drive, exit_code, leave, with_run_dir
+from retrain.run import DONE, drive, exit_code, in_run_dir, leave
 
 MODES = {"self-hosted": ("self-hosted",), "training-service": ("tinker", "weaver")}
 
@@ -50,11 +50,11 @@ def _run(arguments: argparse.Namespace, places: list[Path]) -> int:
     config = recipe.config
     if arguments.run_dir:
         config = config.model_copy(update={"run_dir": Path(arguments.run_dir)})
-    config = with_run_dir(config, resume=arguments.resume)
-    places.append(config.run_dir or Path())
-    recipe = dataclasses.replace(recipe, config=config)
-    console = Console()
-    drive(recipe.train(callbacks=[console], resume=arguments.resume), console)
+    with in_run_dir(config, resume=arguments.resume) as config:
+        places.append(config.run_dir or Path())
+        recipe = dataclasses.replace(recipe, config=config)
+        console = Console()
+        drive(recipe.train(callbacks=[console], resume=arguments.resume), console)
     return DONE
 
 
