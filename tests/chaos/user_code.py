@@ -310,9 +310,11 @@ def play(fault: Fault, folder: Path) -> list[str]:
 
 
 def _words(fault: Fault, run_dir: Path, said: str) -> list[str]:
-    file = run_dir / "error.txt"
-    if not file.exists():
-        return ["there is no error.txt"]
+    file, until = run_dir / "error.txt", time.monotonic() + 5.0
+    while not file.exists():  # the guardian writes it, after the process ended
+        if time.monotonic() > until:
+            return ["there is no error.txt"]
+        time.sleep(0.01)
     places = {"the output": said, "error.txt": file.read_text(errors="replace")}
     return [
         f"{place} has no {fault.words!r}: {text[-300:]}"
