@@ -13,11 +13,8 @@ import os
 import re
 import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ import yaml
 from retrain.observe.callbacks import Callback
 from retrain.pipeline.checkpoint import FORMAT
 from tests.chaos.judgement import judge_log
-from tests.chaos.processes import beside, run_forked
+from tests.chaos.processes import play_table, run_forked
 
 CONFIG: dict[str, Any] = {
     "model": "tiny",
@@ -206,19 +203,5 @@ def _complete(run_dir: Path) -> list[str]:
     return wrong if book.step == 6 else [*wrong, f"{book.step} steps, expected 6"]
 
 
-def main() -> int:
-    started = time.monotonic()
-    chosen = [row for row in DAMAGES if any(part in row.name for part in sys.argv[1:] or [""])]
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [partial(play, damage, Path(folder)) for damage in chosen]
-        results = beside(jobs, Path(folder), 2 * (os.cpu_count() or 1))
-    for damage, wrong in zip(chosen, results, strict=True):
-        if wrong:
-            print(f"{damage.name}: " + "; ".join(wrong))
-    held = sum(not wrong for wrong in results)
-    print(f"{held} of {len(chosen)} kinds of damage handled, in {time.monotonic() - started:.0f} s")
-    return held < len(chosen)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(play_table(DAMAGES, play, "kinds of damage"))

@@ -6,12 +6,24 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Named(Protocol):
+    """A row of a table."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=Named)
 
 
 def run_forked(
@@ -75,3 +87,21 @@ def beside(jobs: Sequence[Callable[[], T]], folder: Path, at_once: int) -> list[
         file = running.pop(child)
         results[file] = pickle.loads(file.read_bytes())
     return [results[folder / f"result_{number}"] for number in range(len(jobs))]
+
+
+def play_table(rows: Sequence[Row], play: Callable[[Row, Path], list[str]], what: str) -> int:
+    """Play the rows whose names have a word of the command line in them, or all; print the score.
+
+    `play` returns what went wrong. Returns the exit code.
+    """
+    started = time.monotonic()
+    chosen = [row for row in rows if any(part in row.name for part in sys.argv[1:] or [""])]
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [partial(play, row, Path(folder)) for row in chosen]
+        results = beside(jobs, Path(folder), 2 * (os.cpu_count() or 1))
+    for row, wrong in zip(chosen, results, strict=True):
+        if wrong:
+            print(f"{row.name}: " + "; ".join(wrong))
+    held = sum(not wrong for wrong in results)
+    print(f"{held} of {len(chosen)} {what} handled, in {time.monotonic() - started:.0f} s")
+    return held < len(chosen)

@@ -26,7 +26,7 @@ import yaml
 
 from retrain.environment import Environment, StepResult
 from retrain.observe.journal import read_lines
-from tests.chaos.processes import beside, run_forked
+from tests.chaos.processes import play_table, run_forked
 
 LETTERS = "abcdefgh"
 FAULTY = "c="
@@ -335,24 +335,5 @@ def _outcomes(fault: Fault, run_dir: Path) -> list[str]:
     return wrong
 
 
-def main() -> int:
-    import tempfile
-    from functools import partial
-
-    started = time.monotonic()
-    chosen = [
-        row for row in FAULTS if not sys.argv[1:] or any(part in row.name for part in sys.argv[1:])
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [partial(play, fault, Path(folder)) for fault in chosen]
-        results = beside(jobs, Path(folder), 2 * (os.cpu_count() or 1))
-    for fault, wrong in zip(chosen, results, strict=True):
-        if wrong:
-            print(f"{fault.name}: " + "; ".join(wrong))
-    held = sum(not wrong for wrong in results)
-    print(f"{held} of {len(chosen)} faults handled, in {time.monotonic() - started:.0f} s")
-    return held < len(chosen)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(play_table(FAULTS, play, "faults"))
