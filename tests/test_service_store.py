@@ -118,6 +118,8 @@ BROKEN = {
     "half": '{"steps": 1}',
     "types": {"steps": "many"},
     "no date": {"expires_at": "soon"},
+    "a date too late": {"created_at": 1e18},
+    "a date of no number": {"created_at": float("nan")},
     "surrogate": {"metadata": {"a": "\ud800"}},
     "infinite": {"metadata": {"a": float("inf")}},
 }

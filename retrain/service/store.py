@@ -257,7 +257,9 @@ class Store:
         path = self._folder(place) / _MANIFEST
         try:
             saved = _SAVED.validate_json(path.read_bytes())
-            json.dumps([saved.created_at, dict(saved.metadata)], allow_nan=False)
+            json.dumps(dict(saved.metadata), allow_nan=False)
+            if not 0 <= saved.created_at < _FOREVER:
+                raise ValueError(f"created_at: got {saved.created_at}, expected a date")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
