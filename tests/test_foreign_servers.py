@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from retrain.errors import AdapterError
 from retrain.losses import FLOATS, LOSSES, native_to, settings
 from retrain.pipeline import train
 from retrain.protocols.training import AdamParams
+from retrain.service import bodies
 from retrain.service.app import ServiceApp
 from retrain.service.bodies import TINKER_LOSSES
 from retrain.service.core import Service
@@ -114,6 +116,18 @@ async def test_no_average_is_taken_for_a_sum(name: str, monkeypatch: pytest.Monk
 async def test_log_probs_that_are_too_noisy_measure_nothing() -> None:
     with pytest.raises(AdapterError, match="too imprecise") as raised:
         await check_sum(Direct(8, "ppo", 3.0), unlikely_text(tiny_tokenizer()))
+    assert not isinstance(raised.value, UnfitError)
+
+
+async def test_an_optimizer_that_ignores_eps_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Trainer.optim_step
+    monkeypatch.setattr(
+        Trainer, "optim_step", lambda self, adam: step(self, replace(adam, eps=1e-8))
+    )
+    with pytest.raises(AdapterError, match="ignores eps") as raised:
+        await check_sum(Direct(8, "ppo"), unlikely_text(tiny_tokenizer()))
     assert not isinstance(raised.value, UnfitError)
 
 
@@ -247,6 +261,24 @@ async def test_without_a_second_model_nothing_can_be_measured(
     with pytest.raises(AdapterError, match=r"one model per session.*assume_sum: true"):
         await train(run(tmp_path / "2", backend, server[0], "dro"))
     await train(run(tmp_path / "3", backend, server[0], "dro", assume_sum=True))
+
+
+async def test_a_server_that_accepts_no_large_eps_is_not_refused(
+    server: tuple[str, Service],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read = bodies.adam_params
+
+    def strict(body: Any) -> AdamParams:
+        if (adam := read(body)).eps > 1:
+            raise invalid("adam_params.eps: got 1000, expected at most 1")
+        return adam
+
+    monkeypatch.setattr(bodies, "adam_params", strict)
+    await opened(run(tmp_path, "tinker", server[0], "importance_sampling"), server[1])
+    assert "adam_params.eps: got 1000" in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["tinker", "weaver"])

@@ -17,6 +17,7 @@ changes the gradient of `many` by one of the factors in `AVERAGES`, or that of `
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -47,11 +48,13 @@ AVERAGES = {
     4.0: "divides each row by the sum of its weights",
     6.0: "averages over the trained tokens of each row",
     1 / 2: "averages over the trained tokens of a request",
-    1 / 3: "averages over the tokens of each row, or divides by the sum of the weights",
+    1 / 3: "averages over the tokens of each row, divides by the sum of the weights, or always "
+    "clips gradients",
     1 / 12: "averages over the rows of a request",
     1 / 36: "averages over the tokens of a request",
 }
 """The change of `many` by that of `one`, and what a service does whose ratio it is."""
+_ABOUT_ADAM = re.compile(r"\b(adam_params|eps|betas?[12]?|learning_rate)\b")
 
 
 class Trainee(Protocol):
@@ -103,8 +106,9 @@ class _Measurement:
             elif not (_near(many, DECISIVE) and _near(-less, OPPOSITE)):
                 unfit = UnfitError(_described(many, less))
                 if not abs(less) < 10:  # the model is broken
-                    break
+                    raise unfit
         if unfit is not None:
+            await self._check_eps()
             raise unfit
         raise AdapterError(
             "the log-probs of its model are too imprecise: those of the same tokens differ by "
@@ -127,6 +131,18 @@ class _Measurement:
         drift = then / one  # by which the gradient changes with each update
         return many / (then * drift), less / (then * drift)
 
+    async def _check_eps(self) -> None:
+        """Raise AdapterError if a larger eps does not make updates smaller.
+
+        Adam without its eps takes steps of one size, whatever the gradients are.
+        """
+        row = [_weighted(self._short, 1.0)]
+        usual = await self._change(row, self._rate)
+        if await self._change(row, self._rate, EPS * 4) > usual / 2:
+            raise AdapterError(
+                "its optimizer ignores eps, so that its updates don't show the size of gradients"
+            )
+
     async def _calibrated(self, aim: float) -> float:
         """The change of `one`, with a learning rate at which it is about `aim`."""
         largest = 0.0
@@ -145,7 +161,7 @@ class _Measurement:
             raise AdapterError("no learning rate changes its log-probs by a small amount")
         raise UnfitError("updates with positive weights don't raise the log-probs of its model")
 
-    async def _change(self, rows: Sequence[Datum], rate: float) -> float:
+    async def _change(self, rows: Sequence[Datum], rate: float, eps: float = EPS) -> float:
         """The mean change of the prefix's log-probs by one update."""
         padded = [*self._before, *[0.0] * LONG]
         known = [
@@ -153,9 +169,9 @@ class _Measurement:
             for row in rows
         ]
         try:
-            await self._trainee.step(known, AdamParams(rate, 0.0, 0.0, EPS))
+            await self._trainee.step(known, AdamParams(rate, 0.0, 0.0, eps))
         except RemoteError as error:
-            if error.retryable or error.code == "malformed":
+            if error.retryable or error.code == "malformed" or _ABOUT_ADAM.search(str(error)):
                 raise
             raise UnfitError(f"it rejects an update ({error})") from error
         before, (self._before, _) = self._before, await self._look()
