@@ -21,6 +21,7 @@ from typing import Any
 
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
+from retrain.disk import sync
 from retrain.errors import CheckpointError, first_of, shown
 from retrain.jsonable import plain
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
@@ -270,10 +271,10 @@ def _seal(checkpoint: Checkpoint, folder: Path, target: Path) -> None:
 def _put(folder: Path, target: Path) -> None:
     """Sync all that `folder` holds, then rename it to `target`, which is replaced."""
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+        sync(path)
     shutil.rmtree(target, ignore_errors=True)  # an incomplete one of a run that was killed
     folder.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _problem(folder: Path) -> str | None:
@@ -320,11 +321,3 @@ def _is_empty(folder: Path) -> bool:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

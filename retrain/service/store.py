@@ -17,7 +17,6 @@ from __future__ import annotations
 import glob
 import json
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -36,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retrain.concurrency.locks import FolderLock, InUseError
+from retrain.disk import sync
 from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.trainer import Tuning
@@ -158,12 +158,12 @@ class Store:
             )
             (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
             for path in (*draft.iterdir(), draft):
-                _sync(path)
+                sync(path)
             with self._moving:
                 self._check_free(target, overwrite)  # another save may have been faster
                 _swap(draft, target)
             for folder in (target.parent, target.parent.parent, self.folder):
-                _sync(folder)
+                sync(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return saved
@@ -221,9 +221,9 @@ class Store:
                     raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
                 saved = replace(saved, expires_at=expires)
                 (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
-                _sync(draft / _MANIFEST)
+                sync(draft / _MANIFEST)
                 (draft / _MANIFEST).replace(self._folder(place) / _MANIFEST)
-                _sync(self._folder(place))
+                sync(self._folder(place))
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return saved
@@ -333,11 +333,3 @@ def _reason(error: Exception) -> str:
         first = error.errors(include_input=False)[0]
         return ": ".join([*map(str, first["loc"]), first["msg"]])
     return str(error).partition("\n")[0]
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
