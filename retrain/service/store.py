@@ -78,6 +78,7 @@ class Saved:
 
 _FOREVER = 253402300800.0
 """The year 10000, in seconds since the epoch: no date can show later times."""
+_OTHER = "choose another folder: --folder of `retrain serve`, --run-dir of a run"
 _SAVED = TypeAdapter(Saved)
 log = logging.getLogger(__name__)
 
@@ -104,12 +105,11 @@ class Store:
         except InUseError as error:
             raise ConfigError(
                 f"the service folder {self.folder} is in use by {error}; end that service or run "
-                "first, or choose another folder with --folder"
+                f"first, or {_OTHER}"
             ) from None
         except OSError as error:
             raise ConfigError(
-                f"can't write the service folder {self.folder}: {error.strerror}; choose a "
-                "writable folder with --folder"
+                f"can't write the service folder {self.folder}: {error.strerror}; {_OTHER}"
             ) from error
         for draft in self.folder.glob(f"{_DRAFT}*"):
             shutil.rmtree(draft, ignore_errors=True)
