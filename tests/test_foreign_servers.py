@@ -48,6 +48,7 @@ def weights_of(row: Row, rows: Sequence[Row], loss: str) -> float:
 
 FOREIGN: dict[str, Factor] = {
     "row weights": lambda row, rows, loss: 1 / max(sum(row.advantages), 1e-9),
+    "clamped row weights": lambda row, rows, loss: 1 / max(sum(row.advantages), 1.0),
     "skyrl": weights_of,
     "row tokens": lambda row, rows, loss: 1 / len(row.tokens),
     "rows": lambda row, rows, loss: 1 / len(rows),
@@ -81,10 +82,10 @@ def reweighed(factor: Factor) -> Callable[..., Any]:
 class Direct:
     """A trainee without a wire."""
 
-    def __init__(self, rank: int, loss: str, noise: float = 0.0) -> None:
+    def __init__(self, rank: int, loss: str, noise: float = 0.0, seed: int = 0) -> None:
         base = load_model(str(tiny_folder()), "cpu").requires_grad_(False)
         self.trainer, self.loss, self.noise = Trainer(base, Tuning(rank=rank)), loss, noise
-        self.random = random.Random(0)
+        self.random = random.Random(seed)
 
     async def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
         found = self.trainer.forward(self._rows(datums), "cross_entropy", {}).logprobs
@@ -104,6 +105,15 @@ class Direct:
 @pytest.mark.parametrize(("rank", "noise"), [(1, 0.0), (32, 0.0), (0, 0.0), (8, 0.01)])
 async def test_a_sum_is_found_to_be_one(rank: int, noise: float) -> None:
     await check_sum(Direct(rank, "ppo", noise), unlikely_text(tiny_tokenizer()))
+
+
+@pytest.mark.parametrize("seed", [4, 8, 14])
+async def test_no_noise_is_taken_for_an_average(seed: int) -> None:
+    tokens = unlikely_text(tiny_tokenizer())
+    random.Random(seed).shuffle(tokens)
+    measuring = check_sum(Direct(8, "ppo", 0.05, seed), tokens)
+    [found] = await asyncio.gather(measuring, return_exceptions=True)
+    assert not isinstance(found, UnfitError), "at most it is too imprecise"
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -36,8 +36,9 @@ CHANGE, LARGEST = 0.05, 1.0
 """The least and the largest mean change of log-probs that `one` should have."""
 SIGNAL = 20.0
 """The least ratio of the change to the noise, the difference of two readings of log-probs."""
-ATTEMPTS = (1.0, 4.0)
-"""Factors of the change: a larger one stands out of a service's rounding."""
+ATTEMPTS = (1.0, 4.0, 1.0)
+"""Factors of the change: a larger one stands out of a service's rounding. The first attempt that
+finds a sum decides; once one has found none, two must agree."""
 TRIES = 8
 """Updates to find a learning rate."""
 TOLERANCE, DECISIVE = 1.4, 1.7
@@ -93,34 +94,42 @@ class _Measurement:
         gaps = [one - other for one, other in zip(self._before, again, strict=True)]
         noise = math.hypot(*gaps) / PREFIX  # of the mean, if the gaps are independent
         least = max(CHANGE, SIGNAL * noise)
-        unfit: UnfitError | None = None
-        for factor in ATTEMPTS:
-            found = await self._compared(least * factor) if least * factor <= LARGEST else None
-            if found is None:
-                continue
-            many, less = found
-            if _near(many) and _near(-less, OPPOSITE):
-                if unfit is None:
-                    return
-                unfit = None  # the attempts contradict each other
-            elif not (_near(many, DECISIVE) and _near(-less, OPPOSITE)):
-                unfit = UnfitError(_described(many, less))
-                if not abs(less) < 10:  # the model is broken
-                    raise unfit
-        if unfit is not None:
-            await self._check_eps()
-            raise unfit
+        fits, unfit = 0, list[float]()
+        for number, factor in enumerate(ATTEMPTS):
+            found = None
+            if least * factor <= LARGEST:
+                found = await self._compared(least * factor, first=number == 0)
+            sums = None if found is None else _sums(*found)
+            fits += sums is True
+            if sums and (not unfit or fits == 2):
+                return
+            if found is not None and sums is False:
+                await self._judge(*found, unfit)
         raise AdapterError(
             "the log-probs of its model are too imprecise: those of the same tokens differ by "
             f"{noise:.2g} between two rows, and equal updates change them differently"
         )
 
-    async def _compared(self, aim: float) -> tuple[float, float] | None:
+    async def _judge(self, many: float, less: float, before: list[float]) -> None:
+        """Raise UnfitError if these ratios agree with those of an attempt before."""
+        if not abs(less) < 30:  # no noise: the model is broken
+            raise UnfitError(_described(many, less))
+        if any((many > 1) == (other > 1) for other in before):
+            await self._check_eps()
+            raise UnfitError(_described(many, less))
+        before.append(many)
+
+    async def _compared(self, aim: float, *, first: bool) -> tuple[float, float] | None:
         """The changes of `many` and `less` by that of `one`.
 
         None if two updates of `one` differ: the model has changed too much, or there is noise.
         """
-        one = await self._calibrated(aim)
+        try:
+            one = await self._calibrated(aim)
+        except UnfitError:
+            if first:
+                raise
+            return None  # the attempts before have changed the model too much
         then = await self._change([_weighted(self._short, 1.0)], self._rate)
         if not _near(then / one):
             return None
@@ -202,6 +211,13 @@ def _mean(values: Sequence[float]) -> float:
 
 def _near(ratio: float, factor: float = TOLERANCE) -> bool:
     return 1 / factor < ratio < factor
+
+
+def _sums(many: float, less: float) -> bool | None:
+    """Whether these are the ratios of a sum; None if that is not clear."""
+    if not _near(-less, OPPOSITE) or not _near(many, DECISIVE):
+        return False
+    return True if _near(many) else None
 
 
 def _described(many: float, less: float) -> str:
