@@ -39,7 +39,7 @@ class Fault:
     path: str
     """A regular expression over "METHOD path"."""
     kind: str = "reply"
-    """reply | drop_before | drop_after | hang | garbage_after | slow"""
+    """reply | drop_before | drop_after | hang | garbage_after | empty_after | slow"""
     status: int = 500
     body: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
@@ -135,7 +135,8 @@ class FakeWeaver:
             if fault.kind == "drop_after":
                 send.__self__.transport.abort()
             else:
-                await Response(b'{"id": "op', 202)(scope, receive, send)
+                body = b"" if fault.kind == "empty_after" else b'{"id": "op'
+                await Response(body, 202)(scope, receive, send)
 
     def _fault(self, call: str) -> Fault | None:
         for fault in self.faults:

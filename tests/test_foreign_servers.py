@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from retrain.errors import AdapterError
 from retrain.losses import FLOATS, LOSSES, native_to, settings
 from retrain.pipeline import train
 from retrain.protocols.training import AdamParams
+from retrain.service import bodies
 from retrain.service.app import ServiceApp
 from retrain.service.bodies import TINKER_LOSSES
 from retrain.service.core import Service
@@ -46,6 +48,7 @@ def weights_of(row: Row, rows: Sequence[Row], loss: str) -> float:
 
 FOREIGN: dict[str, Factor] = {
     "row weights": lambda row, rows, loss: 1 / max(sum(row.advantages), 1e-9),
+    "clamped row weights": lambda row, rows, loss: 1 / max(sum(row.advantages), 1.0),
     "skyrl": weights_of,
     "row tokens": lambda row, rows, loss: 1 / len(row.tokens),
     "rows": lambda row, rows, loss: 1 / len(rows),
@@ -79,10 +82,10 @@ def reweighed(factor: Factor) -> Callable[..., Any]:
 class Direct:
     """A trainee without a wire."""
 
-    def __init__(self, rank: int, loss: str, noise: float = 0.0) -> None:
+    def __init__(self, rank: int, loss: str, noise: float = 0.0, seed: int = 0) -> None:
         base = load_model(str(tiny_folder()), "cpu").requires_grad_(False)
         self.trainer, self.loss, self.noise = Trainer(base, Tuning(rank=rank)), loss, noise
-        self.random = random.Random(0)
+        self.random = random.Random(seed)
 
     async def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
         found = self.trainer.forward(self._rows(datums), "cross_entropy", {}).logprobs
@@ -104,6 +107,15 @@ async def test_a_sum_is_found_to_be_one(rank: int, noise: float) -> None:
     await check_sum(Direct(rank, "ppo", noise), unlikely_text(tiny_tokenizer()))
 
 
+@pytest.mark.parametrize("seed", [4, 8, 14])
+async def test_no_noise_is_taken_for_an_average(seed: int) -> None:
+    tokens = unlikely_text(tiny_tokenizer())
+    random.Random(seed).shuffle(tokens)
+    measuring = check_sum(Direct(8, "ppo", 0.05, seed), tokens)
+    [found] = await asyncio.gather(measuring, return_exceptions=True)
+    assert not isinstance(found, UnfitError), "at most it is too imprecise"
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 async def test_no_average_is_taken_for_a_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "forward_backward", reweighed(FOREIGN[name]))
@@ -114,6 +126,18 @@ async def test_no_average_is_taken_for_a_sum(name: str, monkeypatch: pytest.Monk
 async def test_log_probs_that_are_too_noisy_measure_nothing() -> None:
     with pytest.raises(AdapterError, match="too imprecise") as raised:
         await check_sum(Direct(8, "ppo", 3.0), unlikely_text(tiny_tokenizer()))
+    assert not isinstance(raised.value, UnfitError)
+
+
+async def test_an_optimizer_that_ignores_eps_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Trainer.optim_step
+    monkeypatch.setattr(
+        Trainer, "optim_step", lambda self, adam: step(self, replace(adam, eps=1e-8))
+    )
+    with pytest.raises(AdapterError, match="ignores eps") as raised:
+        await check_sum(Direct(8, "ppo"), unlikely_text(tiny_tokenizer()))
     assert not isinstance(raised.value, UnfitError)
 
 
@@ -247,6 +271,24 @@ async def test_without_a_second_model_nothing_can_be_measured(
     with pytest.raises(AdapterError, match=r"one model per session.*assume_sum: true"):
         await train(run(tmp_path / "2", backend, server[0], "dro"))
     await train(run(tmp_path / "3", backend, server[0], "dro", assume_sum=True))
+
+
+async def test_a_server_that_accepts_no_large_eps_is_not_refused(
+    server: tuple[str, Service],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read = bodies.adam_params
+
+    def strict(body: Any) -> AdamParams:
+        if (adam := read(body)).eps > 1:
+            raise invalid("adam_params.eps: got 1000, expected at most 1")
+        return adam
+
+    monkeypatch.setattr(bodies, "adam_params", strict)
+    await opened(run(tmp_path, "tinker", server[0], "importance_sampling"), server[1])
+    assert "adam_params.eps: got 1000" in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["tinker", "weaver"])

@@ -18,7 +18,7 @@ ROOT = Path(retrain.__file__).parent
 ROOMS = [
     row.split()
     for row in (
-        "types errors jsonable",
+        "types errors jsonable disk",
         "losses protocols transport concurrency",
         "config",
         "environment sampler",

@@ -68,6 +68,7 @@ async def test_a_call_carries_its_path_body_and_headers() -> None:
         httpx.ReadError("lost"),
         httpx.ConnectError("refused"),
         httpx.Response(200, content=b"{half"),
+        httpx.Response(200),
     ],
 )
 async def test_an_idempotent_call_is_sent_again(failure: httpx.Response | Exception) -> None:
@@ -86,6 +87,7 @@ async def test_an_idempotent_call_is_sent_again(failure: httpx.Response | Except
         (httpx.ReadError("lost"), 1),
         (httpx.RemoteProtocolError("lost"), 1),
         (httpx.Response(200, content=b"{half"), 1),
+        (httpx.Response(200), 1),
         (httpx.Response(429), 2),
         (httpx.ConnectError("refused"), 2),
     ],
@@ -134,9 +136,10 @@ async def test_by_default_the_time_ends_the_attempts_but_a_reply_in_another_form
     None
 ):
     patient = RetryPolicy(first=0.0, total=60.0)
-    answer, seen = scripted(*[httpx.Response(503)] * 40, httpx.Response(200, json=1))
-    async with transport(answer, policy=patient) as remote:
-        assert await remote.send(Call("GET", "x"), body) == 1
+    for failure in (httpx.Response(503), httpx.Response(200)):
+        answer, _ = scripted(*[failure] * 40, httpx.Response(200, json=1))
+        async with transport(answer, policy=patient) as remote:
+            assert await remote.send(Call("GET", "x"), body) == 1
     answer, seen = scripted(httpx.Response(200, json={"hello": 1}))
     async with transport(answer, policy=patient, vendor=TINKER) as remote:
         with pytest.raises(RemoteError, match=r"no 'id'; is this a Tinker server\?") as raised:

@@ -156,6 +156,7 @@ async def test_every_path_but_one_needs_the_key(method, path, without, with_key,
         ({"origin": "http://localhost:2"}, 403),
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://[::1"}, 403),
         ({"sec-fetch-site": "none"}, 200),
         ({"sec-fetch-site": "cross-site"}, 403),
         ({"sec-fetch-site": "same-site"}, 403),
@@ -204,3 +205,14 @@ def test_connections_fit_the_file_descriptors(soft, hard, fitting, raised, monke
     assert fit_connections(4096) == fitting
     assert set_to == ([(raised, hard)] if raised else [])
     assert bool(caplog.messages) == (fitting < 4096)
+
+
+async def test_a_body_that_is_no_http_gets_one_reply_and_no_traceback(tmp_path, caplog):
+    head = post(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    with on_a_port(tmp_path, api_key="k") as url:
+        for sent in (head + b"no chunk\r\n", head + b"2\r\n{}xx"):
+            async with connected(url) as (reader, writer):
+                writer.write(sent)
+                assert (await closed(reader)).startswith(b"HTTP/1.1 400")
+        assert await healthy(url)
+    assert "Traceback" not in caplog.text

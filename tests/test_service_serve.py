@@ -82,7 +82,7 @@ def test_a_setting_that_cannot_be_is_told_in_a_sentence(setting, told, capsys, t
 
 
 def test_the_page_describes_every_option():
-    page = (Path(retrain.__file__).parent.parent / "docs/remote.md").read_text(encoding="utf-8")
+    page = (Path(retrain.__file__).parent.parent / "docs/serve.md").read_text(encoding="utf-8")
     for action in _parser()._actions[1:]:
         [row] = re.findall(rf"^\| `{action.option_strings[0]}` \| (.*?) \|", page, re.MULTILINE)
         default = getattr(action.default, "name", action.default)

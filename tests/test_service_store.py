@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +111,21 @@ def test_a_save_that_is_done_is_on_the_disk(store, monkeypatch):
     assert (folder / "manifest.json").stat().st_ino in synced
 
 
+def test_a_network_disk_that_can_not_sync_folders_is_good_enough(store, monkeypatch):
+    def fsync(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode) or broken:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    broken = False
+    monkeypatch.setattr(os, "fsync", fsync)
+    saved = save(store, 1)
+    assert store.list() == [saved]
+    broken = True
+    with pytest.raises(OSError, match="Invalid argument"):
+        save(store, 2, overwrite=True)
+    assert [saved.steps for saved in store.list()] == [1]
+
+
 BROKEN = {
     "empty": "",
     "cut": '{"place": ["m", "we',
@@ -118,6 +135,8 @@ BROKEN = {
     "half": '{"steps": 1}',
     "types": {"steps": "many"},
     "no date": {"expires_at": "soon"},
+    "a date too late": {"created_at": 1e18},
+    "a date of no number": {"created_at": float("nan")},
     "surrogate": {"metadata": {"a": "\ud800"}},
     "infinite": {"metadata": {"a": float("inf")}},
 }

@@ -16,6 +16,7 @@ import zstandard
 from retrain.protocols.tinker import messages
 from retrain.protocols.tinker.values import Datum, ForwardBackward, Tensor
 from retrain.service.app import ServiceApp
+from retrain.service.core import Service
 from retrain.service.state import Settings
 from retrain.service.store import Place, Saved, Store
 from retrain.service.trainer import Tuning
@@ -627,18 +628,37 @@ def test_saving_and_deleting_never_disturb_a_look_at_all_checkpoints(tmp_path):
         churning.result()
 
 
-async def test_snapshots_without_a_name_go_when_nobody_samples_them_any_more(tmp_path):
+async def test_snapshots_without_a_name_go_when_nobody_samples_them_any_more(tmp_path, monkeypatch):
+    threads, delete = set(), Store.delete
+    monkeypatch.setattr(
+        Store,
+        "delete",
+        lambda self, place: (threads.add(threading.current_thread()), delete(self, place)),
+    )
     async with in_process(tmp_path, snapshot_ttl=-1.0) as tinker:
         await tinker.start()
         old, new = [await sampler_of(tinker, number + 1, number) for number in range(2)]
         named = (await tinker.done("save_weights_for_sampler", 3, path="kept"))["path"]
         session = {"session_id": tinker.session_id, "sampling_session_seq_id": 2}
         made = await tinker.post("create_sampling_session", {**session, "model_path": named})
-        tinker.app.service.drop_unused()
+        await tinker.app.service.drop_unused()
         await tinker.get(f"samplers/{old}", 404)
         for kept in (new, made["sampling_session_id"]):
             await tinker.get(f"samplers/{kept}")
         assert len(list(tmp_path.glob("*/sampler_weights/*"))) == 2
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+async def test_a_model_that_can_not_be_added_leaves_no_job_and_may_be_asked_for_again(
+    tinker, monkeypatch, caplog
+):
+    body = {"session_id": tinker.session_id, "model_seq_id": 9, "base_model": "tiny"}
+    with monkeypatch.context() as patch:
+        patch.delattr(Service, "_lane")
+        await tinker.post("create_model", body, 500)
+    await tinker.post("create_model", body)
+    assert not caplog.messages
 
 
 async def test_a_finished_session_is_over_and_its_snapshots_with_it(tinker, tmp_path):

@@ -93,15 +93,15 @@ class AlgorithmConfig(Plugin):
     loss_config: dict[str, Any] = {}
     """The keys of the loss: epsilon, epsilon_high, delta, beta, ..."""
     normalisation: Normalisation | None = None
-    """What the loss is averaged over: `token`, or rollouts of token means (`sequence`) or of token
-    sums (`batch`). The default is token; for reinforce it is batch. TRL's own losses have a fixed
-    average."""
+    """What the loss is averaged over: tokens (`token`), rollouts of token means (`sequence`), or
+    rollouts of token sums (`batch`). The default is token, or batch for the loss reinforce. TRL's
+    own losses have a fixed average."""
     kl_penalty: Annotated[float, Field(ge=0)] = 0.0
     """Subtract kl_penalty x log(p / reference) from the advantage of each sampled token. The
     reference is the model that the run started from. It works in the same way on every
     backend."""
     mismatch: MismatchConfig | None = None
-    """Correct for the difference between the sampler and the trainer; by default not."""
+    """Correct for the difference between the sampler and the trainer; off by default."""
 
 
 class SamplingConfig(Section):

@@ -31,6 +31,7 @@ import yaml
 
 from retrain.concurrency.locks import FolderLock, InUseError
 from retrain.config import RunConfig
+from retrain.disk import sync
 from retrain.errors import ConfigError, RunError
 from retrain.jsonable import plain
 from retrain.observe import upkeep
@@ -182,8 +183,7 @@ class RunDirectory:
         for journal in self._journals:
             journal.sync()
         for folder in (self.path, self.path.parent):
-            with suppress(OSError):  # some network disks can't sync a folder
-                upkeep.sync(folder)
+            sync(folder)
 
     def close(self) -> None:
         """Flush, close and unlock, whatever fails; then raise that RunError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -39,12 +38,3 @@ def scratch(run_dir: Path | None) -> tempfile.TemporaryDirectory[str]:
     """
     place = run_dir if run_dir is not None and run_dir.is_dir() else None
     return tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place)
-
-
-def sync(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk; raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

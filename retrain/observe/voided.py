@@ -9,12 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+from retrain.disk import sync
 from retrain.errors import RunError
-from retrain.observe.upkeep import sync
 
 VOIDED = "voided"
 CHUNK = 1 << 20
@@ -60,17 +59,14 @@ def _keep(path: Path, start: int) -> None:
     with path.open("rb") as source, temporary.open("wb") as copy:
         source.seek(start)
         shutil.copyfileobj(source, copy, CHUNK)
-        copy.flush()
-        os.fsync(copy.fileno())
+    sync(temporary)
     temporary.rename(target)
-    with suppress(OSError):  # some network disks can't sync a folder
-        sync(folder)
+    sync(folder)
 
 
 def _truncate(path: Path, size: int) -> None:
-    with path.open("rb+") as file:
-        file.truncate(size)
-        os.fsync(file.fileno())
+    os.truncate(path, size)
+    sync(path)
 
 
 def _same(path: Path, start: int, copy: Path) -> bool:

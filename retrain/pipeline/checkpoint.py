@@ -22,9 +22,9 @@ from typing import Any
 
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
+from retrain.disk import sync
 from retrain.errors import CheckpointError, first_of, shown
 from retrain.jsonable import plain
-from retrain.observe.upkeep import sync
 from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 
 MANIFEST = "manifest.json"

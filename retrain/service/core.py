@@ -99,21 +99,20 @@ class Service:
         session.seen = time.monotonic()
         return session
 
-    def finish(self, session: Session) -> None:
+    async def finish(self, session: Session) -> None:
         """End a session: drop its models and sampling sessions, keep checkpoints."""
         session.finished = True
         for model in [one for one in self.models.values() if one.session is session]:
             self.drop_model(model)
-        for sampler in [one for one in self.samplers.values() if one.session is session]:
-            self.drop_sampler(sampler)
+        await self.drop_samplers([one for one in self.samplers.values() if one.session is session])
 
     # Models
 
-    def add_model(
+    def new_model(
         self, session: Session, model_id: str, tuning: Tuning, metadata: Mapping[str, Any]
-    ) -> None:
-        """A new model; requests for it wait for `build_model`."""
-        self.models[model_id] = Model(model_id, session, self._lane(), tuning, metadata)
+    ) -> Model:
+        """A model that is not in `models` yet; its requests wait for `build_model`."""
+        return Model(model_id, session, self._lane(), tuning, metadata)
 
     async def build_model(self, model: Model, source: tuple[Place, bool] | None = None) -> None:
         """Give a model fresh weights, or those of `source`: (checkpoint, with optimizer)."""
@@ -243,13 +242,18 @@ class Service:
         found.session.seen = time.monotonic()
         return found
 
-    def drop_sampler(self, sampler: SamplingSession) -> None:
-        """Forget a sampling session, and delete its snapshot if it has no name."""
-        self.samplers.pop(sampler.id, None)
-        if sampler.place is not None:
-            with suppress(ServiceError):
-                if not self.store.find(sampler.place).listed:
-                    self.store.delete(sampler.place)
+    async def drop_samplers(self, samplers: Sequence[SamplingSession]) -> None:
+        """Forget sampling sessions at once, then delete those of their snapshots without a name."""
+
+        def delete(places: Sequence[Place]) -> None:
+            for place in places:
+                with suppress(ServiceError):
+                    if not self.store.find(place).listed:
+                        self.store.delete(place)
+
+        for sampler in samplers:
+            self.samplers.pop(sampler.id, None)
+        await asyncio.to_thread(delete, [one.place for one in samplers if one.place])
 
     async def sample(self, sampler: SamplingSession, request: SampleRequest) -> Sampled:
         """Completions, and what the request asks of the prompt.
@@ -343,31 +347,33 @@ class Service:
         """Periodically end inactive sessions and delete expired checkpoints."""
         while True:
             await asyncio.sleep(min(60.0, self.settings.session_ttl / 4))
-            for session in list(self.sessions.values()):
-                if time.monotonic() - session.seen <= self.settings.session_ttl:
-                    continue
-                if session.finished:
-                    del self.sessions[session.id]
-                else:
-                    log.warning("session %s had no requests: its models are dropped", session.id)
-                    self.finish(session)
-            self.drop_unused()
             try:
+                await self._end_inactive()
+                await self.drop_unused()
                 await asyncio.to_thread(self.store.sweep)
             except OSError as error:
-                log.warning("expired checkpoints could not be deleted: %s", error)
+                log.warning("checkpoints could not be deleted: %s", error)
 
-    def drop_unused(self) -> None:
+    async def _end_inactive(self) -> None:
+        for session in list(self.sessions.values()):
+            if time.monotonic() - session.seen <= self.settings.session_ttl:
+                continue
+            if session.finished:
+                del self.sessions[session.id]
+            else:
+                log.warning("session %s had no requests: its models are dropped", session.id)
+                await self.finish(session)
+
+    async def drop_unused(self) -> None:
         """Drop unnamed snapshots that were not sampled for `snapshot_ttl`.
 
         Each model's newest one stays. Tinker's clients can't say that they are done with one.
         """
         unnamed = [one for one in self.samplers.values() if one.place and one.path is None]
         newest = {one.place.model_id: one for one in unnamed if one.place}
-        for sampler in unnamed:
-            idle = time.monotonic() - sampler.used > self.settings.snapshot_ttl
-            if idle and sampler not in newest.values():
-                self.drop_sampler(sampler)
+        earliest = time.monotonic() - self.settings.snapshot_ttl
+        old = [one for one in unnamed if one.used < earliest and one not in newest.values()]
+        await self.drop_samplers(old)
 
 
 def _scores(logprobs: Sequence[float], first: int) -> list[float | None]:

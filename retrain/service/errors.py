@@ -33,7 +33,7 @@ def invalid(message: str) -> ServiceError:
 
 
 def forbidden(message: str) -> ServiceError:
-    """403: the request comes from where none may come from."""
+    """403: the service does not accept requests from this page, or to this host name."""
     return ServiceError(403, message)
 
 

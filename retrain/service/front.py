@@ -111,6 +111,13 @@ class GuardedProtocol(H11Protocol):
         super().on_response_complete()
         self._look("idle")
 
+    def send_400_response(self, msg: str) -> None:
+        """Reply to what is no HTTP. If it is the body of a request, that gets no other reply."""
+        super().send_400_response(msg)
+        if self.cycle and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._enter("")
         super().connection_lost(exc)

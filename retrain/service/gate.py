@@ -54,8 +54,15 @@ def _check_origin(headers: Headers) -> None:
     if site not in ("none", "same-origin"):
         raise forbidden("requests from web pages of other sites are not accepted")
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+    if origin is not None and _netloc(origin) != headers.get("host", "").lower():
         raise forbidden(f"requests from web pages of {origin[:200]!r} are not accepted")
+
+
+def _netloc(url: str) -> str | None:
+    try:
+        return urlsplit(url).netloc.lower()
+    except ValueError:  # half an IPv6 address
+        return None
 
 
 def _check_host(headers: Headers, hosts: tuple[str, ...]) -> None:

@@ -133,14 +133,16 @@ class Protocol(ABC):
         theirs, path = metadata(call.body), want(call.body, "path", str, None)
         model_id = self.id_of(session, "train", number)
 
+        model = self._service.new_model(session, model_id, tuning, theirs)
+
         async def work() -> Json:
-            await self._service.build_model(self._service.models[model_id], source)
+            await self._service.build_model(model, source)
             return {"model_id": model_id, "path": path}
 
         job = Job(kind, facts={"model_id": model_id})
         submitted = session.models.submit(number, call.raw, job, work, ordered=False)
         if submitted is job:
-            self._service.add_model(session, model_id, tuning, theirs)
+            self._service.models[model_id] = model
         return submitted
 
     def open_sampler(self, call: Call, session: Session) -> SamplingSession:

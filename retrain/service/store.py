@@ -17,7 +17,6 @@ from __future__ import annotations
 import glob
 import json
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -36,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retrain.concurrency.locks import FolderLock, InUseError
+from retrain.disk import sync
 from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.trainer import Tuning
@@ -78,6 +78,7 @@ class Saved:
 
 _FOREVER = 253402300800.0
 """The year 10000, in seconds since the epoch: no date can show later times."""
+_OTHER = "choose another folder: --folder of `retrain serve`, --run-dir of a run"
 _SAVED = TypeAdapter(Saved)
 log = logging.getLogger(__name__)
 
@@ -104,12 +105,11 @@ class Store:
         except InUseError as error:
             raise ConfigError(
                 f"the service folder {self.folder} is in use by {error}; end that service or run "
-                "first, or choose another folder with --folder"
+                f"first, or {_OTHER}"
             ) from None
         except OSError as error:
             raise ConfigError(
-                f"can't write the service folder {self.folder}: {error.strerror}; choose a "
-                "writable folder with --folder"
+                f"can't write the service folder {self.folder}: {error.strerror}; {_OTHER}"
             ) from error
         for draft in self.folder.glob(f"{_DRAFT}*"):
             shutil.rmtree(draft, ignore_errors=True)
@@ -158,12 +158,12 @@ class Store:
             )
             (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
             for path in (*draft.iterdir(), draft):
-                _sync(path)
+                sync(path)
             with self._moving:
                 self._check_free(target, overwrite)  # another save may have been faster
                 _swap(draft, target)
             for folder in (target.parent, target.parent.parent, self.folder):
-                _sync(folder)
+                sync(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return saved
@@ -221,9 +221,9 @@ class Store:
                     raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
                 saved = replace(saved, expires_at=expires)
                 (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
-                _sync(draft / _MANIFEST)
+                sync(draft / _MANIFEST)
                 (draft / _MANIFEST).replace(self._folder(place) / _MANIFEST)
-                _sync(self._folder(place))
+                sync(self._folder(place))
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return saved
@@ -257,7 +257,9 @@ class Store:
         path = self._folder(place) / _MANIFEST
         try:
             saved = _SAVED.validate_json(path.read_bytes())
-            json.dumps([saved.created_at, dict(saved.metadata)], allow_nan=False)
+            json.dumps(dict(saved.metadata), allow_nan=False)
+            if not 0 <= saved.created_at < _FOREVER:
+                raise ValueError(f"created_at: got {saved.created_at}, expected a date")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
@@ -331,11 +333,3 @@ def _reason(error: Exception) -> str:
         first = error.errors(include_input=False)[0]
         return ": ".join([*map(str, first["loc"]), first["msg"]])
     return str(error).partition("\n")[0]
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -109,7 +109,7 @@ class TinkerProtocol(Protocol):
         return {"type": "session_heartbeat"}
 
     async def _finish(self, call: Call) -> Json:
-        self._service.finish(self._service.session(call["session_id"]))
+        await self._service.finish(self._service.session(call["session_id"]))
         return {}
 
     # Models

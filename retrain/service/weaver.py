@@ -227,7 +227,7 @@ class WeaverProtocol(Protocol):
         }
 
     async def _delete_sampler(self, call: Call) -> None:
-        self._service.drop_sampler(self._sampler(call))
+        await self._service.drop_samplers([self._sampler(call)])
 
     async def _sample(self, call: Call) -> Job:
         job = Job("sample")

@@ -144,8 +144,9 @@ class HttpClient:
     async def send(self, call: Call, decode: Callable[[httpx.Response], T]) -> T:
         """`decode` of the first good reply (status below 300).
 
-        A ValueError of `decode` counts as a malformed reply. Raises RemoteError when the service
-        refuses the call, or when attempts or time have run out.
+        A ValueError of `decode` counts as a malformed reply, or as a lost one if the reply is
+        empty. Raises RemoteError when the service refuses the call, or when attempts or time have
+        run out.
         """
         budget = self.retry_budget(call.policy)
         refreshed = False
@@ -173,9 +174,11 @@ class HttpClient:
             decoded = decode(response)
         except (ValueError, KeyError, TypeError) as error:
             why = f"no {error}" if isinstance(error, KeyError) else str(error)
+            lost = not response.content.strip()
+            problem = "it is empty" if lost else self._redacted(why)
             raise RemoteError(
-                f"{what}: can't read the reply of {self.url}: {self._redacted(why)}{self._doubt()}",
-                code="malformed",
+                f"{what}: can't read the reply of {self.url}: {problem}{self._doubt()}",
+                code="disconnect" if lost else "malformed",
                 retryable=True,
                 may_have_acted=True,
             ) from error

@@ -17,6 +17,7 @@ changes the gradient of `many` by one of the factors in `AVERAGES`, or that of `
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -35,8 +36,9 @@ CHANGE, LARGEST = 0.05, 1.0
 """The least and the largest mean change of log-probs that `one` should have."""
 SIGNAL = 20.0
 """The least ratio of the change to the noise, the difference of two readings of log-probs."""
-ATTEMPTS = (1.0, 4.0)
-"""Factors of the change: a larger one stands out of a service's rounding."""
+ATTEMPTS = (1.0, 4.0, 1.0)
+"""Factors of the change: a larger one stands out of a service's rounding. The first attempt that
+finds a sum decides; once one has found none, two must agree."""
 TRIES = 8
 """Updates to find a learning rate."""
 TOLERANCE, DECISIVE = 1.4, 1.7
@@ -47,11 +49,13 @@ AVERAGES = {
     4.0: "divides each row by the sum of its weights",
     6.0: "averages over the trained tokens of each row",
     1 / 2: "averages over the trained tokens of a request",
-    1 / 3: "averages over the tokens of each row, or divides by the sum of the weights",
+    1 / 3: "averages over the tokens of each row, divides by the sum of the weights, or always "
+    "clips gradients",
     1 / 12: "averages over the rows of a request",
     1 / 36: "averages over the tokens of a request",
 }
 """The change of `many` by that of `one`, and what a service does whose ratio it is."""
+_ABOUT_ADAM = re.compile(r"\b(adam_params|eps|betas?[12]?|learning_rate)\b")
 
 
 class Trainee(Protocol):
@@ -90,33 +94,42 @@ class _Measurement:
         gaps = [one - other for one, other in zip(self._before, again, strict=True)]
         noise = math.hypot(*gaps) / PREFIX  # of the mean, if the gaps are independent
         least = max(CHANGE, SIGNAL * noise)
-        unfit: UnfitError | None = None
-        for factor in ATTEMPTS:
-            found = await self._compared(least * factor) if least * factor <= LARGEST else None
-            if found is None:
-                continue
-            many, less = found
-            if _near(many) and _near(-less, OPPOSITE):
-                if unfit is None:
-                    return
-                unfit = None  # the attempts contradict each other
-            elif not (_near(many, DECISIVE) and _near(-less, OPPOSITE)):
-                unfit = UnfitError(_described(many, less))
-                if not abs(less) < 10:  # the model is broken
-                    break
-        if unfit is not None:
-            raise unfit
+        fits, unfit = 0, list[float]()
+        for number, factor in enumerate(ATTEMPTS):
+            found = None
+            if least * factor <= LARGEST:
+                found = await self._compared(least * factor, first=number == 0)
+            sums = None if found is None else _sums(*found)
+            fits += sums is True
+            if sums and (not unfit or fits == 2):
+                return
+            if found is not None and sums is False:
+                await self._judge(*found, unfit)
         raise AdapterError(
             "the log-probs of its model are too imprecise: those of the same tokens differ by "
             f"{noise:.2g} between two rows, and equal updates change them differently"
         )
 
-    async def _compared(self, aim: float) -> tuple[float, float] | None:
+    async def _judge(self, many: float, less: float, before: list[float]) -> None:
+        """Raise UnfitError if these ratios agree with those of an attempt before."""
+        if not abs(less) < 30:  # no noise: the model is broken
+            raise UnfitError(_described(many, less))
+        if any((many > 1) == (other > 1) for other in before):
+            await self._check_eps()
+            raise UnfitError(_described(many, less))
+        before.append(many)
+
+    async def _compared(self, aim: float, *, first: bool) -> tuple[float, float] | None:
         """The changes of `many` and `less` by that of `one`.
 
         None if two updates of `one` differ: the model has changed too much, or there is noise.
         """
-        one = await self._calibrated(aim)
+        try:
+            one = await self._calibrated(aim)
+        except UnfitError:
+            if first:
+                raise
+            return None  # the attempts before have changed the model too much
         then = await self._change([_weighted(self._short, 1.0)], self._rate)
         if not _near(then / one):
             return None
@@ -126,6 +139,18 @@ class _Measurement:
         less = await self._change([_weighted(self._short, -1.0)], self._rate)
         drift = then / one  # by which the gradient changes with each update
         return many / (then * drift), less / (then * drift)
+
+    async def _check_eps(self) -> None:
+        """Raise AdapterError if a larger eps does not make updates smaller.
+
+        Adam without its eps takes steps of one size, whatever the gradients are.
+        """
+        row = [_weighted(self._short, 1.0)]
+        usual = await self._change(row, self._rate)
+        if await self._change(row, self._rate, EPS * 4) > usual / 2:
+            raise AdapterError(
+                "its optimizer ignores eps, so that its updates don't show the size of gradients"
+            )
 
     async def _calibrated(self, aim: float) -> float:
         """The change of `one`, with a learning rate at which it is about `aim`."""
@@ -145,7 +170,7 @@ class _Measurement:
             raise AdapterError("no learning rate changes its log-probs by a small amount")
         raise UnfitError("updates with positive weights don't raise the log-probs of its model")
 
-    async def _change(self, rows: Sequence[Datum], rate: float) -> float:
+    async def _change(self, rows: Sequence[Datum], rate: float, eps: float = EPS) -> float:
         """The mean change of the prefix's log-probs by one update."""
         padded = [*self._before, *[0.0] * LONG]
         known = [
@@ -153,9 +178,9 @@ class _Measurement:
             for row in rows
         ]
         try:
-            await self._trainee.step(known, AdamParams(rate, 0.0, 0.0, EPS))
+            await self._trainee.step(known, AdamParams(rate, 0.0, 0.0, eps))
         except RemoteError as error:
-            if error.retryable or error.code == "malformed":
+            if error.retryable or error.code == "malformed" or _ABOUT_ADAM.search(str(error)):
                 raise
             raise UnfitError(f"it rejects an update ({error})") from error
         before, (self._before, _) = self._before, await self._look()
@@ -186,6 +211,13 @@ def _mean(values: Sequence[float]) -> float:
 
 def _near(ratio: float, factor: float = TOLERANCE) -> bool:
     return 1 / factor < ratio < factor
+
+
+def _sums(many: float, less: float) -> bool | None:
+    """Whether these are the ratios of a sum; None if that is not clear."""
+    if not _near(-less, OPPOSITE) or not _near(many, DECISIVE):
+        return False
+    return True if _near(many) else None
 
 
 def _described(many: float, less: float) -> str:

@@ -39,8 +39,12 @@ LOST_POLLS = 20
 
 
 def _json(response: httpx.Response) -> Any:
+    return json.loads(response.content)
+
+
+def _optional_json(response: httpx.Response) -> Any:
     """The reply's JSON value, {} for an empty body."""
-    return json.loads(response.content) if response.content.strip() else {}
+    return _json(response) if response.content.strip() else {}
 
 
 def _operation(response: httpx.Response) -> wire.OperationState:
@@ -185,12 +189,13 @@ class Connection:
     ) -> T:
         """`parse` of the reply's JSON.
 
-        A lost reply, or one that isn't JSON, is asked for again. One that `parse` can't read is a
-        RemoteError at once: the service has acted, and might create a second session or model.
+        A lost reply, or one that isn't JSON, is asked for again; only without `parse` may it be
+        empty. One that `parse` can't read is a RemoteError at once: the service has acted, and
+        might create a second session or model.
         """
         where = f"api/v1/{path}"
         call = Call(method, where) if payload is None else Call.json(method, where, payload)
-        reply = await self.http.send(call, _json)
+        reply = await self.http.send(call, _optional_json if parse is _as_is else _json)
         try:
             return parse(reply)
         except (ValueError, KeyError, TypeError) as error:
