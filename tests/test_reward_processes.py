@@ -98,6 +98,13 @@ EXCLUDE = "To exclude a rollout, return Reward(0.0, outcome='invalid')."
 KILLED = "its worker process was killed"
 
 
+class NoNumber:
+    """Can be pickled, but not loaded."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -198,15 +205,23 @@ async def test_a_worker_that_dies_costs_one_rollout(folder, monkeypatch, name):
 async def test_what_cannot_be_sent_costs_its_rollout_only(folder, monkeypatch):
     (folder / "kinds.py").write_text(
         "from retrain import RewardCalculator\nclass Mine(RewardCalculator):\n"
-        "    async def calculate(self, trajectory): return 1.0\n"
+        "    async def calculate(self, trajectory): return 1.0\nclass Both(Mine):\n"
+        "    async def calculate_group(self, group): return [1.0] * len(group)\n"
     )
-    scorer = of(folder, {"type": "kinds.py:Mine", "processes": 1})
-    group = played("a", "b")
-    group.trajectories[0].info["odd"] = lambda: None
-    async with spied(monkeypatch), scorer.serving(pytest.fail):
-        await scorer.score(group)
-    assert [t.outcome for t in group.trajectories] == ["infra_error", "ok"]
-    assert "can't be sent to a worker process" in group.trajectories[0].info["error"]
+    one, both = {"type": "kinds.py:Mine", "processes": 1}, {"type": "kinds.py:Both", "processes": 1}
+    groups = [played("a", "b") for _ in range(4)]
+    for group, odd in zip(groups, (lambda: None, NoNumber()) * 2, strict=True):
+        group.trajectories[0].info["odd"] = odd
+    async with spied(monkeypatch):
+        alone, together = of(folder, one), of(folder, both)
+        async with alone.serving(pytest.fail), together.serving(pytest.fail):
+            for scorer, group in zip((alone, alone, together, together), groups, strict=True):
+                await scorer.score(group)
+    outcomes = [[t.outcome for t in group.trajectories] for group in groups]
+    assert outcomes == [["infra_error", "ok"]] * 2 + [["infra_error"] * 2] * 2
+    unsent, unread, *_ = [group.trajectories[0].info["error"] for group in groups]
+    assert "can't be sent to a worker process" in unsent
+    assert "reward 'Mine' raised ValueError: invalid literal for int()" in unread
 
 
 @pytest.mark.parametrize(

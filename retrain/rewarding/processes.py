@@ -108,11 +108,12 @@ class ProcessReward(RewardCalculator):
     async def _ask(self, asked: Any, count: int) -> list[Verdict]:
         worker = await self._free.get()  # first come, first served
         try:
-            return await worker.ask(asked)
+            verdicts = await worker.ask(asked)
         except UserCodeError as error:
-            return [error] * count
+            verdicts = [error]
         finally:
             self._free.put_nowait(worker)
+        return verdicts if len(verdicts) == count else verdicts * count  # one error for all
 
 
 class _Worker:

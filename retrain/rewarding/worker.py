@@ -92,12 +92,11 @@ class _Serving:
         return not failed
 
     async def _verdicts(self, request: bytes) -> list[Verdict]:
+        """One verdict per rollout of the request, or one error for all of them."""
         asked = judged_here(self.owner, lambda: self.unpickle(request))
-        if isinstance(asked, UserCodeError):
-            return [asked]
-        result = await self._call(asked)
+        result = asked if isinstance(asked, UserCodeError) else await self._call(asked)
         if isinstance(result, UserCodeError) or not compares(self.calculator):
-            return [self._checked(result)] * (1 if isinstance(asked, dict) else len(asked))
+            return [self._checked(result)]
         return [self._checked(verdict) for verdict in result]
 
     async def _call(self, asked: Any) -> Any:
