@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 from retrain.algorithms.functional import is_flat
 from retrain.config import RunConfig
@@ -49,8 +48,8 @@ class Intake:
 
     def stop(self) -> None:
         """Make `take` return None, at once if it is waiting."""
-        self._stopped = True
-        with suppress(asyncio.QueueFull):  # a full queue wakes the reader itself
+        if not self._stopped:  # the queue has room for one None
+            self._stopped = True
             self._done.put_nowait(None)
 
     async def take(self, version: int) -> list[Group] | None:
