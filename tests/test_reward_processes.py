@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import pickle
 import sys
+from asyncio.subprocess import PIPE
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,7 +14,7 @@ from retrain.concurrency import children
 from retrain.config import DeadlinesConfig, RewardConfig
 from retrain.errors import ConfigError, RunError
 from retrain.pipeline import train
-from retrain.rewarding import Scorer, weighted_reward
+from retrain.rewarding import Scorer, processes, weighted_reward, wire
 from tests.pipe_kit import rollouts_of
 from tests.test_rewarding import played
 
@@ -243,6 +245,36 @@ async def test_a_worker_that_cannot_start_ends_the_run_before_a_rollout(folder, 
     with pytest.raises(RunError, match=message):
         await train(mock_config(folder / "run", rewards=[reward]))
     assert not (folder / "run" / "rollouts.jsonl").exists() or not rollouts_of(folder / "run")
+
+
+async def test_a_worker_that_closes_late_says_where_it_was(folder, monkeypatch):
+    (folder / "late.py").write_text(
+        "import time\nfrom retrain import RewardCalculator\nclass Late(RewardCalculator):\n"
+        "    async def calculate(self, trajectory): return 1.0\n"
+        "    async def close(self): time.sleep(99)\n"
+    )
+    faults = []
+    async with spied(monkeypatch):
+        scorer = of(folder, {"type": "late.py", "processes": 1}, close=0.1)
+        async with scorer.serving(faults.append):
+            pass
+    where = "took longer than deadlines.close = 0.1 s at late.py:5"
+    assert faults == [f"reward 'late' {where}; {KILLED}"]
+
+
+async def test_a_worker_ends_in_silence_when_the_run_is_gone(folder):
+    (folder / "own.py").write_text("def own(completion): return 1.0\n")
+    section = RewardConfig(type="own.py", processes=1)
+    spec = {"name": "own", "section": section, "where": "rewards.0", "base_dir": folder}
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", processes._script(), stdin=PIPE, stdout=PIPE, stderr=PIPE
+    )
+    run.stdin.write(wire.framed(pickle.dumps({**spec, "packages": {}})))
+    await wire.read_frame(run.stdout)
+    run._transport.get_pipe_transport(1).close()
+    run.stdin.close()
+    assert await run.stderr.read() == b""
+    assert await run.wait() == 0
 
 
 async def test_a_run_uses_the_workers_and_ends_them(folder, monkeypatch):

@@ -16,6 +16,7 @@ import os
 import pickle
 import resource
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -41,11 +42,14 @@ def main() -> None:
     try:
         calculator = calculator_of(spec["section"], spec["where"], spec["base_dir"])
     except ConfigError as error:
-        return _answer(answers, [UserCodeError(f"{owner}: {error}")])
+        _answer(answers, [UserCodeError(f"{owner}: {error}")])
+        return
     serving = _Serving(owner, spec["name"], calculator, requests, answers, unpickle)
-    if isinstance(calculator, FunctionReward) and not calculator.is_async:
-        return serving.plainly()
-    return asyncio.run(serving.on_a_loop())
+    with suppress(BrokenPipeError):  # the run has ended
+        if isinstance(calculator, FunctionReward) and not calculator.is_async:
+            serving.plainly()
+        else:
+            asyncio.run(serving.on_a_loop())
 
 
 class _Serving:
