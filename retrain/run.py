@@ -179,12 +179,10 @@ def drive(coroutine: Coroutine[Any, Any, T], console: Console | None = None) -> 
             raise
         raise RunError(f"KeyboardInterrupt was raised{line_of(error)}, not by Ctrl-C") from error
     finally:
-        rest = asyncio.all_tasks(loop)
-        for other in rest:
-            other.cancel()
-        if rest:
-            loop.run_until_complete(asyncio.wait(rest, timeout=STUCK_SECONDS))
-        loop.run_until_complete(loop.shutdown_asyncgens())
+        _end_tasks(loop)
+        generators = loop.create_task(loop.shutdown_asyncgens())
+        loop.run_until_complete(asyncio.wait([generators], timeout=STUCK_SECONDS))
+        _end_tasks(loop)  # of generators that never end
         asyncio.set_event_loop(None)
         loop.close()
 
@@ -201,6 +199,15 @@ def _completed(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
             if task.done():
                 raise
             task.cancel()
+
+
+def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel all tasks, and wait for them a while."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=STUCK_SECONDS))
 
 
 def leave(code: int) -> NoReturn:

@@ -12,6 +12,7 @@ from retrain.chat import Chat
 from retrain.config import RunConfig
 from retrain.errors import RunError, UserCodeError, shown
 from retrain.rewarding import Reward, Scorer, WeightedReward, checked, compares
+from retrain.rewarding.processes import ProcessReward
 from retrain.rollout import Rollouts, Slot
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion, Prompt, Trajectory
@@ -69,7 +70,9 @@ async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) ->
     """The verdicts of one reward, with the time of each call."""
     usable = [case for case in cases if case[1].outcome == "ok"]
     lines = [f"{label}: not tried: {t.info['error']}" for label, t in cases if t.outcome != "ok"]
-    calls = [usable] if compares(part.calculator) and usable else [[case] for case in usable]
+    calculator = part.calculator
+    judge = calculator.inner if isinstance(calculator, ProcessReward) else calculator
+    calls = [usable] if compares(judge) and usable else [[case] for case in usable]
     good, failed = bool(usable), dict[str, list[str]]()
     for call in calls:
         started = time.perf_counter()

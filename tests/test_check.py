@@ -228,6 +228,10 @@ class Down(RewardCalculator):
     async def setup(self): await self._ask("setup")
     async def calculate(self, trajectory): await self._ask("calculate"); return 1.0
     async def close(self): await self._ask("close")
+
+class Ranked(RewardCalculator):
+    async def calculate(self, trajectory): raise NotImplementedError
+    async def calculate_group(self, group): return [len(group)] * len(group)
 """
 COUNTING = """
 from retrain import Environment, StepResult
@@ -270,6 +274,9 @@ def test_a_configs_rewards_are_called_and_shown(
         "      empty text: 1 in N ms",
         "      garbage: 1 in N ms",
     ]
+    code, text = shown("rewards={type: scores.py:Ranked, processes: 1}")
+    assert code == 0
+    assert text.count(": 3 in N ms") == 3, "one call, as in a run"
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         down = f"type: scores.py:Down, port: {nobody.getsockname()[1]}"

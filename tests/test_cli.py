@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -334,7 +334,8 @@ def test_the_traceback_of_the_unforeseen_goes_to_a_file(
         assert "Traceback" in capsys.readouterr().err
 
 
-def test_drive_ends_what_is_left_and_restores_the_signals() -> None:
+def test_drive_ends_what_is_left_and_restores_the_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.run.STUCK_SECONDS", 0.05)
     ended = []
 
     async def endless() -> None:
@@ -343,15 +344,23 @@ def test_drive_ends_what_is_left_and_restores_the_signals() -> None:
         finally:
             ended.append(True)
 
+    async def generator() -> AsyncIterator[int]:
+        try:
+            yield 5
+        finally:
+            await endless()
+
+    numbers = generator()
+
     async def leaves_a_task() -> int:
         task = asyncio.create_task(endless())
         await asyncio.sleep(0)
         assert not task.done()
-        return 5
+        return await anext(numbers)
 
     before = signal.getsignal(signal.SIGINT)
     assert drive(leaves_a_task()) == 5
-    assert ended == [True]
+    assert ended == [True, True]
     assert signal.getsignal(signal.SIGINT) is before
 
 

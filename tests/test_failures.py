@@ -13,13 +13,22 @@ import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.concurrency.outages import is_outage
-from retrain.errors import AdapterError, LateError, NonFiniteError, NoSignalError, StallError, blame
+from retrain.errors import (
+    AdapterError,
+    LateError,
+    NonFiniteError,
+    NoSignalError,
+    StallError,
+    UserCodeError,
+    blame,
+)
 from retrain.observe.callbacks import Callback
 from retrain.observe.failure import full_text
 from retrain.observe.report import digest, write_report
 from retrain.observe.run_dir import read_events, read_metrics, surviving
 from retrain.pipeline import outage, train
 from retrain.pipeline.checkpoint import Checkpoints
+from retrain.prompts import ListPrompts
 from retrain.rewarding import RewardCalculator
 from tests.pipe_kit import events, parts_with, played, rollouts_of, slot_share
 
@@ -217,6 +226,42 @@ async def test_p10_cancelling_during_an_outage_saves_and_a_resume_plays_its_prom
     assert trained_once(tmp_path)
 
 
+class EndsSlots(RewardCalculator):
+    """Can't be reached for a while; then it ends the slot that tries it, once."""
+
+    calls = itertools.count(1)
+
+    async def calculate(self, trajectory):
+        call = next(EndsSlots.calls)
+        if 40 <= call < 60:
+            raise httpx.ConnectError("All connection attempts failed")
+        if call == 60:
+            slots = [task for task in asyncio.all_tasks() if task.get_name() == "slot"]
+            next(task for task in slots if "_in_tasks" in str(inner_of(task))).cancel()
+            await asyncio.sleep(0)
+        return slot_share(trajectory.completion, trajectory.prompt.answer)
+
+
+def inner_of(task) -> list[str]:
+    """The functions that a task awaits."""
+    names, awaited = [], task.get_coro()
+    while awaited is not None:
+        names.append(getattr(awaited, "__name__", ""))
+        awaited = getattr(awaited, "cr_await", None)
+    return names
+
+
+async def test_p5_a_slot_that_ends_while_it_tries_again_ends_no_run(tmp_path, judge):
+    EndsSlots.calls = itertools.count(1)
+    judge()
+    reward = {"type": f"{__name__}:EndsSlots"}
+    config = config_in(tmp_path, rewards=[reward], deadlines={"stall": 2})
+    assert (await train(config)).total_steps == STEPS
+    assert [e["state"] for e in events(tmp_path, "outage")] == ["began", "over"]
+    [fault] = events(tmp_path, "fault")
+    assert "user code cancelled the task 'slot'" in fault["error"]
+
+
 # what a failure saves
 
 
@@ -293,26 +338,68 @@ async def test_p13_a_failing_run_saves_its_last_step_if_the_weights_are_good(tmp
         assert trained_once(tmp_path)
 
 
-async def test_p13_a_sampler_that_fails_lets_the_update_under_way_end(tmp_path):
+class Cancels(ListPrompts):
+    """Cancels the task that reads it, once `armed`."""
+
+    armed = False
+
+    def checked_row(self, index):
+        if Cancels.armed:
+            asyncio.current_task().cancel()
+        return super().checked_row(index)
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [("sampler", "sample failed"), ("source", "user code cancelled the task 'feed'")],
+)
+async def test_p13_a_stage_that_fails_lets_the_update_under_way_end(
+    tmp_path, monkeypatch, at, message
+):
     class Slow(MockAdapter):
-        failed = asyncio.Event()
+        stopping = asyncio.Event()
+
+        def hurry(self):
+            self.stopping.set()
 
         async def update(self, batch):
             if self.version == 3:
-                await self.failed.wait()
+                await self.stopping.wait()
             return await super().update(batch)
 
+        async def publish(self):
+            if self.version == 2 and at == "source":
+                monkeypatch.setattr(Cancels, "armed", True)
+            return await super().publish()
+
         async def sample(self, prompt_ids, params, n=1):
-            if self.version == 3:
-                self.failed.set()
+            if self.version == 3 and at == "sampler":
                 raise AdapterError("sample failed")
             return await super().sample(prompt_ids, params, n)
 
-    config = config_in(tmp_path, staleness={"target": 1, "max": 2})
-    with pytest.raises(ExceptionGroup) as caught:
-        await train(config, parts=parts_with(config, Slow(MockOptions(), config)))
-    assert caught.group_contains(AdapterError, match="sample failed")
+    prompts = mock_config(tmp_path).prompts.model_dump() | {"type": f"{__name__}:Cancels"}
+    config = config_in(tmp_path, staleness={"target": 1, "max": 2}, prompts=prompts)
+    async with asyncio.timeout(20):
+        with pytest.raises(ExceptionGroup) as caught:
+            await train(config, parts=parts_with(config, Slow(MockOptions(), config)))
+    assert caught.group_contains((AdapterError, UserCodeError), match=message)
     assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
+
+
+async def test_p1_stopping_many_times_loses_no_finished_group(tmp_path):
+    class Stops(Callback):
+        async def on_step_begin(self, trainer, step):
+            if step == 3:
+                for _ in range(99):
+                    trainer.request_stop()
+                for _ in range(999):  # until all groups that may be open are played
+                    await asyncio.sleep(0)
+
+    config = config_in(tmp_path, staleness={"target": 1, "max": 2})
+    async with asyncio.timeout(20):
+        await train(config, callbacks=[Stops()])
+    assert (await train(config, resume=True)).total_steps == STEPS
+    assert trained_once(tmp_path)
 
 
 async def test_p13_a_run_that_stalls_saves_its_last_step(tmp_path):

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import pickle
 import sys
+from asyncio.subprocess import PIPE
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,7 +14,7 @@ from retrain.concurrency import children
 from retrain.config import DeadlinesConfig, RewardConfig
 from retrain.errors import ConfigError, RunError
 from retrain.pipeline import train
-from retrain.rewarding import Scorer, weighted_reward
+from retrain.rewarding import Scorer, processes, weighted_reward, wire
 from tests.pipe_kit import rollouts_of
 from tests.test_rewarding import played
 
@@ -96,6 +98,13 @@ def act(completion):
 """
 EXCLUDE = "To exclude a rollout, return Reward(0.0, outcome='invalid')."
 KILLED = "its worker process was killed"
+
+
+class NoNumber:
+    """Can be pickled, but not loaded."""
+
+    def __reduce__(self):
+        return int, ("no number",)
 
 
 @pytest.fixture
@@ -198,15 +207,23 @@ async def test_a_worker_that_dies_costs_one_rollout(folder, monkeypatch, name):
 async def test_what_cannot_be_sent_costs_its_rollout_only(folder, monkeypatch):
     (folder / "kinds.py").write_text(
         "from retrain import RewardCalculator\nclass Mine(RewardCalculator):\n"
-        "    async def calculate(self, trajectory): return 1.0\n"
+        "    async def calculate(self, trajectory): return 1.0\nclass Both(Mine):\n"
+        "    async def calculate_group(self, group): return [1.0] * len(group)\n"
     )
-    scorer = of(folder, {"type": "kinds.py:Mine", "processes": 1})
-    group = played("a", "b")
-    group.trajectories[0].info["odd"] = lambda: None
-    async with spied(monkeypatch), scorer.serving(pytest.fail):
-        await scorer.score(group)
-    assert [t.outcome for t in group.trajectories] == ["infra_error", "ok"]
-    assert "can't be sent to a worker process" in group.trajectories[0].info["error"]
+    one, both = {"type": "kinds.py:Mine", "processes": 1}, {"type": "kinds.py:Both", "processes": 1}
+    groups = [played("a", "b") for _ in range(4)]
+    for group, odd in zip(groups, (lambda: None, NoNumber()) * 2, strict=True):
+        group.trajectories[0].info["odd"] = odd
+    async with spied(monkeypatch):
+        alone, together = of(folder, one), of(folder, both)
+        async with alone.serving(pytest.fail), together.serving(pytest.fail):
+            for scorer, group in zip((alone, alone, together, together), groups, strict=True):
+                await scorer.score(group)
+    outcomes = [[t.outcome for t in group.trajectories] for group in groups]
+    assert outcomes == [["infra_error", "ok"]] * 2 + [["infra_error"] * 2] * 2
+    unsent, unread, *_ = [group.trajectories[0].info["error"] for group in groups]
+    assert "can't be sent to a worker process" in unsent
+    assert "reward 'Mine' raised ValueError: invalid literal for int()" in unread
 
 
 @pytest.mark.parametrize(
@@ -228,6 +245,36 @@ async def test_a_worker_that_cannot_start_ends_the_run_before_a_rollout(folder, 
     with pytest.raises(RunError, match=message):
         await train(mock_config(folder / "run", rewards=[reward]))
     assert not (folder / "run" / "rollouts.jsonl").exists() or not rollouts_of(folder / "run")
+
+
+async def test_a_worker_that_closes_late_says_where_it_was(folder, monkeypatch):
+    (folder / "late.py").write_text(
+        "import time\nfrom retrain import RewardCalculator\nclass Late(RewardCalculator):\n"
+        "    async def calculate(self, trajectory): return 1.0\n"
+        "    async def close(self): time.sleep(99)\n"
+    )
+    faults = []
+    async with spied(monkeypatch):
+        scorer = of(folder, {"type": "late.py", "processes": 1}, close=0.1)
+        async with scorer.serving(faults.append):
+            pass
+    where = "took longer than deadlines.close = 0.1 s at late.py:5"
+    assert faults == [f"reward 'late' {where}; {KILLED}"]
+
+
+async def test_a_worker_ends_in_silence_when_the_run_is_gone(folder):
+    (folder / "own.py").write_text("def own(completion): return 1.0\n")
+    section = RewardConfig(type="own.py", processes=1)
+    spec = {"name": "own", "section": section, "where": "rewards.0", "base_dir": folder}
+    run = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", processes._script(), stdin=PIPE, stdout=PIPE, stderr=PIPE
+    )
+    run.stdin.write(wire.framed(pickle.dumps({**spec, "packages": {}})))
+    await wire.read_frame(run.stdout)
+    run._transport.get_pipe_transport(1).close()
+    run.stdin.close()
+    assert await run.stderr.read() == b""
+    assert await run.wait() == 0
 
 
 async def test_a_run_uses_the_workers_and_ends_them(folder, monkeypatch):

@@ -5,13 +5,14 @@ import re
 import signal
 import threading
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import anyio
 import pytest
 
 from benchmarks.mock_engine import mock_config
 from retrain.assembly import Given, assemble
+from retrain.concurrency import deadlines
 from retrain.config import DeadlinesConfig
 from retrain.errors import PluginError, RunError
 from retrain.observe.run_dir import read_events
@@ -23,6 +24,7 @@ from retrain.rewarding import (
     Scorer,
     WeightedReward,
     reward,
+    tenure,
 )
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
@@ -250,7 +252,7 @@ class Client(RewardCalculator):
 
     def __init__(self, fault=""):
         self.fault, self.calls, self.tasks = fault, [], set()
-        self.begun = asyncio.Event()
+        self.begun, self.free = asyncio.Event(), asyncio.Event()
 
     async def _at(self, hook):
         self.calls.append(hook)
@@ -260,6 +262,12 @@ class Client(RewardCalculator):
             raise ConnectionError("nobody there")
         if self.fault == f"{hook} hangs":
             await asyncio.Event().wait()
+        if self.fault == f"{hook} never ends":
+            while not self.free.is_set():
+                with suppress(asyncio.CancelledError):
+                    await self.free.wait()
+        if self.fault == f"{hook} is cancelled later":
+            asyncio.get_running_loop().call_later(0, asyncio.current_task().cancel)
         if self.fault == f"{hook} cancels":
             asyncio.current_task().cancel()
             await asyncio.sleep(0)
@@ -319,6 +327,27 @@ async def test_a_close_that_fails_is_only_reported(tmp_path, fault):
     assert result.total_steps == 4
     [noted] = [event for event in read_events(tmp_path) if event["event"] == "fault"]
     assert "reward 'mine': close" in noted["error"]
+
+
+async def test_a_close_that_never_ends_is_reported_and_abandoned(monkeypatch):
+    for module in (deadlines, tenure):
+        monkeypatch.setattr(module, "STUCK_SECONDS", 0.03)
+    client, faults = Client("close never ends"), []
+    limits = DeadlinesConfig(close=0.03)
+    scorer = Scorer([WeightedReward("mine", 1.0, client)], deadlines=limits)
+    async with scorer.serving(faults.append):
+        pass
+    client.free.set()
+    assert faults == ["reward 'mine' still runs 0.06 s after the run ended"]
+    await asyncio.wait(client.tasks)
+
+
+async def test_a_reward_whose_task_user_code_cancels_is_closed_and_reported():
+    client, faulted = Client("setup is cancelled later"), asyncio.Queue()
+    async with Scorer([WeightedReward("mine", 1.0, client)]).serving(faulted.put_nowait):
+        fault = await faulted.get()
+        assert fault == "reward 'mine': user code cancelled its task, so it is closed"
+    assert client.calls == ["setup", "close"]
 
 
 async def test_an_interrupted_setup_is_closed():

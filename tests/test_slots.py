@@ -227,6 +227,26 @@ async def test_a_close_that_fails_is_a_fault_and_bounded(
     assert told_of.startswith("Faulty.close")
 
 
+async def test_setups_that_never_end_hold_no_place_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadlines, "STUCK_SECONDS", 0.02)
+    free = asyncio.Event()
+
+    class Stuck(Faulty):
+        async def setup(self) -> None:
+            while not free.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await free.wait()
+
+    async with asyncio.timeout(10):
+        group = await played(Stuck, Stuck, setup=0.03)  # as many as may be set up at once
+    assert [t.outcome for t in group.trajectories] == ["timeout", "timeout", "ok", "ok"]
+    stuck = set(instance._abandoned)
+    free.set()
+    await asyncio.wait(stuck)
+
+
 class Held(Environment):
     """Holds an anyio task group, as a client of MCP does, from `setup` to `close`."""
 

@@ -185,3 +185,14 @@ def test_a_guardian_that_was_killed_is_replaced():
         assert guardian._process.poll() is None
     finally:
         guardian.unwatch(None)
+
+
+def test_the_first_process_of_a_container_needs_no_guardian(monkeypatch):
+    def none(*_, **__):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("retrain.concurrency.guardian.subprocess.Popen", none)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    alone = type(guardian)()
+    alone.watch(alone, 60.0, None)
+    alone.unwatch(alone)

@@ -28,7 +28,7 @@ from pathlib import Path
 from retrain.concurrency import guardian_process
 
 OWN = str(Path(__file__).parent.parent), str(Path(os.__file__).parent)
-"""The folders of retrain and of the standard library."""
+"""The folders of retrain and of the standard library, whose frames no message names."""
 LAST_RESORT_SECONDS = 5.0
 
 
@@ -76,7 +76,7 @@ class _Guardian:
                 self._start()
         if self._handler and signal.getsignal(signal.SIGINT) is not self._handler:
             self.heard()  # somebody else answers Ctrl-C, as a debugger does
-        if os.getpid() == 1 and self._watches:
+        if os.getpid() == 1 and self._watches and self._faults >= 0:
             # The kernel protects the first process of a container from its children's SIGKILL.
             limits = [limit for limit, _ in list(self._watches.values())]
             limit = min(limits, default=0.0) + LAST_RESORT_SECONDS

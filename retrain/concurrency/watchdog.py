@@ -28,17 +28,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from retrain.concurrency.guardian import guardian
+from retrain.concurrency.guardian import OWN, guardian
 from retrain.errors import StallError
 
 LAST_WORDS_SECONDS = 5.0
 DEBUGGERS = ("pdb", "bdb", "_pydevd", "pydevd")
 """Modules whose frames are on the stack while a debugger waits for its user."""
-OWN = (
-    str(Path(__file__).parent.parent),
-    str(Path(asyncio.__file__).parent),
-    str(Path(os.__file__).parent),
-)
 
 
 class Watchdog:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 from retrain.algorithms.functional import is_flat
 from retrain.config import RunConfig
 from retrain.errors import NoSignalError
 from retrain.pipeline.ledger import Ledger
-from retrain.pipeline.outage import Outage
+from retrain.pipeline.outage import Outage, error_of
 from retrain.types import Group, Ticket
 
 Drop = Callable[[Group, str], None]
@@ -49,8 +48,8 @@ class Intake:
 
     def stop(self) -> None:
         """Make `take` return None, at once if it is waiting."""
-        self._stopped = True
-        with suppress(asyncio.QueueFull):  # a full queue wakes the reader itself
+        if not self._stopped:  # the queue has room for one None
+            self._stopped = True
             self._done.put_nowait(None)
 
     async def take(self, version: int) -> list[Group] | None:
@@ -82,7 +81,7 @@ class Intake:
                 self._count_failure(group)
             elif cause == "outage" and self._outage.expired:
                 raise NoSignalError(
-                    f"{_error_of(group)}. It worked before in this run; gave up after "
+                    f"{error_of(group)}. It worked before in this run; gave up after "
                     "deadlines.outage."
                 )
         rank = {ticket: index for index, ticket in enumerate(self._ledger.open)}
@@ -144,14 +143,10 @@ class Intake:
 
     def _count_failure(self, group: Group) -> None:
         if self.failed_in_a_row == 0:
-            self._first_error = _error_of(group)
+            self._first_error = error_of(group)
         self.failed_in_a_row += 1
         if self.failed_in_a_row >= self._train.max_failed_groups:
             raise NoSignalError(
                 f"{self.failed_in_a_row} groups in a row had no scored rollout "
                 f"(train.max_failed_groups). First error: {self._first_error}"
             )
-
-
-def _error_of(group: Group) -> str:
-    return str(group.trajectories[0].info.get("error", "unknown cause"))

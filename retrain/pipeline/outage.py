@@ -72,7 +72,7 @@ class Outage:
             if not alone:
                 self._failing.add(prompt)
             if self._since is None and len(self._failing) > 1:
-                self._begin(str(group.trajectories[0].info.get("error", "unknown cause")))
+                self._begin(error_of(group))
             elif ticket == self._probe:
                 self._wait(min(2 * self._pause, LONGEST_PAUSE))
             if self._since is not None or not alone:
@@ -130,3 +130,8 @@ class Outage:
         self._moved.set()
         logger.warning("the outage is over after %.0f s", seconds)
         self._report("over", seconds=seconds)
+
+
+def error_of(group: Group) -> str:
+    """Why the first rollout of a group failed."""
+    return str(group.trajectories[0].info.get("error", "unknown cause"))

@@ -78,7 +78,7 @@ class Run:
         most_open = (config.staleness.target + 1) * train.groups_per_step
         self.slots = config.rollout.slots or most_open
         self.todo: asyncio.Queue[Prompt] = asyncio.Queue(self.slots)
-        # never full, so that a group is in a file and in this queue, or in neither
+        # room for all groups and the None of `stop`, so that `put_nowait` never fails
         self.done: asyncio.Queue[Group | None] = asyncio.Queue(most_open + 1)
         self.admit = asyncio.Event()
         self.outage = Outage(config.deadlines.outage, self.record.outage)
@@ -192,11 +192,6 @@ class Run:
             self._setups,
             self.record.fault,
         )
-
-    def see(self, group: Group) -> None:
-        """Look at a group that was played, before the learner takes it."""
-        self.signal.see(group)
-        self.outage.see(group)
 
     def drop(self, group: Group, cause: str) -> None:
         """Drop a finished group; for the causes in `AGAIN` its prompt is issued again."""

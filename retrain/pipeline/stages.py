@@ -162,7 +162,7 @@ async def drive(run: Run) -> Status:
     async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
             learner = stages.create_task(learn(run), name="learn")
-            producers = [stages.create_task(apart(feed(run), "feed"), name="feed")]
+            producers = [stages.create_task(feed(run), name="feed")]
             producers += [
                 stages.create_task(collect(run), name=f"collect#{index}")
                 for index in range(run.slots)
@@ -182,13 +182,17 @@ async def drive(run: Run) -> Status:
 @stops_the_learner
 async def feed(run: Run) -> None:
     """Issue prompts, as many as staleness admits; pass on groups that a resume kept."""
+    await apart(_feed(run), "feed")
+
+
+async def _feed(run: Run) -> None:
     while True:
         while len(run.ledger.open) >= run.admitted:
             run.admit.clear()
             await run.admit.wait()
         ticket = run.ledger.issue(fresh=run.outage.suspected)
         if ticket in run.kept:
-            await run.done.put(run.kept.pop(ticket))
+            run.done.put_nowait(run.kept.pop(ticket))
             continue
         run.record.event("issued", ticket=str(ticket))  # in the order of the ledger
         await run.outage.turn(ticket, run.watchdog.waiting)
@@ -200,20 +204,17 @@ async def collect(run: Run) -> None:
     """Keep one slot at work. If user code ends its task, its group fails and a new slot follows."""
     size = run.config.algorithm.group_size
     while True:
-        current: list[Prompt | Group] = []
+        current: list[Prompt] = []
         try:
             await apart(_play(run, run.slot(size), current), "slot")
         except UserCodeError as error:
             run.record.fault(str(error))
-            for left in current:
-                if isinstance(left, Prompt):
-                    left = _failed(left, size, error)
-                    run.record.played(left, time.time())
-                await run.done.put(left)
+            for prompt in current:
+                _hand_on(run, _failed(prompt, size, error), time.time())
 
 
-async def _play(run: Run, slot: Slot | Playback, current: list[Prompt | Group]) -> None:
-    """Play one group after the other; `current` is the one that isn't handed on yet."""
+async def _play(run: Run, slot: Slot | Playback, current: list[Prompt]) -> None:
+    """Play one group after the other; `current` has the prompt under way."""
     try:
         while True:
             prompt = await run.todo.get()
@@ -222,14 +223,19 @@ async def _play(run: Run, slot: Slot | Playback, current: list[Prompt | Group]) 
             group = await slot.play(prompt)
             if cancelled():  # and user code swallowed the CancelledError
                 break
-            run.record.played(group, started)
-            current[:] = [group]
-            if run.sampled:
-                run.see(group)
-            await run.done.put(group)
+            _hand_on(run, group, started)
             current.clear()
     finally:
         await slot.close()
+
+
+def _hand_on(run: Run, group: Group, started: float) -> None:
+    """Record a group that was played, and pass it to the learner."""
+    run.record.played(group, started)
+    if run.sampled:
+        run.signal.see(group)
+        run.outage.see(group)
+    run.done.put_nowait(group)
 
 
 def _failed(prompt: Prompt, size: int, error: UserCodeError) -> Group:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.concurrency import children
+from retrain.concurrency.guardian import OWN
 from retrain.config import DeadlinesConfig, RewardConfig
 from retrain.config.plugins import user_packages
 from retrain.errors import LateError, PluginError, UserCodeError
@@ -31,8 +32,6 @@ MAIN = "retrain.rewarding.worker"
 LAST_WORDS_SECONDS = 1.0
 """How long a worker may take to write where it is, and to end."""
 _FRAME = re.compile(r'File "([^"<]+)", line (\d+)')
-_OWN = (str(Path(__file__).parent.parent), str(Path(asyncio.__file__).parent.parent))
-"""Folders whose frames a message passes over: ours, and the standard library."""
 
 
 class ProcessReward(RewardCalculator):
@@ -108,11 +107,12 @@ class ProcessReward(RewardCalculator):
     async def _ask(self, asked: Any, count: int) -> list[Verdict]:
         worker = await self._free.get()  # first come, first served
         try:
-            return await worker.ask(asked)
+            verdicts = await worker.ask(asked)
         except UserCodeError as error:
-            return [error] * count
+            verdicts = [error]
         finally:
             self._free.put_nowait(worker)
+        return verdicts if len(verdicts) == count else verdicts * count  # one error for all
 
 
 class _Worker:
@@ -200,7 +200,7 @@ class _Worker:
         finally:
             await self._end()
         frames = _FRAME.findall(words.decode(errors="replace"))
-        own = [frame for frame in frames if not frame[0].startswith(_OWN)] or frames
+        own = [frame for frame in frames if not frame[0].startswith(OWN)] or frames
         return f" at {Path(own[0][0]).name}:{own[0][1]}" if own else ""
 
     async def _end(self) -> None:

@@ -151,7 +151,7 @@ class Scorer:
         """All calls at once; one that fails or is late affects only its rollout.
 
         Each has its own task, so that code that cancels its task cancels nothing else. A late call
-        is cancelled, and only awaited if the run itself ends.
+        is cancelled, but not awaited.
         """
         owner = f"reward '{part.name}'"
         tasks = [own_task(judged(owner, call)) for call in calls]

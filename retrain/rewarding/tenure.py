@@ -9,6 +9,7 @@ from retrain.concurrency.deadlines import STUCK_SECONDS, absorb, own_task, user_
 from retrain.config import DeadlinesConfig
 from retrain.errors import UserCodeError
 from retrain.rewarding.base import RewardCalculator
+from retrain.rewarding.processes import ProcessReward
 
 
 class Tenure:
@@ -25,7 +26,7 @@ class Tenure:
         deadlines: DeadlinesConfig,
         fault: Callable[[str], None],
     ) -> None:
-        """Begin with `setup`. `fault` is called with the error of `close`."""
+        """Begin with `setup`. `fault` is called with an error that affects no rollout."""
         self._owner, self._calculator = f"reward '{name}'", calculator
         self._deadlines, self._fault = deadlines, fault
         self._ready: asyncio.Future[UserCodeError | None] = asyncio.Future()
@@ -42,24 +43,38 @@ class Tenure:
         self._over.set()
         if not self._ready.done():
             self._task.end()
-        await asyncio.wait([self._task], timeout=self._deadlines.close + STUCK_SECONDS)
+        seconds = self._deadlines.close + STUCK_SECONDS
+        _, stuck = await asyncio.wait([self._task], timeout=seconds)
+        if stuck:
+            self._fault(f"{self._owner} still runs {seconds:g} s after the run ended")
 
     async def _serve(self) -> None:
-        seconds, what = self._deadlines.setup, f"{self._owner}: setup"
         try:
-            await user_call(what, self._calculator.setup, seconds, "setup")
+            await self._call("setup")
             self._ready.set_result(None)
             await self._over.wait()
-        except UserCodeError as error:  # that of a worker process names its owner already
-            cause = error.__cause__
-            self._ready.set_result(cause if isinstance(cause, UserCodeError) else error)
+        except UserCodeError as error:
+            self._ready.set_result(_named(error))
         except asyncio.CancelledError:  # by `end`, or by what `setup` left running: close it
             if not self._ready.done():
-                self._ready.set_result(UserCodeError(f"{what} was cancelled"))
+                self._ready.set_result(UserCodeError(f"{self._owner}: setup was cancelled"))
+            elif not self._over.is_set():
+                self._fault(f"{self._owner}: user code cancelled its task, so it is closed")
         await absorb()
-        seconds, what = self._deadlines.close, f"{self._owner}: close"
         try:
-            await user_call(what, self._calculator.close, seconds, "close")
+            await self._call("close")
         except UserCodeError as error:
-            cause = error.__cause__
-            self._fault(str(cause if isinstance(cause, UserCodeError) else error))
+            self._fault(str(_named(error)))
+
+    async def _call(self, hook: str) -> None:
+        """Await `setup` or `close`; raises UserCodeError or LateError."""
+        seconds, call = getattr(self._deadlines, hook), getattr(self._calculator, hook)
+        if isinstance(self._calculator, ProcessReward):  # a late worker says where it was
+            seconds += STUCK_SECONDS
+        await user_call(f"{self._owner}: {hook}", call, seconds, hook)
+
+
+def _named(error: UserCodeError) -> UserCodeError:
+    """The error; that of a worker process names its owner already."""
+    cause = error.__cause__
+    return cause if isinstance(cause, UserCodeError) else error

@@ -39,7 +39,7 @@ async def read_frame(stream: asyncio.StreamReader) -> bytes:
 
 
 def encoded(verdicts: list[Verdict]) -> bytes:
-    """A worker's answer: one item per rollout."""
+    """A worker's answer: one item per rollout, or a single error for all of them."""
     return json.dumps([_item(verdict) for verdict in verdicts]).encode()
 
 

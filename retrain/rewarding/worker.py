@@ -16,6 +16,7 @@ import os
 import pickle
 import resource
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -41,11 +42,14 @@ def main() -> None:
     try:
         calculator = calculator_of(spec["section"], spec["where"], spec["base_dir"])
     except ConfigError as error:
-        return _answer(answers, [UserCodeError(f"{owner}: {error}")])
+        _answer(answers, [UserCodeError(f"{owner}: {error}")])
+        return
     serving = _Serving(owner, spec["name"], calculator, requests, answers, unpickle)
-    if isinstance(calculator, FunctionReward) and not calculator.is_async:
-        return serving.plainly()
-    return asyncio.run(serving.on_a_loop())
+    with suppress(BrokenPipeError):  # the run has ended
+        if isinstance(calculator, FunctionReward) and not calculator.is_async:
+            serving.plainly()
+        else:
+            asyncio.run(serving.on_a_loop())
 
 
 class _Serving:
@@ -92,12 +96,11 @@ class _Serving:
         return not failed
 
     async def _verdicts(self, request: bytes) -> list[Verdict]:
+        """One verdict per rollout of the request, or one error for all of them."""
         asked = judged_here(self.owner, lambda: self.unpickle(request))
-        if isinstance(asked, UserCodeError):
-            return [asked]
-        result = await self._call(asked)
+        result = asked if isinstance(asked, UserCodeError) else await self._call(asked)
         if isinstance(result, UserCodeError) or not compares(self.calculator):
-            return [self._checked(result)] * (1 if isinstance(asked, dict) else len(asked))
+            return [self._checked(result)]
         return [self._checked(verdict) for verdict in result]
 
     async def _call(self, asked: Any) -> Any:

@@ -56,7 +56,7 @@ class Instance:
         """Done when it is closed, or was abandoned."""
         self._job: Job | None = None
         self._inbox: asyncio.Future[None] = loop.create_future()
-        self._leaving = False
+        self._leaving = self._sets_up = False
         self._task = own_task(self._live(), name="environment")
         self._task.add_done_callback(self._end)
 
@@ -97,6 +97,7 @@ class Instance:
         self.error = self.error or error
         self._fault(f"{error}, and still runs {STUCK_SECONDS} s after it was cancelled")
         self.retire()
+        self._release()
         self._settle(None)
         if not self.ended.done():
             self.ended.set_result(None)
@@ -137,10 +138,20 @@ class Instance:
         if type(environment).setup is Environment.setup:
             self._environment = environment
             return
-        async with self._setups:
+        await self._setups.acquire()
+        self._sets_up = True
+        try:
             self._environment = environment  # so that it is closed, whatever happens
             name = f"{self.name}.setup"
             await user_call(name, environment.setup, limit, "setup", self.abandon)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Let another instance set up, also if the `setup` of this one never ends."""
+        if self._sets_up:
+            self._sets_up = False
+            self._setups.release()
 
     async def _serve(self) -> None:
         while not self._leaving:  # a job may have swallowed the cancellation
