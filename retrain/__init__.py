@@ -18,7 +18,7 @@ _HOMES = {
     "retrain.environment": "Action Environment StepResult ToolCall ToolSpec",
     "retrain.errors": (
         "AdapterError CheckpointError ConfigError DeadlineError NoSignalError NonFiniteError "
-        "PluginError PromptError RetrainError RunError StallError UserCodeError"
+        "OutageError PluginError PromptError RetrainError RunError StallError UserCodeError"
     ),
     "retrain.observe.callbacks": "Callback TrainingResult",
     "retrain.observe.loggers": "Logger",
@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.errors import AdapterError as AdapterError, CheckpointError as CheckpointError
     from retrain.errors import ConfigError as ConfigError, DeadlineError as DeadlineError
     from retrain.errors import NoSignalError as NoSignalError, NonFiniteError as NonFiniteError
+    from retrain.errors import OutageError as OutageError
     from retrain.errors import PluginError as PluginError, PromptError as PromptError
     from retrain.errors import RetrainError as RetrainError, RunError as RunError
     from retrain.errors import StallError as StallError, UserCodeError as UserCodeError

@@ -11,6 +11,7 @@
     │   ├── DeadlineError (TimeoutError)      a call of an adapter exceeded its deadline
     │   │   └── StallError                    there was no progress for `deadlines.stall` seconds
     │   ├── NoSignalError                     nothing to learn: all rollouts fail or have no credit
+    │   ├── OutageError                       a reward or environment stays out of reach
     │   └── CheckpointError                   a checkpoint can't be written, read or resumed
     └── UserCodeError                         an environment or reward failed in one rollout
         ├── LateError                         it exceeded its deadline
@@ -22,10 +23,19 @@ line, and the pipe records that as the outcome of the rollout.
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+LIBRARIES = (
+    str(Path(__file__).parent),
+    str(Path(traceback.__file__).parent),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+)
+"""The folders of retrain, of the standard library and of installed packages."""
 
 
 class RetrainError(Exception):
@@ -84,6 +94,10 @@ class NoSignalError(RunError):
     """There is nothing to learn: all rollouts fail or have no credit."""
 
 
+class OutageError(RunError):
+    """A reward or an environment that worked before can't be reached for `deadlines.outage`."""
+
+
 class CheckpointError(RunError):
     """A checkpoint can't be written, read or resumed."""
 
@@ -101,8 +115,12 @@ class RewardError(UserCodeError):
 
 
 def blame(owner: str, error: BaseException) -> UserCodeError:
-    """The error of user code, `owner` ("reward 'slot_match'"), with the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """The error of user code, `owner` ("reward 'slot_match'"), with the line of it that raised.
+
+    A line of an installed library is only named if the user's code has none.
+    """
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in stack if not f.filename.startswith(LIBRARIES)] or list(stack)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     said = text_of(error)
     text = f": {said}" if said else ""

@@ -335,9 +335,9 @@ def _print_causes(error: BaseException, causes: Sequence[BaseException]) -> None
 def _message(error: BaseException) -> str:
     """What the error says; an unexpected one with its type and line."""
     from retrain.config.plugins import line_of
-    from retrain.observe.failure import message_of
+    from retrain.errors import text_of
 
-    text = message_of(error)
+    text = text_of(error)
     return (
         text
         if isinstance(error, RetrainError)

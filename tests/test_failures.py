@@ -18,6 +18,7 @@ from retrain.errors import (
     LateError,
     NonFiniteError,
     NoSignalError,
+    OutageError,
     StallError,
     UserCodeError,
     blame,
@@ -159,7 +160,7 @@ async def test_p13_a_run_waits_for_a_judge_that_has_worked_before(
     assert over["state"] == "over"
     told = [r.getMessage() for r in caplog.records if "deadlines.outage" in r.getMessage()]
     assert len(told) == 1, "it is said once"
-    assert f"Next try in {pause} s; gives up after deadlines.outage = 600 s" in told[0]
+    assert f"next try in {pause} s, gives up after deadlines.outage = 600 s" in told[0]
     drops = [e for e in events(tmp_path, "dropped") if e["cause"] == "outage"]
     assert drops
     issued = {e["ticket"] for e in events(tmp_path, "issued")}
@@ -174,7 +175,7 @@ async def test_p13_an_outage_that_lasts_ends_the_run_with_a_checkpoint(tmp_path,
     with pytest.raises(ExceptionGroup) as caught:
         await train(config)
     assert caught.group_contains(
-        NoSignalError, match=r"reward 'Judge' raised ConnectError.*gave up after deadlines\.outage"
+        OutageError, match=r"reward 'Judge' raised ConnectError.*gave up after deadlines\.outage"
     )
     [saved] = Checkpoints(tmp_path / "checkpoints").steps()
     assert saved == steps_of(tmp_path)[-1] > 0

@@ -26,9 +26,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from retrain.concurrency import guardian_process
+from retrain.errors import LIBRARIES
 
-OWN = str(Path(__file__).parent.parent), str(Path(os.__file__).parent)
-"""The folders of retrain and of the standard library, whose frames no message names."""
 LAST_RESORT_SECONDS = 5.0
 
 
@@ -131,7 +130,7 @@ class _Guardian:
         if self._process is not None and self._process.poll() is None:
             return True
         reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
-        arguments = [os.getpid(), *reads[1:], *OWN]
+        arguments = [os.getpid(), *reads[1:], *LIBRARIES]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", guardian_process.__file__, *map(str, arguments)],

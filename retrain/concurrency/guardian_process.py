@@ -24,6 +24,7 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TICK = 0.5
 ANSWER_SECONDS = 2.0
 """How long the run may take to answer a signal."""
+REMEDY = "A reward with `processes: 2` runs in processes that can be ended one by one"
 LEAVE_SECONDS = 15.0
 """How long a run may take to exit after it said so."""
 CHILD_SECONDS = 3.0
@@ -120,9 +121,12 @@ class Guardian:
             if select.select([0], [], [], 0)[0]:
                 return
             self.leaving = True
-            holders = " or ".join(places(self.stacks.decode(errors="replace"), self.own))
+            try:
+                holders = " or ".join(places(self.stacks.decode(errors="replace"), self.own))
+            except Exception:  # noqa: BLE001 - whatever the text is, the run must end
+                holders = ""
             held = f"; the interpreter (GIL) is held by {holders}" if holders else ""
-            self.report(f"{why}{held}. The process was ended")
+            self.report(f"{why}{held}. The process was ended. {REMEDY}")
         self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
@@ -167,7 +171,7 @@ class Guardian:
         if not self.folders:
             say(f"{message}.")
         for folder in self.folders:
-            words = f"{message}. {advice(folder)}"
+            words = f"{message.rstrip('.')}. {advice(folder)}"
             try:
                 with open(os.path.join(folder, "error.txt"), "ab") as file:
                     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -194,9 +198,11 @@ def advice(folder: str) -> str:
 def places(stacks: str, own: "list[str]") -> "list[str]":
     """The lines of user code that run, "judge (rewards.py:5)": at most one per thread.
 
-    `stacks` is faulthandler's text, innermost frame first. `own` are the folders of retrain and of
-    the standard library. A thread that waits, or runs retrain's own code, is left out.
+    `stacks` is faulthandler's text, innermost frame first. `own` are the folders of retrain, of the
+    standard library and of installed packages. A thread that waits, or runs retrain's own code, is
+    left out.
     """
+    retrain, library, *_ = own
     found: list[str] = []
     searching = False
     for line in stacks.splitlines():
@@ -207,8 +213,7 @@ def places(stacks: str, own: "list[str]") -> "list[str]":
             continue
         path, _, rest = line[len('  File "') :].rpartition('", line ')
         number, _, name = rest.partition(" in ")
-        retrain, library = own
-        inner = path.startswith(library) and "site-packages" not in path
+        inner = path.startswith(tuple(own))
         waits = os.path.basename(path) in WAITING or path.startswith(f"{library}/asyncio/")
         if path.startswith(retrain) or (inner and waits):
             searching = False

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from retrain.concurrency.guardian import OWN, guardian
-from retrain.errors import StallError
+from retrain.concurrency.guardian import guardian
+from retrain.errors import LIBRARIES, StallError
 
 LAST_WORDS_SECONDS = 5.0
 DEBUGGERS = ("pdb", "bdb", "_pydevd", "pydevd")
@@ -188,7 +188,7 @@ def _place(frame: FrameType | None) -> str:
 
 def _spot(frames: list[FrameType]) -> str:
     """The last of the frames in user code, or else of all; empty without a frame."""
-    own = [f for f in frames if not f.f_code.co_filename.startswith(OWN)]
+    own = [f for f in frames if not f.f_code.co_filename.startswith(LIBRARIES)]
     for frame in (own or frames)[-1:]:
         code = frame.f_code
         return f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"

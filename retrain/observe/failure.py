@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.config.plugins import line_of
-from retrain.errors import RetrainError
+from retrain.errors import RetrainError, text_of
 
 ERROR = "error.txt"
 INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
@@ -26,22 +26,14 @@ def causes(error: BaseException) -> list[BaseException]:
 def first_line(error: BaseException) -> str:
     """The first cause in one line, with its type."""
     first = causes(error)[0]
-    return f"{type(first).__name__}: {message_of(first)}".partition("\n")[0]
-
-
-def message_of(error: BaseException) -> str:
-    """`str(error)`, which may raise for an error of user code."""
-    try:
-        return str(error)
-    except Exception as raised:  # noqa: BLE001 - user code can raise anything
-        return f"(its __str__ raised {type(raised).__name__})"
+    return f"{type(first).__name__}: {text_of(first)}".partition("\n")[0]
 
 
 def described(error: BaseException) -> dict[str, str]:
     """The first cause as the field `error` of an event: its type, message and line."""
     first = causes(error)[0]
     line = "" if isinstance(first, RetrainError) else line_of(first).removeprefix(" at ")
-    return {"type": type(first).__name__, "message": message_of(first), "line": line}
+    return {"type": type(first).__name__, "message": text_of(first), "line": line}
 
 
 def full_text(error: BaseException) -> str:
@@ -74,4 +66,4 @@ def notes_of(error: BaseException) -> Sequence[str]:
 
 
 def _text(cause: BaseException) -> str:
-    return "\n  ".join([f"{type(cause).__name__}: {message_of(cause)}", *notes_of(cause)])
+    return "\n  ".join([f"{type(cause).__name__}: {text_of(cause)}", *notes_of(cause)])

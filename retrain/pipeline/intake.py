@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from retrain.algorithms.functional import is_flat
 from retrain.config import RunConfig
-from retrain.errors import NoSignalError
+from retrain.errors import NoSignalError, OutageError
 from retrain.pipeline.ledger import Ledger
 from retrain.pipeline.outage import Outage, error_of
 from retrain.types import Group, Ticket
@@ -55,7 +55,8 @@ class Intake:
     async def take(self, version: int) -> list[Group] | None:
         """The groups of a step in the order of issue; None after `stop`.
 
-        Raises NoSignalError when too many groups in a row had no scored rollout.
+        Raises NoSignalError when too many groups in a row had no scored rollout, OutageError at the
+        limit of an outage.
         """
         chosen: dict[Ticket, Group] = {}
         try:
@@ -80,9 +81,9 @@ class Intake:
             if cause == "failed":
                 self._count_failure(group)
             elif cause == "outage" and self._outage.expired:
-                raise NoSignalError(
+                raise OutageError(
                     f"{error_of(group)}. It worked before in this run; gave up after "
-                    "deadlines.outage."
+                    f"deadlines.outage = {self._outage.limit:g} s."
                 )
         rank = {ticket: index for index, ticket in enumerate(self._ledger.open)}
         return [chosen[ticket] for ticket in sorted(chosen, key=rank.__getitem__)]

@@ -28,7 +28,7 @@ class Outage:
     """The outage under way, if any; `report(state, ...)` writes its event."""
 
     def __init__(self, limit: float, report: Callable[..., None]) -> None:
-        self._limit, self._report = limit, report
+        self.limit, self._report = limit, report
         self._clock = asyncio.get_running_loop().time
         self._proven = False
         self._since: float | None = None
@@ -43,7 +43,7 @@ class Outage:
     @property
     def expired(self) -> bool:
         """Whether the outage has lasted for `deadlines.outage` seconds."""
-        return self._since is not None and self._clock() - self._since >= self._limit
+        return self._since is not None and self._clock() - self._since >= self.limit
 
     @property
     def suspected(self) -> bool:
@@ -80,7 +80,7 @@ class Outage:
 
     def _unreachable(self, group: Group) -> bool:
         """Whether the group failed for this reason only, after a rollout of this run succeeded."""
-        possible = self._proven and self._limit > 0
+        possible = self._proven and self.limit > 0
         return possible and all(trajectory.outage for trajectory in group.trajectories)
 
     async def turn(
@@ -107,19 +107,19 @@ class Outage:
         self._since = self._clock()
         self._wait(FIRST_PAUSE)
         logger.warning(
-            "waiting, since this has worked before: %s. Next try in %.3g s; gives up after "
-            "deadlines.outage = %.3g s.",
+            "outage: %s. It has worked before, so the run waits: next try in %.3g s, gives up "
+            "after deadlines.outage = %.3g s.",
             error,
             self._next - self._since,
-            self._limit,
+            self.limit,
         )
-        self._report("began", error=error, limit=self._limit)
+        self._report("began", error=error, limit=self.limit)
 
     def _wait(self, pause: float) -> None:
         """Try again after a pause, and at the end of the limit."""
         assert self._since is not None
         self._pause, self._probe = pause, None
-        self._next = min(self._clock() + pause, self._since + self._limit)
+        self._next = min(self._clock() + pause, self._since + self.limit)
         self._moved.set()
 
     def _end(self) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from retrain.algorithms.base import Algorithm
+from retrain.concurrency.guardian_process import advice
 from retrain.errors import ConfigError, RunError, StallError
 from retrain.observe.failure import ERROR, described, write_error
 from retrain.observe.report import write_report
@@ -192,7 +193,7 @@ class Recorder:
             self._failure.add_note(message)
         with suppress(RunError):  # the disk is full, or the directory was deleted
             self.end("failed", int(self.history[-1]["step"]) if self.history else 0)
-        sys.stderr.write(f"retrain: {message}. Continue {self.run_dir.path} with --resume.\n")
+        sys.stderr.write(f"retrain: {message}. {advice(str(self.run_dir.path))}\n")
         sys.stderr.flush()
         self.report()
 

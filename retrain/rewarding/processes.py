@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from retrain.concurrency import children
-from retrain.concurrency.guardian import OWN
 from retrain.config import DeadlinesConfig, RewardConfig
 from retrain.config.plugins import user_packages
-from retrain.errors import LateError, PluginError, UserCodeError
+from retrain.errors import LIBRARIES, LateError, PluginError, UserCodeError
 from retrain.rewarding.base import FunctionReward, RewardCalculator
 from retrain.rewarding.calls import compares, together
 from retrain.rewarding.wire import NotAFrame, Verdict, decoded, framed, read_frame
@@ -200,7 +199,7 @@ class _Worker:
         finally:
             await self._end()
         frames = _FRAME.findall(words.decode(errors="replace"))
-        own = [frame for frame in frames if not frame[0].startswith(OWN)] or frames
+        own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)] or frames
         return f" at {Path(own[0][0]).name}:{own[0][1]}" if own else ""
 
     async def _end(self) -> None:
