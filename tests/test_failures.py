@@ -131,13 +131,13 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("error", OUTAGES, ids=repr)
+@pytest.mark.parametrize("error", OUTAGES, ids=lambda error: type(error).__name__)
 def test_outages_are_recognised_by_their_exceptions(error):
     assert is_outage(error)
     assert is_outage(blame("reward 'judge'", error))
 
 
-@pytest.mark.parametrize("error", OTHERS, ids=repr)
+@pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)
 def test_other_errors_are_no_outage(error):
     assert not is_outage(blame("reward 'judge'", error))
 

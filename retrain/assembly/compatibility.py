@@ -198,8 +198,8 @@ def _mismatch(
         )
     if shaped := _shaped(config.sampling, capabilities):
         yield (
-            f"{where} sampling with {shaped} changes the sampler's distribution and not the "
-            "trainer's, which is no mismatch to correct; remove one"
+            f"{where} sampling with {shaped} changes the sampler's distribution but not the "
+            "trainer's, and mismatch would undo it; remove algorithm.mismatch, or that setting"
         )
 
 

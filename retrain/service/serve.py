@@ -114,7 +114,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         key = os.environ.get(arguments.api_key_env, "").strip()
         if not key:
             raise ConfigError(
-                f"the environment variable {arguments.api_key_env} is empty; set it to the API "
+                f"the environment variable {arguments.api_key_env} is not set; set it to the API "
                 "key, or drop --api-key-env"
             )
     if key is None and arguments.host not in LOOPBACK:
