@@ -307,7 +307,7 @@ def raising(error: BaseException) -> int:
         (BaseExceptionGroup("g", [asyncio.CancelledError()]), 130, "interrupted\n"),
         (BaseExceptionGroup("g", [KeyboardInterrupt(), RunError("x")]), 1, "error: x\n"),
         (BaseExceptionGroup("g", [asyncio.CancelledError(), ConfigError("y")]), 2, "error: y\n"),
-        (Mute("x"), 1, "error: Mute: (its __str__ raised ZeroDivisionError)"),
+        (Mute("x"), 1, "error: Mute: <its __str__ raised ZeroDivisionError>"),
     ],
 )
 def test_errors_become_exit_codes(

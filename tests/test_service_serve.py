@@ -52,7 +52,7 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
     assert main(["--host", "0.0.0.0", "--port", "0"]) == 2
     assert "--api-key-env" in capsys.readouterr().err
     assert main(["--host", "0.0.0.0", "--port", "0", "--api-key-env", "A_KEY"]) == 2
-    assert "A_KEY is empty" in capsys.readouterr().err
+    assert "A_KEY is not set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
