@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import random
 import shutil
 import sys
@@ -190,6 +191,7 @@ def main() -> int:
     parser.add_argument("--histories", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    logging.disable(logging.WARNING)  # the outages of the histories
     started = time.monotonic()
     found, met = campaign(arguments.histories, arguments.seed)
     for seed, wrong in found.items():
