@@ -149,6 +149,8 @@ def on_a_port(
             while not server.started:
                 assert thread.is_alive(), "the service did not start"
                 time.sleep(0.01)
+            undelayed = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert undelayed, "each reply would come 40 ms late"
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
