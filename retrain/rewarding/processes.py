@@ -24,7 +24,7 @@ from retrain.config.plugins import user_packages
 from retrain.errors import LIBRARIES, LateError, PluginError, UserCodeError
 from retrain.rewarding.base import FunctionReward, RewardCalculator
 from retrain.rewarding.calls import compares, together
-from retrain.rewarding.wire import NotAFrame, Verdict, decoded, framed, read_frame
+from retrain.rewarding.wire import Judged, NotAFrame, decoded, framed, read_frame
 from retrain.types import Trajectory
 
 MAIN = "retrain.rewarding.worker"
@@ -92,7 +92,7 @@ class ProcessReward(RewardCalculator):
             raise verdict
         return verdict
 
-    async def verdicts(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+    async def verdicts(self, trajectories: Sequence[Trajectory]) -> list[Judged]:
         """One verdict or error per trajectory. The deadline starts once a worker is free."""
         if compares(self.inner):
             return await self._ask(list(trajectories), len(trajectories))
@@ -103,7 +103,7 @@ class ProcessReward(RewardCalculator):
         answers = await together([self._ask(one, 1) for one in asked])
         return [verdict for answer in answers for verdict in answer]
 
-    async def _ask(self, asked: Any, count: int) -> list[Verdict]:
+    async def _ask(self, asked: Any, count: int) -> list[Judged]:
         worker = await self._free.get()  # first come, first served
         try:
             verdicts = await worker.ask(asked)
@@ -132,7 +132,7 @@ class _Worker:
             await self._end()
             raise answer
 
-    async def ask(self, asked: Any) -> list[Verdict]:
+    async def ask(self, asked: Any) -> list[Judged]:
         """The verdicts of a rollout or a group. Raises UserCodeError or LateError."""
         try:
             request = pickle.dumps(asked, pickle.HIGHEST_PROTOCOL)
@@ -157,7 +157,7 @@ class _Worker:
             await self._end()
         return answer if isinstance(answer, UserCodeError) else None
 
-    async def _exchange(self, request: bytes, seconds: float, key: str) -> list[Verdict]:
+    async def _exchange(self, request: bytes, seconds: float, key: str) -> list[Judged]:
         """Send a request and read the answer; whatever goes wrong ends the process."""
         process = self._process
         assert process is not None

@@ -18,7 +18,7 @@ from retrain.rewarding.base import Reward
 HEADER = struct.Struct(">Q")
 LARGEST_FRAME = 2**40
 """Bytes. A longer one is no frame, but text: what faulthandler writes before a process dies."""
-Verdict = Reward | UserCodeError
+Judged = Reward | UserCodeError
 
 
 class NotAFrame(Exception):
@@ -38,23 +38,23 @@ async def read_frame(stream: asyncio.StreamReader) -> bytes:
     return await stream.readexactly(size)
 
 
-def encoded(verdicts: list[Verdict]) -> bytes:
+def encoded(verdicts: list[Judged]) -> bytes:
     """A worker's answer: one item per rollout, or a single error for all of them."""
     return json.dumps([_item(verdict) for verdict in verdicts]).encode()
 
 
-def decoded(answer: bytes) -> list[Verdict]:
+def decoded(answer: bytes) -> list[Judged]:
     """The verdicts in an answer."""
     return [_verdict(item) for item in json.loads(answer)]
 
 
-def _item(verdict: Verdict) -> Any:
+def _item(verdict: Judged) -> Any:
     if isinstance(verdict, UserCodeError):
         return {"error": str(verdict), "outage": is_outage(verdict)}
     return [verdict.value, dict(verdict.components), verdict.outcome]
 
 
-def _verdict(item: Any) -> Verdict:
+def _verdict(item: Any) -> Judged:
     if isinstance(item, list):
         return Reward(*item)
     error = UserCodeError(item["error"])

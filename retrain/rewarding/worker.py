@@ -26,9 +26,9 @@ from retrain.rewarding.base import FunctionReward, Reward, RewardCalculator
 from retrain.rewarding.building import calculator_of
 from retrain.rewarding.calls import compares, group_verdicts, judged, judged_here, result_of
 from retrain.rewarding.verdicts import checked
-from retrain.rewarding.wire import HEADER, Verdict, encoded, framed
+from retrain.rewarding.wire import HEADER, Judged, encoded, framed
 
-DONE: list[Verdict] = [Reward(0.0)]
+DONE: list[Judged] = [Reward(0.0)]
 """The answer to the first and the last request."""
 
 
@@ -95,7 +95,7 @@ class _Serving:
         _answer(self.answers, [result] if failed else DONE)
         return not failed
 
-    async def _verdicts(self, request: bytes) -> list[Verdict]:
+    async def _verdicts(self, request: bytes) -> list[Judged]:
         """One verdict per rollout of the request, or one error for all of them."""
         asked = judged_here(self.owner, lambda: self.unpickle(request))
         result = asked if isinstance(asked, UserCodeError) else await self._call(asked)
@@ -116,7 +116,7 @@ class _Serving:
         await asyncio.wait([task])
         return result_of(self.owner, task)
 
-    def _checked(self, verdict: Any) -> Verdict:
+    def _checked(self, verdict: Any) -> Judged:
         try:
             return checked(self.name, verdict)
         except UserCodeError as error:
@@ -157,7 +157,7 @@ def _read(requests: BinaryIO) -> bytes:
     return requests.read(HEADER.unpack(head)[0]) if len(head) == HEADER.size else b""
 
 
-def _answer(answers: int, verdicts: list[Verdict]) -> None:
+def _answer(answers: int, verdicts: list[Judged]) -> None:
     rest = memoryview(framed(encoded(verdicts)))
     while rest:
         rest = rest[os.write(answers, rest) :]

@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -193,7 +194,7 @@ def arm(point: str, run_dir: Path) -> None:
         return
     module, attribute = {
         "write": (Path, "write_text"),
-        "rmtree": (__import__("shutil"), "rmtree"),
+        "rmtree": (shutil, "rmtree"),
     }.get(name, (os, name))
     original = getattr(module, attribute)
 

@@ -547,10 +547,12 @@ def main() -> int:
         try:
             statuses = fuzz(Path(folder), arguments.requests, arguments.seed)
         except BrokenRule as error:
-            sys.stderr.write(f"seed {arguments.seed}: {error}\n")
+            sys.stdout.write(f"{error}\na rule was broken, with seed {arguments.seed}\n")
             return 1
-    told = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
-    sys.stdout.write(f"{arguments.requests} requests, {time.monotonic() - start:.0f} s; {told}\n")
+    replies = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))
+    sys.stdout.write(
+        f"{arguments.requests} requests, {time.monotonic() - start:.0f} s; {replies}\n"
+    )
     return 0
 
 
