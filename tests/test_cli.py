@@ -460,20 +460,25 @@ def test_p10_a_second_interrupt_ends_at_once(config: Path) -> None:
 
 
 def test_p12_a_second_interrupt_ends_code_that_holds_the_interpreter(config: Path) -> None:
+    # One call of C both says so and holds: its write fills the pipe, which nobody empties.
     (config.parent / "holds.py").write_text(
-        "import ctypes, sys\n"
+        "import ctypes\n"
+        "text = b'holding\\n' + bytes(1 << 20)\n"
         "def hold(completion):\n"
-        "    sys.stderr.write('holding\\n')\n"
-        "    ctypes.PyDLL(None).sleep(3600)\n"
+        "    ctypes.PyDLL(None).write(1, text, len(text))\n"
     )
     process = run_apart(["task.yaml", "rewards=holds.py:hold"], config.parent)
+    assert process.stdout is not None
     assert process.stderr is not None
-    for words in ("holding", "does not respond. Press Ctrl-C again"):
-        while words not in process.stderr.readline():
+    for stream, words in (
+        (process.stdout, "holding"),
+        (process.stderr, "does not respond. Press Ctrl-C again"),
+    ):
+        while words not in stream.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-    code, _, err = finished(process)
-    assert code == -signal.SIGKILL
+    assert process.wait(30) == -signal.SIGKILL
+    _, _, err = finished(process)
     assert "did not respond to two interrupts; the interpreter (GIL) is held by hold (h" in err
     assert "line 4 in hold" in (config.parent / "runs" / "task" / "error.txt").read_text()
 
