@@ -137,7 +137,8 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
         mask += [0] * given + [1] * count
         logprobs += [0.0] * given + list(completion.logprobs)
         credits += [0.0] * given + advantages[used : used + count]
-        versions += [-1] * given + [completion.version] * count
+        versions += [-1] * given
+        versions += completion.versions or [completion.version] * count
         used += count
     group_id = trajectory.prompt.id
     return [Sample(*s, group_id=group_id, run_id=run_id) for s in made if any(s[1])]

@@ -34,7 +34,8 @@ class Sampler(Protocol):
     ) -> list[Completion]:
         """Sample `n` completions of one prompt, which is prefilled once.
 
-        A completion that began before new weights were published ends with the old weights.
+        A completion that began before new weights were published ends with the old weights, or
+        its `versions` say which weights sampled each token.
         """
         ...
 

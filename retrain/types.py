@@ -83,7 +83,20 @@ class Completion:
     """Decoded without special tokens."""
     stop_reason: StopReason
     version: int
-    """The version of the weights that sampled it; -1 if it is from the data set."""
+    """The version of the weights that sampled it, the oldest if they changed meanwhile; -1 if it is
+    from the data set."""
+    versions: Sequence[int] = ()
+    """The version per token, (T,), if the weights changed while it was sampled; else empty."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless `versions` fits the tokens, and begins with the oldest."""
+        if self.versions and (
+            len(self.versions) != len(self.token_ids) or min(self.versions) != self.version
+        ):
+            raise ValueError(
+                f"a completion of {len(self.token_ids)} tokens and version {self.version} has the "
+                f"versions {list(self.versions)}; expected one per token, the oldest {self.version}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +137,7 @@ class Trajectory:
 
     @property
     def versions(self) -> list[int]:
-        """The version of the weights, per turn."""
+        """The version of the weights, the oldest of each turn."""
         return [turn.completion.version for turn in self.turns]
 
     @property
@@ -158,7 +171,8 @@ class Group:
     def versions(self) -> set[int]:
         """The versions of the weights that sampled the tokens."""
         turns = [turn for trajectory in self.trajectories for turn in trajectory.turns]
-        return {turn.completion.version for turn in turns} - {-1}
+        found = {turn.completion.version for turn in turns}
+        return found.union(*(turn.completion.versions for turn in turns)) - {-1}
 
 
 @dataclass(frozen=True, slots=True)

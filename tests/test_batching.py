@@ -84,6 +84,18 @@ def test_every_sampled_token_is_trained_once_after_the_tokens_that_the_sampler_s
         assert all(s.advantages[i] == 0 == s.logprobs[i] and s.versions[i] == -1 for i in masked)
 
 
+def test_weights_that_changed_in_flight_are_named_per_token():
+    changed = Completion([1, 2, 3], [0.0] * 3, "", "stop", 4, [4, 4, 6])
+    trajectory = Trajectory(PROMPT, [Turn([9], changed)])
+    [sample] = segments(trajectory, 1.0, "r")
+    assert list(sample.versions) == [-1, 4, 4, 6]
+    group = Group(PROMPT, [trajectory])
+    assert (group.oldest_version, group.versions) == (4, {4, 6})
+    for wrong in ([4, 6], [5, 5, 6]):
+        with pytest.raises(ValueError, match="expected one per token, the oldest 4"):
+            replace(changed, versions=wrong)
+
+
 def batch_of(loss="ppo", **config):
     samples = [
         Sample([1, 2, 3], [0, 1, 1], [0, -1, -1], [0, 2.0, 2.0], [-1, 0, 0]),
