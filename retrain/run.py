@@ -23,10 +23,12 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from retrain.engine.ranks.contract import ignore_signals, launched
 from retrain.errors import ConfigError, RetrainError, RunError
 from retrain.observe.streams import let_go
 
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     arguments = _parser().parse_intermixed_args(argv)
     places: list[Path] = []
+    if _follows():
+        ignore_signals()
 
     def command() -> int:
         from retrain.config import load_config
@@ -58,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(config_file(arguments.config), arguments.overrides)
         if arguments.run_dir:
             config = config.model_copy(update={"run_dir": Path(arguments.run_dir)})
+        if _follows():
+            return _follow(config, dry_run=arguments.dry_run)
         if arguments.dry_run:
             return _dry_run(config, arguments.config)
         with in_run_dir(config, resume=arguments.resume) as config:
@@ -143,6 +149,8 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
         if isinstance(error, BrokenPipeError) and _unread():
             return DONE
         found = failure.causes(error)
+        if _follows() and all(isinstance(cause, ConfigError) for cause in found):
+            return USAGE  # rank 0 prints the same
         if isinstance(found[0], _INTERRUPTIONS):
             _print("interrupted")
             return INTERRUPTED
@@ -271,6 +279,24 @@ async def _train(config: RunConfig, console: Console, *, resume: bool) -> Traini
     return await train(config, callbacks=[console], resume=resume, parts=parts)
 
 
+def _follows() -> bool:
+    """Whether a launcher such as torchrun started this process beside rank 0, which reports."""
+    try:
+        place = launched()
+    except ConfigError:
+        return False
+    return place is not None and place.rank > 0
+
+
+def _follow(config: RunConfig, *, dry_run: bool) -> int:
+    """Do what rank 0 orders, until it ends."""
+    parts = _assembled(config)
+    if not dry_run:
+        module, _, function = parts.options.follower.partition(":")
+        getattr(import_module(module), function)(launched(), (parts.options, config))
+    return DONE
+
+
 def _dry_run(config: RunConfig, source: str) -> int:
     import yaml
 
@@ -286,9 +312,21 @@ def _dry_run(config: RunConfig, source: str) -> int:
 def _assembled(config: RunConfig) -> Parts:
     from retrain.assembly import assemble
 
+    place = launched()
     parts = assemble(config)
+    if place is not None and not parts.options.follower:
+        raise ConfigError(
+            f"backend.type {config.backend.type} trains in one process, but the launcher started "
+            f"{place.size} (WORLD_SIZE); start the run without the launcher"
+        )
+    if _follows():
+        return parts
     for warning in parts.warnings:
         _print(f"warning: {warning}")
+    if not _follows() and (forecast := parts.options.forecast(config)):
+        _print(forecast.text)
+        if forecast.warning:
+            _print(f"warning: {forecast.warning}")
     return parts
 
 

@@ -129,7 +129,7 @@ async def outcome(
     ids = [list(sample.token_ids) for sample in trained.samples]
     async with assemble(run).open_adapter() as adapter:
         if isinstance(adapter, TrlAdapter) and start is not None:
-            await adapter._in_thread(lambda: put(adapter, start))
+            put(adapter, start)
             await adapter.publish()
         first = await weights_of(adapter, folder)
         before = await adapter.logprobs(ids)
@@ -163,7 +163,7 @@ def put(adapter: TrlAdapter, start: Weights) -> None:
 async def weights_of(adapter: Adapter, folder: Path) -> Weights:
     """What is trained, by its name in the model; a service's is read from its checkpoint."""
     if isinstance(adapter, TrlAdapter):
-        found: Weights = await adapter._in_thread(lambda: trained_parameters(adapter))
+        found = trained_parameters(adapter)
         return {name: parameter.detach().clone() for name, parameter in found.items()}
     await adapter.save(folder / "saved")
     store = Store(folder / "service")

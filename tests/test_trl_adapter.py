@@ -333,10 +333,10 @@ async def test_a_checkpoint_that_the_disk_refuses_says_to_make_room(tmp_path, mo
     async with adapter() as trl:
         await trl.update(kit.batch(kit.ragged()))
 
-        def full(folder):
+        def full(model, trial):
             raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 2")
 
-        monkeypatch.setattr(trl._thread.trainer, "save_to", full)
+        monkeypatch.setattr(trl._thread.trainer, "_save_checkpoint", full)
         with pytest.raises(CheckpointError, match=r"unexpected pos.* MB are free.*free some space"):
             await trl.save(tmp_path)
 
@@ -449,7 +449,8 @@ async def test_an_argument_that_trl_refuses_is_a_config_error():
 async def test_the_trainers_thread_has_its_own_number_of_threads():
     async with adapter(threads=1) as trl:
         torch.set_num_threads(2)
-        assert await trl._in_thread(torch.get_num_threads) == 1
+        trl._thread.trainer.look = torch.get_num_threads
+        assert await trl._in_thread("look") == 1
 
 
 async def test_the_run_is_silent(capfd):

@@ -14,6 +14,7 @@ pytest.importorskip("trl")
 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402 - the same
 
+from retrain.adapters.trl.build import RECOMPUTE  # noqa: E402 - the same
 from retrain.adapters.trl.plan import plan_loss  # noqa: E402 - the same
 from retrain.adapters.trl.record import StepRecord  # noqa: E402 - the same
 from retrain.adapters.trl.rows import micro_batches  # noqa: E402 - the same
@@ -38,7 +39,7 @@ def whole_batch(trainer, batch, rows=None):
     trainer.current_gradient_accumulation_steps = 1
     trainer.record = StepRecord(batch)
     trainer.cut = partial(micro_batches, rows=rows, tokens=10**6)
-    loss = trainer._whole_batch(trainer.model, trainer._parts(batch))
+    loss = trainer._whole_batch(trainer.model, trainer._shares(batch)[0].parts)
     return loss.item(), gradients(trainer.model), trainer.record.metrics()
 
 
@@ -59,12 +60,11 @@ def native(config, samples, scratch, *, drifted=False):
         output_dir=str(scratch),
         use_cpu=True,
         bf16=False,
-        activation_checkpointing=False,
         disable_tqdm=True,
         per_device_train_batch_size=2,
         num_generations=2,
         report_to="none",
-        **plan.args,
+        **{RECOMPUTE: False, **plan.args},
     )
     from datasets import Dataset
 

@@ -50,6 +50,15 @@ class AdapterState:
     data: Mapping[str, Any] = field(default_factory=dict)  # JSON values
 
 
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The memory that a run needs on this machine, in words for the terminal."""
+
+    text: str
+    warning: str = ""
+    """Empty if there is enough."""
+
+
 class Adapter(ABC):
     """Updates the weights and serves samples of them; an async context manager.
 
@@ -122,6 +131,9 @@ class AdapterOptions(BaseModel):
     adapter: ClassVar[str]
     """`module:Class` of the Adapter, imported when the run starts and called with
     (options, config)."""
+    follower: ClassVar[str] = ""
+    """`module:function`, called with (place, (options, config)) in a launcher's processes other
+    than the first; empty: the backend trains in one process."""
 
     def needs(self) -> Mapping[str, Sequence[str]]:
         """The modules that the adapter imports, by the optional set that installs them.
@@ -136,4 +148,12 @@ class AdapterOptions(BaseModel):
 
     def problems(self, config: RunConfig) -> list[str]:
         """Messages about what else in `config` this backend does not support."""
+        return []
+
+    def forecast(self, config: RunConfig) -> Forecast | None:
+        """The memory that the run needs on this machine, if it can be known before it starts."""
+        return None
+
+    def warnings(self, config: RunConfig) -> list[str]:
+        """Messages about what is allowed, but rarely intended."""
         return []

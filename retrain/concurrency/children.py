@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -19,25 +20,44 @@ from retrain.concurrency.guardian import guardian
 GRACE_SECONDS = 5.0
 
 
+_OF_RANKS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|ROLE_NAME|"
+    r"MASTER_(ADDR|PORT))$|TORCHELASTIC_|ACCELERATE_|FSDP_"
+)
+"""Variables of torchrun and accelerate, which make a rank of whoever reads them."""
+
+
+def is_of_ranks(name: str) -> bool:
+    """Whether an environment variable says that a process trains together with others."""
+    return _OF_RANKS.match(name) is not None
+
+
+def plain_environment() -> dict[str, str]:
+    """A copy of the environment for a child that is no rank, whatever this process is."""
+    return {name: value for name, value in os.environ.items() if not is_of_ranks(name)}
+
+
 async def start(
     argv: Sequence[str | Path],
     *,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    stdout: int = PIPE,
     stderr: int | None = None,
     limit: int = 2**16,
 ) -> Process:
     """Start a child with pipes for its input and output; raises OSError if it can't be started.
 
-    `env`, `cwd` and `stderr` default to those of this process. `limit` is the number of bytes that
-    are read ahead from its output.
+    `env` defaults to `plain_environment()`, `cwd` and `stderr` to those of this process. `stdout`
+    and `stderr` may be the descriptor of a file. `limit` is the number of bytes that are read ahead
+    from its output.
     """
     process = await asyncio.create_subprocess_exec(
         *argv,
-        env=env,
+        env=plain_environment() if env is None else env,
         cwd=cwd,
         stdin=PIPE,
-        stdout=PIPE,
+        stdout=stdout,
         stderr=stderr,
         limit=limit,
         process_group=0,

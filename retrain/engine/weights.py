@@ -7,14 +7,28 @@ with it. Taking one changes nothing. Tied tensors are one tensor in the snapshot
 from __future__ import annotations
 
 import copy
+import json
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retrain.errors import AdapterError
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """Low-rank adapters by themselves, as PEFT saves them."""
+
+    tensors: Mapping[str, Tensor]
+    """Under the names that PEFT writes to adapter_model.safetensors."""
+    config: Mapping[str, Any]  # JSON values
+    """The content of adapter_config.json."""
 
 
 @torch.no_grad()
@@ -33,6 +47,26 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
             copies[place] = (tensor, tensor.detach().clone())
         weights[name] = copies[place][1]
     return weights
+
+
+def lora_snapshot(
+    model: nn.Module, state: Mapping[str, Tensor] | None = None
+) -> LoraWeights | None:
+    """A detached copy of a PEFT model's adapters; None for any other model.
+
+    `state` replaces the model's own, where a rank holds a part of it only.
+    """
+    if "peft" not in sys.modules:
+        return None
+    from peft import PeftModel, get_peft_model_state_dict
+
+    if not isinstance(model, PeftModel):
+        return None
+    tensors = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        model.peft_config["default"].save_pretrained(folder)
+        config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    return LoraWeights({name: tensor.detach().clone() for name, tensor in tensors.items()}, config)
 
 
 def check_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -8,33 +8,42 @@ resumed run equals the uninterrupted one bit by bit.
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
 from retrain.adapters.base import Adapter, AdapterState
-from retrain.adapters.trl.build import build_trainer, hush, place
+from retrain.adapters.trl.build import build_trainer, hush, place_model
 from retrain.adapters.trl.options import TrlOptions
 from retrain.adapters.trl.plan import run_plan
 from retrain.adapters.trl.rows import check_samples
+from retrain.adapters.trl.sampling import open_servers
+from retrain.adapters.trl.together import together
 from retrain.adapters.trl.worker import Job, TrainerThread
 from retrain.config import RunConfig
 from retrain.engine.models import load_model, load_tokenizer, resolve_model
+from retrain.engine.ranks.contract import Place, launched
+from retrain.engine.ranks.crew import STOP_SECONDS, Crew
+from retrain.engine.ranks.group import Ranks, lost_peer
 from retrain.engine.sampler import LocalSampler
-from retrain.engine.weights import snapshot
-from retrain.errors import AdapterError, CheckpointError, RetrainError
+from retrain.engine.vllm.checks import PROBE, check_logprobs, probe_of
+from retrain.engine.vllm.options import VllmOptions
+from retrain.engine.vllm.sampler import VllmSampler
+from retrain.errors import AdapterError, CheckpointError, ConfigError, RetrainError
 from retrain.observe.upkeep import scratch
 from retrain.types import Batch, Metrics
 
 CLOSE_SECONDS = 60.0
+RANKS_SECONDS = 5.0
+"""How long the trainer of several processes may take to end by itself."""
 
 
 class TrlAdapter(Adapter):
     """Trains `config.model` on this machine, on CUDA if available."""
 
-    sampler: LocalSampler
+    sampler: LocalSampler | VllmSampler
 
     def __init__(self, options: TrlOptions, config: RunConfig) -> None:
         self.options = options
@@ -42,35 +51,68 @@ class TrlAdapter(Adapter):
         self.capabilities = options.capabilities()
         self.plan = run_plan(config)
         self._version = 0
+        self._place: Place | None = None
+        self._crew: Crew | None = None
         self._reference: LocalSampler | None = None
         self._reference_turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        """Load the model twice, to train and to sample, in the trainer's thread.
+        """Load the model in the trainer's thread: to train and, for the local sampler, to sample.
 
-        Raises ConfigError when the model, the device or an argument can't be used.
+        vLLM servers start beside it. Raises ConfigError when the model, the device, an argument or
+        a server can't be used.
         """
-        loop = asyncio.get_running_loop()
         self._folder = resolve_model(self.config.model, self.config.base_dir)
         self._scratch = scratch(self.config.run_dir)
+        loop = asyncio.get_running_loop()
         self._thread = TrainerThread(
-            self._build, alive=lambda: not loop.is_closed(), threads=self.options.threads
+            self._build,
+            alive=lambda: not loop.is_closed(),
+            threads=self.options.threads,
+            meet=self._meet,
         )
-        self._thread.start()
         try:
-            await asyncio.wrap_future(self._thread.started)
-            self.sampler = await LocalSampler(
-                self._plain_model,
-                self.tokenizer,
-                max_rows=self.options.max_rows,
-                isolate=self.config.train.order == "in_order",
-                threads=self.options.threads,
-            ).__aenter__()
-            del self._plain_model  # the sampler has its own copy
+            await self._start_ranks()
+            self._thread.start()
+            await self._answer(self._thread.started)
+            await self._open_sampler()
         except BaseException:
             await self._end_thread()
             raise
         return self
+
+    async def _start_ranks(self) -> None:
+        """Find this process's place: the launcher's, or that of the leader of a crew."""
+        self._place = launched()
+        if self._place is not None and self._place.rank > 0:
+            raise ConfigError(
+                f"rank {self._place.rank} of the launcher can't run the pipe, which rank 0 does; "
+                "start the run as `torchrun --nproc_per_node N -m retrain.run config.yaml`"
+            )
+        if self._place is not None or self.options.processes == 1:
+            return
+        self._crew = await Crew.start(
+            self.options.processes,
+            self.options.follower,
+            (self.options, self.config),
+            folder=Path(self._scratch.name),
+            lost=self._thread.fail,
+        )
+        self._place = self._crew.place
+
+    async def _open_sampler(self) -> None:
+        """Create `self.sampler`, which serves the initial weights as version 0."""
+        if isinstance(self.options.sampler, VllmOptions):
+            await self._open_vllm(self.options.sampler)
+            return
+        self.sampler = await LocalSampler(
+            self._plain_model,
+            self.tokenizer,
+            max_rows=self.options.max_rows,
+            isolate=self.config.train.order == "in_order",
+            threads=self.options.threads,
+        ).__aenter__()
+        del self._plain_model  # the sampler has its own copy
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
@@ -95,60 +137,112 @@ class TrlAdapter(Adapter):
         return metrics
 
     async def publish(self) -> int:
-        weights = await self._in_thread(lambda: snapshot(self._thread.trainer.model))
         self._version += 1
-        await self.sampler.load_weights(weights, self._version)
+        await self._push(self._version)
         return self._version
+
+    async def _push(self, version: int) -> None:
+        """Make the sampler serve the trainer's weights as `version`."""
+        wanted = "lora_weights" if self.sampler.wants_lora else "weights"
+        await self.sampler.load_weights(await self._in_thread(wanted), version)
 
     async def save(self, folder: Path) -> AdapterState:
         """Write TRL's checkpoint to a separate folder below `folder`."""
-        name = await self._in_thread(lambda: self._save(folder), needs_optimizer=True)
-        return AdapterState(folder, {"checkpoint": name, "version": self._version})
+        name = await self._in_thread("save_to", folder, needs_optimizer=True)
+        return AdapterState(
+            folder,
+            {"checkpoint": name, "version": self._version, "sharding": self.options.sharding},
+        )
 
     async def load(self, state: AdapterState) -> None:
-        """Continue from `state`; only before the first update."""
+        """Continue from `state`; only before the first update.
+
+        Raises CheckpointError if it was saved with another `sharding`.
+        """
         checkpoint = state.folder / str(state.data["checkpoint"])
         if not checkpoint.is_dir():
             raise AdapterError(f"no checkpoint in {checkpoint}; use an older one")
+        sharding = state.data.get("sharding", "none")
+        if sharding != self.options.sharding:
+            number = "with 2 or more processes" if sharding == "full" else "with any number of them"
+            raise CheckpointError(
+                f"the checkpoint in {checkpoint} was saved with backend.sharding: {sharding}, but "
+                f"the run has {self.options.sharding}; set it to {sharding} "
+                f"{number}, or start a new run from an exported model"
+            )
         await self._submit(Job(checkpoint=checkpoint))
-        weights = await self._in_thread(lambda: snapshot(self._thread.trainer.model))
         self._version = int(state.data["version"])
-        await self.sampler.load_weights(weights, self._version)
+        await self._push(self._version)
+
+    async def _open_vllm(self, options: VllmOptions) -> None:
+        """Open the servers, publish version 0, and compare log-probs with the trainer's."""
+        self.sampler = await open_servers(
+            options,
+            self.options,
+            self.config,
+            folder=self._folder,
+            scratch=Path(self._scratch.name),
+            tokenizer=self.tokenizer,
+            model=self._thread.trainer.model,
+        )
+        try:
+            assert self.sampler.context_length is not None
+            self.context_length = self.sampler.context_length
+            await self._push(self._version)
+            probe = probe_of(self.tokenizer.encode(PROBE), self.sampler.vocabulary)
+            expected = await self._in_thread("scores", probe)
+            await check_logprobs(self.sampler, probe, expected, options.check)
+        except BaseException:
+            await self.sampler.close()
+            raise
 
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False
     ) -> list[list[float]]:
-        """The reference is the model in its folder, loaded at the first call that needs it."""
+        """The reference is the model in its folder, loaded here at the first call that needs it,
+        whatever samples."""
         scorer = await self._start() if reference else self.sampler
         return await scorer.logprobs_of(sequences)
 
     async def _start(self) -> LocalSampler:
         async with self._reference_turn:
             if self._reference is None:
-                placement = place(self.options)
+                placement = place_model(self.options, self._place)
                 model = await asyncio.to_thread(
-                    load_model, self._folder, placement.device, placement.frozen_dtype
+                    load_model,
+                    self._folder,
+                    placement.device,
+                    placement.frozen_dtype,
+                    self.options.attention,
                 )
                 self._reference = await LocalSampler(
                     model, self.tokenizer, threads=self.options.threads
                 ).__aenter__()
         return self._reference
 
+    def hurry(self) -> None:
+        """Stop waiting for servers that are away."""
+        if isinstance(self.sampler, VllmSampler):
+            self.sampler.fleet.stop_waiting()
+
     async def export(self, folder: Path) -> Path:
         """Write a Hugging Face folder with the tokenizer; only LoRA's, unless merge_lora is set."""
-        await self._in_thread(lambda: self._export(folder))
+        lora, sharded = self.options.lora is not None, self.options.sharding == "full"
+        plain = self.config.checkpoint.merge_lora if lora else sharded
+        await self._in_thread("export_to", folder, self._folder if plain else None)
         return folder
 
     # --- in the thread
 
     def _build(self, thread: TrainerThread) -> Any:  # a PipeTrainer; mypy sees no TRL types
         hush()
-        placement = place(self.options)
+        placement = place_model(self.options, self._place)
         self.tokenizer = load_tokenizer(self._folder)
-        self._plain_model = load_model(self._folder, placement.device, placement.frozen_dtype)
-        text = self._plain_model.config.get_text_config()
-        self.context_length = int(text.max_position_embeddings)
-        return build_trainer(
+        if self.options.sampler.type == "local":
+            self._plain_model = load_model(
+                self._folder, placement.device, placement.frozen_dtype, self.options.attention
+            )
+        trainer = build_trainer(
             self.options,
             self.config,
             self.plan,
@@ -156,54 +250,71 @@ class TrlAdapter(Adapter):
             tokenizer=self.tokenizer,
             scratch=Path(self._scratch.name),
             feed=thread,
+            ranks=thread.ranks,
         )
+        text = trainer.model.config.get_text_config()
+        self.context_length = int(text.max_position_embeddings)
+        return trainer
 
-    def _save(self, folder: Path) -> str:
-        """Raises CheckpointError, since torch's own error does not say that the disk is full."""
-        try:
-            return str(self._thread.trainer.save_to(folder))
-        except RuntimeError as error:
-            free = shutil.disk_usage(folder).free / 1e6
-            raise CheckpointError(
-                f"could not write the checkpoint: {error}. {free:,.1f} MB are free on the disk of "
-                f"{folder}; free some space, then continue with --resume"
-            ) from error
-
-    def _export(self, folder: Path) -> None:
-        model = self._thread.trainer.model
-        if self.options.lora is not None and self.config.checkpoint.merge_lora:
-            merged = load_model(self._folder, "cpu", place(self.options).frozen_dtype)
-            merged.load_state_dict(snapshot(model))
-            model = merged
-        for pattern in ("*.safetensors*", "config.json", "adapter_config.json"):
-            for old in folder.glob(pattern):  # LoRA weights beside a model would be loaded onto it
-                old.unlink()
-        model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+    def _meet(self, thread: TrainerThread) -> AbstractContextManager[Ranks]:
+        placement = place_model(self.options, self._place)
+        return together(
+            self._place,
+            self._crew.store if self._crew else None,
+            cuda=placement.device.type == "cuda",
+            waiting=thread.check_stop,
+        )
 
     # --- from the event loop to the thread
 
-    async def _in_thread(self, call: Callable[[], Any], *, needs_optimizer: bool = False) -> Any:
-        return await self._submit(Job(call=call, needs_optimizer=needs_optimizer))
+    async def _in_thread(self, method: str, *args: Any, needs_optimizer: bool = False) -> Any:
+        """Call a method of the trainer on all ranks; the result is rank 0's."""
+        return await self._submit(Job(method, args, needs_optimizer=needs_optimizer))
 
     async def _submit(self, job: Job) -> Any:
-        future: Future[Any] = self._thread.submit(job)
+        return await self._answer(self._thread.submit(job))
+
+    async def _answer(self, future: Future[Any]) -> Any:
+        """The result; where a connection to another rank broke, the error names that rank."""
         try:
             return await asyncio.wrap_future(future)
-        except (RetrainError, asyncio.CancelledError):
+        except asyncio.CancelledError:
             raise
         except Exception as error:
+            if lost_peer(error):
+                raise await self._lost_rank() from error
+            if isinstance(error, RetrainError):
+                raise
             raise AdapterError(f"the trainer failed: {type(error).__name__}: {error}") from error
+
+    async def _lost_rank(self) -> AdapterError:
+        loss = await self._crew.loss() if self._crew else None
+        return loss or AdapterError(
+            "another process of the run has ended or can't be reached; its own output says why"
+        )
 
     async def _end_thread(self) -> None:
         self._thread.stop()
         try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await asyncio.wrap_future(self._thread.ended)
+            if self._place is not None and not await self._thread_ended(RANKS_SECONDS):
+                await self._end_crew(0.0)  # the thread may hang in a collective, which then fails
+            if not await self._thread_ended(CLOSE_SECONDS):
+                raise AdapterError(
+                    f"the trainer's thread is still in a forward pass after {CLOSE_SECONDS:.0f} s"
+                )
             self._thread.join()
-        except TimeoutError as error:
-            raise AdapterError(
-                f"the trainer's thread is still in a forward pass after {CLOSE_SECONDS:.0f} s"
-            ) from error
         finally:
+            await self._end_crew()
             self._scratch.cleanup()
+
+    async def _thread_ended(self, seconds: float) -> bool:
+        """Wait at most `seconds`."""
+        if not self._thread.began:
+            return True
+        ended = asyncio.wrap_future(self._thread.ended)
+        return bool((await asyncio.wait([ended], timeout=seconds))[0])
+
+    async def _end_crew(self, grace: float = STOP_SECONDS) -> None:
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            await crew.end(grace)

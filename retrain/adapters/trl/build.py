@@ -8,6 +8,8 @@ over that model, so a deepcopy of it would still read the trained weights.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +25,28 @@ from trl import GRPOConfig
 from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.adapters.trl.plan import LossPlan
 from retrain.adapters.trl.rows import micro_batches
-from retrain.adapters.trl.trainer import PipeTrainer
-from retrain.adapters.trl.worker import TrainerThread
+from retrain.adapters.trl.together import sharding_on_cpu
+from retrain.adapters.trl.trainer import Feed, PipeTrainer
 from retrain.config import RunConfig
-from retrain.engine.models import choose_device, load_model
+from retrain.engine.models import attention_problem, choose_device, load_model
+from retrain.engine.ranks.contract import Place
+from retrain.engine.ranks.group import ALONE, Ranks
 from retrain.errors import ConfigError
+
+RECOMPUTE = "activation_checkpointing"
+if not hasattr(GRPOConfig, RECOMPUTE):
+    RECOMPUTE = "gradient_checkpointing"  # its name before transformers 5.23
+SHARDED: Mapping[str, Any] = {  # GRPOConfig keys
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "state_dict_type": "FULL_STATE_DICT",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "reshard_after_forward": True,
+        "cpu_ram_efficient_loading": False,  # the sampler's copy is loaded in the same process
+    },
+}
+"""FSDP2, with checkpoints that another number of ranks can load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +60,30 @@ class Placement:
     """The type of weights that are not trained: the sampler's copy, and the base of LoRA."""
 
 
-def place(options: TrlOptions) -> Placement:
-    """Resolve `auto`; raises ConfigError when the config asks for a missing CUDA device."""
+def place_model(options: TrlOptions, place: Place | None = None) -> Placement:
+    """Resolve `auto`, for the process in `place`.
+
+    Raises ConfigError when the config asks for a missing CUDA device, or for an attention that this
+    device and type can't compute.
+    """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "backend.device: got cuda, but torch finds no CUDA device; set it to cpu or auto, or "
             "install a CUDA build of torch"
         )
     device = torch.device(choose_device() if options.device == "auto" else options.device)
+    if place is not None and device.type == "cuda":
+        if place.local_size > torch.cuda.device_count():
+            raise ConfigError(
+                f"backend.processes: got {place.local_size} on this machine, but torch finds "
+                f"{torch.cuda.device_count()} CUDA devices, of which each process needs its own; "
+                "lower it, or set backend.device to cpu"
+            )
+        device = torch.device("cuda", place.local_rank)
     half = options.dtype == "bfloat16" or (options.dtype == "auto" and device.type == "cuda")
+    dtype = "bfloat16" if half else "float32"
+    if problem := attention_problem(options.attention, device.type, dtype):
+        raise ConfigError(problem)
     return Placement(device, half, torch.bfloat16 if half else torch.float32)
 
 
@@ -61,33 +95,47 @@ def build_trainer(
     folder: str,
     tokenizer: Any,  # a PreTrainedTokenizerBase; transformers ships no types
     scratch: Path,
-    feed: TrainerThread,
+    feed: Feed,
+    ranks: Ranks = ALONE,
 ) -> PipeTrainer:
     """The trainer of a run, with the model in `folder`; it only writes to `scratch`.
+
+    With several ranks, all must call this.
 
     Raises ConfigError when TRL rejects the arguments.
     """
     hush()
-    placement = place(options)
+    placement = place_model(options, ranks.place)
+    sharded = ranks.size > 1 and options.sharding == "full"
+    on_cpu = sharded and placement.device.type == "cpu"
     trained = placement.frozen_dtype if options.lora else torch.float32
+    limit = options.micro_batch_rows
     try:
-        trainer = PipeTrainer(
-            load_model(folder, placement.device, trained),
-            reward_funcs=_never_called,
-            args=grpo_args(options, config, plan, placement, scratch),
-            train_dataset=_placeholder(config),
-            processing_class=tokenizer,
-            peft_config=_lora(options.lora),
-            plan=plan,
-            cut=partial(
-                micro_batches,
-                rows=options.micro_batch_rows,
-                tokens=_tokens(options, placement),
-            ),
-            feed=feed,
-        )
+        model = load_model(folder, placement.device, trained, options.attention)
+        args = grpo_args(options, config, plan, placement, scratch, sharded=sharded)
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = _has_optional_parts(model)
+        with sharding_on_cpu() if on_cpu else nullcontext():
+            trainer = PipeTrainer(
+                model,
+                reward_funcs=_never_called,
+                args=args,
+                train_dataset=_placeholder(config, ranks.size),
+                processing_class=tokenizer,
+                peft_config=_lora(options.lora),
+                plan=plan,
+                cut=partial(
+                    micro_batches,
+                    rows=limit and limit * ranks.size,
+                    tokens=_tokens(options, placement) * ranks.size,
+                ),
+                feed=feed,
+                ranks=ranks,
+                sharded=sharded,
+            )
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"TRL rejects this backend: {error}") from error
+    torch.set_num_threads(options.threads)  # accelerate has set its own number
     for noisy in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(noisy)
     return trainer
@@ -99,6 +147,8 @@ def grpo_args(
     plan: LossPlan,
     placement: Placement,
     scratch: Path,
+    *,
+    sharded: bool = False,
 ) -> GRPOConfig:
     """TRL's arguments: one placeholder batch per step, and no generation, logging or saving.
 
@@ -120,7 +170,6 @@ def grpo_args(
         max_grad_norm=options.max_grad_norm,
         use_cpu=not cuda,
         bf16=placement.autocast,
-        activation_checkpointing=cuda if recompute == "auto" else recompute,
         temperature=config.sampling.temperature or 1.0,
         per_device_train_batch_size=2,  # TRL needs at least two generations; see _placeholder
         num_generations=2,
@@ -131,11 +180,26 @@ def grpo_args(
         report_to="none",
         disable_tqdm=True,
         log_level="error",
-        **{**plan.args, **options.args},
+        **{
+            RECOMPUTE: cuda if recompute == "auto" else recompute,
+            **(SHARDED if sharded else {}),
+            **plan.args,
+            **options.args,
+        },
     )
     if args.n_gpu > 1:
         args._n_gpu = 1  # one GPU: Trainer would use nn.DataParallel, which TRL rejects
     return args
+
+
+def _has_optional_parts(model: Any) -> bool:
+    """Whether a pass may leave weights out: experts without a token, or a tower for images.
+
+    DDP must then search for them in each pass, and warns of a search in vain.
+    """
+    text = model.config.get_text_config()
+    experts = "num_experts", "num_local_experts", "n_routed_experts"
+    return text is not model.config or any(getattr(text, name, None) for name in experts)
 
 
 def _tokens(options: TrlOptions, placement: Placement) -> int:
@@ -144,17 +208,18 @@ def _tokens(options: TrlOptions, placement: Placement) -> int:
     return options.micro_batch_tokens
 
 
-def _placeholder(config: RunConfig) -> Dataset:
-    """One empty prompt per step, which drives Trainer's loop and is never read."""
-    return Dataset.from_dict({"prompt": [""] * max(1, config.train.total_train_steps)})
+def _placeholder(config: RunConfig, ranks: int) -> Dataset:
+    """One empty prompt per step and rank, which drives Trainer's loop and is never read."""
+    return Dataset.from_dict({"prompt": [""] * max(1, config.train.total_train_steps) * ranks})
 
 
 def hush() -> None:
-    """Keep other output off the terminal: progress bars, and deprecations inside peft."""
+    """Keep other output off the terminal: progress bars, and other libraries' warnings."""
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings(
         "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
     )
+    warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
 
 
 def _never_called(**_: object) -> list[float]:

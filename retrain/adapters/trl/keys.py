@@ -18,7 +18,7 @@ from retrain.losses import LOSSES
 _SAMPLER = "it has no effect: this adapter's own sampler generates the completions"
 _DATA = "it has no effect: the batches come from the run, not from a data set of TRL's"
 _MODEL = "it is not supported: the adapter loads `model` itself"
-_PROCESS = "it is not supported: a run is one process on one device"
+_PROCESS = "set backend.processes and backend.sharding"
 _POLICY = "it is not supported: it would train another policy than the one that was sampled"
 
 REFUSED: Mapping[str, str] = {
@@ -65,8 +65,8 @@ REFUSED: Mapping[str, str] = {
     "top_entropy_quantile": "it is not supported: it is a quantile of one micro-batch only",
     "neftune_noise_alpha label_smoothing_factor": _POLICY,
     "push_to_hub* hub_*": "it is not supported: a run uploads no model",
-    "accelerator_config parallelism_config average_tokens_across_devices ddp_* fsdp* deepspeed "
-    "local_rank ds3_*": _PROCESS,
+    "accelerator_config parallelism_config average_tokens_across_devices ddp_backend "
+    "ddp_broadcast_buffers ddp_static_graph ddp_timeout fsdp* deepspeed local_rank ds3_*": _PROCESS,
     "min_p repetition_penalty generation_kwargs cache_implementation use_cache *vllm* "
     "*transformers_*": _SAMPLER,
     "dataloader_* remove_unused_columns label_names train_sampling_strategy length_column_name": (

@@ -11,6 +11,7 @@ from trl import GRPOTrainer
 from retrain.adapters.trl.plan import LossPlan
 from retrain.adapters.trl.record import StepRecord
 from retrain.adapters.trl.rows import SHARE, STREAM, Rows
+from retrain.engine.ranks.group import ALONE, Ranks
 from retrain.losses import LOSSES
 
 
@@ -19,6 +20,7 @@ class WholeBatchLoss(GRPOTrainer):
 
     plan: LossPlan
     record: StepRecord | None
+    ranks: Ranks = ALONE
     _mask: Tensor
     """The loss mask of the micro-batch, (B, T)."""
     _scored: tuple[Tensor, Tensor, Tensor | None] | None
@@ -29,7 +31,9 @@ class WholeBatchLoss(GRPOTrainer):
 
         `_scale` scales the policy term. The entropy bonus and the router's loss are means over
         tokens for every loss type, so they are scaled by the micro-batch's share of the tokens. In
-        a mean over rows, a row counts by its share of its rollout (`rows.with_shares`).
+        a mean over rows, a row counts by its share of its rollout (`rows.with_shares`). Every scale
+        is multiplied by the number of ranks, since gradients are averaged over them. TRL does so
+        itself where it divides by `num_items_in_batch`.
         """
         tokens, whole = int(self._mask.sum()), self.record.batch.denominators.tokens
         # The advantages of a shared loss (cispo) already hold its normalisation: TRL is to sum.
@@ -43,12 +47,12 @@ class WholeBatchLoss(GRPOTrainer):
         self._metrics["train"].clear()
         loss = super()._compute_loss(model, rows)
         self.record.add_trl(self._metrics["train"], tokens)
-        scale, by_tokens = self._scale(tokens), tokens / whole
+        scale, by_tokens = self._scale(tokens), tokens / whole * self.ranks.size
         _, entropies, router = self._scored
         shared = loss * scale
         if share is not None and self.beta:
             kl = self.beta * self._reference_kl(rows) * (share - 1) * self._mask
-            shared = shared + (kl.sum(-1) / self._mask.sum(-1)).mean() * scale
+            shared = shared + (kl.sum(-1) / self._mask.sum(-1).clamp(min=1)).mean() * scale
         if coefficient:
             bonus = (entropies * self._mask).sum() / max(1, tokens)
             shared = shared + coefficient * bonus * (scale - by_tokens)
@@ -59,8 +63,8 @@ class WholeBatchLoss(GRPOTrainer):
     def _scale(self, tokens: int) -> float:
         mean, whole = LOSSES[self.plan.name].trl_mean, self.record.batch.denominators
         if mean in ("row_means", "row_sums"):
-            return self._mask.shape[0] / whole.sequences
-        return tokens / whole.tokens if mean == "tokens" else 1.0
+            return self._mask.shape[0] / whole.sequences * self.ranks.size
+        return tokens / whole.tokens * self.ranks.size if mean == "tokens" else 1.0
 
     def _reference_kl(self, rows: Rows) -> Tensor:
         """TRL's KL term of each token, (B, T) with gradient."""
@@ -72,7 +76,7 @@ class WholeBatchLoss(GRPOTrainer):
         log_ratio = logprobs - rows["old_per_token_logps"]
         if self.importance_sampling_level == "sequence":
             sums = (log_ratio * self._mask).sum(-1, keepdim=True)
-            log_ratio = sums / self._mask.sum(-1, keepdim=True)
+            log_ratio = sums / self._mask.sum(-1, keepdim=True).clamp(min=1)
         return kl * log_ratio.exp()
 
     def _bonus_in_force(self) -> float:

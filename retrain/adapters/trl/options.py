@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from retrain.adapters.base import AdapterOptions, Capabilities
+from retrain.adapters.base import AdapterOptions, Capabilities, Forecast
 from retrain.adapters.trl.keys import refusal
+from retrain.adapters.trl.memory import forecast
 from retrain.adapters.trl.plan import run_plan
 from retrain.config import RunConfig
+from retrain.engine.models import Attention, attention_problem
+from retrain.engine.ranks.contract import launched
+from retrain.engine.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES
 
@@ -63,6 +67,7 @@ class TrlOptions(AdapterOptions):
 
     extra: ClassVar[str] = "trl"
     adapter: ClassVar[str] = "retrain.adapters.trl.adapter:TrlAdapter"
+    follower: ClassVar[str] = "retrain.adapters.trl.follow:follow"
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """The learning rate, after the warm-up."""
@@ -92,15 +97,36 @@ class TrlOptions(AdapterOptions):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The type of the arithmetic; `auto`: float32 on the CPU, bfloat16 on CUDA. Trained weights
     stay in float32."""
+    attention: Attention = "auto"
+    """How attention is computed, in the trainer, the reference model and the sampler: a value of
+    transformers' `attn_implementation`. `auto`: sdpa where the model supports it, else eager.
+    `flash_attention_*` needs CUDA, bfloat16 and its own package."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Recompute activations in the backward pass to save memory; `auto`: only on CUDA."""
     threads: Annotated[int, Field(ge=1)] = 1
     """OpenMP threads of the trainer, and of the sampler. More threads can be much slower on a busy
     machine (20 times, measured)."""
+    sampler: Annotated[LocalSamplerOptions | VllmOptions, Field(discriminator="type")] = (
+        LocalSamplerOptions()
+    )
+    """What samples: this process (`local`), or vLLM servers ([vllm.md](vllm.md))."""
+    processes: Annotated[int, Field(ge=1)] = 1
+    """The number of processes that train together, each on its own CUDA device. The run starts them
+    on this machine, unless a launcher such as torchrun has started them: its WORLD_SIZE comes
+    first."""
+    sharding: Literal["none", "full"] = "none"
+    """`none`: each process holds the whole model and averages the gradients (DDP). `full`: weights,
+    gradients and optimizer state are divided among the processes (FSDP2), which needs less memory
+    per device and more communication."""
     max_rows: Annotated[int, Field(ge=1)] = 256
-    """The maximum number of sequences that the sampler decodes at once."""
+    """The maximum number of sequences that the local sampler decodes at once."""
     args: dict[str, Any] = Field(default_factory=dict)  # values of whatever type TRL gives a key
     """Further keys of TRL's GRPOConfig, such as `optim` or `lr_scheduler_kwargs`."""
+
+    @field_validator("sampler", mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:  # of any type: not validated yet
+        return {"type": value} if isinstance(value, str) else value
 
     @field_validator("args")
     @classmethod
@@ -111,8 +137,9 @@ class TrlOptions(AdapterOptions):
         return value
 
     def needs(self) -> Mapping[str, Sequence[str]]:
-        """All of them, whatever the options."""
-        return {"trl": ("torch", "trl", "transformers", "datasets", "accelerate", "peft")}
+        """All of them, whatever the options; a vLLM server is reached over HTTP."""
+        needed = {"trl": ("torch", "trl", "transformers", "datasets", "accelerate", "peft")}
+        return needed if self.sampler.type == "local" else needed | {"remote": ("aiohttp", "httpx")}
 
     def capabilities(self) -> Capabilities:
         """Every loss: TRL computes its own, the engine the others."""
@@ -125,12 +152,61 @@ class TrlOptions(AdapterOptions):
         )
 
     def problems(self, config: RunConfig) -> list[str]:
-        """Wrong keys of the loss; `check_compatible` reports an unknown loss."""
+        """An attention that can't work, wrong keys of the loss and the sampler, and a wrong number
+        of processes.
+
+        `check_compatible` reports an unknown loss.
+        """
+        attention = attention_problem(self.attention, self.device, self.dtype)
+        found = [*([attention] if attention else []), *self._sampler_problems(config)]
+        found += self._wrong_processes()
         loss = config.algorithm.loss
         if loss and ":" not in loss and loss not in self.capabilities().losses:
-            return []
+            return found
         try:
             run_plan(config)
         except ConfigError as error:
-            return list(error.problems)
-        return []
+            found += error.problems
+        return found
+
+    def forecast(self, config: RunConfig) -> Forecast | None:
+        """An estimate from the model's config.json; None if that is not on this machine."""
+        return forecast(self, config)
+
+    def warnings(self, config: RunConfig) -> list[str]:
+        """An order that promises more than the servers do."""
+        if self.sampler.type == "local" or config.train.order != "in_order":
+            return []
+        text = (
+            "train.order is in_order, but vLLM batches requests as they arrive: log-probs differ "
+            "in their last digits between runs, so a run can't be repeated exactly; the local "
+            "sampler can"
+        )
+        return [text]
+
+    def _sampler_problems(self, config: RunConfig) -> Iterator[str]:
+        if self.sampler.type == "local":
+            return
+        lora = self.lora is not None
+        for problem in self.sampler.problems(config.base_dir, lora=lora):
+            yield f"backend.sampler.{problem}"
+        heat, (coldest, hottest) = config.sampling.temperature, HEATS
+        if heat and not coldest <= heat <= hottest:
+            yield (
+                f"sampling.temperature: got {heat:g}, but vLLM samples at 0, or from {coldest:g} "
+                f"to {hottest:g}; set it to one of these, or sample with the local sampler"
+            )
+        if self.max_rows != type(self).model_fields["max_rows"].default:
+            yield (
+                f"backend.max_rows: got {self.max_rows}, but vLLM samples; remove it, and set "
+                "sampler.args.max_num_seqs"
+            )
+
+    def _wrong_processes(self) -> Iterator[str]:
+        place = launched()
+        if place and "processes" in self.model_fields_set and self.processes != place.size:
+            found = f"got {self.processes}, but the launcher started {place.size} (WORLD_SIZE)"
+            yield f"backend.processes: {found}; remove the key, or start as many"
+        elif self.sharding == "full" and (place.size if place else self.processes) == 1:
+            advice = "set backend.processes to the number of devices, or sharding to none"
+            yield f"backend.sharding: got full, but there is 1 process; {advice}"

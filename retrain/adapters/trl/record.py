@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from retrain.engine.ranks.group import Ranks
 from retrain.types import Batch, Metrics
 
 _FROM_TRL = {
@@ -85,6 +86,17 @@ class StepRecord:
         """
         for name, value in sums.items():
             self.sums[name] += value
+
+    def add_ranks(self, ranks: Ranks) -> None:
+        """Make this rank's sums those of all ranks, which all call this."""
+        if ranks.size == 1:
+            return
+        found = ranks.gather((self.loss, self.ratio_max, dict(self.sums)))
+        self.loss = sum(loss for loss, _, _ in found)
+        self.ratio_max = max(ratio for _, ratio, _ in found)
+        self.sums.clear()
+        for _, _, sums in found:
+            self.add(sums)
 
     def metrics(self) -> Metrics:
         """The metrics of the whole step."""

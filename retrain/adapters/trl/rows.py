@@ -65,7 +65,7 @@ def micro_batches(
     `rollouts` the samples of a rollout. What belongs together may exceed the limits.
     """
     parts: list[list[Sample]] = []
-    for unit in sorted(_units(samples, paired, rollouts), key=_longest):
+    for unit in sorted(units(samples, paired, rollouts), key=_longest):
         width = max(_longest(unit), _longest(parts[-1]) if parts else 0)
         count = len(unit) + (len(parts[-1]) if parts else 0)
         if parts and count * width <= tokens and (rows is None or count <= rows):
@@ -75,11 +75,12 @@ def micro_batches(
     return parts
 
 
-def collate(samples: Sequence[Sample], pad_token_id: int) -> Rows:
+def collate(samples: Sequence[Sample], pad_token_id: int, void: int = 0) -> Rows:
     """One micro-batch of B rows: a prompt block (B, P) and a completion block (B, T).
 
     `tool_mask` is the loss mask, `completion_mask` tells tokens from padding, `rollouts` (B,)
-    numbers the rollouts; a sample's own stream NAME is the key `stream:NAME`, (B, T).
+    numbers the rollouts; a sample's own stream NAME is the key `stream:NAME`, (B, T). The last
+    `void` rows train no token.
 
     Raises NonFiniteError on an advantage, log-prob or stream that is NaN or infinite.
     """
@@ -100,6 +101,8 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> Rows:
         "advantages": _padded((s.advantages for s in samples), 0.0)[:, cut:],
         **{f"stream:{name}": _stream(samples, name)[:, cut:] for name in names},
     }
+    if void:
+        rows["tool_mask"][-void:] = 0
     for name in ("old_per_token_logps", "advantages", *(f"stream:{name}" for name in names)):
         _check_finite(name, rows[name], samples)
     return rows
@@ -112,7 +115,7 @@ def group_ids(samples: Iterable[Sample]) -> str:
     return ", ".join(names[:8]) + more
 
 
-def _units(samples: Sequence[Sample], paired: bool, rollouts: bool) -> Iterator[list[Sample]]:
+def units(samples: Sequence[Sample], paired: bool, rollouts: bool) -> Iterator[list[Sample]]:
     """What must stay in one micro-batch: a sample, the two of a pair, or those of a rollout."""
     units: dict[float | str, list[Sample]] = {}
     for row, sample in enumerate(samples):

@@ -10,16 +10,19 @@ Invariants:
   averages over a micro-batch; `native.py` makes it a share of the whole batch (`Loss.trl_mean`).
 - A NaN is found before the optimizer changes a weight: `_whole_batch` checks the loss,
   `_get_grad_norm` the gradients.
-- Dropout depends only on (seed, step), so that a resumed run repeats it.
+- Dropout depends only on (seed, step, rank), so that a resumed run repeats it.
+- With several ranks each trains its share of every micro-batch (`shares.py`), and all raise before
+  the optimizer if one found a NaN. What the adapter calls between two steps runs on all ranks.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,18 +31,32 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from retrain.adapters.trl.handover import Handover
 from retrain.adapters.trl.native import WholeBatchLoss
 from retrain.adapters.trl.plan import LossPlan
 from retrain.adapters.trl.record import SEQUENCE, StepRecord
 from retrain.adapters.trl.rows import STREAM, Rows, collate, group_ids, with_shares
-from retrain.adapters.trl.worker import TrainerThread
+from retrain.adapters.trl.shares import Part, Share, divide
+from retrain.adapters.trl.worker import CutBatch
 from retrain.engine.losses import mismatch_weights, shared_loss
-from retrain.errors import NonFiniteError
+from retrain.engine.ranks.group import ALONE, Ranks, lost_peer
+from retrain.engine.ranks.sharding import is_sharded
+from retrain.errors import AdapterError, CheckpointError, NonFiniteError
 from retrain.losses import row_of
-from retrain.types import Batch, Sample
+from retrain.types import Batch, Metrics, Sample
 
 
-class PipeTrainer(WholeBatchLoss):
+class Feed(Protocol):
+    """Where a trainer's batches come from: `TrainerThread`, or rank 0 for a follower."""
+
+    def next_share(self, cut: CutBatch) -> Share: ...
+
+    def check_stop(self) -> None: ...
+
+    def finish_step(self, metrics: Metrics) -> None: ...
+
+
+class PipeTrainer(WholeBatchLoss, Handover):
     """A GRPOTrainer whose batches come from `feed`."""
 
     def __init__(
@@ -47,13 +64,19 @@ class PipeTrainer(WholeBatchLoss):
         *args: Any,  # GRPOTrainer's own
         plan: LossPlan,
         cut: Callable[..., list[list[Sample]]],  # `micro_batches` with its limits
-        feed: TrainerThread,
+        feed: Feed,
+        ranks: Ranks = ALONE,
+        sharded: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.plan = plan
         self.cut = cut
         self.feed = feed
+        self.ranks = ranks
+        self.sharded = sharded
+        self._idle = False
+        """The present part is a copy of another rank's."""
         self.add_callback(_StepEnd(self))
         self.record: StepRecord | None = None
         self._scored: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -67,35 +90,60 @@ class PipeTrainer(WholeBatchLoss):
         The data loader can't wait for it: accelerate's loader fetches one batch ahead, which would
         add a version of staleness, and a deadlock at staleness 0.
         """
-        batch = self.feed.next_batch()
-        self.record = StepRecord(batch)
+        share = self.feed.next_share(self._shares)
+        self._check_sharding()
+        self.record = StepRecord(share.batch)
         with self._own_randomness():
-            loss = self._whole_batch(model, self._parts(batch))
-        self.record.loss = loss.item()
+            loss = self._whole_batch(model, share.parts)
+        self.record.loss = loss.item() / self.ranks.size
         return loss
 
-    def _parts(self, batch: Batch) -> list[list[Sample]]:
-        """The micro-batches."""
+    def _shares(self, batch: Batch) -> list[Share]:
+        """What each rank trains."""
         row, rule, samples = row_of(batch.loss), self.plan.mismatch, batch.samples
         if row.trl_mean == "row_means":
             samples = with_shares(samples)
-        whole = rule is not None and rule.level == "sequence"
-        return self.cut(samples, paired=row.reads == "pairs", rollouts=whole)
+        together = {
+            "paired": row.reads == "pairs",
+            "rollouts": rule is not None and rule.level == "sequence",
+        }
+        parts = self.cut(samples, **together)
+        return divide(batch, parts, self.ranks.size, **together, even=self.plan.native)
 
-    def _whole_batch(self, model: Any, parts: Sequence[Sequence[Sample]]) -> Tensor:
+    def _whole_batch(self, model: Any, parts: Sequence[Part]) -> Tensor:
         total = torch.zeros((), device=self.args.device)
-        for number, samples in enumerate(parts):
+        pad = self._tokenizer.pad_token_id
+        rows = self.ranks.together(lambda: [collate(p.samples, pad, p.void) for p in parts])
+        found: list[str] = []
+        for number, part in enumerate(parts):
             self.feed.check_stop()
-            self.accelerator.gradient_state._set_sync_gradients(number == len(parts) - 1)
-            rows = collate(samples, self._tokenizer.pad_token_id)
-            loss = super().training_step(model, rows, None)
+            self._idle = part.idle
+            loss = self._pass(model, rows[number], last=number == len(parts) - 1)
             if not math.isfinite(loss.item()):
-                raise NonFiniteError(
-                    f"the loss of groups {group_ids(samples)} is {loss.item()}; the weights are "
-                    "unchanged; check these groups' log-probs and advantages"
-                )
+                found.append(f"groups {group_ids(part.samples)} is {loss.item()}")
             total += loss
+        if everywhere := [text for texts in self.ranks.gather(found) for text in texts]:
+            raise NonFiniteError(
+                f"the loss of {', of '.join(everywhere)}; the weights are unchanged; check these "
+                "groups' log-probs and advantages"
+            )
         return total
+
+    def _pass(self, model: Any, rows: Rows, *, last: bool) -> Tensor:
+        """Forward and backward; gradients are averaged over ranks in the last pass, or sharded."""
+        self.accelerator.gradient_state._set_sync_gradients(last)
+        alone = self.ranks.size == 1 or self.sharded
+        with nullcontext() if last or alone else self.accelerator.no_sync(model):
+            loss: Tensor = super().training_step(model, rows, None)
+        return loss
+
+    def _check_sharding(self) -> None:
+        """Raises AdapterError if each rank holds the whole model although the run shards it."""
+        if self.sharded and not is_sharded(self.model):
+            raise AdapterError(
+                "backend.sharding: got full, but the installed accelerate did not shard the model; "
+                "install a supported version, or set it to none"
+            )
 
     def _prepare_inputs(self, rows: Rows) -> Rows:
         return {name: tensor.to(self.args.device) for name, tensor in rows.items()}
@@ -104,7 +152,8 @@ class PipeTrainer(WholeBatchLoss):
     def _own_randomness(self) -> Iterator[None]:
         cards = [torch.cuda.current_device()] if self.args.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cards):
-            torch.manual_seed((self.args.seed * 1_000_003 + self.state.global_step) % 2**63)
+            seed = self.args.seed * 1_000_003 + self.state.global_step
+            torch.manual_seed((seed * self.ranks.size + self.ranks.rank) % 2**63)
             yield
 
     # --- the loss of one micro-batch
@@ -117,6 +166,8 @@ class PipeTrainer(WholeBatchLoss):
         loss = (
             self._native_loss(model, rows) if self.plan.native else self._shared_loss(model, rows)
         )
+        if self._idle:
+            return loss * 0.0
         logprobs, entropies, _ = self._scored
         reference = rows.get("ref_per_token_logps", rows.get(STREAM + "reference_logprobs"))
         if row_of(self.plan.name).reads == "pairs":
@@ -130,6 +181,8 @@ class PipeTrainer(WholeBatchLoss):
         weights, outside = mismatch_weights(rule, logprobs - old, self._mask, rows["rollouts"])
         rows["advantages"] = rows["advantages"] * weights
         rows["old_per_token_logps"] = logprobs
+        if self._idle:
+            return
         prefix = SEQUENCE if rule.level == "sequence" else ""
         self.record.add({f"{prefix}mismatch/clipped": outside})
 
@@ -152,8 +205,9 @@ class PipeTrainer(WholeBatchLoss):
             rows["tool_mask"],
             streams,
         )
-        self.record.add(sums)
-        return loss
+        if not self._idle:
+            self.record.add(sums)
+        return loss * self.ranks.size
 
     # --- log-probs
 
@@ -224,14 +278,26 @@ class PipeTrainer(WholeBatchLoss):
                 group["lr"] = rate
 
     def save_to(self, folder: Path) -> str:
-        """Write TRL's checkpoint below `folder`; returns its name there."""
+        """Write TRL's checkpoint below `folder`; returns its name there.
+
+        Raises CheckpointError, since torch's own error does not say that the disk is full.
+        """
         before, self.args.output_dir = self.args.output_dir, str(folder)
         try:
             self._save_checkpoint(self.model, trial=None)
+        except RuntimeError as error:
+            if lost_peer(error):
+                raise
+            free = shutil.disk_usage(folder).free / 1e6
+            raise CheckpointError(
+                f"could not write the checkpoint: {error}. {free:,.1f} MB are free on the disk of "
+                f"{folder}; free some space, then continue with --resume"
+            ) from error
         finally:
             self.args.output_dir = before
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        (folder / name / TRAINING_ARGS_NAME).unlink()  # a pickle that holds this machine's paths
+        if self.ranks.rank == 0:
+            (folder / name / TRAINING_ARGS_NAME).unlink()  # a pickle with this machine's paths
         return name
 
     # --- no output of TRL's own: the pipe reports, and writes the run's folder
@@ -253,4 +319,6 @@ class _StepEnd(TrainerCallback):
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.feed.finish_step(self._trainer.record.metrics())
+        trainer = self._trainer
+        trainer.record.add_ranks(trainer.ranks)
+        trainer.feed.finish_step(trainer.record.metrics())

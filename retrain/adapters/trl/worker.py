@@ -1,13 +1,15 @@
 """The thread that runs `trainer.train()`, and the queue of its jobs.
 
 One daemon thread does everything that touches the trained weights, in the order of submission. A
-batch goes to TRL's loop. Any other job runs while that loop waits for its next batch, between two
-optimizer steps. TRL's loop starts at the first job that needs its optimizer, so that a checkpoint
-can be loaded first. After its last step the thread still runs jobs.
+batch goes to TRL's loop. Any other job, a method of the trainer, runs while that loop waits for its
+next batch, between two optimizer steps. TRL's loop starts at the first job that needs its
+optimizer, so that a checkpoint can be loaded first. After its last step the thread still runs jobs.
 
 Invariants:
 - Every future is resolved: whatever ends the thread, `_close` fails the remaining ones.
 - The thread never outlives its owner: it checks `alive()` every second, and `stop` wakes it.
+- With several ranks this is rank 0's thread. It sends each job to the others as an order before it
+  does it itself, so that all ranks meet in the same collectives.
 - Of several trainers in a process one works at a time (`PROCESS_STATE`): the others' threads wait.
 """
 
@@ -15,30 +17,39 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from retrain.adapters.trl.shares import Share, pack_share
 from retrain.engine.models import PROCESS_STATE
+from retrain.engine.ranks.group import ALONE, Ranks
 from retrain.errors import AdapterError, RetrainError
 from retrain.types import Batch, Metrics
 
 HEALTH_CHECK_SECONDS = 1.0
+TRAIN, STEP, CALL = "train", "step", "call"
+"""Orders: enter TRL's loop (with a checkpoint or None), train a share, call a method."""
+CutBatch = Callable[[Batch], Sequence[Share]]
+"""From a batch to the share of each rank."""
 
 
 class Stopped(Exception):
     """Ends TRL's loop from inside, because the owner stopped the thread."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
-    """One thing to do in the thread: a `call`, a `batch` to train or a `checkpoint` to load."""
+    """One thing to do in the thread: a `method`, a `batch` to train or a `checkpoint` to load."""
 
-    call: Callable[[], Any] | None = None
+    method: str = ""
+    """Of the trainer, called on every rank with `args`; the result is rank 0's."""
+    args: tuple[Any, ...] = ()  # of whatever types the method takes
     batch: Batch | None = None
     checkpoint: Path | None = None
     needs_optimizer: bool = True
@@ -46,18 +57,29 @@ class Job:
 
 
 class TrainerThread:
-    """Owns the trainer, which `build(self)` creates in the thread."""
+    """Owns the trainer, which `build(self)` creates in the thread.
+
+    `meet(self)` meets the other ranks before, and leaves them at the end.
+    """
 
     def __init__(
-        self, build: Callable[[TrainerThread], Any], *, alive: Callable[[], bool], threads: int
+        self,
+        build: Callable[[TrainerThread], Any],
+        *,
+        alive: Callable[[], bool],
+        threads: int,
+        meet: Callable[[TrainerThread], AbstractContextManager[Ranks]],
     ) -> None:
         self.started: Future[None] = Future()
         self.ended: Future[None] = Future()
         self.trainer: Any = None
+        self.ranks = ALONE
         self._build = build
+        self._meet = meet
         self._alive = alive
         self._threads = threads
         self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._open: set[Job] = set()  # those under way
         self._held: Job | None = None
         self._batch: Job | None = None
         self._loading: Job | None = None
@@ -68,6 +90,11 @@ class TrainerThread:
         self._thread = threading.Thread(target=self._main, name="retrain-trl", daemon=True)
 
     # --- called by the owner
+
+    @property
+    def began(self) -> bool:
+        """Whether the thread has been started."""
+        return self._thread.ident is not None
 
     def start(self) -> None:
         self._thread.start()
@@ -81,6 +108,12 @@ class TrainerThread:
         """Wait for the end of the thread; after `ended` it has nothing left to do."""
         self._thread.join()
 
+    def fail(self, error: AdapterError) -> None:
+        """Fail all present and later jobs, also while the thread hangs in a collective."""
+        self._cause = self._cause or error
+        self.stop()
+        self._close()
+
     def submit(self, job: Job) -> Future[Any]:
         """Queue a job; raises AdapterError with the cause when the thread has ended."""
         with self._lock:
@@ -91,17 +124,24 @@ class TrainerThread:
 
     # --- called by the trainer, in the thread
 
-    def next_batch(self) -> Batch:
-        """Run jobs until one is a batch; raises Stopped when the owner stopped the thread."""
+    def next_share(self, cut: CutBatch) -> Share:
+        """Run jobs until one is a batch; this rank's share of it, after the others got theirs.
+
+        Raises Stopped when the owner stopped the thread, and what `cut` raises.
+        """
         self._loaded()
-        self._batch = self._until(lambda job: job.batch is not None)
-        return cast(Batch, self._batch.batch)
+        job = self._batch = self._until(lambda job: job.batch is not None)
+        assert job.batch is not None
+        shares = cut(job.batch)
+        if self.ranks.size > 1:
+            self.ranks.lead(STEP, shares=[None, *map(pack_share, shares[1:])])
+        return shares[0]
 
     def finish_step(self, metrics: Metrics) -> None:
         """The batch's optimizer step is done."""
         assert self._batch is not None
         job, self._batch = self._batch, None
-        job.future.set_result(metrics)
+        self._resolve(job, metrics)
 
     def check_stop(self) -> None:
         """Raises Stopped when the owner stopped the thread."""
@@ -117,17 +157,26 @@ class TrainerThread:
     def _work(self) -> None:
         try:
             torch.set_num_threads(self._threads)
-            self.trainer = self._build(self)
-            self.started.set_result(None)
-            self.trainer.train(resume_from_checkpoint=self._before_training())
-            self._after_training()
+            with self._meet(self) as self.ranks:
+                self._train()
         except Stopped:
             pass
         except BaseException as error:  # noqa: BLE001 - the owner gets it, whatever it is
-            self._cause = error
+            self._cause = self._cause or error
         finally:
             self.trainer = None
             self._close()
+            self.ended.set_result(None)
+
+    def _train(self) -> None:
+        self.trainer = self.ranks.together(lambda: self._build(self))
+        with self._lock:
+            if not self._closed:
+                self.started.set_result(None)
+        checkpoint = self._before_training()
+        self.ranks.lead(TRAIN, checkpoint)
+        self.trainer.train(resume_from_checkpoint=checkpoint)
+        self._after_training()
 
     def _before_training(self) -> str | None:
         """Run jobs until one needs the optimizer; returns the checkpoint to start from, if any."""
@@ -147,22 +196,41 @@ class TrainerThread:
                 f"got a batch after the last of {self.trainer.state.max_steps} steps; raise "
                 "train.total_train_steps, which the learning-rate schedule needs too"
             )
-            job.future.set_exception(error)
+            self._resolve(job, error=error)
 
     def _until(self, wanted: Callable[[Job], bool]) -> Job:
         """Run jobs until one is `wanted`, which is returned."""
         while not wanted(job := self._take()):
             try:
-                job.future.set_result(_call(job))
+                result = self._call(job)
             except BaseException as error:  # noqa: BLE001 - it belongs to the caller
-                job.future.set_exception(error)
+                self._resolve(job, error=error)
+            else:
+                self._resolve(job, result)
         return job
+
+    def _call(self, job: Job) -> Any:
+        if not job.method:
+            raise AdapterError("a checkpoint can only be loaded before the first update")
+        self.ranks.lead(CALL, job.method, *job.args)
+        return self.ranks.together(lambda: getattr(self.trainer, job.method)(*job.args))
+
+    def _resolve(self, job: Job, result: Any = None, error: BaseException | None = None) -> None:
+        """Answer a job, unless `fail` has."""
+        with self._lock:
+            if self._closed:
+                return
+            self._open.discard(job)
+            if error is None:
+                job.future.set_result(result)
+            else:
+                job.future.set_exception(error)
 
     def _loaded(self) -> None:
         """TRL's loop waits between two steps: it has loaded the checkpoint, if there is one."""
         if self._loading is not None:
             job, self._loading = self._loading, None
-            job.future.set_result(None)
+            self._resolve(job)
 
     def _take(self) -> Job:
         """The next job that is not cancelled."""
@@ -173,6 +241,8 @@ class TrainerThread:
             if job is not None and (
                 job.future.running() or job.future.set_running_or_notify_cancel()
             ):
+                with self._lock:
+                    self._open.add(job)
                 return job
 
     def _wait(self) -> Job | None:
@@ -187,8 +257,10 @@ class TrainerThread:
     def _close(self) -> None:
         """Fail every future that is still waited for, with the reason."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
-            left = [job for job in (self._batch, self._held, self._loading) if job is not None]
+            left = list(self._open)
             while not self._jobs.empty():
                 job = self._jobs.get_nowait()
                 left += [job] if job is not None else []
@@ -197,7 +269,6 @@ class TrainerThread:
                 job.future.set_exception(self._first_error())
         if not self.started.done():
             self.started.set_exception(self._first_error())
-        self.ended.set_result(None)
 
     def _first_error(self) -> BaseException:
         """For jobs that were under way: the error itself, if it is one of ours."""
@@ -214,9 +285,3 @@ class TrainerThread:
         error = AdapterError(f"the trainer has ended: {why}; continue from the last checkpoint")
         error.__cause__ = self._cause
         return error
-
-
-def _call(job: Job) -> Any:
-    if job.call is None:
-        raise AdapterError("a checkpoint can only be loaded before the first update")
-    return job.call()

@@ -1,0 +1,77 @@
+"""A process of a run that trains in several: its groups, and the state of accelerate.
+
+accelerate keeps one state per process, which it reads from the environment once, so it is reset
+before and after. On the CPU accelerate doesn't shard: it knows FSDP for devices with memory of
+their own only, though torch's `fully_shard` works over gloo too. `sharding_on_cpu` lets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+from retrain.engine.ranks.contract import Place, as_place
+from retrain.engine.ranks.group import ALONE, STOP, Ranks, join
+from retrain.errors import AdapterError
+
+
+@contextmanager
+def together(
+    place: Place | None,
+    store: Any = None,  # a torch Store
+    *,
+    cuda: bool,
+    waiting: Callable[[], None] = lambda: None,
+) -> Iterator[Ranks]:
+    """Meet the ranks of the run; the leader orders them to stop at the end.
+
+    `place` None is a run of one process; the other arguments are those of `join`.
+
+    Raises AdapterError if another run of this process trains in several processes meanwhile.
+    """
+    if place is None:
+        if dist.is_initialized():
+            raise AdapterError(
+                "another run of this process trains in several processes; start this one in its "
+                "own process, or wait for the other one"
+            )
+        yield ALONE
+        return
+    with as_place(place):
+        ranks = join(place, store, cuda=cuda, waiting=waiting)
+        _forget_processes()
+        try:
+            yield ranks
+        finally:
+            with suppress(Exception):  # followers that are gone need no order
+                if place.rank == 0:
+                    ranks.lead(STOP)
+            ranks.leave()
+            _forget_processes()
+
+
+@contextmanager
+def sharding_on_cpu() -> Iterator[None]:
+    """Let accelerate shard on the CPU: a trainer that is built meanwhile does, if it is to."""
+    plain = AcceleratorState.__init__
+
+    def initialize(state: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        plain(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = initialize
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = plain
+
+
+def _forget_processes() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -1,0 +1,128 @@
+"""The followers that a run starts on its own machine: ranks 1 to N - 1, watched until their end.
+
+The leader holds the store in which the ranks meet, on a port that the system chooses, before it
+starts the first follower. Each follower reads its work from its standard input, whose end is the
+leader's end. Its output goes to a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from retrain.concurrency import children
+from retrain.engine.ranks.contract import Place
+from retrain.engine.ranks.group import open_store
+from retrain.errors import AdapterError
+
+ADDRESS = "127.0.0.1"
+LAST_LINES = 12
+STOP_SECONDS = 10.0
+"""How long a follower may take to end after the order to stop."""
+NOTICE_SECONDS = 3.0
+"""How long the end of a process may take to be seen after its connection broke."""
+
+
+class Crew:
+    """Running followers; belongs to one event loop."""
+
+    def __init__(self, size: int, folder: Path, lost: Callable[[AdapterError], None]) -> None:
+        self.store = open_store(ADDRESS, 0, size, serve=True)
+        self.place = Place(0, size, 0, size, ADDRESS, self.store.port, spawned=True)
+        self.pids: list[int] = []
+        """Of the followers, by rank from 1."""
+        self._folder, self._lost = folder, lost
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._loss: asyncio.Future[AdapterError] = asyncio.get_running_loop().create_future()
+        self._ending = False
+
+    @classmethod
+    async def start(
+        cls,
+        size: int,
+        target: str,
+        payload: Any,
+        *,
+        folder: Path,
+        lost: Callable[[AdapterError], None],
+    ) -> Crew:
+        """Start `size` - 1 followers, which call `target`, a "module:function", with their Place
+        and `payload`, which must be picklable.
+
+        `folder` gets their output. `lost` is called once, with what the first follower that ends
+        by itself has left. Raises AdapterError if a process can't be started.
+        """
+        crew = cls(size, folder, lost)
+        work = pickle.dumps((target, payload, sys.path), protocol=5)
+        try:
+            for rank in range(1, size):
+                await crew._start(rank, work)
+        except BaseException as error:
+            await crew.end(0.0)
+            if isinstance(error, OSError):
+                raise AdapterError(f"could not start the processes to train: {error}") from error
+            raise
+        return crew
+
+    async def loss(self) -> AdapterError | None:
+        """What a follower's end has left, waiting a while until its end is seen; else None."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NOTICE_SECONDS):
+                return await asyncio.shield(self._loss)
+        return None
+
+    async def end(self, grace: float = STOP_SECONDS) -> None:
+        """End the followers: wait `grace` seconds for those that were told to stop, then kill."""
+        self._ending = True
+        await asyncio.gather(*(children.end(process, grace) for process in self._processes))
+        for watcher in self._watchers:
+            watcher.cancel()
+
+    async def _start(self, rank: int, work: bytes) -> None:
+        size, port = self.place.size, self.place.port
+        place = Place(rank, size, rank, size, ADDRESS, port, spawned=True)
+        with self.log(rank).open("wb") as log:
+            process = await children.start(
+                [sys.executable, "-m", "retrain.engine.ranks.follower"],
+                env={**os.environ, **place.variables()},
+                stdout=log.fileno(),
+                stderr=log.fileno(),
+            )
+        self._processes.append(process)
+        self.pids.append(process.pid)
+        self._watchers.append(asyncio.create_task(self._watch(rank, process)))
+        assert process.stdin is not None
+        process.stdin.write(work)
+
+    def log(self, rank: int) -> Path:
+        """The file with a follower's output."""
+        return self._folder / f"rank_{rank}.log"
+
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if self._ending or self._loss.done():
+            return
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        error = AdapterError(
+            f"rank {rank} of {self.place.size} (process {process.pid}) ended with {how}"
+            f"{_last_lines(self.log(rank))}"
+        )
+        self._loss.set_result(error)
+        self._lost(error)
+
+
+def _last_lines(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    last = [line for line in lines if line.strip()][-LAST_LINES:]
+    return "".join(f"\n    {line}" for line in (["; its last lines:", *last] if last else []))
