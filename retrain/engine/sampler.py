@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 from retrain.engine.decoder import Request, SamplerStats
 from retrain.engine.drawing import Top, row_keys, top_tokens
 from retrain.engine.lengths import of_like_length
+from retrain.engine.limits import Limits, check_params
 from retrain.engine.losses import token_logprobs
 from retrain.engine.stopping import Stopping
+from retrain.engine.weights import LoraWeights
 from retrain.engine.worker import Call, Worker
-from retrain.errors import shown
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion
 
@@ -33,10 +34,6 @@ SCORED_TOKENS = 2048
 """Maximum tokens that one pass scores, padding included."""
 SCORED_POSITIONS = 1024
 """Positions whose log-probs are computed at once; bounds the memory."""
-_LARGEST = 2**31 - 1
-_SMALLEST = 1e-6
-_HOTTEST = 1e6
-"""Temperatures up to its inverse and its own size keep the logits finite in float32."""
 
 
 class Alternatives(NamedTuple):
@@ -73,10 +70,12 @@ class LocalSampler:
     ) -> None:
         _refuse_unfit(model)
         config = model.config.get_text_config()
+        self.wants_lora = False
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = config.vocab_size
+        self._limits = Limits(self.context_length, self.vocabulary)
         self._tokenizer = tokenizer
-        self._always_stop = _eos_ids(model, tokenizer)
+        self._always_stop = eos_ids(model, tokenizer)
         self._max_rows = max_rows
         self._outbox: list[Request | Call] = []
         own = copy.deepcopy(model).requires_grad_(False)
@@ -119,7 +118,7 @@ class LocalSampler:
         Their log-probs are those of the distribution that was sampled from. Without `eos`, the
         model's own stop tokens don't end a completion.
         """
-        room = self._room(prompt_ids)
+        room = self._limits.room(prompt_ids)
         check_params(params, n)
         always = self._always_stop if eos else frozenset[int]()
         stopping = Stopping(params, self._tokenizer, always, room)
@@ -151,7 +150,7 @@ class LocalSampler:
         Raises ValueError if a sequence is empty, too long, or has an id outside the vocabulary.
         """
         for token_ids in sequences:
-            self._check_length(token_ids)
+            self._limits.check_length(token_ids)
         scores: dict[int, list[float]] = {}
         for rows in of_like_length(list(map(len, sequences)), SCORED_TOKENS):
             together = [sequences[row] for row in rows]
@@ -171,16 +170,17 @@ class LocalSampler:
         `given` are K ids for each token but the first, (T - 1, K); -1 asks for none. Raises
         ValueError as `logprobs_of` does.
         """
-        self._check_length(token_ids)
+        self._limits.check_length(token_ids)
         found: Alternatives = await self._call(lambda: self._alternatives(token_ids, top, given))
         return found
 
-    async def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+    async def load_weights(self, weights: Mapping[str, Tensor] | LoraWeights, version: int) -> None:
         """Serve `weights` (a `snapshot`) as `version` to all requests after this returns.
 
         Running rows finish on the weights that they began with. `weights` must not change before
         this returns. Raises AdapterError if they don't fit this model.
         """
+        assert not isinstance(weights, LoraWeights)  # `wants_lora` says so
         await self._call(lambda: self._worker.publish(weights, version))
 
     @property
@@ -244,35 +244,6 @@ class LocalSampler:
         joined = Top(*map(np.concatenate, zip(*tops, strict=True))) if tops else None
         return Alternatives(joined, None if given is None else scores)
 
-    def _check_length(self, token_ids: Sequence[int]) -> None:
-        self._check_ids(token_ids)
-        if self.context_length is not None and len(token_ids) > self.context_length:
-            limit = f"{self.context_length} (the model's context)"
-            raise ValueError(f"got {len(token_ids)} tokens, expected at most {limit}")
-
-    def _room(self, prompt_ids: Sequence[int]) -> int | None:
-        """How many tokens may follow the prompt; None if the model has no limit."""
-        self._check_ids(prompt_ids)
-        if self.context_length is None:
-            return None
-        room = self.context_length - len(prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {len(prompt_ids)} tokens, expected fewer than the model's context "
-                f"of {self.context_length}; shorten it"
-            )
-        return room
-
-    def _check_ids(self, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            raise ValueError("got no tokens, expected at least one")
-        if min(token_ids) < 0 or max(token_ids) >= self.vocabulary:
-            wrong = next(i for i in token_ids if not 0 <= i < self.vocabulary)
-            raise ValueError(
-                f"got token id {wrong}, expected 0 to {self.vocabulary - 1}; encode with the "
-                "model's own tokenizer"
-            )
-
 
 def _cancel(requests: Sequence[Request]) -> None:
     for request in requests:
@@ -284,23 +255,6 @@ def _cancel(requests: Sequence[Request]) -> None:
 
 def _stacked(rows: Sequence[Top]) -> Top | None:
     return Top(*map(np.stack, zip(*rows, strict=True))) if rows else None
-
-
-def check_params(params: SamplingParams, n: int) -> None:
-    """Raise ValueError for values that can't be sampled with."""
-    heat = params.temperature
-    warm = f"0, or a number from {_SMALLEST:g} to {_HOTTEST:g}"
-    wrong = {
-        "n": (n, n >= 1, "an integer >= 1"),
-        "max_tokens": (params.max_tokens, 1 <= params.max_tokens <= _LARGEST, "an integer >= 1"),
-        "temperature": (heat, heat == 0 or _SMALLEST <= heat <= _HOTTEST, warm),
-        "top_p": (params.top_p, _SMALLEST <= params.top_p <= 1, f"{_SMALLEST:g} to 1"),
-        "top_k": (params.top_k, 0 <= params.top_k <= _LARGEST, "0 (all tokens) or more"),
-        "stop": (params.stop, all(params.stop), "non-empty strings"),
-    }
-    for name, (got, fine, expected) in wrong.items():
-        if not fine:
-            raise ValueError(f"{name}: got {shown(got)}, expected {expected}")
 
 
 def _refuse_unfit(model: nn.Module) -> None:
@@ -318,7 +272,8 @@ def _refuse_unfit(model: nn.Module) -> None:
             )
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
+def eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that always end a completion: of the tokenizer and of the generation config."""
     generation = getattr(model, "generation_config", None)
     ids = generation.eos_token_id if generation is not None else None
     several = ids if isinstance(ids, list) else [ids]

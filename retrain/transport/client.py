@@ -71,6 +71,7 @@ class HttpClient:
         policy: RetryPolicy | None = None,
         http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
         vendor: Vendor | None = None,
+        outlook: Outlook | None = None,
     ) -> None:
         """Connects to nothing yet.
 
@@ -81,6 +82,7 @@ class HttpClient:
             http: carries the requests in place of aiohttp's connections: a client, which stays
                 open, or a transport, which is closed with this client.
             vendor: whose protocol the service should speak, for messages.
+            outlook: by default that of a service that may not exist.
         """
         self.url = checked_url(url)
         self.policy = policy or RetryPolicy()
@@ -88,7 +90,7 @@ class HttpClient:
         """Header name -> value; a renewed token is written here, and hidden (`hide`)."""
         self.refresh: Callable[[], Awaitable[None]] | None = None
         """Renews an expired token; awaited once per call, when the service says `invalid_token`."""
-        self._outlook = Outlook()
+        self._outlook = outlook or Outlook()
         self._vendor = vendor
         self._hidden: set[str] = set()
         for secret in self.secrets.values():

@@ -1,0 +1,259 @@
+"""VllmClient: the endpoints of one vLLM server (0.32 or later) that sampling and publishing need.
+
+Sampling is idempotent, so a lost request is sent again. Publishing is not: a call that may have
+acted raises, and its server counts as broken. Paths and payloads are those of vLLM's
+`/inference/v1/generate` and of its development mode (`VLLM_SERVER_DEV_MODE=1`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from retrain.engine.vllm.options import InFlight
+from retrain.transport.client import Call, HttpClient
+from retrain.transport.refusals import RemoteError
+from retrain.transport.retries import NO_RETRY, Outlook, RetryPolicy
+
+PAUSES: Mapping[InFlight, str] = {
+    "recompute": "pause?mode=keep",
+    "keep_cache": "pause?mode=keep&clear_cache=false",
+    "drain": "pause?mode=wait",
+}
+LONGEST = 86_400.0
+"""Seconds of one attempt where the caller sets the limit: `deadlines.sample` and `publish`."""
+SAMPLING = RetryPolicy(attempts=2, first=0.1, total=LONGEST)
+"""A reused connection may have closed meanwhile. More attempts are the fleet's, at any server."""
+HEALTH = RetryPolicy(attempts=2, first=0.05)
+"""vLLM closes the connection of a failed call, which the next call may notice too late."""
+ASKING = RetryPolicy(attempts=3, first=0.2, total=60.0)
+RESUMING = RetryPolicy(first=0.1, cap=1.0, total=60.0)
+PUBLISHING = RetryPolicy(attempts=3, first=0.2, total=LONGEST)
+LARGE = 1 << 18
+"""Bytes from which a reply is decoded in a thread: about 2,000 tokens, 3 ms."""
+
+Json = dict[str, Any]  # a JSON object, whose values depend on the endpoint
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server's config says."""
+
+    model: str
+    dtype: str
+    context: int
+    logprobs_mode: str
+    cpu: bool
+    lora: tuple[int, int] | None
+    """The highest rank of an adapter, and how many may be in one batch; None: it takes none."""
+    transfer: str | None
+    """The name of its engine for weight transfers."""
+    extension: str
+    """The class of its `--worker-extension-cls`."""
+
+    @property
+    def tied(self) -> bool | None:
+        """Whether its model ties the head to the embeddings; None if its folder isn't here."""
+        try:
+            config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
+            return bool(config.get("tie_word_embeddings", False))
+        except (OSError, ValueError):
+            return None
+
+
+class VllmClient:
+    """Calls one server; an async context manager. Every method raises RemoteError on failure.
+
+    The API key, if the server has one, is the environment's VLLM_API_KEY.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Connects to nothing yet; raises ConfigError on a URL that is not http(s)."""
+        key = os.environ.get("VLLM_API_KEY", "").strip()
+        secrets = {"Authorization": f"Bearer {key}"} if key else {}
+        outlook = Outlook(reached=True)  # the fleet decides how long a server may be away
+        self._sampling = HttpClient(url, secrets=secrets, policy=SAMPLING, outlook=outlook)
+        # Long requests may hold every connection of a pool, and a pause must not wait for one.
+        self._control = HttpClient(url, secrets=secrets, policy=ASKING, outlook=outlook)
+        self.url = self._control.url
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections, which aborts the requests in flight."""
+        await self._sampling.close()
+        await self._control.close()
+
+    # --- asking
+
+    async def health(self) -> bool:
+        """Whether the server answers, and its engine lives."""
+        try:
+            await self._control.send(
+                Call("GET", "health", timeout=10.0, policy=HEALTH), lambda reply: None
+            )
+        except RemoteError:
+            return False
+        return True
+
+    async def version(self) -> str:
+        """vLLM's own version, such as `0.32.0`."""
+        return str((await self._get("version"))["version"])
+
+    async def models(self) -> list[Json]:
+        """The served models and adapters: each with `id`, `root`, `parent` and `max_model_len`."""
+        return list((await self._get("v1/models"))["data"])
+
+    async def facts(self) -> Facts:
+        """Its config. The first call takes seconds."""
+        found = await self._get("server_info?config_format=json", timeout=60.0)
+        config = found["vllm_config"]
+        model, device = config["model_config"], config.get("device_config") or {}
+        lora, transfer = config.get("lora_config"), config.get("weight_transfer_config") or {}
+        return Facts(
+            str(model["model"]),
+            str(model["dtype"]).removeprefix("torch."),
+            int(model["max_model_len"]),
+            str(model.get("logprobs_mode")),
+            "cpu" in (device.get("device"), device.get("device_type")),
+            (int(lora["max_lora_rank"]), int(lora["max_loras"])) if lora else None,
+            transfer.get("backend"),
+            str((config.get("parallel_config") or {}).get("worker_extension_cls")),
+        )
+
+    async def takes_adapters(self) -> bool:
+        """Whether adapters can be loaded while it runs (`VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`)."""
+        try:
+            await self._post("v1/load_lora_adapter", {}, timeout=30.0, policy=NO_RETRY)
+        except RemoteError as error:  # 400: it asks for a name
+            return error.status not in (404, 405)
+        return True
+
+    async def world_size(self) -> int:
+        """How many worker processes have weights."""
+        return int((await self._get("get_world_size"))["world_size"])
+
+    async def weight_version(self) -> str:
+        """The label of the weights; `default` for those that the server loaded itself."""
+        return str((await self._get("weight_info"))["weight_version"])
+
+    # --- sampling
+
+    async def generate(self, body: Mapping[str, Any]) -> Json:
+        """The reply of `/inference/v1/generate`. Cancelling closes the connection, which aborts
+        the request in the server."""
+        call = Call.json("POST", "inference/v1/generate", body, timeout=LONGEST)
+        content = await self._sampling.send(call, lambda reply: _not_empty(reply.content))
+        try:
+            return await decoded(content)
+        except ValueError as error:
+            raise RemoteError(
+                f"POST {call.path}: can't read the reply of {self.url}: {error}", code="malformed"
+            ) from error
+
+    # --- publishing
+
+    async def pause(self, mode: InFlight) -> None:
+        """Stop before the next token; `drain` waits for the running requests."""
+        await self._post(PAUSES[mode], timeout=LONGEST)
+
+    async def resume(self) -> None:
+        """Continue; sent again until it is answered, since a lost one freezes the server."""
+        await self._post("resume", idempotent=True, timeout=15.0, policy=RESUMING)
+
+    async def start_update(self) -> None:
+        """The first of the three calls of a transfer; the server is paused."""
+        await self._post("start_weight_update")
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        """Receive tensors; `info` is the transfer engine's. Returns when they have arrived."""
+        await self._post("update_weights", {"update_info": info})
+
+    async def finish_update(self, version: str) -> None:
+        """Serve the received weights under this label."""
+        await self._post("finish_weight_update", {"weight_version": version})
+
+    async def reload(self, folder: Path, *, method: str = "reload_weights") -> None:
+        """Load the weights of a folder that the server can read; the server is paused.
+
+        `method` is one of vLLM's worker or of our extension, `reload_...(weights_path)`. A failure
+        leaves the server unusable.
+        """
+        arguments = {"method": method, "kwargs": {"weights_path": str(folder)}}
+        await self._post("collective_rpc", arguments)
+
+    async def set_version(self, version: str) -> None:
+        """Label the weights, after `reload`."""
+        await self._post("update_weight_version", {"new_version": version}, idempotent=True)
+
+    async def load_lora(self, name: str, folder: Path) -> None:
+        """Serve an adapter under `name`; a name is loaded once."""
+        await self._post(
+            "v1/load_lora_adapter",
+            {"lora_name": name, "lora_path": str(folder), "load_inplace": False},
+        )
+
+    async def unload_lora(self, name: str) -> None:
+        """Free an adapter's slot, once its requests have ended."""
+        await self._post("v1/unload_lora_adapter", {"lora_name": name})
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Join a process group; `info` is the transfer engine's."""
+        await self._post("init_weight_transfer_engine", {"init_info": info})
+
+    async def _get(self, path: str, timeout: float = 30.0) -> Json:
+        return await self._control.send(
+            Call("GET", path, timeout=timeout), lambda reply: _object(reply.content)
+        )
+
+    async def _post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        idempotent: bool = False,
+        timeout: float = LONGEST,
+        policy: RetryPolicy = PUBLISHING,
+    ) -> None:
+        call = Call.json(
+            "POST", path, body or {}, idempotent=idempotent, timeout=timeout, policy=policy
+        )
+        await self._control.send(call, lambda reply: None)
+
+
+async def decoded(content: bytes) -> Json:
+    """The JSON object of a reply, without blocking the event loop for long."""
+    if len(content) < LARGE:
+        return _object(content)
+    return await asyncio.to_thread(_object, content, _pass_on)
+
+
+def _pass_on(value: Json) -> Json:
+    """A hook that does nothing: json's own loop never yields the interpreter, but a call of a
+    Python function for each object of the reply lets the event loop's thread run."""
+    return value
+
+
+def _object(content: bytes, hook: Any = None) -> Json:
+    value = json.loads(content, object_hook=hook)
+    if not isinstance(value, dict):
+        raise ValueError(f"got a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _not_empty(content: bytes) -> bytes:
+    if not content.strip():
+        raise ValueError("it is empty")
+    return content

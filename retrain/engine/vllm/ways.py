@@ -1,0 +1,232 @@
+"""The ways by which weights reach servers: LoRA adapters, and folders. `group.py` is the third."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from retrain.concurrency.threads import DaemonPool
+from retrain.engine.vllm.checkpoint import (
+    Manifest,
+    Store,
+    nbytes,
+    write_adapter,
+    write_model,
+)
+from retrain.engine.vllm.client import Facts, Json, VllmClient
+from retrain.engine.vllm.transfer import EXTENSION
+from retrain.engine.weights import LoraWeights
+from retrain.errors import AdapterError
+from retrain.transport.refusals import ignored
+
+ALIVE_SECONDS = 2.0
+"""How often a server that does not answer is asked whether it is alive."""
+T = TypeVar("T")
+Weights = Mapping[str, Tensor] | LoraWeights
+Failures = dict[VllmClient, Exception]
+ADAPTER = re.compile(r"policy-v(\d+)")
+
+
+def adapter_name(version: int) -> str:
+    """The name under which servers serve an adapter of this version."""
+    return f"policy-v{version}"
+
+
+class Way(ABC):
+    """Gives weights to servers; `Publisher` calls it, one call at a time."""
+
+    pauses: ClassVar[bool] = True
+    """Servers must not decode during `deliver`."""
+    together: ClassVar[bool] = False
+    """`deliver` takes all servers at once, rather than one."""
+
+    @abstractmethod
+    async def meet(self, server: VllmClient) -> None:
+        """Learn what `deliver` needs to know of a server, which may have been restarted.
+
+        Raises AdapterError if the server can't get weights in this way.
+        """
+
+    @abstractmethod
+    async def prepare(self, weights: Weights, version: int) -> None:
+        """Whatever can be done before servers are paused; these weights are now the present ones.
+
+        Raises AdapterError if the weights can't be published.
+        """
+
+    @abstractmethod
+    async def deliver(self, servers: Sequence[VllmClient]) -> Failures:
+        """Serve the present weights at `servers`; returns those that failed, and raises nothing
+        else."""
+
+    async def retire(self, servers: Sequence[VllmClient], version: int) -> None:  # noqa: B027
+        """Free an older version, which nothing samples any more."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free everything."""
+
+
+async def each(servers: Sequence[VllmClient], call: Any) -> Failures:  # VllmClient -> coroutine
+    """Await `call` of all servers at once; returns those for which it raised, or that died."""
+    calls = (while_alive(server, call(server)) for server in servers)
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    failures: Failures = {}
+    for server, error in zip(servers, found, strict=True):
+        if isinstance(error, Exception):
+            failures[server] = error
+        elif isinstance(error, BaseException):
+            raise error
+    return failures
+
+
+async def while_alive(server: VllmClient, call: Coroutine[Any, Any, T]) -> T:
+    """Await a call, but not once the server is dead: vLLM then never answers some calls.
+
+    Raises AdapterError.
+    """
+    calling = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait([calling], timeout=ALIVE_SECONDS))[0]:
+            if not await server.health() and not calling.done():
+                raise AdapterError(f"{server.url} died while its weights changed")
+        return calling.result()
+    finally:
+        calling.cancel()
+
+
+class AdapterWay(Way):
+    """Each version is an adapter with a name of its own, so that no server needs to pause.
+
+    Version 0 is one too: on a CPU, rows of the base model that share a batch with rows of adapters
+    get the adapter of another row when all of vLLM's slots are full.
+    """
+
+    pauses = False
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._folders: dict[int, Path] = {}
+        self._thread = DaemonPool(1, "retrain-publish")
+
+    async def meet(self, server: VllmClient) -> None:
+        """Unload what an earlier run left under our names."""
+        for model in await server.models():
+            if ADAPTER.fullmatch(name := str(model["id"])):
+                with ignored(404):
+                    await server.unload_lora(name)
+
+    async def prepare(self, weights: Weights, version: int) -> None:
+        if not isinstance(weights, LoraWeights):
+            raise AdapterError(
+                "publish: got all weights, expected a LoRA adapter; publish to folder or group"
+            )
+        size = sum(nbytes(tensor, None) for tensor in weights.tensors.values())
+        self._folders[version] = await self._thread.run(
+            lambda: self._store.write(
+                adapter_name(version), size, lambda folder: write_adapter(folder, weights)
+            )
+        )
+
+    async def deliver(self, servers: Sequence[VllmClient]) -> Failures:
+        async def load(server: VllmClient) -> None:
+            served = {str(model["id"]) for model in await server.models()}
+            for version, folder in sorted(self._folders.items()):
+                if adapter_name(version) not in served:
+                    await server.load_lora(adapter_name(version), folder)
+
+        return await each(servers, load)
+
+    async def retire(self, servers: Sequence[VllmClient], version: int) -> None:
+        folder = self._folders.get(version)
+        if folder is None:
+            return
+        # A server that fails here fails its next request too, and is taken out then.
+        await each(servers, lambda server: server.unload_lora(adapter_name(version)))
+        del self._folders[version]
+        await self._thread.run(lambda: self._store.drop(folder))
+
+    async def close(self) -> None:
+        self._thread.close()
+        self._store.close()
+
+
+class WholeWay(Way):
+    """Gives all weights of the model."""
+
+    def __init__(self, model: str, dtype: torch.dtype | None) -> None:
+        self._model, self._dtype = model, dtype
+        self._manifest: Manifest | None = None
+        self._facts: dict[VllmClient, Facts] = {}
+        self._version = 0
+
+    async def meet(self, server: VllmClient) -> None:
+        """Learn what it is."""
+        self._facts[server] = await server.facts()
+
+    async def _complete(self, weights: Weights) -> tuple[dict[str, Tensor], Json]:
+        """The weights to send, and a config.json that fits them."""
+        assert not isinstance(weights, LoraWeights), "merge the adapter first"
+        if self._manifest is None:
+            self._manifest = await asyncio.to_thread(Manifest.of, self._model)
+        # A server of an untied copy of the model needs the head by its own name; another skips it.
+        copies = [facts for facts in self._facts.values() if facts.model != self._model]
+        heads = any(not facts.tied for facts in copies)
+        untied = {"tie_word_embeddings": False} if heads else {}
+        return self._manifest.complete(weights, heads=heads), {**self._manifest.config, **untied}
+
+
+class FolderWay(WholeWay):
+    """Each version is a folder that servers reload while they are paused."""
+
+    def __init__(self, store: Store, model: str, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__(model, dtype)
+        self._store = store
+        self._folder: Path | None = None
+        self._thread = DaemonPool(1, "retrain-publish")
+
+    async def meet(self, server: VllmClient) -> None:
+        await super().meet(server)
+        facts = self._facts[server]
+        if facts.cpu and facts.tied and facts.extension != EXTENSION:
+            raise AdapterError(
+                f"{server.url}: vLLM on a CPU keeps the old head of a model with tied embeddings "
+                "when weights are reloaded. Start the server with retrain's worker extension, or "
+                "with an untied copy of the model (docs/vllm.md)"
+            )
+
+    async def prepare(self, weights: Weights, version: int) -> None:
+        sent, config = await self._complete(weights)
+        size = sum(nbytes(tensor, self._dtype) for tensor in sent.values())
+
+        def write() -> Path:
+            fill = partial(write_model, weights=sent, config=config, dtype=self._dtype)
+            done = self._store.write(f"v{version}", size, fill)
+            if self._folder is not None:  # no server reads it any more
+                self._store.drop(self._folder)
+            return done
+
+        self._folder, self._version = await self._thread.run(write), version
+
+    async def deliver(self, servers: Sequence[VllmClient]) -> Failures:
+        folder = self._folder
+        assert folder is not None
+
+        async def reload(server: VllmClient) -> None:
+            ours = self._facts[server].extension == EXTENSION
+            await server.reload(folder, method="retrain_reload" if ours else "reload_weights")
+            await server.set_version(str(self._version))
+
+        return await each(servers, reload)
+
+    async def close(self) -> None:
+        self._thread.close()
+        self._store.close()

