@@ -7,29 +7,39 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import tinker
 import torch
 import weaver
+from vllm_kit import FLAGS, GROUP, LORA, stand_in
 
+from retrain.engine.tiny import tiny_folder
+from retrain.engine.vllm.options import VllmOptions
 from tests.service_kit import TOKENS, on_a_port
 
 KEY = "tml-a-key"
 TARGETS = TOKENS[1:]
 STEPS = 4
+SAMPLERS = pytest.mark.parametrize("url", ["its own", "vLLM's"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def url(request, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("TINKER_TELEMETRY", "0")
     patch.setenv("WEAVER_OPERATION_POLL_INTERVAL", "0.01")
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         patch.delenv(name)  # loopback needs none
-    with on_a_port(tmp_path_factory.mktemp("service"), api_key=KEY) as url:
-        yield url
+    with ExitStack() as stack:
+        options = None
+        if getattr(request, "param", "") == "vLLM's":  # sample by the stand-in for it
+            server = stack.enter_context(stand_in(tiny_folder(), defaults=(*FLAGS, *GROUP, *LORA)))
+            options = VllmOptions(url=server.url)
+        folder = tmp_path_factory.mktemp("service")
+        yield stack.enter_context(on_a_port(folder, api_key=KEY, vllm=options))
     patch.undo()
 
 
@@ -88,6 +98,7 @@ def weighted(logprobs: list[float], credit: list[float]) -> float:
     return sum(lp * a for lp, a in zip(logprobs, credit, strict=True))
 
 
+@SAMPLERS
 def test_tinker_samples_saves_and_loads(url):
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
     model = service.create_lora_training_client("tiny", rank=8).result()
@@ -159,6 +170,7 @@ def test_tinker_goes_on_after_a_rejected_call(url):
     service.close("success").result()
 
 
+@SAMPLERS
 def test_tinker_distils_the_likeliest_tokens_of_a_teacher(url):
     """As tinker_cookbook's train_off_policy does: top-k of the prompt to (N, K) targets."""
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
@@ -200,6 +212,7 @@ def test_tinker_distils_the_likeliest_tokens_of_a_teacher(url):
     service.close("success").result()
 
 
+@SAMPLERS
 def test_tinker_samples_past_the_end_with_the_likeliest_tokens(url):
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
     sampler = service.create_sampling_client(base_model="tiny")
@@ -237,6 +250,7 @@ def test_tinker_trains_with_gspo_and_ignores_provenance(url):
     service.close("success").result()
 
 
+@SAMPLERS
 def test_weaver_trains_samples_saves_and_loads(service):
     model = service.create_model(base_model="tiny", lora_config={"rank": 8})
     data = [weaver_datum("cross_entropy", [])]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -158,10 +158,13 @@ def on_a_port(
 
 
 @contextmanager
-def as_process(folder: Path, *, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def as_process(
+    folder: Path, *, port: int = 0, options: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`retrain serve` on a loopback port (0: any free one), and its URL; killed in the end."""
+    own = ("--port", str(port), "--folder", str(folder), *options)
     process = subprocess.Popen(
-        [sys.executable, "-m", "retrain", "serve", "--port", str(port), "--folder", str(folder)],
+        [sys.executable, "-m", "retrain", "serve", *own],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -31,7 +31,8 @@ from retrain.service.bodies import TINKER_LOSSES
 from retrain.service.core import Service
 from retrain.service.errors import invalid
 from retrain.service.protocol import Protocol
-from retrain.service.trainer import Row, Trainer, Tuning
+from retrain.service.trainable import Tuning
+from retrain.service.trainer import Row, Trainer
 from retrain.types import Batch, Denominators, Sample
 from tests.backends_kit import FULL, LORA, run_of
 from tests.service_kit import on_a_port

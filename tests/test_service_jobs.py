@@ -82,7 +82,7 @@ class FakeSampler:
 
     async def load_weights(self, weights: object, version: int) -> None:
         self.holds = weights
-        if weights == "broken":
+        if weights == "X":
             raise ValueError("these can't be loaded")
 
     async def close(self) -> None:
@@ -100,16 +100,16 @@ async def pool(made):
         made.append(FakeSampler())
         return made[-1]
 
-    pool = SamplerPool(make, limit=2)  # type: ignore[arg-type]  # a fake
+    pool = SamplerPool(make, str.upper, limit=2)  # type: ignore[type-var, arg-type]  # fakes
     yield pool
     await pool.close()
     assert all(sampler.closed for sampler in made)
 
 
 async def test_a_sampler_keeps_its_weights_while_it_is_used(pool, made):
-    async with pool.use("a", lambda: "A") as first, pool.use("b", lambda: "B"):
+    async with pool.use("a") as first, pool.use("b"):
         waiting = asyncio.create_task(hold(pool, "c"))
-        async with pool.use("a", lambda: "A") as again:
+        async with pool.use("a") as again:
             assert again is first
         for _ in range(20):  # turns of the loop in which the wrong thing could happen
             await asyncio.sleep(0)
@@ -127,18 +127,18 @@ async def test_the_longest_rested_sampler_is_taken_over(pool, made):
 async def test_weights_that_cannot_be_loaded_take_no_place(pool, made):
     for _ in range(3):
         with pytest.raises(ValueError, match="can't be loaded"):
-            async with pool.use("x", lambda: "broken"):
+            async with pool.use("x"):
                 pass
     assert await hold(pool, "a") == "A"
 
 
 async def test_a_failed_sampler_is_replaced_at_the_next_request(pool, made):
-    async with pool.use("a", lambda: "A") as first:
+    async with pool.use("a") as first:
         first.failed = True
     assert await hold(pool, "a") == "A"
     assert (len(made), first.closed) == (2, True)
 
 
 async def hold(pool: SamplerPool, key: str) -> object:
-    async with pool.use(key, key.upper) as sampler:
+    async with pool.use(key) as sampler:
         return sampler.holds

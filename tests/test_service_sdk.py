@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_the_official_sdks_work_unmodified_on_the_local_service() -> None:
-    """In a process of its own: the SDKs leave sockets and threads behind, and here that fails."""
+    """With its own sampler, and what samples with vLLM's too.
+
+    In a process of its own: the SDKs leave sockets and threads behind, and here that fails."""
     pytest.importorskip("tinker")
     pytest.importorskip("weaver")
     scenarios = Path(__file__).with_name("sdk_scenarios.py")

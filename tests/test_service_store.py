@@ -20,7 +20,7 @@ from retrain.service import store as module
 from retrain.service.errors import ServiceError
 from retrain.service.serve import main
 from retrain.service.store import Place, Saved, Store
-from retrain.service.trainer import Tuning
+from retrain.service.trainable import Tuning
 from tests.service_kit import in_process
 
 PLACE = Place("m", "weights", "one")

@@ -19,7 +19,7 @@ from retrain.service.app import ServiceApp
 from retrain.service.core import Service
 from retrain.service.state import Settings
 from retrain.service.store import Place, Saved, Store
-from retrain.service.trainer import Tuning
+from retrain.service.trainable import Tuning
 from tests.service_kit import CROSS_ENTROPY, TOKENS, Tinker, datum, in_process, passed
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}

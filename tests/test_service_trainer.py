@@ -16,7 +16,8 @@ from retrain.losses import native_to
 from retrain.protocols.training import AdamParams
 from retrain.service import trainer as trainer_module
 from retrain.service.errors import ServiceError
-from retrain.service.trainer import Row, Trainer, Tuning, merged_weights, untied
+from retrain.service.trainable import Tuning, merged_weights, untied
+from retrain.service.trainer import Row, Trainer
 
 FULL = Tuning(rank=0)
 ADAM = AdamParams(3e-3, 0.8, 0.97, 1e-8, 0.1, 0.5)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from retrain.errors import shown
 from retrain.protocols.training import AdamParams
 from retrain.service.errors import invalid
-from retrain.service.trainer import Tuning
+from retrain.service.trainable import Tuning
 from retrain.service.values import SEEDS, Json, check_non_negative, integer, want
 
 _MAX_RANK = 1024

@@ -11,31 +11,38 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from retrain.engine.models import choose_device, load_model, load_tokenizer, resolve_model
+from retrain.engine.models import load_tokenizer
 from retrain.engine.sampler import LocalSampler
-from retrain.errors import ConfigError
+from retrain.engine.weights import LoraWeights
+from retrain.errors import AdapterError
 from retrain.protocols.training import AdamParams
 from retrain.sampler import Tokenizer
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.jobs import Jobs, Lane
+from retrain.service.passes import Passed, Row
 from retrain.service.samplers import SamplerPool
 from retrain.service.sampling import Sampled, SampleRequest
+from retrain.service.served import ServedSampler, lora_weights
 from retrain.service.state import Limits, Model, SamplingSession, Session, Settings
 from retrain.service.store import Place, Saved, Store
-from retrain.service.trainer import Passed, Row, Trainer, Tuning, merged_weights, untied
+from retrain.service.thread import TrainerThread
+from retrain.service.trainable import LORA_ALPHA, Tuning, merged_weights
+from retrain.service.trainer import Trainer
 from retrain.service.values import all_finite
+from retrain.service.vllm import Snapshots, VllmPool, open_pool
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -53,34 +60,40 @@ class Service:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, SamplingSession] = {}
-        self._engine = ThreadPoolExecutor(1, thread_name_prefix="retrain-trainer")
+        self._engine = TrainerThread(settings, self._fail)
         self._sweeper: asyncio.Task[None] | None = None
+        self._last_words: asyncio.Task[None] | None = None
+        self.failure: AdapterError | None = None
+        """Why the service must end."""
+        self.failed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         settings = self.settings
         self.store = Store(settings.folder).open()
         try:
             self.store.sweep(unlisted=True)
-            await self.on_engine(self._load)
+            await self._engine.start()
+            self._read_model()
+            self._pool = await self._open_pool()
         except BaseException:
-            self._engine.shutdown(cancel_futures=True)
+            await self._engine.close()
             self.store.close()
             raise
-        self._pool = SamplerPool(self._make_sampler, settings.max_live_samplers)
         self._sweeper = asyncio.create_task(self._sweep(), name="service sweeper")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        with closing(self.store):
+        async with AsyncExitStack() as stack:  # each ends, even if another fails
+            stack.callback(self.store.close)
+            stack.push_async_callback(self._engine.close)
+            stack.push_async_callback(asyncio.to_thread, self.store.sweep)
+            stack.push_async_callback(self._pool.close)
+            stack.push_async_callback(self.jobs.close)
+            for model in self.models.values():
+                model.lane.close()
             if self._sweeper is not None:
                 self._sweeper.cancel()
                 await asyncio.wait([self._sweeper])
-            for model in self.models.values():
-                model.lane.close()
-            await self.jobs.close()
-            await self._pool.close()
-            await asyncio.to_thread(self.store.sweep)
-            await asyncio.to_thread(self._engine.shutdown, cancel_futures=True)
 
     # Sessions
 
@@ -118,9 +131,13 @@ class Service:
         """Give a model fresh weights, or those of `source`: (checkpoint, with optimizer)."""
 
         def build() -> None:
-            trainer = Trainer(self._base, model.tuning)
-            if source is not None:
-                self._restore(trainer, *source)
+            trainer = self._engine.trainer(model.tuning)
+            try:
+                if source is not None:
+                    self._restore(trainer, *source)
+            except BaseException:
+                trainer.close()
+                raise
             model.trainer = trainer
 
         try:
@@ -143,8 +160,15 @@ class Service:
 
     def drop_model(self, model: Model) -> None:
         """Forget a model; jobs that were enqueued before still run."""
+
+        def close() -> None:
+            trainer, model.trainer = model.trainer, None
+            if trainer is not None:
+                trainer.close()
+
         model.lane.close()
         self.models.pop(model.id, None)
+        self._engine.submit(close)
 
     async def retire(self, model: Model) -> None:
         """Drop a model once all requests before this one are done."""
@@ -207,14 +231,14 @@ class Service:
 
         def call() -> T:
             if model.trainer is None:
-                raise conflict(f"model {model.id} could not be built")
+                raise conflict(f"model {model.id} could not be built, or has ended")
             return run(model.trainer)
 
         return await self.on_engine(call)
 
     async def on_engine(self, run: Callable[[], T]) -> T:
         """Call `run` in the trainers' thread, after everything that was enqueued before."""
-        return await asyncio.get_running_loop().run_in_executor(self._engine, run)
+        return await self._engine.run(run)
 
     # Sampling
 
@@ -295,35 +319,35 @@ class Service:
             raise invalid(f"{place.name} has weights only; load it without the optimizer")
         return saved
 
-    # In the trainers' thread
+    def _fail(self, error: AdapterError) -> None:
+        """End all requests: the trainer has lost a process."""
+        log.error("the service is ending: %s", error)
+        self.failure = error
+        self.failed.set()
+        reason = ServiceError(503, f"the service is ending: {error}")
+        self._last_words = asyncio.create_task(self.jobs.close(reason))
 
-    def _load(self) -> None:
-        torch.set_num_threads(self.settings.threads)
-        device = self.settings.device or choose_device()
-        try:
-            torch.empty(1, device=device)
-        except (RuntimeError, AssertionError) as error:  # the latter in a build without CUDA
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"--device {device} is not available: {reason}; use cpu") from error
-        self.model_folder = resolve_model(self.settings.model, Path())
-        self._base = load_model(self.model_folder, device).requires_grad_(False)
-        self._plain = untied(self._base)
+    def _read_model(self) -> None:
+        self.model_folder = self._engine.work.folder
         self.tokenizer = cast(Tokenizer, load_tokenizer(self.model_folder))
-        config = self._base.config.get_text_config()
+        config = self._engine.plain.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         ours = self.settings
         self.limits = Limits(
             int(config.vocab_size), context, ours.max_values, ours.max_samples, ours.max_top
         )
 
+    # In the trainers' thread
+
     def _restore(self, trainer: Trainer, place: Place, optimizer: bool) -> None:
         trainer.load(*self.store.load(place, optimizer=optimizer))
 
     @asynccontextmanager
-    async def _serving(self, sampler: SamplingSession) -> AsyncIterator[LocalSampler]:
+    async def _serving(
+        self, sampler: SamplingSession
+    ) -> AsyncIterator[LocalSampler | ServedSampler]:
         sampler.used = time.monotonic()
-        place = sampler.place
-        async with self._pool.use(place, lambda: self._weights(place)) as serving:
+        async with self._pool.use(sampler.place) as serving:
             try:
                 yield serving
             except ValueError as error:
@@ -331,14 +355,39 @@ class Service:
 
     # In other threads
 
+    async def _open_pool(self) -> SamplerPool[Place | None, LocalSampler] | VllmPool:
+        settings = self.settings
+        if settings.vllm is None:
+            return SamplerPool(self._make_sampler, self._weights, settings.max_live_samplers)
+        snapshots = Snapshots(self._weights, self._rank, self._adapter)
+        pool = await open_pool(settings.vllm, settings, self._engine, self.tokenizer, snapshots)
+        self.limits = replace(self.limits, context=pool.context_length)
+        return pool
+
     def _make_sampler(self) -> LocalSampler:
-        return LocalSampler(self._plain, self.tokenizer, threads=self.settings.threads)
+        plain, device = self._engine.plain, torch.device(self._engine.work.device)
+        if plain.device.type != device.type:  # sharded weights are whole only on the CPU
+            plain = copy.deepcopy(plain).to(device)  # type: ignore[arg-type]  # transformers' own
+        return LocalSampler(plain, self.tokenizer, threads=self.settings.threads)
 
     def _weights(self, place: Place | None) -> dict[str, Tensor]:
         if place is None:
-            return merged_weights(self._plain, {}, rank=1)
+            return merged_weights(self._engine.plain, {}, rank=1)
         saved = self.store.find(place)
-        return merged_weights(self._plain, self.store.weights(place), saved.tuning.rank)
+        if self.settings.vllm and self._engine.tied and saved.tuning.rank and saved.tuning.unembed:
+            raise invalid(
+                "the vLLM servers can't serve this snapshot: its LoRA trains the output layer of a "
+                "model with tied embeddings, so it must be an adapter, and its rank is above the "
+                "servers' --max-lora-rank or they take no adapters; use a lower rank or "
+                "train_unembed: false"
+            )
+        return merged_weights(self._engine.plain, self.store.weights(place), saved.tuning.rank)
+
+    def _rank(self, place: Place) -> int:
+        return self.store.find(place).tuning.rank
+
+    def _adapter(self, place: Place) -> LoraWeights:
+        return lora_weights(self.store.weights(place), self._rank(place), LORA_ALPHA)
 
     def _lane(self) -> Lane:
         return Lane(self.jobs, self.settings.gap_timeout)

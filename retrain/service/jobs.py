@@ -65,6 +65,7 @@ class Jobs:
         self._open: dict[str, Job] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._kept = self._forgotten = 0
+        self._stopped = ServiceError(503, "the job was cancelled or the service is shutting down")
 
     def get(self, job_id: str) -> Job:
         """Raises ServiceError: 410 if it may be a forgotten job, else 404."""
@@ -95,21 +96,22 @@ class Jobs:
         job.error = error
         self._finish(job, "failed")
 
-    async def close(self) -> None:
-        """Cancel running jobs and wake all waiters."""
+    async def close(self, reason: ServiceError | None = None) -> None:
+        """Cancel running jobs and wake all waiters; the jobs fail with `reason`."""
+        self._stopped = reason or self._stopped
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for job in list(self._open.values()):
-            self.fail(job, _stopped())
+            self.fail(job, self._stopped)
 
     async def _run(self, job: Job, work: Work) -> None:
         job.state = "running"
         try:
             job.result = job.show(await work())
         except asyncio.CancelledError:
-            self.fail(job, _stopped())
+            self.fail(job, self._stopped)
             raise
         except ServiceError as error:
             self.fail(job, error)
@@ -208,7 +210,3 @@ class Lane:
             missing += 1
         message = f"seq_id {seq_id} waited for seq_id {missing}, which never arrived"
         self._jobs.fail(job, invalid(message))
-
-
-def _stopped() -> ServiceError:
-    return ServiceError(503, "the job was cancelled or the service is shutting down")

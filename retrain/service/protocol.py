@@ -19,11 +19,12 @@ from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError, invalid, missing
 from retrain.service.jobs import Job, Work
+from retrain.service.passes import Row
 from retrain.service.reading import check_size, check_text, json_object, unzstd
 from retrain.service.sampling import Sampled, SampleRequest, sample_request
 from retrain.service.state import Model, SamplingSession, Session
 from retrain.service.store import Place
-from retrain.service.trainer import Row, Tuning
+from retrain.service.trainable import Tuning
 from retrain.service.values import INT64, Json, integer, metadata, want
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from retrain.errors import shown
 from retrain.protocols.tinker.values import Datum, Dtype, Tensor
 from retrain.service.bodies import Inputs
 from retrain.service.errors import ServiceError, invalid
+from retrain.service.passes import Row
 from retrain.service.state import Limits
-from retrain.service.trainer import Row
 from retrain.service.values import LARGEST, Json, fits, objects, want
 
 IGNORED_TARGET = -100

@@ -1,4 +1,4 @@
-"""A pool of local samplers that serve many snapshots of the weights.
+"""A pool of samplers that serve many snapshots of the weights.
 
 Each live sampler holds one snapshot. A request for another snapshot starts a new sampler while
 there are fewer than `limit`, then takes the least recently used idle one; if all are busy, it
@@ -14,41 +14,53 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from retrain.engine.sampler import LocalSampler
+from retrain.engine.weights import LoraWeights
+from retrain.service.served import ServedSampler
 
+K = TypeVar("K", bound=Hashable)
+S = TypeVar("S", LocalSampler, ServedSampler)
 log = logging.getLogger(__name__)
-Load = Callable[[], Mapping[str, Tensor]]
-"""Reads a snapshot as weights of the plain model; runs in a thread."""
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
-    sampler: LocalSampler
+class _Live(Generic[S]):
+    sampler: S
     users: int = 0
 
 
-class SamplerPool:
-    """Belongs to one event loop; `make` builds a sampler with any weights."""
+class SamplerPool(Generic[K, S]):
+    """Belongs to one event loop; `make` builds a sampler with any weights.
 
-    def __init__(self, make: Callable[[], LocalSampler], limit: int) -> None:
-        self._make = make
+    `load` reads a snapshot, as weights of the plain model or as an adapter. Both run in a thread.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], S],
+        load: Callable[[K], Mapping[str, Tensor] | LoraWeights],
+        limit: int,
+    ) -> None:
+        self._make: Callable[[], S] = make
+        self._load = load
         self._limit = limit
-        self._live: OrderedDict[Hashable, _Live] = OrderedDict()  # the least recently used first
+        self._live: OrderedDict[K, _Live[S]] = OrderedDict()  # least recently used first
         self._freed = asyncio.Condition()
         self._loads = 0
 
     @asynccontextmanager
-    async def use(self, key: Hashable, load: Load) -> AsyncIterator[LocalSampler]:
+    async def use(self, key: K) -> AsyncIterator[S]:
         """The sampler of snapshot `key`, loaded if it isn't live."""
         async with self._freed:
             await self._bury()
             while key not in self._live and not self._has_room():
                 await self._freed.wait()
                 await self._bury()
-            live = self._live.get(key) or await self._bring(key, load)
+            live = self._live.get(key) or await self._bring(key)
             self._live.move_to_end(key)
             live.users += 1
         try:
@@ -75,9 +87,9 @@ class SamplerPool:
     def _has_room(self) -> bool:
         return len(self._live) < self._limit or any(not one.users for one in self._live.values())
 
-    async def _bring(self, key: Hashable, load: Load) -> _Live:
+    async def _bring(self, key: K) -> _Live[S]:
         """Runs with the condition's lock held, so that a snapshot is loaded once."""
-        weights = await asyncio.to_thread(load)
+        weights = await asyncio.to_thread(self._load, key)
         idle = next((old for old, one in self._live.items() if not one.users), None)
         if len(self._live) < self._limit:
             live = _Live(await (await asyncio.to_thread(self._make)).__aenter__())

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from retrain.engine.drawing import Top
-from retrain.engine.sampler import Alternatives, check_params
+from retrain.engine.limits import check_params
+from retrain.engine.sampler import Alternatives
 from retrain.errors import shown
 from retrain.sampler import SamplingParams
 from retrain.service.errors import ServiceError, invalid

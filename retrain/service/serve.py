@@ -14,9 +14,16 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from retrain.engine.ranks.contract import Place, launched
 from retrain.errors import ConfigError, RetrainError, RunError, install_command
 from retrain.service.state import FrontSettings, Settings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from retrain.engine.vllm.options import VllmOptions
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
@@ -26,6 +33,8 @@ _FRONT = {
     "body_timeout": "seconds in which its body must arrive, plus one for each 1000 bytes",
 }
 _DEFAULTS = Settings()
+FAREWELL_SECONDS = 2.0
+"""How long clients may still ask for their failed requests, before a failed service ends."""
 _LIMITS = {
     "max_body": "bytes of a request, decompressed",
     "max_values": "numbers in a request or in the result of a sample request",
@@ -35,10 +44,17 @@ _LIMITS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until interrupted; returns 0, 1 if the port is not available, 2 for a bad setting."""
+    """Serve until interrupted.
+
+    Returns 0, 1 if the port is not available or a process is lost, 2 for a bad setting.
+    """
     arguments = _parser().parse_args(argv)
     try:
         settings, front = _settings(arguments), _front(arguments)
+        place = launched()
+        if place is not None and place.rank > 0:
+            _follow(place, settings)
+            return 0
         with _listen(arguments.host, arguments.port) as listening:
             asyncio.run(_serve(settings, front, listening))
     except RetrainError as error:
@@ -84,8 +100,105 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="CPU threads of the trainer and of each sampler (default: %(default)s)",
     )
+    _add_ranks(parser)
+    _add_sampler(parser)
     _add_limits(parser)
     return parser
+
+
+def _add_sampler(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sampler",
+        choices=("local", "vllm"),
+        default="local",
+        help="what samples: this process, or vLLM servers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--vllm",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="an option of the vLLM sampler, as in backend.sampler of a config, such as "
+        "url=http://127.0.0.1:8000 or python=/path/to/env/bin/python; can be repeated",
+    )
+
+
+def _vllm(arguments: argparse.Namespace) -> VllmOptions | None:
+    if arguments.sampler == "local":
+        if arguments.vllm:
+            raise ConfigError("--vllm has no effect without --sampler vllm")
+        return None
+    from pydantic import ValidationError
+
+    from retrain.config.problems import problems_of
+    from retrain.config.yaml_text import apply_override, parse_override
+    from retrain.engine.vllm.options import VllmOptions
+
+    given: dict[str, Any] = {}
+    for text in arguments.vllm:
+        if "=" not in text:
+            raise ConfigError(
+                f"--vllm: got {text!r}, expected KEY=VALUE, such as url=http://127.0.0.1:8000"
+            )
+        apply_override(given, *parse_override(text))
+    try:
+        options = VllmOptions.model_validate(given)
+        problems = [f"--vllm {one}" for one in options.problems(Path(), lora=True)]
+    except ValidationError as error:
+        found = problems_of(error, VllmOptions, prefix="--vllm")
+        problems = [one.replace("--vllm.", "--vllm ") for one in found]
+    if problems:
+        raise ConfigError(*problems)
+    return options
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """The options for several processes."""
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="processes that train together, on a card each (default: %(default)s; under torchrun, "
+        "as many as it starts)",
+    )
+    parser.add_argument(
+        "--sharding",
+        choices=("none", "full"),
+        default="none",
+        help="none: each process has all weights; full: a part of them, with FSDP2 "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rank-timeout",
+        metavar="N",
+        type=float,
+        default=_DEFAULTS.rank_timeout,
+        help="seconds that a call of several processes may take before the service ends "
+        f"(default: {_DEFAULTS.rank_timeout:g})",
+    )
+
+
+def _ranks(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings for several processes; a launcher decides how many."""
+    wanted, place = arguments.processes, launched()
+    if wanted < 1:
+        raise ConfigError(f"--processes: got {wanted}, expected an integer >= 1")
+    if place is not None and wanted not in (1, place.size):
+        raise ConfigError(
+            f"--processes: got {wanted}, but the launcher started {place.size}; drop --processes"
+        )
+    processes = place.size if place else wanted
+    if arguments.sharding == "full" and processes == 1:
+        raise ConfigError("--sharding full needs --processes 2 or more")
+    if not 0 < arguments.rank_timeout < float("inf"):
+        got = f"{arguments.rank_timeout:g}"
+        raise ConfigError(f"--rank-timeout: got {got}, expected a number of seconds > 0")
+    return {
+        "processes": processes,
+        "sharding": arguments.sharding,
+        "rank_timeout": arguments.rank_timeout,
+    }
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +213,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _limits(arguments: argparse.Namespace) -> dict[str, int]:
+def _limits(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in _LIMITS:
         if (got := getattr(arguments, name)) < 1:
             option = f"--{name.replace('_', '-')}"
@@ -141,6 +254,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         hosts=_hosts(arguments),
         device=arguments.device,
         threads=arguments.threads,
+        vllm=_vllm(arguments),
+        **_ranks(arguments),
         **_limits(arguments),
     )
 
@@ -203,6 +318,13 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def _follow(place: Place, settings: Settings) -> None:
+    """Take part in the training of a launcher's rank 0, until it ends."""
+    from retrain.service.team import follow_service, work_of
+
+    follow_service(place, work_of(settings))
+
+
 async def _serve(settings: Settings, front: FrontSettings, listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; a second SIGINT doesn't wait for running requests.
 
@@ -226,7 +348,17 @@ async def _serve(settings: Settings, front: FrontSettings, listening: socket.soc
             asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
         sys.stdout.write(_announcement(settings, listening))
         sys.stdout.flush()
+        ending = asyncio.create_task(_end_if_failed(app.service.failed, server))
         await server.serve(sockets=[listening])
+        ending.cancel()
+    if app.service.failure is not None:
+        raise app.service.failure
+
+
+async def _end_if_failed(failed: asyncio.Event, server: uvicorn.Server) -> None:
+    await failed.wait()
+    await asyncio.sleep(FAREWELL_SECONDS)
+    server.should_exit = True
 
 
 def _announcement(settings: Settings, listening: socket.socket) -> str:

@@ -6,12 +6,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # torch is heavy, and Settings need none
+    from retrain.engine.vllm.options import VllmOptions
     from retrain.service.jobs import Lane
     from retrain.service.store import Place
-    from retrain.service.trainer import Trainer, Tuning
+    from retrain.service.trainable import Tuning
+    from retrain.service.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,14 @@ class Settings:
     """None is cuda if available, else cpu."""
     threads: int = 1
     """CPU threads of the trainer, and of each sampler."""
+    processes: int = 1
+    """Processes that train together; with a launcher such as torchrun, as many as it started."""
+    sharding: Literal["none", "full"] = "none"
+    """`full` shards the weights over the processes (FSDP2)."""
+    rank_timeout: float = 1800.0
+    """Seconds that one call of the trainer may take over several processes."""
+    vllm: VllmOptions | None = None
+    """The vLLM servers that sample; None is the local sampler."""
     max_live_samplers: int = 4
     """Snapshots in memory at once for sampling."""
     session_ttl: float = 900.0

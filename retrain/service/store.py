@@ -38,7 +38,7 @@ from retrain.concurrency.locks import FolderLock, InUseError
 from retrain.disk import sync
 from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid, missing
-from retrain.service.trainer import Tuning
+from retrain.service.trainable import Tuning
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")

@@ -24,12 +24,12 @@ from retrain.service import bodies
 from retrain.service import tinker_wire as wire
 from retrain.service.errors import ServiceError, invalid
 from retrain.service.jobs import Job
+from retrain.service.passes import Row
 from retrain.service.protocol import Call, Handler, Protocol, decoded, size_of
 from retrain.service.reading import check_counts
 from retrain.service.rows import training_rows
 from retrain.service.state import Model, Session
 from retrain.service.store import Kind, Place
-from retrain.service.trainer import Row
 from retrain.service.values import INT64, Json, integer, iso, metadata, ttl, want
 
 FIELDS = 2**18

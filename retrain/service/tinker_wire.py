@@ -32,10 +32,10 @@ from retrain.protocols.tinker.values import (
 from retrain.service import bodies
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
+from retrain.service.passes import Passed, Row
 from retrain.service.rows import datum_of
 from retrain.service.sampling import Sampled, SampleRequest
 from retrain.service.store import KINDS, Place, Saved
-from retrain.service.trainer import Passed, Row
 from retrain.service.values import INT64, Json, check_non_negative, integer, iso, objects, want
 
 T = TypeVar("T")

@@ -2,121 +2,91 @@
 
 - Losses are the shared ones (engine.losses), summed over tokens. Gradients add up over calls until
   `optim_step` applies and clears them. A call that fails adds nothing.
-- LoRA leaves the base weights unchanged, so that all models share them. Attention and MLP
-  projections get their matrices by name, and with `unembed` so does the output layer. A tied output
-  layer is untied first, since its delta would otherwise change the embedding. Without `unembed` a
-  model of random weights can't learn which token to say: its output layer is noise.
-- Rank 0 trains the full weights, in a copy.
 - As in transformers' Trainer, weight decay skips biases and the gains of norms, so that a run means
   the same on TRL.
+- Over several processes, every rank has a trainer of each model. Rank 0's methods first send their
+  call as an order, which `follow` carries out on the other ranks. Rows are shared out, and
+  gradients are summed over ranks. All ranks succeed or fail together.
 
 Everything here is synchronous and belongs to one thread.
 """
 
 from __future__ import annotations
 
-import copy
+import itertools
+import logging
 import math
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils import clip_grad_norm_
-from torch.nn.utils.rnn import pad_sequence
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
-from retrain.engine.lengths import of_like_length
-from retrain.engine.losses import shared_loss, token_logprobs
+from retrain.engine.ranks.group import ALONE, STOP, Ranks
+from retrain.errors import AdapterError, RetrainError
+from retrain.losses import settings
 from retrain.protocols.training import AdamParams
-from retrain.service.errors import invalid
+from retrain.service.errors import ServiceError, invalid
+from retrain.service.passes import (
+    VOID,
+    Part,
+    Passed,
+    Row,
+    Share,
+    joined,
+    micro_batches,
+    problem_of,
+    run_micro_batch,
+    share_out,
+)
+from retrain.service.trainable import ShardedBase, Trainable, Tuning, whole
 
-LORA_ALPHA = 32
-"""The value of the hosted services, whose protocols have no field for alpha."""
 LOGITS_AT_ONCE = 2**29
 """Maximum size of a micro-batch's logits (2 GiB in float32)."""
+T = TypeVar("T")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_numbers = itertools.count()
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Which weights are trained."""
-
-    rank: int = 32
-    """Of the LoRA matrices; 0 trains the full weights."""
-    attention: bool = True
-    mlp: bool = True
-    unembed: bool = True
-    seed: int = 0
-    """Of the initial LoRA matrices."""
-
-
-class Row(NamedTuple):
-    """A training sequence whose position t predicts `targets[t]`.
-
-    Every field has length N. With K targets per token, all but `tokens` have N x K numbers, row by
-    row.
-    """
-
-    tokens: Sequence[int]
-    targets: Sequence[int]
-    advantages: Sequence[float]
-    logprobs: Sequence[float]
-    mask: Sequence[float]
-    in_ratio: Sequence[float] = ()
-    """1 for the tokens that make up a sequence's ratio; only for gspo."""
-    width: int | None = None
-    """K; None is one target per token, in one dimension."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """The result of a forward pass."""
-
-    logprobs: list[list[float]]
-    """Of each row's targets, as many as it has."""
-    loss: float
-    tokens: float
-    """Targets with mask 1."""
+class OutOfStepError(AdapterError):
+    """The processes can't go on together: one is lost, or failed where the others did not."""
 
 
 class Trainer:
     """Trains a model made from `base`, whose own weights never change."""
 
-    def __init__(self, base: PreTrainedModel, tuning: Tuning) -> None:
+    def __init__(
+        self, base: PreTrainedModel | ShardedBase, tuning: Tuning, ranks: Ranks = ALONE
+    ) -> None:
         """Raises ServiceError if the model has none of the layers of `tuning`."""
         self.tuning = tuning
         self.steps = 0
-        self.model: torch.nn.Module
-        if tuning.rank:
-            self.model = _with_lora(untied(base), tuning)
-        else:
-            self.model = copy.deepcopy(base).requires_grad_(True)
-        self.model.eval()  # no dropout: the log-probs must equal the sampler's
-        self._trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self._ranks = ranks
+        self._number = next(_numbers)
+        self._lead("make", tuning)
+        with self._together():
+            self._part = self._made(base)
+        self.model = self._part.model
+        self._trained = self._part.trained
+        self._spread = any(isinstance(p, DTensor) for p in self._trained.values())
         self._optimizer = self._fresh_optimizer()
-        self._device = base.device
-        self._vocabulary = int(_embedding(base).weight.shape[0])
 
     def forward(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
         """The same numbers as `forward_backward`, without gradients."""
-        with torch.no_grad():
-            return self._passed(rows, loss, config)
+        return self._pass(rows, loss, config, backward=False)
 
     def forward_backward(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
         """Add the gradient of the loss to the accumulated gradients.
 
         Raises ServiceError, and adds nothing, if the loss is NaN or infinite.
         """
-        before = [p.grad.clone() if p.grad is not None else None for p in self._trained.values()]
-        try:
-            return self._passed(rows, loss, config)
-        except BaseException:
-            for parameter, gradient in zip(self._trained.values(), before, strict=True):
-                parameter.grad = gradient
-            raise
+        return self._pass(rows, loss, config, backward=True)
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
         """Apply and clear the accumulated gradients; returns the norm before clipping.
@@ -124,55 +94,235 @@ class Trainer:
         Raises ServiceError, and leaves the weights unchanged, if there is no gradient or its norm
         is NaN or infinite. In the latter case the gradients are cleared.
         """
-        if all(parameter.grad is None for parameter in self._trained.values()):
-            raise invalid("there is no gradient to apply; call forward_backward before optim_step")
-        limit = adam.grad_clip_norm or math.inf
-        norm = float(clip_grad_norm_(self._trained.values(), limit))
-        if not math.isfinite(norm):
-            self._optimizer.zero_grad()
-            raise invalid(f"gradient norm: got {norm}, expected a finite number; no step taken")
-        for group in self._optimizer.param_groups:
-            group.update(
-                lr=adam.learning_rate,
-                betas=(adam.beta1, adam.beta2),
-                eps=adam.eps,
-                weight_decay=adam.weight_decay if group["decayed"] else 0.0,
-            )
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.steps += 1
-        return {"grad_norm": norm, "learning_rate": adam.learning_rate}
+        self._lead("take_step", adam)
+        return self.take_step(adam)
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the trained weights on the CPU; LoRA weights have PEFT's names."""
-        return {
-            name.replace(".default.", "."): parameter.detach().cpu().clone()
-            for name, parameter in self._trained.items()
-        }
+        if self._spread:
+            self._lead("copy_weights")
+        return self.copy_weights()
 
     def optimizer_state(self) -> dict[str, Any]:
         """A copy of AdamW's moments and step counts on the CPU."""
-        state = self._optimizer.state_dict()["state"]
-        moments = {i: {k: v.cpu().clone() for k, v in one.items()} for i, one in state.items()}
-        return {"state": moments, "steps": self.steps}
+        if self._spread:
+            self._lead("copy_moments")
+        return {"state": self.copy_moments(), "steps": self.steps}
 
     def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
         """Continue from a copy; without an optimizer state, AdamW starts anew.
 
         Raises ServiceError if the tensors don't fit this model.
         """
-        named = {name.replace(".default.", "."): p for name, p in self._trained.items()}
-        if {n: p.shape for n, p in named.items()} != {n: w.shape for n, w in weights.items()}:
-            raise invalid("the checkpoint has another rank or other trained layers than this model")
-        with torch.no_grad():
-            for name, parameter in named.items():
-                parameter.copy_(weights[name])
-        self._optimizer = self._fresh_optimizer()
-        if optimizer is not None:
-            groups = self._optimizer.state_dict()["param_groups"]
-            state = copy.deepcopy(dict(optimizer["state"]))
-            self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.steps = int(optimizer["steps"]) if optimizer is not None else 0
+        state = {} if optimizer is None else optimizer["state"]
+        _check_fit(self._trained, weights)
+        for index, moments in state.items():
+            parameter = self._parameters[index]
+            if any(moments[name].shape != parameter.shape for name in _MOMENTS):
+                raise invalid("the checkpoint's optimizer state does not fit this model")
+        counts = {index: float(moments["step"]) for index, moments in state.items()}
+        steps = int(optimizer["steps"]) if optimizer is not None else 0
+        self._lead("receive", counts, steps)
+        self.receive(counts, steps, weights, state)
+
+    def close(self) -> None:
+        """Free the memory on all ranks; no other call may follow."""
+        self._lead("close")
+        self._part.close()
+
+    # On every rank
+
+    def run_share(
+        self, share: Share, loss: str, config: Mapping[str, Any], backward: bool
+    ) -> list[Part]:
+        """Compute this rank's rows; returns the parts of all ranks, or raises on all."""
+        before = [p.grad.clone() if p.grad is not None else None for p in self._trained.values()]
+        try:
+            with self._together(), torch.set_grad_enabled(backward):
+                return self._agreed(lambda: self._computed(share, loss, config))
+        except BaseException:
+            for parameter, gradient in zip(self._trained.values(), before, strict=True):
+                parameter.grad = gradient
+            raise
+
+    def take_step(self, adam: AdamParams) -> dict[str, float]:
+        """`optim_step` on this rank."""
+        with self._together():
+            self._sum_gradients()
+            gradients = [p.grad for p in self._trained.values() if p.grad is not None]
+            if not gradients:
+                raise invalid(
+                    "there is no gradient to apply; call forward_backward before optim_step"
+                )
+            total = _whole(get_total_norm(gradients))
+            norm = float(total)
+            if not math.isfinite(norm):
+                self._optimizer.zero_grad()
+                raise invalid(f"gradient norm: got {norm}, expected a finite number; no step taken")
+            limit = adam.grad_clip_norm or math.inf
+            clip_grads_with_norm_(self._trained.values(), limit, total)
+            for group in self._optimizer.param_groups:
+                group.update(
+                    lr=adam.learning_rate,
+                    betas=(adam.beta1, adam.beta2),
+                    eps=adam.eps,
+                    weight_decay=adam.weight_decay if group["decayed"] else 0.0,
+                )
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self.steps += 1
+            return {"grad_norm": norm, "learning_rate": adam.learning_rate}
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        """`weights` on rank 0, nothing on the others."""
+        with self._together():
+            return self._copies(self._trained)
+
+    def copy_moments(self) -> dict[int, dict[str, Tensor]]:
+        """AdamW's state by the number of its parameter, on rank 0; nothing on the others."""
+        with self._together():
+            states = enumerate(self._optimizer.state.get(p) for p in self._parameters)
+            found = {i: self._copies(state) for i, state in states if state}
+            return found if self._ranks.rank == 0 else {}
+
+    def receive(
+        self,
+        counts: Mapping[int, float],
+        steps: int,
+        weights: Mapping[str, Tensor] | None = None,
+        state: Mapping[int, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """Take over rank 0's `weights` and moments; `counts` are AdamW's steps by parameter."""
+        with self._together(), torch.no_grad():
+            for name, own in self._trained.items():
+                own.copy_(self._spread_like(own, weights[name] if weights else None))
+            self._optimizer = self._fresh_optimizer()
+            parameters = self._parameters
+            for index, count in counts.items():
+                parameter = parameters[index]
+                moments = {
+                    name: self._spread_like(parameter, state[index][name] if state else None)
+                    for name in _MOMENTS
+                }
+                self._optimizer.state[parameter] = {"step": torch.tensor(count), **moments}
+            self.steps = steps
+
+    def _pass(
+        self, rows: Sequence[Row], loss: str, config: Mapping[str, Any], *, backward: bool
+    ) -> Passed:
+        settings("ppo" if loss == "gspo" else loss, config)  # before the other ranks compute
+        shares = share_out(rows, self._ranks.size, self._limit)
+        self._lead("run_share", loss, config, backward, shares=shares)
+        return joined(shares, self.run_share(shares[0], loss, config, backward))
+
+    def _made(self, base: PreTrainedModel | ShardedBase) -> Trainable:
+        found: list[Trainable] = []
+
+        def make() -> None:
+            if isinstance(base, ShardedBase):
+                found.append(base.trainable(self.tuning))
+            else:
+                found.append(whole(base, self.tuning))
+
+        self._agreed(make)
+        return found[0]
+
+    def _agreed(self, compute: Callable[[], T]) -> list[T]:
+        """What `compute` returns on each rank; if it failed on one, that error on all of them."""
+        own: T | _Failure
+        error: Exception | None = None
+        try:
+            own = compute()
+        except OutOfStepError:
+            raise
+        except Exception as raised:
+            if self._ranks.size == 1:
+                raise
+            own, error = _Failure.of(raised), raised
+        found: list[T | _Failure] = self._ranks.gather(own)
+        for one in found:
+            if isinstance(one, _Failure):
+                raise ServiceError(one.status, one.message) from error
+        return cast(list[T], found)
+
+    def _computed(self, share: Share, loss: str, config: Mapping[str, Any]) -> Part:
+        self._part.activate()
+        logprobs: list[Any] = [None] * len(share.rows)
+        total = tokens = 0.0
+        problem: ServiceError | None = None
+        batches = micro_batches(share.rows, self._limit)
+        lacking = max(0, share.passes - len(batches)) if self._part.sharded else 0
+        for batch in batches + [[]] * lacking:
+            rows = [share.rows[i] for i in batch] or [VOID]
+            with self._in_step():
+                value, found = run_micro_batch(
+                    self.model,
+                    self._part.device,
+                    rows,
+                    loss if batch else "cross_entropy",
+                    config if batch else {},
+                )
+                problem = problem or problem_of(loss, value, found)
+                if problem and not self._part.sharded:
+                    raise problem
+                if torch.is_grad_enabled():
+                    value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            total, tokens = (
+                total + float(value.detach()),
+                tokens + sum(float(sum(share.rows[i].mask)) for i in batch),
+            )
+            numbers = found.detach().cpu().numpy()
+            for index, values, row in zip(batch, numbers, rows, strict=False):
+                logprobs[index] = values[: len(row.tokens), : row.width or 1].flatten()
+        if problem:  # the other ranks needed this one until here
+            raise problem
+        return Part(logprobs, total, tokens)
+
+    def _sum_gradients(self) -> None:
+        """Over ranks, which hold the same parameters; FSDP2 has summed those of its shards."""
+        if self._ranks.size == 1 or self._spread:
+            return
+        parameters = list(self._trained.values())
+        there = torch.tensor([int(p.grad is not None) for p in parameters])
+        dist.all_reduce(there, dist.ReduceOp.MAX)
+        found = itertools.compress(parameters, there.tolist())
+        works = []
+        for parameter in found:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            works.append(dist.all_reduce(parameter.grad, async_op=True))
+        for work in works:
+            work.wait()
+
+    def _copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept = {}
+        for name, tensor in tensors.items():
+            found = _whole(tensor.detach())
+            if self._ranks.rank == 0:
+                kept[name] = found.cpu().clone()
+        return kept
+
+    def _spread_like(self, parameter: Tensor, given: Tensor | None) -> Tensor:
+        """Rank 0's `given` tensor, laid out over the ranks as `parameter` is."""
+        tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if given is not None:
+            tensor.copy_(given)
+        if isinstance(parameter, DTensor):
+            spread: Tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+            return spread
+        if self._ranks.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    @property
+    def _limit(self) -> int:
+        """Tokens of a micro-batch."""
+        return max(1, LOGITS_AT_ONCE // self._part.vocabulary)
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """In the optimizer's order."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
         matrices = [p for p in self._trained.values() if p.dim() > 1]
@@ -181,137 +331,69 @@ class Trainer:
             [{"params": matrices, "decayed": True}, {"params": others, "decayed": False}]
         )
 
-    def _passed(self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]) -> Passed:
-        logprobs: list[list[float]] = [[]] * len(rows)
-        total = tokens = 0.0
-        limit = max(1, LOGITS_AT_ONCE // self._vocabulary)
-        for batch in of_like_length([len(row.tokens) for row in rows], limit):
-            part, found = self._micro_batch([rows[i] for i in batch], loss, config)
-            total, tokens = total + part, tokens + sum(sum(rows[i].mask) for i in batch)
-            for index, values in zip(batch, found, strict=True):
-                row = rows[index]
-                own = values[: len(row.tokens), : row.width or 1]
-                logprobs[index] = own.flatten().tolist()
-        return Passed(logprobs, total, tokens)
+    def _lead(self, name: str, *args: Any, shares: Sequence[Any] | None = None) -> None:
+        if self._ranks.rank == 0:
+            with self._together():
+                self._ranks.lead(name, self._number, *args, shares=shares)
 
-    def _micro_batch(
-        self, rows: Sequence[Row], loss: str, config: Mapping[str, Any]
-    ) -> tuple[float, Tensor]:
-        """The loss and the log-probs of the targets, (B, T, K)."""
-        lengths = torch.tensor([len(row.tokens) for row in rows])
-        attended = (torch.arange(int(lengths.max())) < lengths[:, None]).long().to(self._device)
-        tokens = self._padded([(row.tokens, 1) for row in rows], torch.long)[..., 0]
-        widths = [row.width or 1 for row in rows]
-        _, targets, *credit = zip(*(row[:5] for row in rows), strict=True)
-        labels = self._padded(list(zip(targets, widths, strict=True)), torch.long)
-        advantages, old, mask = (
-            self._padded(list(zip(values, widths, strict=True)), torch.float32) for values in credit
-        )
-        logits = self.model(input_ids=tokens, attention_mask=attended, use_cache=False).logits
-        logprobs = _target_logprobs(logits, labels)
-        if not torch.isfinite(logprobs).all():
-            raise invalid("the model's log-probs are not finite: its weights have diverged")
-        if loss == "gspo":
-            in_ratio = self._padded([(row.in_ratio, 1) for row in rows], torch.float32)
-            loss, old = "ppo", _sequence_old(logprobs.detach(), old, in_ratio)
-        flat, *inputs = (tensor.flatten(1) for tensor in (logprobs, old, advantages, mask))
-        value, _ = shared_loss(loss, config, flat, inputs[0], inputs[1], inputs[2])
-        if not torch.isfinite(value):
-            raise invalid(f"{loss} loss: got {value.item()}; check logprobs and advantages")
-        if torch.is_grad_enabled():
-            value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return float(value.detach()), logprobs.detach()
+    def _in_step(self) -> AbstractContextManager[None]:
+        """A micro-batch, in which the other ranks wait for this one if the model is sharded."""
+        return self._together() if self._part.sharded else nullcontext()
 
-    def _padded(self, rows: Sequence[tuple[Sequence[float], int]], dtype: torch.dtype) -> Tensor:
-        """Rows of N x K numbers, each with its K, as (B, T, K); padding is 0."""
-        widest = max(width for _, width in rows)
-        tensors = [
-            pad(torch.tensor(values, dtype=dtype).view(-1, width), (0, widest - width))
-            for values, width in rows
-        ]
-        return pad_sequence(tensors, batch_first=True).to(self._device)
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What all ranks do alike: an error on one of them leaves them out of step."""
+        try:
+            yield
+        except RetrainError:
+            raise
+        except Exception as error:
+            if self._ranks.size == 1:
+                raise
+            raise OutOfStepError(f"{type(error).__name__}: {error}") from error
 
 
-def _target_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """log softmax(logits)[targets] in float32: (B, T, V) and (B, T, K) to (B, T, K)."""
-    if targets.shape[-1] == 1:
-        return token_logprobs(logits, targets[..., 0])[..., None]
-    wide = logits.float()
-    return wide.gather(-1, targets) - wide.logsumexp(-1, keepdim=True)
+class _Failure(NamedTuple):
+    """An error on its way to the other ranks."""
+
+    status: int
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        if isinstance(error, ServiceError):
+            return cls(error.status, str(error))
+        log.error("a request failed on this rank", exc_info=error)
+        return cls(500, f"{type(error).__name__}: {error}")
 
 
-def _sequence_old(logprobs: Tensor, old: Tensor, in_ratio: Tensor) -> Tensor:
-    """The `old` with which every token's ratio is its sequence's; (B, T, 1) each.
+def follow(base: PreTrainedModel | ShardedBase, ranks: Ranks) -> None:
+    """Carry out rank 0's orders until it says stop.
 
-    GSPO-token (arXiv:2507.18071, section 4.3): a token's ratio has the value of the geometric mean
-    of the ratios of its sequence's tokens, and the gradient of its own log-prob. It equals PPO with
-    this `old`.
+    Raises OutOfStepError if this rank can't go on with the others.
     """
-    gaps = torch.where(in_ratio > 0, logprobs - old, 0.0)
-    mean = gaps.sum(1, keepdim=True) / in_ratio.sum(1, keepdim=True)
-    return logprobs - mean
+    trainers: dict[int, Trainer] = {}
+    while (order := ranks.follow()).name != STOP:
+        number, *args = order.args
+        with suppress(ServiceError):  # rank 0 raises the same
+            if order.name == "make":
+                [tuning] = args
+                trainers[number] = Trainer(base, tuning, ranks)
+            elif order.name == "close":
+                trainers.pop(number).close()
+            elif order.name == "run_share":
+                trainers[number].run_share(order.share, *args)
+            else:
+                getattr(trainers[number], order.name)(*args)
 
 
-def untied(base: PreTrainedModel) -> PreTrainedModel:
-    """A copy that shares all weight tensors except that of a tied output layer."""
-    shared = [*base.parameters(), *base.buffers()]
-    model: PreTrainedModel = copy.deepcopy(base, {id(tensor): tensor for tensor in shared})
-    head, embedding = _head(model), _embedding(model)
-    if head is not None and head.weight is embedding.weight:
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    model.config.tie_word_embeddings = False
-    return model
+def _check_fit(trained: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    if {n: p.shape for n, p in trained.items()} != {n: w.shape for n, w in weights.items()}:
+        raise invalid("the checkpoint has another rank or other trained layers than this model")
 
 
-def merged_weights(
-    model: PreTrainedModel, weights: Mapping[str, Tensor], rank: int
-) -> dict[str, Tensor]:
-    """The state of `model` (untied) with trained `weights`: W + alpha/rank B A for LoRA."""
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    if not rank:
-        full = {name: tensor.to(model.device) for name, tensor in weights.items()}
-        head, embedding = (_weight_name(model, one(model)) for one in (_head, _embedding))
-        if head not in full:  # only the first name of tied weights was trained
-            full[head] = full[embedding]
-        return {**state, **full}
-    for name, a in weights.items():
-        if not name.endswith(".lora_A.weight"):
-            continue
-        b = weights[name.replace(".lora_A.", ".lora_B.")]
-        plain = name.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
-        delta = (b.float() @ a.float()) * (LORA_ALPHA / rank)
-        state[plain] = state[plain] + delta.to(state[plain])
-    return state
-
-
-def _with_lora(model: PreTrainedModel, tuning: Tuning) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    head = _head(model)
-    targets = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        if (tuning.unembed if module is head else tuning.attention if "att" in name else tuning.mlp)
-    ]
-    if not targets:
-        raise invalid("this model trains nothing; enable at least one kind of layer")
-    # peft uses a name that transformers deprecates; it would fail where warnings are errors.
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-    config = LoraConfig(r=tuning.rank, lora_alpha=LORA_ALPHA, target_modules=targets, bias="none")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(tuning.seed)
-        adapted: torch.nn.Module = get_peft_model(model, config)
-    return adapted
-
-
-def _head(model: PreTrainedModel) -> Any:  # a Linear, or None; transformers leaves it untyped
-    return model.get_output_embeddings()  # type: ignore[no-untyped-call]  # the same
-
-
-def _embedding(model: PreTrainedModel) -> Any:  # an Embedding; transformers types it as any Module
-    return model.get_input_embeddings()
-
-
-def _weight_name(model: PreTrainedModel, module: Any) -> str:  # one of the two above
-    return next(f"{name}.weight" for name, one in model.named_modules() if one is module)
+def _whole(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        whole_tensor: Tensor = tensor.full_tensor()
+        return whole_tensor
+    return tensor

@@ -16,12 +16,13 @@ from retrain.sampler import Tokenizer
 from retrain.service import bodies
 from retrain.service.errors import invalid
 from retrain.service.jobs import Job
+from retrain.service.passes import Passed, Row
 from retrain.service.rows import datum_of, training_rows
 from retrain.service.sampling import Sampled, SampleRequest
 from retrain.service.state import Limits
 from retrain.service.store import Place, Saved
 from retrain.service.tinker_wire import prompt_top
-from retrain.service.trainer import Passed, Row, Tuning
+from retrain.service.trainable import Tuning
 from retrain.service.values import Json, iso, objects, want
 
 SCHEME = "weaver://"

@@ -1,0 +1,178 @@
+"""The forward pass of a training request: rows to micro-batches, log-probs and the loss.
+
+Pure functions of a model. How rows are shared out over processes is here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from retrain.engine.lengths import of_like_length
+from retrain.engine.losses import shared_loss, token_logprobs
+from retrain.service.errors import ServiceError, invalid
+
+
+class Row(NamedTuple):
+    """A training sequence whose position t predicts `targets[t]`.
+
+    Every field has length N. With K targets per token, all but `tokens` have N x K numbers, row by
+    row.
+    """
+
+    tokens: Sequence[int]
+    targets: Sequence[int]
+    advantages: Sequence[float]
+    logprobs: Sequence[float]
+    mask: Sequence[float]
+    in_ratio: Sequence[float] = ()
+    """1 for the tokens that make up a sequence's ratio; only for gspo."""
+    width: int | None = None
+    """K; None is one target per token, in one dimension."""
+
+
+VOID = Row([0], [0], [0.0], [0.0], [0.0], [1.0])
+"""A row without loss and gradient, for a process that has none left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """The result of a forward pass."""
+
+    logprobs: list[list[float]]
+    """Of each row's targets, as many as it has."""
+    loss: float
+    tokens: float
+    """Targets with mask 1."""
+
+
+class Part(NamedTuple):
+    """`Passed` of one process's rows."""
+
+    logprobs: list[NDArray[np.float32]]
+    loss: float
+    tokens: float
+
+
+class Share(NamedTuple):
+    """The rows of one process."""
+
+    indices: list[int]
+    """Of its rows in the request."""
+    rows: Sequence[Row]
+    passes: int = 0
+    """Micro-batches to run at least: as many as any other process has."""
+
+
+def share_out(rows: Sequence[Row], size: int, limit: int) -> list[Share]:
+    """The shares of `size` processes, each with about as many tokens.
+
+    `limit` is the number of tokens of a micro-batch.
+    """
+    if size == 1:
+        return [Share(list(range(len(rows))), rows)]
+    indices: list[list[int]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens)):
+        rank = loads.index(min(loads))
+        indices[rank].append(index)
+        loads[rank] += len(rows[index].tokens)
+    passes = max(len(micro_batches([rows[i] for i in own], limit)) for own in indices)
+    return [Share(own, [_packed(rows[i]) for i in own], passes) for own in indices]
+
+
+def joined(shares: Sequence[Share], parts: Sequence[Part]) -> Passed:
+    """The result of the request, in the order of its rows."""
+    logprobs: list[list[float]] = [[]] * sum(len(share.indices) for share in shares)
+    for share, part in zip(shares, parts, strict=True):
+        for index, values in zip(share.indices, part.logprobs, strict=True):
+            logprobs[index] = values.tolist()
+    return Passed(logprobs, sum(part.loss for part in parts), sum(part.tokens for part in parts))
+
+
+def micro_batches(rows: Sequence[Row], limit: int) -> list[list[int]]:
+    """Indices of rows in micro-batches of at most `limit` tokens, padding included."""
+    return list(of_like_length([len(row.tokens) for row in rows], limit))
+
+
+def run_micro_batch(
+    model: Callable[..., Any],
+    device: torch.device,
+    rows: Sequence[Row],
+    loss: str,
+    config: Mapping[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """The loss, and the log-probs of the targets, (B, T, K)."""
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    attended = (torch.arange(int(lengths.max())) < lengths[:, None]).long().to(device)
+    tokens = _padded([(row.tokens, 1) for row in rows], torch.long, device)[..., 0]
+    widths = [row.width or 1 for row in rows]
+    _, targets, *credit = zip(*(row[:5] for row in rows), strict=True)
+    labels = _padded(list(zip(targets, widths, strict=True)), torch.long, device)
+    advantages, old, mask = (
+        _padded(list(zip(values, widths, strict=True)), torch.float32, device) for values in credit
+    )
+    logits = model(input_ids=tokens, attention_mask=attended, use_cache=False).logits
+    logprobs = _target_logprobs(logits, labels)
+    if loss == "gspo":
+        in_ratio = _padded([(row.in_ratio, 1) for row in rows], torch.float32, device)
+        loss, old = "ppo", _sequence_old(logprobs.detach(), old, in_ratio)
+    flat, *inputs = (tensor.flatten(1) for tensor in (logprobs, old, advantages, mask))
+    value, _ = shared_loss(loss, config, flat, inputs[0], inputs[1], inputs[2])
+    return value, logprobs
+
+
+def problem_of(loss: str, value: Tensor, logprobs: Tensor) -> ServiceError | None:
+    """Why a micro-batch can't be trained on, if its numbers are not finite."""
+    if not torch.isfinite(logprobs).all():
+        return invalid("the model's log-probs are not finite: its weights have diverged")
+    if not torch.isfinite(value):
+        return invalid(f"{loss} loss: got {value.item()}; check logprobs and advantages")
+    return None
+
+
+def _packed(row: Row) -> Row:
+    """The same row in numpy arrays, which are sent faster. Floats are float32, as in a loss."""
+    own: list[Any] = [np.asarray(values, np.int64) for values in row[:2]]
+    own += [np.asarray(values, np.float32) for values in row[2:6]]
+    return Row._make([*own, row.width])
+
+
+def _padded(
+    rows: Sequence[tuple[Sequence[float], int]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Rows of N x K numbers, each with its K, as (B, T, K); padding is 0."""
+    widest = max(width for _, width in rows)
+    tensors = [
+        pad(torch.tensor(values, dtype=dtype).view(-1, width), (0, widest - width))
+        for values, width in rows
+    ]
+    return pad_sequence(tensors, batch_first=True).to(device)
+
+
+def _target_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """log softmax(logits)[targets] in float32: (B, T, V) and (B, T, K) to (B, T, K)."""
+    if targets.shape[-1] == 1:
+        return token_logprobs(logits, targets[..., 0])[..., None]
+    wide = logits.float()
+    return wide.gather(-1, targets) - wide.logsumexp(-1, keepdim=True)
+
+
+def _sequence_old(logprobs: Tensor, old: Tensor, in_ratio: Tensor) -> Tensor:
+    """The `old` with which every token's ratio is its sequence's; (B, T, 1) each.
+
+    GSPO-token (arXiv:2507.18071, section 4.3): a token's ratio has the value of the geometric mean
+    of the ratios of its sequence's tokens, and the gradient of its own log-prob. It equals PPO with
+    this `old`.
+    """
+    gaps = torch.where(in_ratio > 0, logprobs - old, 0.0)
+    mean = gaps.sum(1, keepdim=True) / in_ratio.sum(1, keepdim=True)
+    return logprobs - mean
