@@ -29,7 +29,7 @@ from trl import GRPOTrainer
 
 from benchmarks.sampler import SHAPES, device_name
 from retrain.adapters.trl.adapter import TrlAdapter
-from retrain.adapters.trl.build import grpo_args, hush, place
+from retrain.adapters.trl.build import grpo_args, hush, place_model
 from retrain.adapters.trl.options import TrlOptions
 from retrain.adapters.trl.plan import run_plan
 from retrain.adapters.trl.rows import collate
@@ -95,7 +95,7 @@ class Alone:
     def __init__(
         self, options: TrlOptions, config: RunConfig, folder: str, samples: Sequence[Sample]
     ) -> None:
-        placement = place(options)
+        placement = place_model(options)
         args = grpo_args(options, config, run_plan(config), placement, Path(folder))
         ready = self
 

@@ -6,9 +6,11 @@ says what was tried.
 
 from __future__ import annotations
 
+import re
 import threading
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from retrain.config.paths import TINY, find_model
 from retrain.engine.tiny import quiet, tiny_folder, tiny_tokenizer
@@ -23,28 +25,72 @@ PROCESS_STATE = threading.RLock()
 initialization, gradient synchronization and random generator are global to the process."""
 
 
+Attention = Literal[
+    "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+]
+"""transformers' `attn_implementation`; `auto` is its own choice, sdpa for nearly all models."""
+FLASH = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
+"""The distribution that each kernel needs; transformers can also get one through `kernels`."""
+
+
 def resolve_model(model: str, base_dir: Path) -> str:
     """A folder or id that transformers can load; makes the folder of the built-in model."""
     found = find_model(model, base_dir)
     return str(tiny_folder()) if found == TINY else found
 
 
+def attention_problem(attention: str, device: str, dtype: str) -> str | None:
+    """Why `attention` can't work on this `device` and `dtype`, either of which may be `auto`.
+
+    Imports no torch. Whether the model supports it is known to `load_model`.
+    """
+    if attention not in FLASH:
+        return None
+    where = f"backend.attention: got {attention}"
+    if device == "cpu":
+        return f"{where}, which needs a CUDA device; set it to auto, sdpa or eager"
+    if dtype == "float32":
+        return (
+            f"{where}, which computes in bfloat16 only; set backend.dtype to bfloat16, or attention"
+            " to sdpa"
+        )
+    if _installed(FLASH[attention]) or _installed("kernels"):
+        return None
+    return (
+        f"{where}, but {FLASH[attention]} is not installed; install it for your version of torch "
+        f"and CUDA (`pip install {FLASH[attention]} --no-build-isolation`), or set attention to "
+        "sdpa"
+    )
+
+
 def load_model(
-    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    attention: Attention = "auto",
 ) -> PreTrainedModel:
     """The causal LM in `folder` (or of a Hub id), in evaluation mode; `dtype` None is float32.
 
-    Raises ConfigError if it can't be loaded.
+    Raises ConfigError if it can't be loaded, or does not support `attention`.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
+    chosen = {} if attention == "auto" else {"attn_implementation": attention}
     try:
         with PROCESS_STATE, quiet():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype or torch.float32
+                folder, dtype=dtype or torch.float32, **chosen
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
+        if chosen and not isinstance(error, OSError) and _ABOUT_ATTENTION.search(str(error)):
+            raise _no_attention(attention, folder, error) from error
+        if isinstance(error, ImportError):
+            raise
         raise _cannot_load("model", folder, error) from error
     model.to(device)  # type: ignore[arg-type]  # a string is valid
     model.train(False)
@@ -81,6 +127,25 @@ def choose_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+_ABOUT_ATTENTION = re.compile("attention|attn|sdpa", re.IGNORECASE)
+
+
+def _no_attention(attention: str, folder: str | Path, error: Exception) -> ConfigError:
+    reason = str(error).strip().split("\n")[0].split(". ")[0].split(" Please ")[0].rstrip(".")
+    return ConfigError(
+        f"backend.attention: got {attention}, which {str(folder)!r} can't use: {reason}. Set it to "
+        "auto, or to eager, which every model supports"
+    )
+
+
+def _installed(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _cannot_load(what: str, folder: str | Path, error: Exception) -> ConfigError:
