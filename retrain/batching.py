@@ -127,16 +127,18 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
     made: list[tuple[list[int], list[int], list[float], list[float], list[int]]] = []
     used = 0
     for turn in trajectory.turns:
-        prompt, completion = list(turn.prompt_ids), turn.completion
+        prompt, completion = turn.prompt_ids, turn.completion
         count = len(completion.token_ids)
-        if not made or prompt[: len(made[-1][0])] != made[-1][0]:
+        if not made or list(prompt[: len(made[-1][0])]) != made[-1][0]:
             made.append(([], [], [], [], []))
         ids, mask, logprobs, credits, versions = made[-1]
         given = len(prompt) - len(ids)
-        ids[:] = [*prompt, *completion.token_ids]
+        ids += [*prompt[len(ids) :], *completion.token_ids]
         mask += [0] * given + [1] * count
-        logprobs += [0.0] * given + list(completion.logprobs)
-        credits += [0.0] * given + advantages[used : used + count]
+        logprobs += [0.0] * given
+        logprobs += completion.logprobs
+        credits += [0.0] * given
+        credits += advantages[used : used + count]
         versions += [-1] * given
         versions += completion.versions or [completion.version] * count
         used += count

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 Metrics = dict[str, float]
@@ -44,6 +45,7 @@ class Ticket(NamedTuple):
         return f"{self.epoch}.{self.row}.{self.attempt}"
 
     @classmethod
+    @lru_cache(maxsize=4096)  # a group's ticket is read at every stage
     def parse(cls, text: str) -> Ticket:
         """The ticket that `str()` wrote."""
         epoch, row, attempt = text.split(".")
@@ -143,7 +145,10 @@ class Trajectory:
     @property
     def sampled_tokens(self) -> int:
         """How many tokens the model sampled in all turns."""
-        return sum([len(turn.completion.token_ids) for turn in self.turns])
+        turns = self.turns
+        if len(turns) == 1:  # the common case, fast
+            return len(turns[0].completion.token_ids)
+        return sum([len(turn.completion.token_ids) for turn in turns])
 
 
 @dataclass(slots=True)
@@ -200,8 +205,13 @@ class Sample:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        own = (self.loss_mask, self.logprobs, self.advantages, self.versions)
-        if {length, *map(len, own), *map(len, self.streams.values())} != {length}:
+        fits = (
+            length == len(self.loss_mask) == len(self.logprobs)
+            and length == len(self.advantages) == len(self.versions)
+            and not (self.streams and {length} != set(map(len, self.streams.values())))
+        )
+        if not fits:
+            own = (self.loss_mask, self.logprobs, self.advantages, self.versions)
             names = ("loss_mask", "logprobs", "advantages", "versions", *self.streams)
             streams = zip(names, (*own, *self.streams.values()), strict=True)
             wrong = {name: len(stream) for name, stream in streams if len(stream) != length}

@@ -94,6 +94,7 @@ class Decoder:
         self._drawer: Drawer | None = None  # None if the rows have changed since the last step
         self._tokens: list[int] = []  # the newest of each row, not yet in the cache
         self._known = inspect.signature(model.forward).parameters
+        self._device = model.device  # transformers finds it anew for each access
 
     def admit(self, requests: Sequence[Request]) -> list[Request]:
         """Prefill the requests and draw the first token of each row."""
@@ -109,12 +110,12 @@ class Decoder:
         if not self.rows:
             return []
         inputs = self._cache.step_inputs()
-        ids = torch.tensor(self._tokens, device=self.model.device).unsqueeze(1)
+        ids = torch.tensor(self._tokens, device=self._device).unsqueeze(1)
         logits = self._forward(ids, self._cache.past, inputs)
         self._cache.advance()
         self.stats.steps += 1
         if self._drawer is None:
-            self._drawer = Drawer(self.rows, self.model.device)
+            self._drawer = Drawer(self.rows, self._device)
         drawn = self._drawer(logits)
         self._tokens = drawn.tokens
         done, kept = self._record(self.rows, drawn)
@@ -124,14 +125,14 @@ class Decoder:
 
     def _admit(self, requests: Sequence[Request]) -> list[Request]:
         past = self._cache.empty_prefill()
-        ids, inputs = _padded([r.prompt_ids for r in requests], self.model.device)
+        ids, inputs = _padded([r.prompt_ids for r in requests], self._device)
         logits = self._forward(ids, past, inputs)
         rows, sources = [], []
         for source, request in enumerate(requests):
             for index, key in enumerate(request.keys):
                 rows.append(Row(request, index, request.stopping.params, key))
                 sources.append(source)
-        drawer = Drawer(rows, self.model.device)
+        drawer = Drawer(rows, self._device)
         drawn = drawer(logits[torch.tensor(sources, device=logits.device)])
         done, kept = self._record(rows, drawn)
         if kept:
@@ -144,9 +145,8 @@ class Decoder:
 
     def _forward(self, ids: Tensor, past: object, inputs: dict[str, Tensor]) -> Tensor:
         """The logits of the last position, (rows, vocabulary)."""
-        device = self.model.device
         known: dict[str, Any] = {
-            name: value.to(device) for name, value in inputs.items() if name in self._known
+            name: value.to(self._device) for name, value in inputs.items() if name in self._known
         }
         if "logits_to_keep" in self._known:
             known["logits_to_keep"] = 1
@@ -156,7 +156,8 @@ class Decoder:
     def _record(self, rows: Sequence[Row], drawn: Drawn) -> tuple[list[Request], list[int]]:
         """Record what was drawn; returns the finished requests and the unfinished rows."""
         self.stats.tokens += len(rows)
-        done, kept = [], []
+        done: list[Request] = []
+        kept: list[int] = []
         for i, (row, token, logprob, top) in enumerate(zip(rows, *drawn, strict=True)):
             row.token_ids.append(token)
             row.logprobs.append(logprob)

@@ -17,10 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -28,12 +27,18 @@ from transformers.cache_utils import (
 
 GRAIN = 32
 """Buffers grow in multiples of this many columns."""
+PLAIN_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    # Layers without keys. Before transformers 5.23 they look like linear attention, so that the
+    # requests of a model that has them decode one by one.
+    getattr(cache_utils, "DummyLayer", DynamicLayer),
+)
 
 
 def shares_rows(config: PreTrainedConfig) -> bool:
     """Whether rows of several requests can decode together: all layers are attention."""
-    plain = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
-    return all(type(layer) in plain for layer in DynamicCache(config=config).layers)
+    return all(type(layer) in PLAIN_LAYERS for layer in DynamicCache(config=config).layers)
 
 
 def make_cache(config: PreTrainedConfig, max_rows: int) -> RowCache | RequestCache:
@@ -87,6 +92,7 @@ class RowCache(Cache):
         self.max_rows = max_rows
         self.row_capacity = self.column_capacity = 0
         self._starts = torch.empty(0, dtype=torch.long)
+        self._ragged = False  # some row is padded
 
     @property
     def past(self) -> Cache:
@@ -133,7 +139,7 @@ class RowCache(Cache):
         if w.end == self.column_capacity:
             self._make_room(self, w.rows, w.end - w.start)
         positions = (w.end - self._starts).unsqueeze(1)
-        if all(start == w.start for start in w.starts):
+        if not self._ragged:
             return {"position_ids": positions}
         columns = torch.arange(w.start, w.end + 1, device=self._starts.device)
         return {"position_ids": positions, "attention_mask": columns >= self._starts.unsqueeze(1)}
@@ -145,6 +151,7 @@ class RowCache(Cache):
     def _trim(self) -> None:
         w = self.window
         w.start = min(w.starts, default=w.end)
+        self._ragged = max(w.starts, default=w.end) > w.start
         self._starts = torch.tensor(w.starts, dtype=torch.long, device=self._starts.device)
 
     def _make_room(self, like: Cache, rows: int, width: int) -> None:

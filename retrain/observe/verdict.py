@@ -123,7 +123,8 @@ def findings(
         "or lower staleness.target.",
         gap >= 0.1
         and f"The KL between sampler and trainer reached {gap:.2g} in step {step:.0f}: lower "
-        "staleness.max or the learning rate, and check the sampler's precision.",
+        "staleness.max or the learning rate, check the sampler's precision, or set "
+        "algorithm.mismatch.",
         left < 0.05
         and f"Entropy fell to {left:.1%} of its first value: the model hardly explores any more, "
         "which is fine if the task is solved.",

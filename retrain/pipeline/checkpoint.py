@@ -248,8 +248,8 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
     trajectories = []
     for row in saved["trajectories"]:
         turns = [
-            Turn(prompt_ids, Completion(**completion), observation)
-            for prompt_ids, completion, observation in row["turns"]
+            Turn(prompt_ids, Completion(**{**one, "versions": tuple(one["versions"])}), observation)
+            for prompt_ids, one, observation in row["turns"]
         ]
         kept = {**row, "turns": turns, "tools": tuple(row.get("tools", ()))}
         trajectories.append(Trajectory(prompt, **kept))

@@ -65,7 +65,9 @@ class Meter:
                 sampled += trajectory.sampled_tokens
                 # the last prompt contains all earlier turns
                 total += len(last.prompt_ids) + len(last.completion.token_ids)
-        counts.update({"turns": turns, "sampled": sampled, "prompt": total - sampled})
+        counts["turns"] += turns
+        counts["sampled"] += sampled
+        counts["prompt"] += total - sampled
 
     def row(
         self,

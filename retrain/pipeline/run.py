@@ -27,6 +27,7 @@ from retrain.pipeline.checkpoint import Checkpoints
 from retrain.pipeline.evaluation import Evaluation
 from retrain.pipeline.intake import Intake
 from retrain.pipeline.ledger import Ledger
+from retrain.pipeline.mismatch import MismatchWatch
 from retrain.pipeline.outage import Outage
 from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import Signal
@@ -84,6 +85,7 @@ class Run:
         self.outage = Outage(config.deadlines.outage, self.record.outage)
         self.intake = Intake(config, self.ledger, self.done, self.drop, self.outage)
         self.signal = Signal(train.stop_after_flat_steps)
+        self.mismatch = MismatchWatch(config)
         self.evaluation = Evaluation(
             config,
             parts,

@@ -40,6 +40,9 @@ from retrain.rewarding import fail
 from retrain.rollout import Playback, Slot
 from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
 
+COLLECTIONS = (50_000, 20, 50)
+"""The thresholds of the garbage collector while a run trains."""
+
 
 async def train(
     config: RunConfig,
@@ -298,6 +301,7 @@ async def step(run: Run) -> bool:
         evaluation=run.evaluation.take_row(),
     )
     run.retire(groups)
+    run.mismatch.see(row)
     run.signal.step(groups, has_credit)
     await run.callbacks.call("on_step_end", run, number, row)
     for epoch in range(run.epochs(number - 1), run.epochs(number)):
@@ -378,7 +382,7 @@ def _rare_collections() -> Iterator[None]:
     At 10,000 rollouts in flight the default thresholds cost a third of all CPU time.
     """
     before = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(*COLLECTIONS)
     try:
         yield
     finally:

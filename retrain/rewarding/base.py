@@ -15,17 +15,18 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, cast, overload
 
 from retrain.errors import PluginError
 from retrain.types import Outcome, Trajectory
 
 ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {
-    "prompt": lambda trajectory: trajectory.prompt.text,
-    "completion": lambda trajectory: trajectory.completion,
-    "answer": lambda trajectory: trajectory.prompt.answer,
-    "messages": lambda trajectory: trajectory.messages,
-    "metadata": lambda trajectory: trajectory.prompt.metadata,
+    "prompt": attrgetter("prompt.text"),
+    "completion": attrgetter("completion"),
+    "answer": attrgetter("prompt.answer"),
+    "messages": attrgetter("messages"),
+    "metadata": attrgetter("prompt.metadata"),
     "trajectory": lambda trajectory: trajectory,
 }
 """The arguments that a reward function may declare."""

@@ -97,7 +97,7 @@ class Scorer:
             return
         started = time.perf_counter()
         columns = await together([self.verdicts(p, trajectories) for p in self.rewards])
-        seconds = time.perf_counter() - started
+        seconds = round(time.perf_counter() - started, 6)
         for index, trajectory in enumerate(trajectories):
             trajectory.seconds["reward"] = seconds
             try:
@@ -106,21 +106,28 @@ class Scorer:
                 fail(trajectory, error)
 
     def _add_up(self, trajectory: Trajectory, row: Sequence[Any]) -> None:
-        total = trajectory.rewards.get("environment", 0.0)
+        rewards = trajectory.rewards
+        total = rewards.get("environment", 0.0)
+        largest = abs(total)
         for part, verdict in zip(self.rewards, row, strict=True):
+            if type(verdict) is float and abs(verdict) <= LARGEST:  # the common case, fast
+                rewards[part.name] = verdict
+                total += part.weight * verdict
+                continue
             judged = checked(part.name, verdict)
             if judged.outcome != "ok":
                 trajectory.outcome = judged.outcome
                 error = f"reward '{part.name}' returned the outcome {judged.outcome}"
                 trajectory.info.setdefault("error", error)
                 return
-            trajectory.rewards[part.name] = judged.value
+            rewards[part.name] = judged.value
             for component, value in judged.components.items():
-                trajectory.rewards[f"{part.name}.{component}"] = value
+                rewards[f"{part.name}.{component}"] = value
             total += part.weight * judged.value
-        if max(map(abs, (*trajectory.rewards.values(), total))) > LARGEST:
+            largest = max(largest, *map(abs, (judged.value, *judged.components.values())))
+        if largest > LARGEST or abs(total) > LARGEST:
             raise UserCodeError(
-                f"the rewards {shown(trajectory.rewards, 200)} sum to {total}, expected numbers "
+                f"the rewards {shown(rewards, 200)} sum to {total}, expected numbers "
                 f"of at most {LARGEST:g}, for a loss in float32. Scale the reward down."
             )
         trajectory.reward = total
@@ -141,9 +148,9 @@ class Scorer:
                 )
                 failed = isinstance(verdicts, UserCodeError)
                 return [verdicts] * len(trajectories) if failed else verdicts
-            return await self._in_tasks(
-                part, [partial(calculator.calculate, trajectory) for trajectory in trajectories]
-            )
+            # an async function needs no `calculate` around it
+            call = calculator.call if type(calculator) is FunctionReward else calculator.calculate
+            return await self._in_tasks(part, [partial(call, t) for t in trajectories])
 
     async def _in_tasks(
         self, part: WeightedReward, calls: Sequence[Callable[[], Awaitable[Any]]]

@@ -6,8 +6,7 @@ User objects may raise in any method, even in `__bool__`: what they raise is a U
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from retrain.chat.conversation import checked_messages
 from retrain.chat.tools import check_tools
@@ -17,8 +16,6 @@ from retrain.errors import UserCodeError, blame, shown, text_of
 from retrain.rewarding import as_number
 from retrain.types import Message, Prompt
 
-T = TypeVar("T")
-
 
 class UnusableError(UserCodeError):
     """Messages or tools that no chat template can show: the rollout's outcome is `invalid`."""
@@ -26,7 +23,10 @@ class UnusableError(UserCodeError):
 
 def prepare(owner: str, environment: Environment, prompt: Prompt) -> None:
     """Set `environment.prompt`; raises UserCodeError that names `owner`."""
-    _guarded(owner, lambda: setattr(environment, "prompt", prompt))
+    try:
+        environment.prompt = prompt
+    except BaseException as error:
+        raise _theirs(owner, error) from error
 
 
 def opening_of(owner: str, answer: Any) -> list[Message]:
@@ -36,7 +36,10 @@ def opening_of(owner: str, answer: Any) -> list[Message]:
 
 def tools_of(owner: str, environment: Environment) -> tuple[ToolSpec, ...]:
     """The tools of an environment; raises UserCodeError that names `owner`."""
-    tools = _guarded(owner, lambda: environment.tools)
+    try:
+        tools = environment.tools
+    except BaseException as error:
+        raise _theirs(owner, error) from error
     if tools is Environment.tools:
         return ()
     if not isinstance(tools, list | tuple):
@@ -50,7 +53,10 @@ def tools_of(owner: str, environment: Environment) -> tuple[ToolSpec, ...]:
 
 def result_of(owner: str, answer: Any) -> StepResult:
     """The StepResult that `step` returned; raises UserCodeError that names `owner`."""
-    result = _guarded(owner, lambda: _result(owner, answer))
+    try:
+        result = _result(owner, answer)
+    except BaseException as error:
+        raise _theirs(owner, error) from error
     if (result.terminated or result.truncated) and not result.observation:
         return result
     return result._replace(observation=_messages(owner, result.observation, "observation"))
@@ -103,12 +109,8 @@ def _json(message: Message, what: str) -> Message:
     return copy
 
 
-def _guarded(owner: str, call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except UserCodeError:
-        raise
-    except BaseException as error:
-        if not is_theirs(error):
-            raise
-        raise blame(owner, error) from error
+def _theirs(owner: str, error: BaseException) -> BaseException:
+    """What to raise for an error of user code: a UserCodeError, unless it is none of theirs."""
+    if isinstance(error, UserCodeError) or not is_theirs(error):
+        return error
+    return blame(owner, error)

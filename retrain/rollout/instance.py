@@ -46,6 +46,7 @@ class Instance:
         loop = asyncio.get_running_loop()
         self.name = "the environment"
         self._environment: Environment | None = None
+        self._overridden: frozenset[str] = frozenset()
         self.error: UserCodeError | None = None
         """Why it plays no further rollout."""
         self.failed = False
@@ -68,7 +69,7 @@ class Instance:
 
     def overrides(self, hook: str) -> bool:
         """Whether its class has its own version of a method."""
-        return getattr(type(self._environment), hook) is not getattr(Environment, hook)
+        return hook in self._overridden
 
     def do(self, job: Job) -> None:
         """Run a job in the task, one at a time."""
@@ -107,7 +108,7 @@ class Instance:
         try:
             await self._open()
             self.ready.set_result(None)
-            if any(map(self.overrides, HOOKS)):
+            if self._overridden:
                 await self._serve()
         except UserCodeError as error:
             self.error = error
@@ -134,8 +135,12 @@ class Instance:
             raise UserCodeError(
                 f"{self.name}: got {shown(environment)}, expected an instance of Environment"
             )
-        self.name = type(environment).__name__
-        if type(environment).setup is Environment.setup:
+        kind = type(environment)
+        self.name = kind.__name__
+        self._overridden = frozenset(
+            hook for hook in HOOKS if getattr(kind, hook) is not getattr(Environment, hook)
+        )
+        if not self.overrides("setup"):
             self._environment = environment
             return
         await self._setups.acquire()
@@ -165,7 +170,7 @@ class Instance:
 
     async def _close(self) -> None:
         environment = self._environment
-        if environment is None or type(environment).close is Environment.close:
+        if environment is None or not self.overrides("close"):
             return
         await absorb()
         name, limit = f"{self.name}.close", self._deadlines.close
