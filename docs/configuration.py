@@ -87,8 +87,12 @@ def _built_in(kind: str, name: str, keys: Json, models: Json) -> Iterator[str]:
 def _inner_tables(owner: str, properties: Json, models: Json) -> Iterator[str]:
     """The tables of the keys that hold a mapping with keys of its own."""
     for key, entry in properties.items():
-        if model := _model(entry, models):
-            yield f"\n`{key}` of {owner}: {model['description']}\n"
+        options = [_model(option, models) for option in entry.get("oneOf", ())]  # by their `type`
+        for model in options or [_model(entry, models)]:
+            if model is None:
+                continue
+            kind = f" with the type `{model['properties']['type']['const']}`" if options else ""
+            yield f"\n`{key}` of {owner}{kind}: {model['description']}\n"
             yield from _table(model["properties"], model.get("required", ()))
 
 
@@ -145,7 +149,7 @@ def _kind(entry: Json) -> str:
         return " or ".join(dict.fromkeys(map(_kind, options)))
     if "enum" in entry or "const" in entry:
         return ", ".join(f"`{value}`" for value in entry.get("enum") or [entry["const"]])
-    if "$ref" in entry:
+    if "$ref" in entry or "oneOf" in entry:
         return "mapping"
     name = entry.get("type", "anything")
     words = {"object": "mapping", "array": "list"}

@@ -17,6 +17,8 @@ import pytest
 from hypothesis import settings
 
 gc.disable()
+_writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+# until all is imported: the next session, and the processes of tests, need not compile it again
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; inherited by subprocesses
 
 settings.register_profile("same", derandomize=True, deadline=None)  # a busy machine is slow
@@ -29,27 +31,54 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the slow tests, so that no process waits in the end for another's long one.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a real vLLM server, unless `-m` names it, and begin with the slow tests.
 
+    So no process waits in the end for another's long one.
     pytest-xdist gives every process an even share of the list, in its order: each share begins
-    with its part of the slow tests. A slow test with many cases is many short tests.
+    with its part of the slow tests, the slowest first. A slow test with many cases is many short
+    tests. What is in one `xdist_group` shares costly fixtures and stays in one process.
     """
     gc.enable()
+    sys.dont_write_bytecode = _writes_no_bytecode
+    if "vllm" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("vllm")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     cases = Counter(function_of(item) for item in items)
-    slow, quick = [], []
+    slow: dict[str, list[pytest.Item]] = {}
+    quick = []
     for item in items:
-        alone = item.get_closest_marker("slow") and cases[function_of(item)] < 10
-        (slow if alone else quick).append(item)
+        group = item.get_closest_marker("xdist_group")
+        if group or (item.get_closest_marker("slow") and cases[function_of(item)] < 10):
+            slow.setdefault(group.args[0] if group else item.nodeid, []).append(item)
+        else:
+            quick.append(item)
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ordered: list[pytest.Item] = []
-    for number in range(processes):
-        part = slow[number::processes]
+    for number, part in enumerate(balanced(list(slow.values()), processes)):
         share = (len(items) - len(ordered)) // (processes - number)
         more = max(share - len(part), 0)
         ordered += part + quick[:more]
         del quick[:more]
     items[:] = ordered + quick
+
+
+def balanced(groups: list[list[pytest.Item]], processes: int) -> list[list[pytest.Item]]:
+    """The groups' tests for each process: the longest group first, to who has least to do."""
+    parts: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    load = [0.0] * processes
+    for group in sorted(groups, key=seconds, reverse=True):
+        least = load.index(min(load))
+        parts[least] += group
+        load[least] += seconds(group)
+    return parts
+
+
+def seconds(group: list[pytest.Item]) -> float:
+    """What the group takes: the marker's number for each test, or five seconds."""
+    markers = (item.get_closest_marker("slow") for item in group)
+    return sum((marker.args or (5,))[0] for marker in markers if marker)
 
 
 def function_of(item: pytest.Item) -> str:

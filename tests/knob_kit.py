@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -162,7 +163,8 @@ class Local(Around):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Any]:
         async with self.adapter:
-            await self.adapter._in_thread(self.look)
+            self.adapter._thread.trainer.look = self.look
+            await self.adapter._in_thread("look")
             yield self
 
     def look(self) -> None:
@@ -191,6 +193,12 @@ def _without_sets(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {k: sorted(v) if isinstance(v, set) else v for k, v in mapping.items()}
 
 
+def _all_below(folder: Path) -> Iterator[Path]:
+    """Folders and files; what a service's thread deletes meanwhile is no error."""
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent, name) for name in (*folders, *files))
+
+
 def _left(folder: Path) -> Trace:
     """What the run directory holds, without times."""
     if not folder.is_dir():
@@ -201,7 +209,7 @@ def _left(folder: Path) -> Trace:
         for file in (rollouts, metrics)
         if file.exists()
     }
-    files = sorted(_plain(str(p.relative_to(folder)), folder) for p in folder.rglob("*"))
+    files = sorted(_plain(str(p.relative_to(folder)), folder) for p in _all_below(folder))
     events = [event for event in read_events(folder) if event["event"] != "end"]
     events.sort(key=lambda event: event["event"] == "checkpoint")  # saved beside the rollouts
     return {

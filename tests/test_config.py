@@ -48,7 +48,7 @@ def test_the_smallest_config_has_vetted_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "prompts: {type: file, path: x.jsonl}"))
     assert (config.name, config.model, config.base_dir) == ("task", "tiny", tmp_path)
     assert config.algorithm.type == "grpo"
-    assert config.staleness.bound == 2
+    assert config.staleness.bound == 3
 
 
 def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
@@ -139,7 +139,9 @@ def test_a_key_of_another_system_is_told_its_home(path: str, home: str) -> None:
 
 def test_what_has_no_home_says_so() -> None:
     found = problem({"policy": {"dtensor_cfg": {"tensor_parallel_size": 2}}})
-    assert found.endswith("unknown key; remove it: a run is one process")
+    assert found.endswith(
+        "unknown key; remove it: a run is one process, or those of backend.processes"
+    )
 
 
 @pytest.mark.parametrize("key", ["custom_trainer_module_path", "custom_trainer_class_name"])

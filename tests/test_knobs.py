@@ -27,7 +27,7 @@ from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
 from retrain.engine.tiny import tiny_folder
 from retrain.errors import ConfigError
-from retrain.losses import LOSSES, Loss, shared_name
+from retrain.losses import LOSSES, Loss, check_keys, shared_name
 from retrain.sampler import SamplingParams
 from retrain.types import Batch, Denominators, Sample
 from tests import knob_kit
@@ -59,6 +59,7 @@ def slow(stage: str) -> Knob:
     return Knob(0.01, {**scene(slow=stage), **SOON})
 
 
+RANKS = "test_ranks.py::test_two_ranks_train_as_one_process_does"
 ANOTHER = "another model"
 """Stands for the folder of one."""
 SOON = {"train": {"max_failed_groups": 2}}
@@ -70,8 +71,8 @@ FILLED = {"chat": {"template": "knob_template.jinja"}}
 AHEAD = {"rollout": {"slots": 2}, "staleness": {"target": 1}}
 STRAGGLER = {
     **AHEAD,
-    **scene(trained=3),
-    "train": {"order": "ready", "shuffle": False, "total_train_steps": 6},
+    **scene(trained=4),
+    "train": {"order": "ready", "shuffle": False, "total_train_steps": 7},
 }
 LORA = {"backend": {"lora": {}}}
 RATIO = {"algorithm": {"loss": "importance_sampling"}}
@@ -181,6 +182,25 @@ REMOTE = {
     "context_length": Knob(6),
     "tokenizer": Knob(ANOTHER),
 }
+STARTS = "test_vllm_runs.py::test_a_run_starts_and_ends_its_own_server"
+ADAPTERS = "test_vllm_runs.py::test_a_run_samples_adapters_by_running_servers"
+COMMAND = "test_vllm_runs.py::test_options_reach_the_command_line_of_each_server"
+VLLM = {
+    "type": STARTS,
+    "url": ADAPTERS,
+    "python": STARTS,
+    "devices": COMMAND,
+    "tensor_parallel": COMMAND,
+    "gpu_memory": COMMAND,
+    "args": COMMAND,
+    "publish": "test_vllm_runs.py::test_each_way_of_publishing_has_its_default",
+    "folder": "test_vllm_runs.py::test_weights_are_written_to_the_given_folder",
+    "in_flight": "test_vllm_publish.py::test_weights_change_in_flight",
+    "check": "test_vllm_whole.py::test_a_server_of_something_else_is_found_before_the_first_step",
+    "restarts": "test_vllm_sampler.py::test_a_server_that_dies_too_often_is_given_up",
+    "start_seconds": "test_vllm_runs.py::test_a_server_that_does_not_answer_is_named",
+}
+"""The keys of the sampler `vllm`, which needs a server."""
 BACKEND_KNOBS: dict[str, dict[str, Knob]] = {
     "trl": {
         **OPTIMIZER,
@@ -192,10 +212,14 @@ BACKEND_KNOBS: dict[str, dict[str, Knob]] = {
         "micro_batch_tokens": Knob(1),
         "device": Knob("cuda"),
         "dtype": Knob("bfloat16"),
+        "attention": Knob("eager"),
         "gradient_checkpointing": Knob(True),
         "threads": Knob(2),
+        "processes": Knob(2, elsewhere=RANKS),
+        "sharding": Knob("full", elsewhere=RANKS),
         "max_rows": Knob(1),
         "args": Knob({"optim": "sgd"}),
+        **{f"sampler.{key}": Knob(None, elsewhere=test) for key, test in VLLM.items()},
     },
     "tinker": {
         **REMOTE,
@@ -326,7 +350,7 @@ def change(mapping: Any, keys: list[str], value: Any) -> None:
 
 
 def test_what_is_shown_elsewhere_is_shown_there():
-    for key, knob in KNOBS.items():
+    for key, knob in (*KNOBS.items(), *BACKEND_KNOBS["trl"].items()):
         if knob.elsewhere:
             file, name = knob.elsewhere.split("::")
             assert f"def {name}(" in (HERE / file).read_text(), key
@@ -451,12 +475,15 @@ PAIR = [
 def test_a_key_that_a_loss_does_not_read_is_refused(backend):
     able = OPTIONS[backend]().capabilities()
     for loss in able.losses:
-        own = LOSSES[loss if backend == "trl" else shared_name(loss)].keys
-        for key in {*TRL_VALUES, *SHARED_VALUES} - {*own}:
-            algorithm = {"loss": loss, "loss_config": {key: TRL_VALUES[key]}}
-            run = merged(BASE, {"backend": BACKENDS[backend], "algorithm": algorithm})
+        name = loss if backend == "trl" else shared_name(loss)
+        first, *others = sorted({*TRL_VALUES, *SHARED_VALUES} - {*LOSSES[name].keys})
+        for key in others:
             with pytest.raises(ConfigError, match=key):
-                assemble(parse_config(run, HERE))
+                check_keys(name, {key: TRL_VALUES[key]})
+        algorithm = {"loss": loss, "loss_config": {first: TRL_VALUES[first]}}
+        run = merged(BASE, {"backend": BACKENDS[backend], "algorithm": algorithm})
+        with pytest.raises(ConfigError, match=first):
+            assemble(parse_config(run, HERE))
 
 
 # Sampling, and what it does to the losses

@@ -14,10 +14,11 @@ from backends_kit import FULL, LORA, run_of
 from retrain.adapters.remote.datums import Datum
 from retrain.adapters.remote.surrogate import corrected
 from retrain.assembly import assemble
-from retrain.config import MismatchConfig, parse_config
+from retrain.config import MismatchConfig, RunConfig, parse_config
 from retrain.engine.losses import mismatch_weights
 from retrain.errors import ConfigError
 from retrain.pipeline import train
+from retrain.pipeline.mismatch import MismatchWatch
 from retrain.rewarding import reward
 
 
@@ -148,3 +149,25 @@ def test_reinforce_is_a_mean_over_sequences_and_warns_of_old_samples(tmp_path):
     assert any("reinforce has no ratio" in warning for warning in made.warnings)
     assert not parts(mismatch={"level": "sequence"}, normalisation="token").warnings
     assert parts(normalisation="token").normalisation == "token"
+
+
+@pytest.mark.parametrize(
+    ("gaps", "stale", "given", "text"),
+    [
+        ([0.02] * 5, 0, {}, "above 0.01 for 5 steps (now 0.02) though no token was stale"),
+        ([0.02] * 9, 1, {}, ""),
+        ([0.2] * 9, 1, {}, "above 0.1 for 5 steps (now 0.2): sampler"),
+        ([0.02, 0.02, 0.001, 0.02, 0.02, 0.02], 0, {}, ""),
+        ([math.nan] * 9, 0, {}, ""),
+        ([0.5] * 9, 0, {"algorithm": {"mismatch": {"high": 2.0}}}, ""),
+        ([0.5] * 9, 0, {"sampling": {"top_p": 0.9}}, ""),
+    ],
+)
+def test_a_lasting_difference_is_warned_of_once(gaps, stale, given, text, caplog):
+    watch = MismatchWatch(RunConfig.model_validate({"prompts": {"type": "list"}, **given}))
+    for gap in gaps:
+        watch.see({"kl/sampler_trainer": gap, "staleness/max": stale})
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(text)
+    assert text in "".join(told)
+    assert not text or "Set algorithm.mismatch" in told[0]

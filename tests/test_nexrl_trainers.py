@@ -176,7 +176,7 @@ def test_a_closed_pool_gives_what_is_left_and_then_nothing() -> None:
         ({"algorithm": {"type": "ppo"}}, r"expected grpo or cross_entropy"),
         ({"algorithm": {"type": "cross_entropy"}}, r"no self-hosted trainer for cross_entropy"),
         ({"custom_trainer_class_name": "X"}, r"needs trainer\.custom_trainer_module_path"),
-        ({"train_service": {"world_size": 8, "tensor_parallel_size": 2}}, "2 problems"),
+        ({"train_service": {"world_size": 0, "tensor_parallel_size": 2}}, "2 problems"),
     ],
 )
 def test_a_config_that_can_not_be_honoured_is_refused_when_the_trainer_is_built(

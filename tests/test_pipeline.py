@@ -471,6 +471,18 @@ async def test_a_limit_above_the_context_is_warned_of_once(tmp_path, caplog):
     assert "a context of 4096 tokens" in told
 
 
+async def test_a_sampler_that_disagrees_with_the_trainer_is_warned_of(tmp_path, caplog):
+    class Apart(MockAdapter):
+        async def update(self, batch):
+            return {**await super().update(batch), "kl/sampler_trainer": 0.5}
+
+    config = mock_config(tmp_path, train={"total_train_steps": 8})
+    adapter = Apart(MockOptions(**config.backend.arguments), config)
+    await train(config, parts=parts_with(config, adapter))
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "for 5 steps (now 0.5)" in told
+
+
 async def test_the_result_says_where_the_model_is(tmp_path):
     class Away(MockAdapter):
         async def export(self, folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -415,7 +416,7 @@ class Options(AdapterOptions):
         ({"algorithm": {"group_size": 1}}, "algorithm.group_size: got 1, but grpo compares"),
         ({"sampling": {"top_k": 5}}, "sampling.top_k: got 5, but the limited.py backend does not"),
         ({"sampling": {"stop": ["x"]}}, "sampling.stop: got ('x',), but the limited.py backend"),
-        ({"staleness": {"target": 2}}, "staleness.max: is 4, but the limited.py backend allows"),
+        ({"staleness": {"target": 2}}, "staleness.max: is 6, but the limited.py backend allows"),
         ({"train": {"seed": 13}}, "backend: told by problems()"),
         ({"rewards": []}, "rewards: missing, and the step of the environment echo returns no"),
         (
@@ -484,7 +485,7 @@ def test_a_stall_shorter_than_another_deadline_is_warned_of(folder: Path) -> Non
     assert make(folder, deadlines={"stall": 3600, "blocked": 9000}).warnings == ()
     (warning,) = make(folder, deadlines={"stall": 1800, "step": 2000}).warnings
     assert warning.startswith(
-        "deadlines.stall is 1800 s, less than deadlines.step (2000), update (3600): "
+        "deadlines.stall is 1800 s, less than deadlines.step (2000), sample (3600), update (3600): "
     )
     assert "raise stall to at least 3600" in warning
 
@@ -826,3 +827,13 @@ def test_needed_packages_are_those_that_the_extra_installs() -> None:
         for extra, modules in options.needs().items():
             installs = {re.split(r"[<>=]", line)[0] for line in extras[extra]}
             assert {distributions.get(name, name) for name in modules} <= installs
+
+
+def test_the_extras_agree_on_the_lowest_version_of_a_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floors: dict[str, set[str]] = {}
+    for line in itertools.chain(*project["optional-dependencies"].values()):
+        name, _, version = line.partition(">=")
+        floors.setdefault(name, set()).add(version)
+    assert floors["transformers"] == {"5.16.1"}
+    assert not {name: found for name, found in floors.items() if len(found) > 1}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import cycle
 from pathlib import Path
 
@@ -258,10 +258,11 @@ def test_p1_holds_when_the_process_is_killed_again_and_again(tmp_path):
 
     def killed(process, lines):
         metrics = folder / "metrics.jsonl"
-        while process.poll() is None:  # a busy wait: the moment of the kill is not to be regular
+        while process.returncode is None:  # the moment of the kill is not to be regular
             if metrics.exists() and metrics.read_bytes().count(b"\n") >= lines:
                 process.kill()
-        process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.001)
 
     killed(start("new"), 7)
     for lines in (13, 20, 27):
@@ -438,7 +439,7 @@ async def test_finished_groups_that_no_step_has_taken_are_saved_and_trained_afte
 
 def test_a_group_survives_the_way_through_json():
     prompt = Prompt("1.2.3", [{"role": "user", "content": "?"}], "a", {"k": 1})
-    completion = Completion([1, 2], [-0.1, -1 / 3], "x", "stop", 4)
+    completion = Completion([1, 2], [-0.1, -1 / 3], "x", "stop", 4, (4, 5))
     turn = Turn([5, 6], completion, [{"role": "user", "content": "o"}])
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     trajectory = Trajectory(

@@ -92,6 +92,17 @@ def test_a_run_directory_holds_what_was_written(tmp_path: Path) -> None:
     assert (failed["index"], failed["reward"], failed["error"]) == (1, None, "it broke\nat line 3")
 
 
+def test_a_rollout_shows_which_weights_sampled_each_part_of_a_turn() -> None:
+    mixed = Completion([1, 2, 3], [-1.0] * 3, "abc", "stop", 4, versions=(4, 4, 5))
+    plain = Completion([7, 8], [-1.0] * 2, "de", "stop", 5)
+    trajectory = Trajectory(Prompt("0.1.0", []), [Turn([1], mixed), Turn([1, 2], plain)])
+    [line] = encoded(Group(trajectory.prompt, [trajectory]))
+    assert json.loads(line)["spans"] == [[[4, 2], [5, 1]], [[5, 2]]]
+    assert json.loads(line)["versions"] == [4, 5]
+    trajectory.turns.pop(0)
+    assert "spans" not in json.loads(encoded(Group(trajectory.prompt, [trajectory]))[0])
+
+
 def test_the_tally_counts_drops_outcomes_and_causes(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", config()) as run_dir:
         run_dir.event("dropped", ticket="0.1.0", cause="stale")

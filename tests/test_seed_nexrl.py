@@ -42,6 +42,7 @@ from retrain.trainer.nexrl import (
     select_trainer,
 )
 from retrain.trainer.nexrl.__main__ import main
+from retrain.trainer.nexrl.settings import read_settings
 
 logger = logging.getLogger(__name__)
 ROWS = [{"prompt": f"{letter}=", "answer": letter * 2} for letter in "abcd"]
@@ -156,9 +157,12 @@ trainer:
 """
 
 
-def test_the_overviews_config_asks_for_eight_processes_and_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train_service\.world_size: got 8.*one process"):
-        build_trainer(yaml.safe_load(OVERVIEW))
+def test_the_overviews_config_asks_for_eight_processes() -> None:
+    config = yaml.safe_load(OVERVIEW)
+    assert read_settings(config["trainer"]).run.backend.model_extra["processes"] == 8
+    config["trainer"]["train_service"]["backend"] = "tinker"
+    with pytest.raises(ConfigError, match=r"world_size: got 8, but a service distributes"):
+        build_trainer(config)
 
 
 def test_tensor_parallelism_is_refused() -> None:
@@ -176,8 +180,10 @@ def test_tensor_parallelism_is_refused() -> None:
     ],
 )
 def test_the_overviews_config_selects_its_trainer(backend, cls) -> None:
-    config = yaml.safe_load(OVERVIEW.replace("world_size: 8", "world_size: 1"))
+    config = yaml.safe_load(OVERVIEW)
     config["trainer"]["train_service"]["backend"] = backend
+    if backend != "self-hosted":
+        config["trainer"]["train_service"]["world_size"] = 1
     trainer = build_trainer(config)
     assert type(trainer) is cls
     assert trainer._total_train_steps == 100
@@ -541,14 +547,14 @@ def test_pattern_1_runs_by_the_pages_command(workspace: Path) -> None:
         assert row["advantage_mean"] == pytest.approx(0.5 * row["rollout/reward_mean"])
 
 
-def test_pattern_1_with_eight_processes_is_refused(
+def test_pattern_1_without_a_process_is_refused(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("recipe/my_task/my_trainer.py", MY_TRAINER)
-    eight = MY_TASK.replace("world_size: 1", "world_size: 8")
-    write("recipe/my_task/my_task.yaml", eight + REST)
+    none = MY_TASK.replace("world_size: 1", "world_size: 0")
+    write("recipe/my_task/my_task.yaml", none + REST)
     assert nexrl("-c", "recipe/my_task/my_task.yaml", "--run-nexrl") == 2
-    assert "world_size: got 8" in capsys.readouterr().err
+    assert "world_size: got 0" in capsys.readouterr().err
 
 
 MY_REMOTE_TRAINER = '''

@@ -89,7 +89,7 @@ def rollouts(result) -> list[dict]:
         ({"num_generations_per_prompt": 1}, ConfigError, "got 1, expected an integer >= 2"),
         ({"learning_rate": 0.0}, ConfigError, "got 0.0, expected a number > 0"),
         ({"learning_rate": math.inf}, ConfigError, "learning_rate: got inf"),
-        ({"tensor_parallel_size": 2}, ConfigError, "got 2, but training here runs in one"),
+        ({"tensor_parallel_size": 2}, ConfigError, "got 2, but retrain does not split"),
         ({"seed": "1"}, ConfigError, "grpo.seed: got '1', expected an integer"),
         ({"train": {"seed": 1}}, ConfigError, "train.seed: set twice; remove it and use grpo.seed"),
         ({"staleness": {"targt": 1}}, ConfigError, "staleness.targt: unknown key; did you mean"),

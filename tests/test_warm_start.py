@@ -19,7 +19,7 @@ def history(name: str) -> list[dict]:
     return read_metrics(Path("runs", name))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_reinforcement_goes_on_from_the_demonstrations(capsys):
     grpo = str(ROOT / "configs" / "reverse_grpo.yaml")
     assert main([grpo]) == 2
@@ -28,18 +28,19 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
     losses = [row["loss"] for row in history("reverse_sft")]
     assert losses[0] > 4.0
     assert losses[-1] < 0.6
-    assert main([grpo]) == 0
+    assert main([grpo, "train.total_train_steps=120"]) == 0
     rewards = [row["reward/mean"] for row in history("reverse_grpo")]
     tenth = len(rewards) // 10
     assert 0.1 < sum(rewards[:tenth]) / tenth < 0.6
     assert sum(rewards[-tenth:]) / tenth > 0.85
 
 
-@pytest.mark.slow
+@pytest.mark.slow(60)
 @pytest.mark.timeout(300)  # the longest of all
 def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
     assert main([str(ROOT / "configs" / "calculator_sft.yaml")]) == 0
-    assert main([str(ROOT / "configs" / "calculator.yaml")]) == 0
+    fewer = "train.total_train_steps=100"
+    assert main([str(ROOT / "configs" / "calculator.yaml"), fewer]) == 0
     rows = history("calculator")
     rewards = [row["reward/mean"] for row in rows]
     tenth = len(rewards) // 10
@@ -51,7 +52,7 @@ def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
 
 @pytest.mark.slow
 def test_preferences_are_learnt_on_held_out_pairs_too(capsys):
-    assert main([str(ROOT / "configs" / "dpo.yaml")]) == 0
+    assert main([str(ROOT / "configs" / "dpo.yaml"), "train.total_train_steps=90"]) == 0
     rows = history("dpo")
     assert rows[0]["loss"] == pytest.approx(0.6931472, abs=1e-6)
     assert rows[-1]["loss"] < 0.2
@@ -60,7 +61,7 @@ def test_preferences_are_learnt_on_held_out_pairs_too(capsys):
 
 @pytest.mark.slow
 def test_demonstrations_are_learnt_over_tinkers_protocol():
-    assert main([str(ROOT / "configs" / "sft_tinker.yaml")]) == 0
+    assert main([str(ROOT / "configs" / "sft_tinker.yaml"), "train.total_train_steps=65"]) == 0
     losses = [row["loss"] for row in history("sft_tinker")]
     assert losses[0] > 4.0
     assert losses[-1] < 0.3

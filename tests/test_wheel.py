@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import retrain
+
+pytestmark = [pytest.mark.slow(2), pytest.mark.xdist_group("wheel")]  # one build, one install
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
 INSIDE = {"configs": "*.yaml", "data": "*.jsonl", "environments": "*.py", "rewards": "*.py"}
@@ -56,10 +59,8 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
         symlinks=True,
         ignore=shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__"),
     )
-    build = "from setuptools import build_meta as b; b.build_sdist(sys.argv[1])"
-    called(["-c", f"import sys; {build}", str(folder)], copy)
-    pip = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    called([*pip, "--no-index", "--wheel-dir", str(folder), str(copy)], folder)
+    build = f"b.build_sdist({str(folder)!r}); b.build_wheel({str(folder)!r})"
+    called(["-c", f"from setuptools import build_meta as b; {build}"], copy)
     return folder
 
 
@@ -71,15 +72,37 @@ def installed(archives: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     called(["-m", "venv", "--without-pip", str(folder)], folder)
     [site] = folder.glob("lib/python*/site-packages")
     pip = ["-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index"]
-    called([*pip, str(wheel)], folder)
+    called([*pip, "--no-compile", str(wheel)], folder)
+    shown = run_installed(site, folder, "-c", "import retrain; print(retrain.__file__)")
+    assert Path(shown.strip()).is_relative_to(site)
     return site
 
 
 def run_installed(site: Path, folder: Path, *command: str) -> str:
     """A command in `folder`, with the installed package before this checkout's."""
-    shown = called(["-c", "import retrain; print(retrain.__file__)"], folder, PYTHONPATH=str(site))
-    assert Path(shown.strip()).is_relative_to(site)
     return called(command, folder, PYTHONPATH=str(site))
+
+
+EACH = """
+import json, os, sys
+from retrain.run import main
+
+for folder, *arguments in json.loads(sys.argv[1]):
+    if not (child := os.fork()):
+        os.chdir(folder)
+        code = main(arguments)
+        sys.stdout.flush()
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0, arguments
+"""
+"""Runs commands, each in a folder and in a process of its own, which has retrain imported."""
+
+
+def valid(runs: list[list[str]], package: Path) -> None:
+    """Dry runs of `package`; of each its folder and arguments."""
+    dry = json.dumps([[*run, "--dry-run"] for run in runs])
+    told = called(["-W", "ignore", "-c", EACH, dry], package, PYTHONPATH=str(package))
+    assert told.count("is valid") == len(runs)
 
 
 def test_the_wheel_holds_every_module_and_all_package_data(archives: Path) -> None:
@@ -109,9 +132,8 @@ def test_the_source_archive_can_build_the_same(archives: Path, tmp_path: Path) -
 def test_an_installed_wheel_runs_the_included_configs_from_an_empty_folder(
     installed: Path, tmp_path: Path
 ) -> None:
-    for name in sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")):
-        command = ["-m", "retrain.run", name, "model=tiny", "--dry-run"]
-        assert "is valid" in run_installed(installed, tmp_path, *command)
+    names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    valid([[str(tmp_path), name, "model=tiny"] for name in names], installed)
     assert not list(tmp_path.iterdir())
 
 
@@ -149,6 +171,7 @@ def test_a_user_s_own_folders_are_found_by_name_and_by_path(
     (tmp_path / "sub").mkdir()
     (tmp_path / "task.yaml").write_text("prompts: [a]\nenvironment: mine\nrewards: mine\n")
     path = installed if layout == "installed" else ROOT
+    runs = []
     for environment, reward in (
         ("mine", "mine"),
         ("environments/mine.py", "rewards/mine.py:mine"),
@@ -156,5 +179,8 @@ def test_a_user_s_own_folders_are_found_by_name_and_by_path(
     ):
         keys = [f"environment={{type: {environment}}}", f"rewards=[{{type: {reward}}}]"]
         for folder, config in ((tmp_path, "task.yaml"), (tmp_path / "sub", "../task.yaml")):
-            command = ["-m", "retrain.run", config, *keys, "--dry-run"]
-            assert "is valid" in called(command, folder, PYTHONPATH=str(path))
+            runs.append([str(folder), config, *keys])
+    valid(runs, path)
+    folder, *command = runs[-1]
+    shown = called(["-m", "retrain.run", *command, "--dry-run"], Path(folder), PYTHONPATH=str(path))
+    assert "is valid" in shown

@@ -103,6 +103,7 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
         learner=given.learner or Learner(),
         warnings=(
             *warnings_about(config, loss, capabilities),
+            *options().warnings(config),
             *_dropped(rows()),
             *_unanswered(scorer(), rows(), "prompts"),
             *_unanswered(scorer(), held_out(), "eval.prompts"),

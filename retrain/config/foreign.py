@@ -9,7 +9,7 @@ FOREIGN = frozenset(
 )
 """Sections of these systems; each of their keys is explained separately."""
 
-_ONE_PROCESS = "remove it: a run is one process"
+_ONE_PROCESS = "remove it: a run is one process, or those of backend.processes"
 _OWN_TRAINER = (
     "run a recipe with its own trainer by `python -m retrain.trainer.nexrl -c FILE`, which checks "
     "it; add --run-nexrl to train"

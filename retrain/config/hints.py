@@ -36,7 +36,8 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
             inner = (unknown_key(f"{path}.{key}", value[key], (), known) for key in value)
             return [line for lines in inner for line in lines]
     advice = f"; expected one of {', '.join(sorted(here))}" if here else ""
-    for near in difflib.get_close_matches(name, [*here, *known], n=1, cutoff=0.6):
+    others = [other for other in known if known[other] != path]  # of another type of this section
+    for near in difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.6):
         advice = f"; did you mean {here.get(near) or known[near]}?"
     if home := home or _home(path, known):
         advice = f"; use {home}"

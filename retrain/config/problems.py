@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -53,9 +54,7 @@ def problems_of(
     names = {**(keys_of(keys, prefix) if isinstance(keys, type) else {}), **(known or {})}
     alike: dict[str, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
-        location = detail["loc"]
-        if not isinstance(keys, type):  # the other strings name the members of a union
-            location = (location[0], *(part for part in location[1:] if isinstance(part, int)))
+        location = _place(keys, detail["loc"])[0]
         path = ".".join(map(str, (prefix, *location) if prefix else location))
         if not any(path == other or path.startswith(f"{other}.") for other in ignored):
             visible = {**detail, "input": _visible(detail["input"], path, ignored)}
@@ -65,6 +64,8 @@ def problems_of(
         value, kind, location = details[0]["input"], details[0]["type"], details[0]["loc"]
         if kind == "extra_forbidden":
             lines += unknown_key(path, value, _beside(keys, location), names)
+        elif kind.startswith("union_tag"):
+            lines.append(_no_such_type(path, details[0]["ctx"], _place(keys, location)[1]))
         elif kind == "missing":
             lines.append(f"{path}: missing; {_MISSING.get(str(location[-1]), missing)}")
         elif kind == "value_error" and isinstance(value, Mapping):  # a validator of the section
@@ -78,6 +79,11 @@ def problems_of(
                 for key in value:
                     lines += unknown_key(f"{path}.{key}", value[key], (), names)
     return lines
+
+
+def _no_such_type(path: str, context: Mapping[str, Any], options: Sequence[type[BaseModel]]) -> str:
+    got = f"got {context['tag']!r}" if "tag" in context else "missing"
+    return f"{path}.type: {got}, expected {' or '.join(map(_tag, options))}"
 
 
 def _in_yaml(value: Any) -> str:
@@ -120,7 +126,7 @@ def _visible(value: Any, path: str, hidden: Collection[str]) -> Any:
 def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
     """The last part of each key below `model`, mapped to its path; several are joined by "or"."""
     found: dict[str, list[str]] = {}
-    for path in _paths(model, prefix):
+    for path in dict.fromkeys(_paths(model, prefix)):
         found.setdefault(path.rpartition(".")[2], []).append(path)
     return {name: " or ".join(paths) for name, paths in found.items()}
 
@@ -130,28 +136,59 @@ def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
         annotation = model.model_fields[name].annotation
         path = f"{prefix}.{name}".lstrip(".")
         yield path
-        inner = _model_in(annotation)
-        if inner is not None and getattr(annotation, "__origin__", None) is not tuple:
-            yield from _paths(inner, path)
+        if get_origin(annotation) is not tuple:
+            for inner in _models_in(annotation):
+                yield from _paths(inner, path)
 
 
 def _beside(keys: type[BaseModel] | Sequence[str], location: Sequence[int | str]) -> Sequence[str]:
     """The valid keys at the place of `location`'s last part."""
     if not isinstance(keys, type):
         return keys
-    here: type[BaseModel] | None = keys
-    for part in location[:-1]:
-        if isinstance(part, str) and here is not None and part in here.model_fields:
-            here = _model_in(here.model_fields[part].annotation)
-    return [] if here is None else _keys(here)
+    return [key for model in _place(keys, location[:-1])[1] for key in _keys(model)]
+
+
+def _place(
+    keys: type[BaseModel] | Sequence[str], location: Sequence[int | str]
+) -> tuple[list[int | str], list[type[BaseModel]]]:
+    """The keys on the way, and the models that are possible there.
+
+    In pydantic's `location` the other strings name the members of a union.
+    """
+    if not isinstance(keys, type):
+        return [*location[:1], *(part for part in location[1:] if isinstance(part, int))], []
+    path: list[int | str] = []
+    models, union = [keys], False
+    for part in location:
+        owner = next((model for model in models if part in model.model_fields), None)
+        if isinstance(part, str) and owner is not None:
+            annotation = owner.model_fields[part].annotation
+            models, union = _models_in(annotation), _is_union(annotation)
+        elif tagged := [model for model in models if len(models) > 1 and _tag(model) == part]:
+            models = tagged
+            continue
+        elif isinstance(part, str) and union and not models:
+            continue
+        path.append(part)
+    return path, models
+
+
+def _tag(model: type[BaseModel]) -> str:
+    """The `type` of a model that is one of several."""
+    return str(model.model_fields["type"].default) if "type" in model.model_fields else ""
+
+
+def _is_union(annotation: Any) -> bool:
+    members = set(get_args(annotation)) - {NoneType}
+    return get_origin(annotation) in (Union, UnionType) and len(members) > 1
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
     return [name for name, field in model.model_fields.items() if not field.exclude]
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in `Model`, `Model | None` or `tuple[Model, ...]`."""
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models in `Model`, `Model | Other | None` or `tuple[Model, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((m for m in map(_model_in, get_args(annotation)) if m is not None), None)
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]

@@ -151,11 +151,11 @@ class StalenessConfig(Section):
     """How many steps sampling may run ahead of training; 0 is synchronous."""
     max: Annotated[int, Field(ge=0)] | None = None
     """A group with a token more than this many versions old is dropped and its prompt issued
-    again; by default 2 x target."""
+    again; by default 3 x target."""
 
     @property
     def bound(self) -> int:
-        return 2 * self.target if self.max is None else self.max
+        return 3 * self.target if self.max is None else self.max
 
     @model_validator(mode="after")
     def _ordered(self) -> StalenessConfig:
@@ -226,8 +226,8 @@ class DeadlinesConfig(Section):
     """One call of a reward."""
     close: Annotated[float, Field(gt=0)] = 30.0
     """One call of `close`, of an environment or a reward."""
-    sample: Annotated[float, Field(gt=0)] = 1800.0
-    """One request to the sampler."""
+    sample: Annotated[float, Field(gt=0)] = 3600.0
+    """One request to the sampler, with its time in the queue of a server."""
     update: Annotated[float, Field(gt=0)] = 3600.0
     """One optimizer step."""
     publish: Annotated[float, Field(gt=0)] = 1800.0

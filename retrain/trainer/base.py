@@ -39,14 +39,15 @@ T = TypeVar("T")
 def _single(size: int) -> int:
     if size > 1:
         raise ValueError(
-            "training here runs in one process on one device, and a service distributes its model "
-            "itself: set it to 1"
+            "retrain does not split tensors among devices, and a service distributes its model "
+            "itself: set it to 1; on your own devices, backend.processes trains in several "
+            "processes, and backend.sharding: full divides a large model among them"
         )
     return size
 
 
 Single = Annotated[int, Field(ge=1), AfterValidator(_single)]
-"""A number of processes or devices."""
+"""The number of devices among which each tensor is split: 1."""
 
 
 @dataclass(frozen=True, slots=True)

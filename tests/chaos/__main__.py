@@ -20,7 +20,9 @@ def campaigns(seed: int, part: float) -> dict[str, list[str]]:
         "user_code": [],
         "damage": [],
         "network": [],
+        "servers": [],
         "requests": ["--requests", str(round(10_000 * part)), *drawn],
+        "ranks": ["--kills", str(round(2 * part)), "--part", str(0.3 * part), *drawn],
         "kills": ["--kills", str(round(60 * part)), *drawn],
     }
 

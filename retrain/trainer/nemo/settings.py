@@ -26,7 +26,7 @@ Limit = Annotated[int, Field(ge=0)] | None
 
 
 class TensorParallel(Section):
-    """NeMo RL's keys. A run is one process, so 1 is the only size."""
+    """NeMo RL's keys. 1 is the only size; `backend.processes` trains in several processes."""
 
     enabled: bool = False
     tensor_parallel_size: Single = 1

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from retrain.config import RunConfig, parse_config
 from retrain.config.problems import problems_of
@@ -74,9 +74,22 @@ class TrainService(BaseModel):
     """`self-hosted` trains with TRL in this process, the others on a service."""
     url: str = "local"
     """The URL of the service; `local` runs one in this process."""
-    world_size: Single = 1
+    world_size: Annotated[int, Field(ge=1)] = 1
+    """The number of processes that train together: `backend.processes` of a retrain YAML. A service
+    distributes its model itself, so it is 1 there."""
     tensor_parallel_size: Single = 1
     config: ServiceConfig = ServiceConfig()
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.backend != "self-hosted" and self.world_size > 1:
+            raise ValueError(
+                f"world_size: got {self.world_size}, but a service distributes its model itself; "
+                "set it to 1"
+            )
+        if self.config.model_extra and "processes" in self.config.model_extra:
+            raise ValueError("config.processes: got a value, but its name here is world_size")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +182,8 @@ def _backend(service: TrainService, defaults: Mapping[str, float]) -> dict[str, 
     keys: dict[str, Any] = {**defaults, **given}
     if service.backend != "self-hosted":
         return {"type": service.backend, "url": service.url, **keys}
+    if "world_size" in service.model_fields_set:
+        keys["processes"] = service.world_size
     return {"type": "trl", **keys}
 
 
