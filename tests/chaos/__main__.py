@@ -1,7 +1,8 @@
 """All campaigns, one after the other, and their score: `make chaos`, or `python -m tests.chaos`.
 
 It exits with 1 if any promise was broken, and prints what was. Another `--seed` plays other
-histories, kills at other points and sends other requests.
+histories, kills at other points and sends other requests. `python -m tests.chaos.servers`, which
+ends vLLM servers at named moments, is run by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ def campaigns(seed: int, part: float) -> dict[str, list[str]]:
         "user_code": [],
         "damage": [],
         "network": [],
-        "servers": [],
         "requests": ["--requests", str(round(10_000 * part)), *drawn],
         "ranks": ["--kills", str(round(2 * part)), "--part", str(0.3 * part), *drawn],
         "kills": ["--kills", str(round(60 * part)), *drawn],
