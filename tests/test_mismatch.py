@@ -167,7 +167,7 @@ def test_a_lasting_difference_is_warned_of_once(gaps, stale, given, text, caplog
     watch = MismatchWatch(RunConfig.model_validate({"prompts": {"type": "list"}, **given}))
     for gap in gaps:
         watch.see({"kl/sampler_trainer": gap, "staleness/max": stale})
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == bool(text)
-    assert text in "".join(told)
-    assert not text or "Set algorithm.mismatch" in told[0]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(text)
+    assert text in "".join(said)
+    assert not text or "Set algorithm.mismatch" in said[0]

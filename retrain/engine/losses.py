@@ -116,6 +116,14 @@ def custom_surrogate(
     return float(value.detach()), rows
 
 
+@torch.no_grad()
+def sequence_logprobs(model: Any, token_ids: Sequence[int], device: torch.device) -> list[float]:
+    """The log-prob of each token by a causal LM, at temperature 1; 0.0 for the first."""
+    ids = torch.tensor([token_ids], device=device)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return [0.0, *token_logprobs(logits, ids[:, 1:])[0].tolist()]
+
+
 def token_logprobs(logits: Tensor, ids: Tensor, *, chunk_tokens: int = 4096) -> Tensor:
     """log softmax(logits)[ids] in float32: logits (..., V) and ids (...) to (...).
 

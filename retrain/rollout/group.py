@@ -297,7 +297,7 @@ async def _each(
 
     The others call no user code and never wait.
     """
-    alive = [rollout for rollout in rollouts if rollout.trajectory.outcome == "ok"]
+    alive = [rollout for rollout in rollouts if rollout.alive]
     away = [rollout for rollout in alive if rollout.instance.overrides(hook)]
     if not away:
         for rollout in alive:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from retrain.engine.limits import Limits
-from retrain.engine.losses import token_logprobs
+from retrain.engine.losses import sequence_logprobs
 from retrain.engine.sampler import eos_ids
 from retrain.engine.vllm.checks import PROBE, check_logprobs, probe_of
 from retrain.engine.vllm.client import VllmClient
@@ -179,20 +178,13 @@ async def open_pool(
     try:
         text = tokenizer.encode(PROBE, add_special_tokens=False)
         probe = probe_of(text, opening.limits.vocabulary)
-        expected = await asyncio.to_thread(_scores, plain, probe)
+        expected = await asyncio.to_thread(sequence_logprobs, plain, probe, plain.device)
         async with pool.use(BASE):
             await check_logprobs(sampler, probe, expected, options.check)
     except BaseException:
         await pool.close()
         raise
     return pool
-
-
-@torch.no_grad()
-def _scores(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
-    ids = torch.tensor([token_ids], device=model.device)
-    logits = model(ids, use_cache=False).logits[:, :-1]
-    return [0.0, *token_logprobs(logits, ids[:, 1:])[0].tolist()]
 
 
 async def open_servers(

@@ -9,12 +9,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from trl import GRPOTrainer
 
-from retrain.engine.losses import token_logprobs
+from retrain.engine.losses import sequence_logprobs
 from retrain.engine.models import load_model
 from retrain.engine.ranks.group import ALONE, Ranks
 from retrain.engine.ranks.sharding import is_sharded, whole_snapshot, whole_state
@@ -37,18 +36,15 @@ class Handover(GRPOTrainer):
         state = whole_state(self.model) if is_sharded(self.model) else None
         return lora_snapshot(self.model, state) if self.ranks.rank == 0 else None
 
-    @torch.no_grad()
     def scores(self, token_ids: Sequence[int]) -> list[float]:
         """The log-prob of each token at temperature 1; 0.0 for the first."""
-        ids = torch.tensor([token_ids], device=self.args.device)
         was_training = self.model.training
         self.model.eval()
         try:
             with self.accelerator.autocast():
-                logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
+                return sequence_logprobs(self.model, token_ids, self.args.device)
         finally:
             self.model.train(was_training)
-        return [0.0, *token_logprobs(logits, ids[:, 1:], chunk_tokens=len(token_ids))[0].tolist()]
 
     def export_to(self, folder: Path, base: str | None) -> None:
         """Write a Hugging Face folder with the tokenizer; of adapters only theirs.

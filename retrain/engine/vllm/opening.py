@@ -195,12 +195,12 @@ def _publisher(options: VllmOptions, opening: Opening) -> Publisher:
     folder = None if options.folder is None else opening.base_dir / options.folder.expanduser()
     store = Store(folder, opening.scratch)
     adapters = AdapterWay(store)
-    way: Way = FolderWay(store, opening.model, dtype=opening.dtype)
     name = options.way(lora=opening.lora_rank is not None)
+    way: Way = adapters
     if name == "group":
         way = GroupWay(opening.model, dtype=opening.dtype)
-    elif name == "adapter" and not opening.both:
-        way = adapters
+    elif name == "folder" or opening.both:
+        way = FolderWay(store, opening.model, dtype=opening.dtype)
     return Publisher(way, adapters, in_flight=options.in_flight, seconds=opening.publish_seconds)
 
 

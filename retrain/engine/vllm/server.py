@@ -312,7 +312,7 @@ def cause(log: str) -> str:
     lines = [_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
     lines = [line for line in lines if line.strip()]
     errors = [line for line in lines if _ERROR.match(line)]
-    told = [line for line in errors if not any(e.lower() in line.lower() for e in _ECHOES)]
-    if told or errors:
-        return (told or errors)[-1]
+    causes = [line for line in errors if not any(e.lower() in line.lower() for e in _ECHOES)]
+    if causes or errors:
+        return (causes or errors)[-1]
     return "\n".join(lines[-LINES:]) or "its log is empty"
