@@ -2,11 +2,15 @@
 
     python -m benchmarks.trl_adapter
     python -m benchmarks.trl_adapter --shape qwen3-0.6b --device cuda --groups 8 --tokens 256
+    python -m benchmarks.trl_adapter --processes 2
 
 TRL alone is a GRPOTrainer that gets ready-made tensors instead of generating: its forward,
 backward, clipping, optimizer, schedule and loop, without its padding and scoring. The adapter's
 step is one `update(batch)`, from plain lists to metrics. Blocks of steps alternate, so that other
 load on the machine slows both. The bar is 15 ms per step.
+
+With `--processes N` it compares one process with N instead, DDP and FSDP2, without a bar: on a CPU,
+processes pay only if each has cores of its own, and if a step takes longer than their messages.
 """
 
 from __future__ import annotations
@@ -58,10 +62,34 @@ def main() -> None:
         )
         samples = rows(arguments, model.config.vocab_size)
         del model
-        asyncio.run(compare(arguments, scratch, samples))
+        mode = compare if arguments.processes == 1 else divide
+        asyncio.run(mode(arguments, scratch, samples))
 
 
-async def compare(arguments: argparse.Namespace, folder: str, samples: Sequence[Sample]) -> None:
+async def divide(arguments: argparse.Namespace, folder: str, samples: Sequence[Sample]) -> None:
+    """The time of an update in one process and in several."""
+    options, config, batch = prepared(arguments, folder, samples)
+    medians: list[float] = []
+    many = arguments.processes
+    for processes, sharding in ((1, "none"), (many, "none"), (many, "full")):
+        several = options.model_copy(update={"processes": processes, "sharding": sharding})
+        seconds = []
+        async with TrlAdapter(several, config) as adapter:
+            for _ in range(arguments.steps * (arguments.blocks + 1)):
+                start = time.perf_counter()
+                await adapter.update(batch)
+                seconds.append(time.perf_counter() - start)
+        seconds = seconds[arguments.steps :]  # the first warm up
+        medians.append(statistics.median(seconds))
+        print(
+            f"{processes} process(es), sharding {sharding:5}{medians[-1] * 1e3:10.1f} ms per "
+            f"update, {medians[-1] / medians[0]:.2f} times that of one process"
+        )
+
+
+def prepared(
+    arguments: argparse.Namespace, folder: str, samples: Sequence[Sample]
+) -> tuple[TrlOptions, RunConfig, Batch]:
     steps = arguments.steps * (arguments.blocks + 1)
     options = TrlOptions(device=arguments.device, threads=arguments.threads)
     config = RunConfig.model_validate(
@@ -73,7 +101,11 @@ async def compare(arguments: argparse.Namespace, folder: str, samples: Sequence[
         }
     )
     counts = [sum(sample.loss_mask) for sample in samples]
-    batch = Batch(samples, "dapo", {}, Denominators(sum(counts), len(counts)))
+    return options, config, Batch(samples, "dapo", {}, Denominators(sum(counts), len(counts)))
+
+
+async def compare(arguments: argparse.Namespace, folder: str, samples: Sequence[Sample]) -> None:
+    options, config, batch = prepared(arguments, folder, samples)
     alone = Alone(options, config, folder, samples)
     ours, theirs = [], []
     async with TrlAdapter(options, config) as adapter:
@@ -185,6 +217,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps per block")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="compare one with this many")
     return parser.parse_args()
 
 

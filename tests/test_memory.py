@@ -245,6 +245,9 @@ def test_too_little_memory_is_warned_of() -> None:
     short = compared(need, Setup(device="cpu"), [], 10**8).warning
     assert "needs about 0.70" in short
     assert "0.1 GB are free: it can end with an out-of-memory error" in short
+    six = compared(need, Setup(device="cpu", processes=6), [], None)
+    others = need.total + 5 * (need.total - need.sampler - need.cache)
+    assert f"about {others / 1e9:.3g} GB" in six.text  # of the six, one samples
     two = Setup(processes=2)
     full, busy = Card("NVIDIA H100", 80 * 10**9), Card("NVIDIA A10", 10**8)
     assert "on NVIDIA A10, but 0.1 GB" in compared(need, two, [full, busy], None).warning

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ pytest.importorskip("trl")
 
 from retrain.adapters.trl import adapter as adapter_module  # noqa: E402 - after the check
 from retrain.adapters.trl.adapter import TrlAdapter  # noqa: E402 - the same
+from retrain.adapters.trl.build import _has_optional_parts  # noqa: E402 - the same
 from retrain.adapters.trl.rows import micro_batches  # noqa: E402 - the same
 from retrain.adapters.trl.shares import divide, pack_share, unpack_share  # noqa: E402 - after the check
 from retrain.concurrency.children import plain_environment  # noqa: E402 - the same
@@ -94,6 +96,23 @@ async def check_nan() -> None:
         await ranks_kit.trained(config, options, [trl_kit.batch(broken, "ppo")])
 
 
+async def check_a_full_disk(folder: Path) -> None:
+    """Rank 0 can't write the weights: the run ends at once, though the other waits to go on."""
+    batch, config = trl_kit.batch(trl_kit.ragged()), trl_kit.run_config()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with TrlAdapter(trl_kit.options(processes=2, sharding="full"), config) as adapter:
+        await adapter.update(batch)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            async with asyncio.timeout(20):
+                with pytest.raises(CheckpointError, match=r"could not write .*File too large"):
+                    await adapter.save(folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(AdapterError, match="the trainer has ended"):
+            await adapter.update(batch)
+
+
 async def lose(follower: int) -> None:
     """Send the follower of a training the signals that only rank 0 heeds, and kill it."""
     batch = trl_kit.batch(trl_kit.ragged())
@@ -119,21 +138,27 @@ async def check_a_hanging_rank(launch: Launch, monkeypatch: pytest.MonkeyPatch) 
     assert not psutil.pid_exists(follower)
 
 
-async def test_two_ranks_train_as_one_process_does(
+async def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    """Many checks on one launch, which takes seconds; `tests.chaos.ranks` has every loss."""
+    async with ranks_kit.launched(2, tmp_path) as launch:
+        await check_equal("dapo, kl and entropy", 2, "none")
+        await check_equal("dpo", 2, "none")
+        await check_equal("custom", 2, "none")
+        await check_equal("ppo", 2, "full")
+        await check_equal("grpo, lora", 2, "full")
+        await check_resume(tmp_path / "ddp", "none")
+        await check_resume(tmp_path / "fsdp", "full")
+        await check_exports(tmp_path, "full")
+        await check_nan()
+        await lose(launch.crew.pids[0])
+
+
+async def test_a_rank_that_others_wait_for_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many checks on one launch, which takes seconds; `tests.chaos.ranks` has every loss."""
     async with ranks_kit.launched(2, tmp_path) as other:
-        async with ranks_kit.launched(2, tmp_path) as launch:
-            await check_equal("dapo, kl and entropy", 2, "none")
-            await check_equal("dpo", 2, "none")
-            await check_equal("ppo", 2, "full")
-            await check_equal("grpo, lora", 2, "full")
-            await check_resume(tmp_path / "ddp", "none")
-            await check_resume(tmp_path / "fsdp", "full")
-            await check_exports(tmp_path, "full")
-            await check_nan()
-            await lose(launch.crew.pids[0])
+        async with ranks_kit.launched(2, tmp_path):
+            await check_a_full_disk(tmp_path)
         await check_a_hanging_rank(other, monkeypatch)
 
 
@@ -293,6 +318,21 @@ def test_under_a_launcher_rank_0_reports_and_all_leave_with_its_code(tmp_path: P
         assert [rank.returncode for rank in ranks] == [code] * 2, ranks
         assert said in ranks[0].stdout + ranks[0].stderr
         assert ranks[1].stdout + ranks[1].stderr == ""
+
+
+def test_ddp_searches_for_unused_weights_only_where_experts_are_separate() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(vocab_size=8, num_hidden_layers=1, **sizes, **experts)
+    )
+    model(torch.tensor([[1]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not _has_optional_parts(model)
+    model.model.layers[0].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
+    assert _has_optional_parts(model)
 
 
 def test_one_process_has_nobody_to_share_with() -> None:

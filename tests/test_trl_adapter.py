@@ -217,8 +217,8 @@ async def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(keys, tmp_
         await second.load(AdapterState(tmp_path / "adapter", dict(state.data)))
         assert second.sampler.version == 3
         assert await second.sampler.logprobs([2, 5, 6]) == served
-        told = [await second.update(batch) for batch in batches[3:]]
-        assert told == expected[3:]
+        metrics = [await second.update(batch) for batch in batches[3:]]
+        assert metrics == expected[3:]
         assert weights_of(second) == final
         assert await second.publish() == 4
 
@@ -232,12 +232,12 @@ async def test_what_goes_on_has_the_rate_and_the_schedule_of_its_own_config(tmp_
             update = [await trl.update(kit.batch(kit.ragged())) for _ in range(3)]
             decay = trl._thread.trainer.optimizer.param_groups[0]["weight_decay"]
             saved = None if state else await trl.save(tmp_path)
-        return [told["learning_rate"] for told in update], decay, saved
+        return [metrics["learning_rate"] for metrics in update], decay, saved
 
-    told, _, state = await rates(3, learning_rate=9e-3)
-    assert told == pytest.approx([9e-3, 6e-3, 3e-3])
-    told, decay, _ = await rates(6, state, learning_rate=6e-3, weight_decay=0.5)
-    assert told == pytest.approx([3e-3, 2e-3, 1e-3])
+    found, _, state = await rates(3, learning_rate=9e-3)
+    assert found == pytest.approx([9e-3, 6e-3, 3e-3])
+    found, decay, _ = await rates(6, state, learning_rate=6e-3, weight_decay=0.5)
+    assert found == pytest.approx([3e-3, 2e-3, 1e-3])
     assert decay == 0.5
 
 
@@ -398,7 +398,7 @@ async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(tmp
     (tmp_path / "file").write_text("")
     async with adapter() as trl:
         await trl.update(kit.batch(kit.ragged()))
-        with pytest.raises(AdapterError, match="the trainer failed"):
+        with pytest.raises(CheckpointError, match="could not write the checkpoint"):
             await trl.save(tmp_path / "file")
         assert (await trl.update(kit.batch(kit.ragged())))["grad_norm"] > 0
 
@@ -432,14 +432,6 @@ async def test_a_model_that_is_not_there_is_a_config_error_and_leaves_nothing(tm
     assert not threads_now()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-async def test_cuda_that_is_absent_is_a_config_error():
-    with pytest.raises(ConfigError, match="finds no CUDA device"):
-        async with adapter(device="cuda"):
-            pass
-    assert not threads_now()
-
-
 async def test_an_argument_that_trl_refuses_is_a_config_error():
     with pytest.raises(ConfigError, match="TRL rejects this backend"):
         async with adapter(args={"optim": "adamm"}):
@@ -459,6 +451,6 @@ async def test_the_run_is_silent(capfd):
         async with adapter(lora={"r": 4}, sections={"train": {"total_train_steps": 1}}) as trl:
             await trl.update(kit.batch(kit.ragged()))
             await trl.publish()
-    told = capfd.readouterr()
-    assert told.out == ""
-    assert told.err == ""
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert output.err == ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import subprocess
-import sys
 from typing import get_args
 
 import pytest
@@ -19,8 +17,11 @@ from retrain.adapters.trl.plan import plan_loss, run_plan
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.assembly import assemble
 from retrain.config import parse_config
+from retrain.engine.available import cuda_devices
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES
+from retrain.pipeline.checkpoint import changed_run
+from retrain.run import main
 from tests import trl_kit as kit
 
 PASSED = {
@@ -69,15 +70,6 @@ def test_every_schedule_is_one_of_transformers():
     assert {schedule.value for schedule in utils.SchedulerType} >= set(get_args(Schedule))
 
 
-def test_checking_the_options_imports_nothing_heavy():
-    code = (
-        "import sys; from retrain.adapters.trl.options import TrlOptions;"
-        "TrlOptions(args={'optim': 'sgd'}).capabilities();"
-        "sys.exit(bool({'torch', 'trl', 'transformers'} & sys.modules.keys()))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("key", "advice"),
     [
@@ -95,6 +87,48 @@ def test_a_key_that_args_cannot_carry_says_where_it_is_set(key, advice):
     assert advice in (refusal(key) or "")
     with pytest.raises(ValidationError, match=key):
         TrlOptions(args={key: 1})
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "problem"),
+    [
+        (0, {"device": "cuda"}, "backend.device: got cuda, but torch finds no CUDA device; set it"),
+        (1, {"processes": 2}, "backend.processes: got 2 on this machine, but torch finds 1 CUDA"),
+        (1, {"device": "cuda"}, ""),
+        (2, {"device": "cuda", "processes": 2}, ""),
+        (1, {"device": "cpu", "processes": 2}, ""),
+        (0, {"processes": 2}, ""),
+    ],
+)
+def test_devices_are_counted_before_a_model_loads(found, given, problem, monkeypatch):
+    for place in ("engine.available", "adapters.trl.options"):
+        monkeypatch.setattr(f"retrain.{place}.cuda_devices", lambda: found)
+    problems = TrlOptions(**given).problems(kit.run_config("dapo"))
+    assert len(problems) == bool(problem)
+    assert all(found.startswith(problem) for found in problems)
+
+
+@pytest.mark.skipif(cuda_devices() > 0, reason="needs a machine without CUDA")
+def test_a_dry_run_finds_that_there_is_no_cuda_device(capsys):
+    assert main(["quickstart", "--dry-run", "backend.device=cuda"]) == 2
+    assert "backend.device: got cuda, but torch finds no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, {"sharding": "none"}, ""),
+        ({"sharding": "full", "processes": 4}, {"sharding": "full", "processes": 2}, ""),
+        ({"sharding": "full"}, {}, "changed: backend.sharding: was 'full', is 'none'. Undo"),
+        ({"sharding": "none"}, {"sharding": "full"}, "backend.sharding: was 'none', is 'full'."),
+    ],
+)
+def test_a_resume_with_another_sharding_is_found_before_a_model_loads(before, now, said):
+    old, new = (
+        {"prompts": {"type": "list"}, "backend": {"type": "trl", **b}} for b in (before, now)
+    )
+    problem = changed_run(parse_config(old).model_dump(mode="json"), parse_config(new))
+    assert said in problem if said else problem == ""
 
 
 def test_lora_on_the_output_head_is_refused():

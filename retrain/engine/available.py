@@ -1,6 +1,7 @@
-"""How much memory this machine has free: on its CUDA cards, and in RAM.
+"""The CUDA devices of this machine, and how much memory is free: on them, and in RAM.
 
-Imports no torch, which would take seconds: cards are those that `nvidia-smi` lists.
+Imports no torch, which would take seconds: cards are those that `nvidia-smi` lists. The exception
+is `cuda_devices`, where torch has the last word.
 """
 
 from __future__ import annotations
@@ -44,6 +45,27 @@ def cards() -> list[Card]:
     except (OSError, subprocess.SubprocessError):
         return []
     return _visible(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def cuda_devices() -> int:
+    """How many CUDA devices torch can use; imports torch if it is built for CUDA."""
+    if not _built_for_cuda():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def too_few_devices(key: str, processes: int) -> str | None:
+    """Why that many processes of this machine can't each have a CUDA device; `key` says so."""
+    found = cuda_devices()
+    if processes <= found:
+        return None
+    return (
+        f"{key}: got {processes} on this machine, but torch finds {found} CUDA "
+        f"device{'' if found == 1 else 's'}, of which each process needs its own; lower it, or "
+        "train on the CPU"
+    )
 
 
 def ram(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:

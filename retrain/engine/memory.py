@@ -8,7 +8,7 @@ which has its own card.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from retrain.engine.shapes import Shape
@@ -83,6 +83,11 @@ class Memory:
         step = max(self.gradients + self.activations, self.publishing)
         held = self.weights + self.optimizer + self.sampler + self.cache + self.reference
         return held + step + self.libraries
+
+    @property
+    def of_follower(self) -> Memory:
+        """Of another process than rank 0: it trains, but neither samples nor publishes."""
+        return replace(self, sampler=0, cache=0, publishing=0)
 
 
 def estimate(shape: Shape, setup: Setup) -> Memory:

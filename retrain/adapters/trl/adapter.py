@@ -304,7 +304,7 @@ class TrlAdapter(Adapter):
                 )
             self._thread.join()
         finally:
-            await self._end_crew()
+            await self._end_crew(0.0 if self._thread.failed else STOP_SECONDS)
             self._scratch.cleanup()
 
     async def _thread_ended(self, seconds: float) -> bool:
@@ -314,7 +314,7 @@ class TrlAdapter(Adapter):
         ended = asyncio.wrap_future(self._thread.ended)
         return bool((await asyncio.wait([ended], timeout=seconds))[0])
 
-    async def _end_crew(self, grace: float = STOP_SECONDS) -> None:
+    async def _end_crew(self, grace: float) -> None:
         crew, self._crew = self._crew, None
         if crew is not None:
             await crew.end(grace)

@@ -63,22 +63,11 @@ class Placement:
 def place_model(options: TrlOptions, place: Place | None = None) -> Placement:
     """Resolve `auto`, for the process in `place`.
 
-    Raises ConfigError when the config asks for a missing CUDA device, or for an attention that this
-    device and type can't compute.
+    That its devices are there is checked before (`TrlOptions.problems`). Raises ConfigError for an
+    attention that this device and type can't compute.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "backend.device: got cuda, but torch finds no CUDA device; set it to cpu or auto, or "
-            "install a CUDA build of torch"
-        )
     device = torch.device(choose_device() if options.device == "auto" else options.device)
     if place is not None and device.type == "cuda":
-        if place.local_size > torch.cuda.device_count():
-            raise ConfigError(
-                f"backend.processes: got {place.local_size} on this machine, but torch finds "
-                f"{torch.cuda.device_count()} CUDA devices, of which each process needs its own; "
-                "lower it, or set backend.device to cpu"
-            )
         device = torch.device("cuda", place.local_rank)
     half = options.dtype == "bfloat16" or (options.dtype == "auto" and device.type == "cuda")
     dtype = "bfloat16" if half else "float32"
@@ -195,11 +184,15 @@ def grpo_args(
 def _has_optional_parts(model: Any) -> bool:
     """Whether a pass may leave weights out: experts without a token, or a tower for images.
 
-    DDP must then search for them in each pass, and warns of a search in vain.
+    DDP must then search for them in each pass, and warns of a search in vain. Experts that are
+    fused in one tensor always have a gradient.
     """
-    text = model.config.get_text_config()
-    experts = "num_experts", "num_local_experts", "n_routed_experts"
-    return text is not model.config or any(getattr(text, name, None) for name in experts)
+    if model.config.get_text_config() is not model.config:
+        return True
+    return any(
+        isinstance(module, torch.nn.ModuleList) and name.endswith("experts")
+        for name, module in model.named_modules()
+    )
 
 
 def _tokens(options: TrlOptions, placement: Placement) -> int:

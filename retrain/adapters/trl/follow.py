@@ -17,7 +17,7 @@ from retrain.adapters.trl.worker import CALL, STEP, TRAIN, CutBatch, Stopped
 from retrain.config import RunConfig
 from retrain.engine.models import load_tokenizer, resolve_model
 from retrain.engine.ranks.contract import Place
-from retrain.engine.ranks.group import STOP, Order, Ranks, lost_peer
+from retrain.engine.ranks.group import STOP, Order, OutOfStepError, Ranks, lost_peer
 from retrain.errors import AdapterError, RetrainError
 from retrain.types import Metrics
 
@@ -38,6 +38,8 @@ def follow(place: Place, work: tuple[TrlOptions, RunConfig]) -> None:
         with suppress(Stopped):
             try:
                 follower.train(options, config, Path(scratch))
+            except OutOfStepError:
+                raise
             except RetrainError:
                 follower.wait_for(STOP)
             except Exception as error:
@@ -94,5 +96,9 @@ class Follower:
                 return order
             if order.name == CALL:
                 method, *args = order.args
-                with suppress(RetrainError):  # rank 0 reports it
+                try:
                     self._ranks.together(partial(getattr(self._trainer, method), *args))
+                except OutOfStepError:
+                    raise
+                except RetrainError:
+                    pass  # rank 0 reports it

@@ -52,8 +52,8 @@ def compared(
         own = present[: setup.processes]
         least = min(own, key=lambda card: card.free, default=None)
         free, where = (least.free, f"on {least.name}") if least else (None, "on the CUDA device")
-    elif setup.processes > 1:
-        total *= setup.processes  # they share the RAM
+    else:  # the processes share the RAM
+        total += (setup.processes - 1) * need.of_follower.total
     sizes = {f.name: getattr(need, f.name) for f in fields(need)}
     parts = ", ".join(f"{name} {size / GB:.2g}" for name, size in sizes.items() if size >= 5e7)
     about = "about" if exact else "roughly"
@@ -86,11 +86,12 @@ def setup_of(options: Options, config: RunConfig, shape: Shape, *, cuda: bool) -
     references = 4 if plan.reference and lora is None else 0
     if config.algorithm.kl_penalty:
         references += 2 if half else 4
+    place = _placement(options)
     setup = Setup(
         half=half,
         lora_parameters=shape.lora(lora.r, lora.target_modules) if lora else 0,
         checkpointing=cuda if recompute == "auto" else recompute,
-        tokens=min(max(limit, length), group * groups * length),
+        tokens=min(max(limit, length), -(-group * groups // place["processes"]) * length),
         length=length,
         rows=min(options.max_rows, open_groups * group),
         overlap=config.staleness.target > 0,
@@ -99,7 +100,7 @@ def setup_of(options: Options, config: RunConfig, shape: Shape, *, cuda: bool) -
         optimizer=str(options.args.get("optim", "adamw")),
         device="cuda" if cuda else "cpu",
     )
-    return replace(setup, **_placement(options))
+    return replace(setup, **place)
 
 
 def longest(config: RunConfig, shape: Shape) -> int:
@@ -110,7 +111,7 @@ def longest(config: RunConfig, shape: Shape) -> int:
     return min([wanted, *(limit for limit in limits if limit)])
 
 
-def _placement(options: Options) -> dict[str, object]:
+def _placement(options: Options) -> dict[str, Any]:  # fields of Setup, of several types
     """Processes, sharding, where sampling takes place, and what is published."""
     place = launched()
     local, lora = options.sampler.type == "local", options.lora is not None

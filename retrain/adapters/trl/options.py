@@ -12,6 +12,7 @@ from retrain.adapters.trl.keys import refusal
 from retrain.adapters.trl.memory import forecast
 from retrain.adapters.trl.plan import run_plan
 from retrain.config import RunConfig
+from retrain.engine.available import cuda_devices, too_few_devices
 from retrain.engine.models import Attention, attention_problem
 from retrain.engine.ranks.contract import launched
 from retrain.engine.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
@@ -152,14 +153,15 @@ class TrlOptions(AdapterOptions):
         )
 
     def problems(self, config: RunConfig) -> list[str]:
-        """An attention that can't work, wrong keys of the loss and the sampler, and a wrong number
-        of processes.
+        """An attention that can't work, wrong keys of the loss and the sampler, a wrong number of
+        processes, and CUDA devices that are not there.
 
         `check_compatible` reports an unknown loss.
         """
         attention = attention_problem(self.attention, self.device, self.dtype)
         found = [*([attention] if attention else []), *self._sampler_problems(config)]
         found += self._wrong_processes()
+        found += self._missing_devices()
         loss = config.algorithm.loss
         if loss and ":" not in loss and loss not in self.capabilities().losses:
             return found
@@ -200,6 +202,21 @@ class TrlOptions(AdapterOptions):
             yield (
                 f"backend.max_rows: got {self.max_rows}, but vLLM samples; remove it, and set "
                 "sampler.args.max_num_seqs"
+            )
+
+    def _missing_devices(self) -> Iterator[str]:
+        """Where CUDA is asked for, or may be chosen for several processes."""
+        place = launched()
+        processes = place.local_size if place else self.processes
+        if self.device == "cpu" or (self.device == "auto" and processes == 1):
+            return
+        if cuda_devices():
+            if problem := too_few_devices("backend.processes", processes):
+                yield problem
+        elif self.device == "cuda":
+            yield (
+                "backend.device: got cuda, but torch finds no CUDA device; set it to cpu or auto, "
+                "or install a CUDA build of torch"
             )
 
     def _wrong_processes(self) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from retrain.engine.ranks.contract import Place, as_place
-from retrain.engine.ranks.group import ALONE, STOP, Ranks, join
+from retrain.engine.ranks.group import ALONE, STOP, OutOfStepError, Ranks, join
 from retrain.errors import AdapterError
 
 
@@ -44,11 +44,15 @@ def together(
     with as_place(place):
         ranks = join(place, store, cuda=cuda, waiting=waiting)
         _forget_processes()
+        in_step = True
         try:
             yield ranks
+        except OutOfStepError:
+            in_step = False  # the followers wait for something else than an order
+            raise
         finally:
             with suppress(Exception):  # followers that are gone need no order
-                if place.rank == 0:
+                if place.rank == 0 and in_step:
                     ranks.lead(STOP)
             ranks.leave()
             _forget_processes()

@@ -39,7 +39,7 @@ from retrain.adapters.trl.rows import STREAM, Rows, collate, group_ids, with_sha
 from retrain.adapters.trl.shares import Part, Share, divide
 from retrain.adapters.trl.worker import CutBatch
 from retrain.engine.losses import mismatch_weights, shared_loss
-from retrain.engine.ranks.group import ALONE, Ranks, lost_peer
+from retrain.engine.ranks.group import ALONE, OutOfStepError, Ranks, lost_peer
 from retrain.engine.ranks.sharding import is_sharded
 from retrain.errors import AdapterError, CheckpointError, NonFiniteError
 from retrain.losses import row_of
@@ -280,19 +280,25 @@ class PipeTrainer(WholeBatchLoss, Handover):
     def save_to(self, folder: Path) -> str:
         """Write TRL's checkpoint below `folder`; returns its name there.
 
-        Raises CheckpointError, since torch's own error does not say that the disk is full.
+        Raises CheckpointError, since torch's own error does not say that the disk is full. If the
+        model is sharded, the ranks gather its parts between two writes, in which the others wait
+        for one that failed: that one raises OutOfStepError.
         """
         before, self.args.output_dir = self.args.output_dir, str(folder)
         try:
             self._save_checkpoint(self.model, trial=None)
-        except RuntimeError as error:
+        except Exception as error:
             if lost_peer(error):
                 raise
             free = shutil.disk_usage(folder).free / 1e6
-            raise CheckpointError(
+            problem = CheckpointError(
                 f"could not write the checkpoint: {error}. {free:,.1f} MB are free on the disk of "
                 f"{folder}; free some space, then continue with --resume"
-            ) from error
+            )
+            problem.__cause__ = error
+            if self.sharded:
+                raise OutOfStepError(str(problem)) from problem
+            raise problem  # noqa: B904 - its cause is set
         finally:
             self.args.output_dir = before
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -28,7 +28,7 @@ import torch
 
 from retrain.adapters.trl.shares import Share, pack_share
 from retrain.engine.models import PROCESS_STATE
-from retrain.engine.ranks.group import ALONE, Ranks
+from retrain.engine.ranks.group import ALONE, OutOfStepError, Ranks
 from retrain.errors import AdapterError, RetrainError
 from retrain.types import Batch, Metrics
 
@@ -74,6 +74,8 @@ class TrainerThread:
         self.ended: Future[None] = Future()
         self.trainer: Any = None
         self.ranks = ALONE
+        self.failed = False
+        """`fail` was called: the other ranks may wait in vain."""
         self._build = build
         self._meet = meet
         self._alive = alive
@@ -108,8 +110,9 @@ class TrainerThread:
         """Wait for the end of the thread; after `ended` it has nothing left to do."""
         self._thread.join()
 
-    def fail(self, error: AdapterError) -> None:
+    def fail(self, error: RetrainError) -> None:
         """Fail all present and later jobs, also while the thread hangs in a collective."""
+        self.failed = True
         self._cause = self._cause or error
         self.stop()
         self._close()
@@ -203,6 +206,10 @@ class TrainerThread:
         while not wanted(job := self._take()):
             try:
                 result = self._call(job)
+            except OutOfStepError as error:  # no job can follow: the others wait elsewhere
+                cause = error.__cause__
+                self.fail(cause if isinstance(cause, RetrainError) else error)
+                raise
             except BaseException as error:  # noqa: BLE001 - it belongs to the caller
                 self._resolve(job, error=error)
             else:

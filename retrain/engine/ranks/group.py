@@ -30,6 +30,10 @@ POLL_SECONDS = 0.02
 T = TypeVar("T")
 
 
+class OutOfStepError(AdapterError):
+    """The ranks can't go on together: one is lost, or failed where the others did not."""
+
+
 class Order(NamedTuple):
     """What every rank does next."""
 
@@ -47,6 +51,8 @@ class Ranks:
     def __init__(self, place: Place | None) -> None:
         self.place = place
         self.rank, self.size = (place.rank, place.size) if place else (0, 1)
+        self.met = 0.0
+        """When all ranks met last in `gather`, on this process's monotonic clock."""
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if place else None
 
     def lead(self, name: str, *args: Any, shares: Sequence[Any] | None = None) -> None:
@@ -81,17 +87,20 @@ class Ranks:
             return [value]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
+        self.met = time.monotonic()
         return found
 
     def together(self, call: Callable[[], T]) -> T:
         """Call on every rank, and raise on every rank if it failed on one.
 
         A rank raises its own error, an unexpected one as AdapterError, or else AdapterError with
-        that of another rank.
+        that of another rank. An OutOfStepError is raised at once, since the others can't meet here.
         """
         error: Exception | None = None
         try:
             result = call()
+        except OutOfStepError:
+            raise
         except Exception as raised:
             if lost_peer(raised):
                 raise
