@@ -126,6 +126,7 @@ class Engine:
         """What a new process has: the folder's weights, no adapter, the label `default`."""
         self.base = copy.deepcopy(self._origin)
         self.adapters: dict[str, Path] = {}
+        self._lora: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}
         self.label = "default"
         self.paused: str | None = None
         self.dead = self.broken = self.updating = False
@@ -356,8 +357,8 @@ class Engine:
 
     def _adapt(self) -> None:
         """Make the adapters' models of the present base."""
-        for name, path in self.adapters.items():
-            self._models[name] = self._adapted(path)
+        for name in self.adapters:
+            self._models[name] = self._adapted(*self._lora[name])
 
     def join(self, info: Mapping[str, Any]) -> None:
         """Join the trainer's group; blocks."""
@@ -397,7 +398,9 @@ class Engine:
     # --- adapters
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        self._models[name] = self._adapted(folder)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        self._lora[name] = config, load_file(folder / "adapter_model.safetensors")
+        self._models[name] = self._adapted(*self._lora[name])
         self.adapters[name] = folder
 
     def unload_adapter(self, name: str) -> None:
@@ -405,10 +408,8 @@ class Engine:
         del self.adapters[name]
 
     @torch.no_grad()
-    def _adapted(self, folder: Path) -> nn.Module:
+    def _adapted(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
         """The base with W + scale B A."""
-        config = json.loads((folder / "adapter_config.json").read_text())
-        tensors = load_file(folder / "adapter_model.safetensors")
         rank = config["r"]
         scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
         model = copy.deepcopy(self.base)

@@ -22,16 +22,26 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from vllm_kit import GROUP, LORA, Served, saved, served, small_model
 
+from retrain.config import load_config
 from retrain.engine.vllm.transfer import Bucket, broadcast, join
+from retrain.pipeline import train
+from tests.chaos.judgement import judge_log
+from tests.test_vllm_whole import echo, rows
 
 pytestmark = pytest.mark.filterwarnings(  # PEFT's
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 GENERATE = "/inference/v1/generate"
 PROMPT = [8, 20, 30, 40]
-LONG, MANY = 480, 24
-"""Tokens of a request that is still running when something happens to it."""
-BOTH = [pytest.param("stand-in"), pytest.param("real", marks=pytest.mark.vllm)]
+LONG, MANY = 400, 8
+"""Tokens and completions of a request that is still running when something happens to it."""
+TRIES = 6
+"""A quick server, or a slow test, may have ended such a request before: then there is another."""
+BOTH = [
+    pytest.param("stand-in"),
+    pytest.param("real", marks=[pytest.mark.vllm, pytest.mark.timeout(280)]),
+]
+STEPS = "train.total_train_steps=4"
 ENDLESS = {"ignore_eos": True, "stop_token_ids": []}
 
 
@@ -128,7 +138,7 @@ class Speaker:
 
     async def until(self, name: str, least: float, most: float = float("inf")) -> None:
         """Wait for a metric."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not least <= await self.metric(name) <= most:
                 pass
 
@@ -305,32 +315,48 @@ async def in_flight(server: Speaker, **params: Any) -> asyncio.Task[list[dict[st
 async def test_each_token_has_the_version_that_sampled_it(
     mode: str, server: Speaker, models: Mapping[str, PreTrainedModel], folders: Mapping[str, Path]
 ) -> None:
-    task = await in_flight(server)
-    await server.post(f"/pause?mode={mode}")
-    assert await server.get("/is_paused") == {"is_paused": True}
-    waiting = asyncio.create_task(server.sample(max_tokens=3))
-    await server.change(folders["b"], "1")
-    assert not waiting.done()
-    await server.post("/resume")
-    [late] = await waiting
-    assert [span["version"] for span in late["weight_versions"]] == ["1"]
-    for choice in await task:
-        ids, found, spans = choice["token_ids"], sampled(choice), choice["weight_versions"]
-        ends = [(span["start"], span["end"]) for span in spans]
+    for _ in range(TRIES):
+        choices = await changed_in_flight(server, mode, folders["b"])
+        ends = {choice["finish_reason"] for choice in choices}
+        if mode == "wait" or ends == {"abort"} or all(map(cut_of, choices)):
+            break
+        await server.reload(folders["a"], "default")
+    for choice in choices:
+        ids, found, cut = choice["token_ids"], sampled(choice), cut_of(choice)
         before, after = (expected(models[name], PROMPT, ids) for name in "ab")
         if not mode.startswith("keep"):
             assert choice["finish_reason"] == ("length" if mode == "wait" else "abort")
-            assert [span["version"] for span in spans] == ["default"]
+            assert [span["version"] for span in choice["weight_versions"]] == ["default"]
             assert apart(found, before) < 1e-3
             continue
-        assert [span["version"] for span in spans] == ["default", "1"]
-        cut = ends[0][1]
-        assert ends == [(0, cut), (cut, LONG)]
+        assert choice["weight_versions"] == [
+            {"version": "default", "start": 0, "end": cut},
+            {"version": "1", "start": cut, "end": LONG},
+        ]
         assert apart(found[:cut], before[:cut]) < 1e-3
         if mode == "keep":
             assert apart(found[cut:], after[cut:]) < 1e-3
         else:
             assert apart(found[cut:], after[cut:]) > 0.1, "on the old cache: neither's"
+
+
+async def changed_in_flight(server: Speaker, mode: str, folder: Path) -> list[dict[str, Any]]:
+    """The choices of a request during which the server got other weights."""
+    task = await in_flight(server)
+    await server.post(f"/pause?mode={mode}")
+    assert await server.get("/is_paused") == {"is_paused": True}
+    waiting = asyncio.create_task(server.sample(max_tokens=3))
+    await server.change(folder, "1")
+    assert not waiting.done()
+    await server.post("/resume")
+    [late] = await waiting
+    assert [span["version"] for span in late["weight_versions"]] == ["1"]
+    return await task
+
+
+def cut_of(choice: Mapping[str, Any]) -> int:
+    """The place of the first token of a second version; 0 if there is one version."""
+    return dict(enumerate(span["start"] for span in choice["weight_versions"])).get(1, 0)
 
 
 async def test_takes_weights_from_a_group(
@@ -411,14 +437,18 @@ async def test_serves_adapters_by_their_names(
 
 
 async def test_a_closed_connection_aborts_its_request(server: Speaker) -> None:
-    task = await in_flight(server)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await server.until("num_requests_running", 0, 0)
-    made = await server.metric("generation_tokens_total")
-    await server.sample(max_tokens=2)
-    assert await server.metric("generation_tokens_total") - made <= MANY * LONG / 2
+    for _ in range(TRIES):
+        made = await server.metric("generation_tokens_total")
+        task = await in_flight(server)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await server.until("num_requests_running", 0, 0)
+        await server.sample(max_tokens=2)  # the metrics are of the last batch
+        made = await server.metric("generation_tokens_total") - made
+        if made <= MANY * LONG / 2:
+            break
+    assert made <= MANY * LONG / 2
 
 
 async def test_without_a_head_the_old_one_stays(
@@ -436,6 +466,36 @@ async def test_without_a_head_the_old_one_stays(
         assert apart(scores, expected(models[name], ids[:1], ids[1:])) > 0.1
 
 
+# Whole runs: their configs are those of test_vllm_whole.py.
+
+
+@pytest.mark.parametrize("way", ["folder", "group", "adapter"])
+async def test_without_staleness_the_ratio_is_one(
+    way: str, server: Speaker, place: Served, tmp_path: Path
+) -> None:
+    """P9, over a server: what was sampled is what is trained."""
+    changes = ["staleness.target=0", "staleness.max=0", f"model={place.folder}", STEPS]
+    changes += ["backend.learning_rate=0.02"]  # a stale version would show
+    changes += ["backend.lora.r=4"] if way == "adapter" else []
+    await train(echo(tmp_path, *changes, url=place.url, publish=way))
+    for row in rows(tmp_path):
+        assert row["ratio/max"] == pytest.approx(1.0, abs=1e-3), row["step"]
+        assert row["kl/sampler_trainer"] < 1e-6
+    assert [row["version"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("place", BOTH[1:], indirect=True)
+async def test_two_processes_train_what_a_real_server_samples(
+    server: Speaker, place: Served, tmp_path: Path
+) -> None:
+    """At S=1."""
+    changes = [f"model={place.folder}", "backend.processes=2", "backend.device=cpu", STEPS]
+    await train(echo(tmp_path, *changes, url=place.url, publish="group"))
+    book, _ = judge_log(tmp_path, load_config(tmp_path / "config.yaml"), rows=8)
+    assert (book.wrong, book.step) == ([], 4)
+    assert rows(tmp_path)[0]["ratio/max"] == pytest.approx(1.0, abs=1e-3), "of fresh tokens"
+
+
 async def test_a_failed_reload_ends_the_server(
     server: Speaker, place: Served, folders: Mapping[str, Path]
 ) -> None:
@@ -446,7 +506,7 @@ async def test_a_failed_reload_ends_the_server(
     assert (await server.http.get("/health")).status_code == 200
     await server.post("/resume")
     assert "EngineCore" in await server.post(GENERATE, body_of(PROMPT), expect=500)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 assert (await server.http.get("/health", timeout=5)).status_code == 503

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm_kit import LORA, saved, small_model, stand_in, standin_python
 
 from retrain.adapters.trl.options import TrlOptions
 from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
+from retrain.engine.vllm import checks
 from retrain.engine.vllm.checkpoint import Store
+from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.opening import _process
 from retrain.engine.vllm.options import VllmOptions
 from retrain.errors import AdapterError, ConfigError
@@ -86,8 +89,26 @@ async def test_a_run_samples_adapters_by_running_servers(folder: Path, tmp_path:
 
 async def test_a_server_that_does_not_answer_is_named(folder: Path, tmp_path: Path) -> None:
     sampler = {"type": "vllm", "url": "http://127.0.0.1:9", "start_seconds": 0.2}
-    with pytest.raises(AdapterError, match=r"no vLLM server answers at .* after 0.2 s"):
+    with pytest.raises(AdapterError, match=r"no vLLM .* at .*:9 after 0.2 s \(.*could not reach"):
         await train(run(folder, tmp_path, sampler))
+
+
+@pytest.mark.parametrize("reached", [True, False])
+async def test_a_server_that_loads_is_waited_for_longer_than_one_that_never_answers(
+    folder: Path, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "UNREACHED", 0.1)
+    monkeypatch.setattr(checks, "POLL", 0.05)
+    with stand_in(folder) as server:
+        server.faults(fail={"/health": 8})
+        async with VllmClient(server.url if reached else "http://127.0.0.1:9") as client:
+            waiting = checks.wait_until_up(client, None)
+            if reached:
+                await waiting
+                assert server.seen("/health") > 8
+            else:
+                with pytest.raises(AdapterError, match=r"0\.1 s \(.*sampler\.url has its host and"):
+                    await waiting
 
 
 async def test_weights_are_written_to_the_given_folder(
@@ -167,7 +188,9 @@ def test_what_the_servers_cannot_promise_is_said(folder: Path, tmp_path: Path) -
     assert assemble(again).options == parts.options  # the resolved config runs too
 
 
-def test_options_reach_the_command_line_of_each_server(folder: Path, tmp_path: Path) -> None:
+def test_options_reach_the_command_line_of_each_server(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = VllmOptions(
         python=Path("bin/python"),
         devices=[2, 3, 4, 5],
@@ -176,7 +199,8 @@ def test_options_reach_the_command_line_of_each_server(folder: Path, tmp_path: P
         args={"max_num_seqs": 512},
         start_seconds=9,
     )
-    opening = opening_of(small_model(), folder, tmp_path, cpu=False, lora_rank=4, adapters=3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    opening = opening_of(small_model(), folder, tmp_path, lora=Lora(4, 3))
     launch = _process(options, opening, 1)._launch
     words = " ".join(launch.command(80))
     assert words.startswith(f"{tmp_path}/bin/python -m vllm.entrypoints.openai.api_server")

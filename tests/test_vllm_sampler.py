@@ -15,13 +15,12 @@ import httpx
 import pytest
 import torch
 from transformers import PreTrainedModel
-from vllm_kit import FLAGS, LORA, StandIn, saved, small_model, stand_in
+from vllm_kit import FLAGS, GROUP, LORA, MODEL, StandIn, saved, small_model, stand_in
 
-from retrain.engine.limits import Limits
-from retrain.engine.sampler import LocalSampler, eos_ids
+from retrain.engine.sampler import LocalSampler
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.engine.vllm.checks import Needs, check_logprobs, check_server, probe_of
-from retrain.engine.vllm.client import LARGE, VllmClient, decoded
+from retrain.engine.vllm.client import LARGE, Lora, VllmClient, decoded
 from retrain.engine.vllm.opening import Opening, open_vllm
 from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.vllm.sampler import VllmSampler
@@ -64,13 +63,8 @@ def server(place: StandIn) -> StandIn:
 
 
 def opening_of(model: PreTrainedModel, folder: Path, tmp_path: Path, **given: Any) -> Opening:
-    tokenizer = tiny_tokenizer()
-    limits = Limits(512, model.config.vocab_size)
     values = {"dtype": torch.float32, "scratch": tmp_path, "logs": tmp_path, "base_dir": tmp_path}
-    stops = given.pop("stop_ids", eos_ids(model, tokenizer))
-    return Opening(
-        str(folder), tokenizer, limits, stops, **{**values, "cpu": True, "patience": 20.0, **given}
-    )
+    return Opening(str(folder), model, tiny_tokenizer(), **{**values, "patience": 20.0, **given})
 
 
 @asynccontextmanager
@@ -78,10 +72,10 @@ async def serving(
     model: PreTrainedModel, folder: Path, tmp_path: Path, *urls: str, **given: Any
 ) -> AsyncIterator[VllmSampler]:
     """A sampler over these servers, with the model published as version 0."""
-    keys = {"publish": "folder"} if "lora_rank" not in given else {}
+    keys = {"publish": "folder"} if "lora" not in given else {}
     options = VllmOptions(url=list(urls), **keys, start_seconds=20)
     async with await open_vllm(options, opening_of(model, folder, tmp_path, **given)) as sampler:
-        if "lora_rank" not in given:
+        if "lora" not in given:
             await sampler.load_weights(snapshot(model), 0)
         yield sampler
 
@@ -90,7 +84,8 @@ async def serving(
 async def sampler(
     model: PreTrainedModel, folder: Path, tmp_path: Path, server: StandIn
 ) -> AsyncIterator[VllmSampler]:
-    async with serving(model, folder, tmp_path, server.url, stop_ids=frozenset()) as found:
+    async with serving(model, folder, tmp_path, server.url) as found:
+        found._stop_ids = frozenset()
         yield found
 
 
@@ -315,7 +310,7 @@ async def test_adapters_are_versions_and_go_when_unused(
     model: PreTrainedModel, folder: Path, tmp_path: Path, server: StandIn
 ) -> None:
     loaded = server.running.app.engine.adapters
-    given = {"lora_rank": 4, "adapters": 3}
+    given = {"lora": Lora(4, 3)}
     async with serving(model, folder, tmp_path, server.url, **given) as sampler:
         assert sampler.wants_lora
         short = SamplingParams(max_tokens=6)
@@ -372,7 +367,7 @@ async def test_a_seed_reaches_no_server_on_a_cpu(
     model: PreTrainedModel, folder: Path, tmp_path: Path, server: StandIn, sampler: VllmSampler
 ) -> None:
     await sampler.sample(PROMPT, SamplingParams(max_tokens=2, seed=3))  # as the pipe does
-    async with serving(model, folder, tmp_path, server.url, seeds=True) as strict:
+    async with serving(model, folder, tmp_path, server.url, service=True) as strict:
         with pytest.raises(ValueError, match="on the CPU does not support seeds"):
             await strict.sample(PROMPT, SamplingParams(max_tokens=2, seed=3))
 
@@ -385,11 +380,27 @@ async def test_a_seed_reaches_no_server_on_a_cpu(
     [
         ("folder", [f for f in FLAGS if f != "--enable-scale-out"], {}, "with --enable-scale-out"),
         ("folder", ["--dtype", "float32", "--enable-scale-out"], {}, "mode processed_logprobs"),
-        ("adapter", FLAGS, {"lora_rank": 8}, "serves no adapters. Start it with --enable-lora"),
-        ("adapter", [*FLAGS, *LORA], {"lora_rank": 32}, "has --max-lora-rank 16, but backend.lora"),
-        ("adapter", [*FLAGS, *LORA], {"adapters": 4}, "has --max-loras 3, but up to 4 versions"),
+        ("adapter", FLAGS, {"lora": (8, 1)}, "serves no adapters. Start it with --enable-lora"),
+        (
+            "adapter",
+            [*FLAGS, *LORA],
+            {"lora": (32, 1)},
+            "has --max-lora-rank 16, but backend.lora",
+        ),
+        (
+            "adapter",
+            [*FLAGS, *LORA],
+            {"lora": (8, 4)},
+            "has --max-loras 3, but up to 4 versions",
+        ),
         ("group", FLAGS, {}, "has the weight transfer None, but sampler.publish is group"),
         ("folder", FLAGS, {"tokens": 1000}, "has --max-model-len 512, but the run needs 1000"),
+        (
+            "group",
+            [*FLAGS, *GROUP],
+            {"config": {**MODEL, "hidden_size": 64}},
+            r"another model \(/.*/a has hidden_size 128, expected 64\). Start it with the run's",
+        ),
         ("folder", FLAGS, {"vocabulary": 4000}, "rejects token id 3999 .* vocabulary of 4000"),
     ],
 )
@@ -402,6 +413,8 @@ async def test_a_server_with_wrong_flags_is_named_with_the_right_ones(
     message: str,
 ) -> None:
     values = {"vocabulary": model.config.vocab_size, **needs}
+    if "lora" in needs:
+        values["lora"] = Lora(*needs["lora"])
     with stand_in(folder, defaults=flags) as server:
         async with VllmClient(server.url) as client:
             with pytest.raises(ConfigError, match=message) as caught:
@@ -415,7 +428,7 @@ async def test_a_server_that_fits_passes(model: PreTrainedModel, server: StandIn
     async with VllmClient(server.url) as client:
         await client.pause("recompute")
         for way in ("folder", "group", "adapter"):
-            found = await check_server(client, Needs(way, vocabulary, 512, adapters=3))  # type: ignore[arg-type]
+            found = await check_server(client, Needs(way, vocabulary, 512, lora=Lora(16, 3)))  # type: ignore[arg-type]
             assert (found.context, found.cpu) == (512, True)
 
 

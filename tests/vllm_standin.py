@@ -99,9 +99,11 @@ class Faults:
     """The process is gone at the nth request to this path from now, before its work."""
     die_after: dict[str, int] = field(default_factory=dict)
     """The same after its work, before the answer."""
+    die_idle: dict[str, int] = field(default_factory=dict)
+    """The same a moment after the answer."""
     kill_worker_at: int = 0
-    """The generate request, counted from the start, at which the worker is gone: requests in flight
-    get 500, then the server ends."""
+    """The worker is gone at the nth generate request from now: requests in flight get 500, then the
+    server ends."""
     fail: dict[str, int] = field(default_factory=dict)
     """So many requests to this path answer 500."""
     hang: dict[str, int] = field(default_factory=dict)
@@ -213,8 +215,13 @@ class Server:
         await self._app(scope, receive, answer_with)
         if ends:
             self.die()
+        asyncio.get_running_loop().call_later(0.05, self._end_idle, last(faults.die_idle, path))
         if (lost or status == 500) and (cycle := getattr(send, "__self__", None)) is not None:
             (cycle.transport.abort if lost else cycle.transport.close)()
+
+    def _end_idle(self, ends: bool) -> None:
+        if ends:
+            self.die()
 
     def _allowed(self, scope: Mapping[str, Any], path: str) -> bool:
         key = self.options.api_key
@@ -285,7 +292,8 @@ class Server:
         body = await json_of(request)
         job = self._job(body)
         work = asyncio.ensure_future(self.engine.generate(job))
-        if self.seen[GENERATE] == self.faults.kill_worker_at:
+        self.faults.kill_worker_at -= 1
+        if not self.faults.kill_worker_at:
             asyncio.get_running_loop().call_later(0.02, self.engine.fail)
         gone = asyncio.ensure_future(disconnected(request))
         try:
@@ -688,9 +696,12 @@ class Running:
         self.app.engine.leave()
         for listening in self.server.servers:
             listening.close()
+        self._break()
+        self.server.should_exit = self.server.force_exit = True
+
+    def _break(self) -> None:
         for connection in list(self.server.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
-        self.server.should_exit = self.server.force_exit = True
 
     async def serve(self, listening: socket.socket) -> None:
         self.loop = asyncio.get_running_loop()
@@ -701,6 +712,8 @@ class Running:
             decoding.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await decoding
+            self._break()  # what was accepted at the end
+            await asyncio.sleep(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

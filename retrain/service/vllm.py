@@ -17,14 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from retrain.engine.limits import Limits
 from retrain.engine.losses import sequence_logprobs
-from retrain.engine.sampler import eos_ids
 from retrain.engine.vllm.checks import PROBE, check_logprobs, probe_of
-from retrain.engine.vllm.client import VllmClient
+from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.opening import Opening, open_vllm
 from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.weights import LoraWeights
@@ -155,19 +152,15 @@ async def open_pool(
     Raises ConfigError if a server doesn't fit, AdapterError if one can't be started or reached.
     """
     plain = engine.plain
-    config = plain.config.get_text_config()
     scratch = TemporaryDirectory(prefix="retrain-serve-")
     opening = Opening(
         engine.work.folder,
+        plain,
         tokenizer,
-        Limits(getattr(config, "max_position_embeddings", None), int(config.vocab_size)),
-        stop_ids=eos_ids(plain, tokenizer),
         dtype=plain.dtype,
         scratch=Path(scratch.name),
         logs=settings.folder,
-        base_dir=Path(),
-        cpu=not torch.cuda.is_available(),
-        seeds=True,
+        service=True,
     )
     try:
         sampler, slots = await open_servers(options, opening, settings.max_live_samplers)
@@ -197,12 +190,12 @@ async def open_servers(
     wanted = options.publish in ("auto", "adapter")
     if wanted and options.python is not None:
         # On a CPU, rows of the base model need a free slot.
-        opening = replace(opening, lora_rank=LARGEST_RANK, adapters=live + 1)
+        opening = replace(opening, lora=Lora(LARGEST_RANK, live + 1))
     elif options.publish == "adapter":
-        opening = replace(opening, lora_rank=1, adapters=2)
+        opening = replace(opening, lora=Lora(1, 2))
     elif wanted:
         options = options.model_copy(update={"publish": "folder"})
-    sampler = await open_vllm(options, replace(opening, both=True), ServedSampler)
+    sampler = await open_vllm(options, opening, ServedSampler)
     try:
         slots = await _slots(sampler.fleet.up[0].client) if wanted else None
     except BaseException:
@@ -216,8 +209,7 @@ async def _slots(server: VllmClient) -> Slots | None:
     lora = (await server.facts()).lora
     if lora is None or not await server.takes_adapters():
         return None
-    rank, slots = lora
-    if slots < 2:  # see `open_servers`
+    if lora.slots < 2:  # see `open_servers`
         log.warning("%s has --max-loras 1: raise it to 2 or more to serve adapters", server.url)
         return None
-    return Slots(slots - 1, rank)
+    return Slots(lora.slots - 1, lora.rank)

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from retrain.engine.vllm.client import Facts, VllmClient
+from retrain.engine.vllm.client import Facts, Lora, VllmClient
 from retrain.engine.vllm.transfer import ENGINE
 from retrain.errors import AdapterError, ConfigError
 from retrain.transport.refusals import RemoteError
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 32)
 """The first vLLM that returns weight versions per token."""
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Keys of a config.json by which models of one vocabulary differ."""
 PROBE = (
     "The sun rose over the harbour, and the first boats came back with their nets full. On the "
     "quay, 12 people were already waiting to buy fish for the market."
@@ -33,6 +42,11 @@ PROBED = 32
 """Log-probs that the last check compares."""
 FIRST_REQUEST = 300.0
 """Seconds; kernels may be compiled meanwhile."""
+START = 600.0
+"""Seconds that a server may load."""
+UNREACHED = 60.0
+"""Seconds that a server may refuse connections, as vLLM does while it loads; a wrong address does
+so for ever."""
 POLL = 0.5
 """Seconds between two looks at a server that starts."""
 log = logging.getLogger(__name__)
@@ -47,23 +61,29 @@ class Needs:
     tokens: int = 2
     """The least context: of prompt and completion together."""
     dtype: str = "float32"
-    lora_rank: int = 0
-    adapters: int = 1
-    """Versions of adapters that are served at the same time."""
+    lora: Lora | None = None
+    """Of `adapter`."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The keys of the model's config.json."""
 
 
-async def wait_until_up(client: VllmClient, seconds: float) -> None:
-    """Wait for a server that is still loading; raises AdapterError after `seconds`."""
-    ends, announced = time.monotonic() + seconds, False
-    while not await client.health():
-        if time.monotonic() >= ends:
+async def wait_until_up(client: VllmClient, limit: float | None) -> None:
+    """Wait for a server that is still loading; raises AdapterError after `limit` seconds.
+
+    Without a limit, one that was never reached gets `UNREACHED` seconds, and another `START`.
+    """
+    began, seconds, reached = time.monotonic(), 0.0, False
+    while (error := await client.trouble()) and (error.status is None or error.status >= 500):
+        reached = reached or error.code != "connect"
+        before, seconds = seconds, limit or (START if reached else UNREACHED)
+        if seconds != before:
+            log.warning("waiting up to %g s for the vLLM server %s: %s", seconds, client.url, error)
+        if time.monotonic() - began >= seconds:
             raise AdapterError(
-                f"no vLLM server answers at {client.url} after {seconds:g} s (sampler."
-                "start_seconds): start it, or correct sampler.url"
+                f"no vLLM server answers at {client.url} after {seconds:g} s ({error}). Check "
+                "that it runs and that sampler.url has its host and port; if it loads longer, "
+                "raise sampler.start_seconds"
             )
-        if not announced:
-            announced = True
-            log.warning("waiting for the vLLM server %s, up to %g s", client.url, seconds)
         await asyncio.sleep(POLL)
 
 
@@ -118,6 +138,8 @@ async def _check_release(client: VllmClient) -> None:
 
 
 def _flags(facts: Facts, needs: Needs) -> Iterator[str]:
+    if other := _sizes(facts.config, needs.config):
+        yield f"serves another model ({facts.model} has {other}). Start it with the run's `model`"
     if facts.logprobs_mode != "processed_logprobs":
         yield (
             f"returns {facts.logprobs_mode}, not the log-probs of the distribution that it samples "
@@ -133,24 +155,34 @@ def _flags(facts: Facts, needs: Needs) -> Iterator[str]:
             f"has the weight transfer {facts.transfer!r}, but sampler.publish is group. Start it "
             "as docs/vllm.md shows, or set sampler.publish: folder"
         )
-    if needs.way != "adapter":
-        return
-    if facts.lora is None:
+    if needs.lora is not None and needs.way == "adapter":
+        yield from _adapters(facts.lora, needs.lora)
+
+
+def _sizes(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The sizes of a server's model that are not those of the run's, as far as both are known."""
+    found = found.get("text_config", found)
+    known = [name for name in SIZES if None not in (found.get(name), wanted.get(name))]
+    other = [name for name in known if found[name] != wanted[name]]
+    return ", ".join(f"{name} {found[name]}, expected {wanted[name]}" for name in other)
+
+
+def _adapters(found: Lora | None, wanted: Lora) -> Iterator[str]:
+    if found is None:
         yield (
-            f"serves no adapters. Start it with --enable-lora --max-lora-rank {needs.lora_rank} "
-            f"--max-loras {needs.adapters}, or set sampler.publish: folder"
+            f"serves no adapters. Start it with --enable-lora --max-lora-rank {wanted.rank} "
+            f"--max-loras {wanted.slots}, or set sampler.publish: folder"
         )
         return
-    rank, slots = facts.lora
-    if rank < needs.lora_rank:
+    if found.rank < wanted.rank:
         yield (
-            f"has --max-lora-rank {rank}, but backend.lora.r is {needs.lora_rank}. Raise it to "
-            f"{needs.lora_rank}"
+            f"has --max-lora-rank {found.rank}, but backend.lora.r is {wanted.rank}. Raise it to "
+            f"{wanted.rank}"
         )
-    if slots < needs.adapters:
+    if found.slots < wanted.slots:
         yield (
-            f"has --max-loras {slots}, but up to {needs.adapters} versions of the adapter are "
-            f"in use at once (staleness.max + 2). Raise it to {needs.adapters}"
+            f"has --max-loras {found.slots}, but up to {wanted.slots} versions of the adapter are "
+            f"in use at once (staleness.max + 2). Raise it to {wanted.slots}"
         )
 
 

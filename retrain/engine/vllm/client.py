@@ -41,6 +41,15 @@ Json = dict[str, Any]  # a JSON object, whose values depend on the endpoint
 
 
 @dataclass(frozen=True)
+class Lora:
+    """The adapters that a server can hold, or must."""
+
+    rank: int
+    slots: int
+    """How many may be in one batch; a run needs `staleness.max` + 2."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a server's config says."""
 
@@ -49,21 +58,25 @@ class Facts:
     context: int
     logprobs_mode: str
     cpu: bool
-    lora: tuple[int, int] | None
-    """The highest rank of an adapter, and how many may be in one batch; None: it takes none."""
+    lora: Lora | None
+    """None: it takes no adapters."""
     transfer: str | None
     """The name of its engine for weight transfers."""
     extension: str
     """The class of its `--worker-extension-cls`."""
 
     @property
-    def tied(self) -> bool | None:
-        """Whether its model ties the head to the embeddings; None if its folder isn't here."""
+    def config(self) -> Json:
+        """Its model's config.json; empty if its folder isn't here."""
         try:
-            config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
-            return bool(config.get("tie_word_embeddings", False))
+            return _object((Path(self.model) / "config.json").read_bytes())
         except (OSError, ValueError):
-            return None
+            return {}
+
+    @property
+    def tied(self) -> bool:
+        """Whether its model is known to tie the head to the embeddings."""
+        return bool(self.config.get("tie_word_embeddings", False))
 
 
 class VllmClient:
@@ -100,13 +113,17 @@ class VllmClient:
 
     async def health(self) -> bool:
         """Whether the server answers, and its engine lives."""
+        return await self.trouble() is None
+
+    async def trouble(self) -> RemoteError | None:
+        """Why the server is not healthy; None if it is."""
         try:
             await self._control.send(
                 Call("GET", "health", timeout=10.0, policy=HEALTH), lambda reply: None
             )
-        except RemoteError:
-            return False
-        return True
+        except RemoteError as error:
+            return error
+        return None
 
     async def version(self) -> str:
         """vLLM's own version, such as `0.32.0`."""
@@ -128,7 +145,7 @@ class VllmClient:
             int(model["max_model_len"]),
             str(model.get("logprobs_mode")),
             "cpu" in (device.get("device"), device.get("device_type")),
-            (int(lora["max_lora_rank"]), int(lora["max_loras"])) if lora else None,
+            Lora(int(lora["max_lora_rank"]), int(lora["max_loras"])) if lora else None,
             transfer.get("backend"),
             str((config.get("parallel_config") or {}).get("worker_extension_cls")),
         )
@@ -144,10 +161,6 @@ class VllmClient:
     async def world_size(self) -> int:
         """How many worker processes have weights."""
         return int((await self._get("get_world_size"))["world_size"])
-
-    async def weight_version(self) -> str:
-        """The label of the weights; `default` for those that the server loaded itself."""
-        return str((await self._get("weight_info"))["weight_version"])
 
     # --- sampling
 

@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 import torch
 
 from retrain.engine.limits import Limits
+from retrain.engine.sampler import eos_ids
 from retrain.engine.vllm.checkpoint import Store
-from retrain.engine.vllm.checks import Needs, check_server, wait_until_up
-from retrain.engine.vllm.client import Facts, VllmClient
+from retrain.engine.vllm.checks import START, Needs, check_server, wait_until_up
+from retrain.engine.vllm.client import Facts, Lora, VllmClient
 from retrain.engine.vllm.fleet import Fleet, Gate, Member
 from retrain.engine.vllm.group import GroupWay
 from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.vllm.publish import Publisher
 from retrain.engine.vllm.sampler import Seeds, VllmSampler
-from retrain.engine.vllm.server import Launch, Lora, VllmServer
+from retrain.engine.vllm.server import Launch, VllmServer
 from retrain.engine.vllm.ways import AdapterWay, FolderWay, Way
 from retrain.errors import AdapterError, ConfigError
 from retrain.sampler import Tokenizer
@@ -38,34 +39,33 @@ LOG = "vllm-{number}.log"
 class Opening:
     """What the servers must serve, and what a run allows them."""
 
-    model: str
-    """The folder, or the id on the Hub."""
+    folder: str
+    """The model's, or its id on the Hub."""
+    model: Any  # a PreTrainedModel, or PEFT's
     tokenizer: Tokenizer
-    limits: Limits
-    """Of the model; a server may have a shorter context."""
-    stop_ids: frozenset[int]
     dtype: torch.dtype
     scratch: Path
     """A private folder."""
     logs: Path
-    base_dir: Path
+    base_dir: Path = Path()
     """Relative paths of the options start here."""
-    lora_rank: int | None = None
-    """None: all weights are published."""
-    adapters: int = 2
-    """Versions of adapters that are in use at the same time."""
-    both: bool = False
-    """All weights are published, too."""
+    lora: Lora | None = None
+    """The adapters that are published; None: all weights are."""
+    service: bool = False
+    """All weights are published even so, and requests may have seeds, which are sent; a server on
+    the CPU rejects them."""
     tokens: int = 2
     """The context that the run needs at least."""
-    cpu: bool = False
-    """This machine has no CUDA device."""
     patience: float = 600.0
     """Seconds that a request waits while no server is up."""
     publish_seconds: float = 1800.0
     """The limit of one server's update."""
-    seeds: bool = False
-    """Requests may have seeds, which are sent; a server on the CPU rejects them."""
+
+    @property
+    def limits(self) -> Limits:
+        """The model's; a server may have a shorter context."""
+        config = self.model.config.get_text_config()
+        return Limits(getattr(config, "max_position_embeddings", None), int(config.vocab_size))
 
 
 async def open_vllm(
@@ -78,12 +78,12 @@ async def open_vllm(
     Raises ConfigError if a server doesn't fit, AdapterError if one can't be started or reached.
     """
     needs = Needs(
-        options.way(lora=opening.lora_rank is not None),
+        options.way(lora=opening.lora is not None),
         opening.limits.vocabulary,
         opening.tokens,
         str(opening.dtype).removeprefix("torch."),
-        opening.lora_rank or 0,
-        opening.adapters,
+        opening.lora,
+        opening.model.config.get_text_config().to_dict(),
     )
     async with AsyncExitStack() as stack:
         members = await _members(options, opening, stack)
@@ -95,14 +95,14 @@ async def open_vllm(
             _publisher(options, opening),
             check=lambda client: check_server(client, needs),
             restarts=options.restarts,
-            patience=max(opening.patience, options.start_seconds if options.python else 0.0),
+            patience=max(opening.patience, _start(options) if options.python else 0.0),
         )
         sampler = kind(
             fleet,
             opening.tokenizer,
             _within(opening.limits, found),
-            stop_ids=opening.stop_ids,
-            wants_lora=needs.way == "adapter" and not opening.both,
+            stop_ids=eos_ids(opening.model, opening.tokenizer),
+            wants_lora=needs.way == "adapter" and not opening.service,
             seeds=_seeds(opening, found),
         )
         stack.pop_all()
@@ -162,6 +162,11 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             await asyncio.wait(tasks)
 
 
+def _start(options: VllmOptions) -> float:
+    """The limit in seconds of the start of a server of ours."""
+    return options.start_seconds or START
+
+
 def _count(options: VllmOptions) -> int:
     """How many servers the run starts."""
     if options.python is None:
@@ -174,19 +179,17 @@ def _process(options: VllmOptions, opening: Opening, number: int) -> VllmServer:
     each = options.tensor_parallel
     folder = opening.scratch / f"vllm-{number}"
     folder.mkdir(exist_ok=True)
-    rank = opening.lora_rank
-    adapters = options.way(lora=rank is not None) == "adapter"
     launch = Launch(
         opening.base_dir / options.python.expanduser(),
-        opening.model,
+        opening.folder,
         str(opening.dtype).removeprefix("torch."),
-        lora=Lora(rank, opening.adapters) if adapters and rank is not None else None,
+        lora=opening.lora if options.way(lora=opening.lora is not None) == "adapter" else None,
         devices=options.devices[number * each : (number + 1) * each],
         tensor_parallel=each,
         gpu_memory=options.gpu_memory,
-        cpu=opening.cpu,
+        cpu=not torch.cuda.is_available(),
         args=options.args,
-        seconds=options.start_seconds,
+        seconds=_start(options),
     )
     return VllmServer(launch, folder=folder, log=opening.logs / LOG.format(number=number))
 
@@ -195,12 +198,12 @@ def _publisher(options: VllmOptions, opening: Opening) -> Publisher:
     folder = None if options.folder is None else opening.base_dir / options.folder.expanduser()
     store = Store(folder, opening.scratch)
     adapters = AdapterWay(store)
-    name = options.way(lora=opening.lora_rank is not None)
+    name = options.way(lora=opening.lora is not None)
     way: Way = adapters
     if name == "group":
-        way = GroupWay(opening.model, dtype=opening.dtype)
-    elif name == "folder" or opening.both:
-        way = FolderWay(store, opening.model, dtype=opening.dtype)
+        way = GroupWay(opening.folder, dtype=opening.dtype)
+    elif name == "folder" or opening.service:
+        way = FolderWay(store, opening.folder, dtype=opening.dtype)
     return Publisher(way, adapters, in_flight=options.in_flight, seconds=opening.publish_seconds)
 
 
@@ -213,6 +216,6 @@ def _within(limits: Limits, found: Sequence[Facts]) -> Limits:
 
 
 def _seeds(opening: Opening, found: Sequence[Facts]) -> Seeds:
-    if not opening.seeds:
+    if not opening.service:
         return "ignore"
     return "reject" if any(one.cpu for one in found) else "send"

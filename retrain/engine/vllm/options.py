@@ -92,8 +92,9 @@ class VllmOptions(_Options):
     start."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """How often the run may restart a server that died."""
-    start_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """The time limit in seconds of a server's start."""
+    start_seconds: Annotated[float, Field(gt=0)] | None = None
+    """The time limit in seconds of a server's start; by default 600, or 60 for a server at `url`
+    that refuses every connection."""
 
     @field_validator("url")
     @classmethod

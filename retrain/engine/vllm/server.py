@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.concurrency import children
-from retrain.engine.vllm.client import VllmClient
+from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.transfer import ENGINE, EXTENSION
 from retrain.errors import AdapterError
 
@@ -69,15 +69,6 @@ _ECHOES = (
 
 
 @dataclass(frozen=True)
-class Lora:
-    """The adapters that a server must hold."""
-
-    rank: int
-    slots: int
-    """How many versions may be in one batch: `staleness.max` + 2."""
-
-
-@dataclass(frozen=True)
 class Launch:
     """How to start a server."""
 
@@ -85,8 +76,6 @@ class Launch:
     model: str
     dtype: str = "auto"
     """As the trainer's: `float32`, `bfloat16` or `float16`."""
-    context: int | None = None
-    """Tokens; None: the model's own."""
     lora: Lora | None = None
     devices: Sequence[int] = ()
     tensor_parallel: int = 1
@@ -105,7 +94,6 @@ class Launch:
             "port": port,
             "served_model_name": MODEL,
             "dtype": self.dtype,
-            "max_model_len": self.context,
             "tensor_parallel_size": self.tensor_parallel,
             "gpu_memory_utilization": None if self.cpu else self.gpu_memory,
             "enforce_eager": self.cpu or None,
