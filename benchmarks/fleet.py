@@ -218,7 +218,8 @@ FLEET: Column = ("fleet", lambda c, _: " ".join(f"{v}" for v in c.fleet.values()
 def tables(quick: bool) -> list[tuple[str, list[Column], list[Case]]]:
     """Title, columns and cases of each table in virtual time."""
     staleness = ((0, 0), (1, 3), (4, 12))
-    scale = [Case(n, s, d) for n in ((1, 4) if quick else (1, 16)) for s, d in staleness]
+    sizes = ((1, 12), (4, 12)) if quick else ((1, 12), (16, 6))  # engines and steps
+    scale = [Case(n, s, d, steps=steps) for n, steps in sizes for s, d in staleness]
     if quick:
         return [("Engines, 128 rollouts each per step", [ENGINES, *SETTINGS], scale)]
     scale.append(Case(100, 4, 12, steps=2))  # it takes ten seconds

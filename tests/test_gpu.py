@@ -5,7 +5,6 @@ On CUDA results are compared with the CPU's, in float32 without TF32 unless a ch
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,15 +176,40 @@ def test_the_estimate_of_a_card_is_of_its_order(tmp_path: Path):
     assert found[0].name == torch.cuda.get_device_name(0)
 
 
-def test_the_benchmark_runs_its_quick_path(capsys: pytest.CaptureFixture[str]):
-    random.seed(0)
+def test_the_benchmark_runs_its_quick_path(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """All its parts but compilation, which takes half a minute; what fails stops nothing else."""
+    from benchmarks import gpu, gpu_parts
+
+    def burning(*_: Any, **__: Any) -> None:
+        raise FloatingPointError("the device burns")
+
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: burning)
+    variants = {name: gpu_parts.VARIANTS[name] for name in ("bfloat16", "flash_attention_2")}
+    monkeypatch.setattr(gpu_parts, "VARIANTS", variants)
+    gpu.main(["--device", "cpu", "--quick", "--here"])
+    said = capsys.readouterr().out
+    for text in ("on CPU", "LocalSampler", "continuous batching", "TrlAdapter", "S=1", "bfloat16"):
+        assert text in said
+    assert "skipped: no CUDA device" in said
+    assert "flash_attention_2       failed: RuntimeError: backend.attention: got" in said
+    assert "torch.compile           failed: FloatingPointError: the device burns" in said
+    assert said.count("failed:") == 2
+
+    monkeypatch.setattr(gpu_parts, "sampling", burning)
+    gpu.main(["--device", "cpu", "--quick", "--here", "--parts", "sampling", "large"])
+    said = capsys.readouterr().out
+    assert "sampling failed:" in said
+    assert "the device burns" in said
+    assert "skipped: no CUDA device" in said
+
+
+def test_a_part_of_the_benchmark_ends_at_its_limit(capsys: pytest.CaptureFixture[str]):
     from benchmarks import gpu
 
-    gpu.main(["--device", "cpu", "--quick"])
-    said = capsys.readouterr().out
-    for part in ("device: CPU", "LocalSampler", "continuous batching", "TrlAdapter", "S=1"):
-        assert part in said
-    assert said.rstrip().endswith("skipped: no CUDA device")
+    gpu.main(["--device", "cpu", "--quick", "--parts", "sampling", "--limit", "0.2"])
+    assert "sampling was ended after its limit of 0.2 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

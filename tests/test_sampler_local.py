@@ -180,6 +180,8 @@ CONFIGS: dict[str, Any] = {
         vocab_size=103, n_embd=32, n_layer=2, n_head=4, eos_token_id=None, bos_token_id=None
     ),
     "grouped query": lambda: transformers.Qwen3Config(**SIZES, head_dim=8),
+    "biases": lambda: transformers.Qwen2Config(**SIZES),
+    "a window of Mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=8),
     "sliding window": lambda: transformers.Gemma3TextConfig(
         **SIZES,
         head_dim=8,
@@ -203,11 +205,15 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+FUSED = ("grouped query", "biases")
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 async def test_any_causal_lm_gets_the_logprobs_of_its_own_forward(kind: str) -> None:
     torch.manual_seed(1)
     model = sharpened(transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval())
     async with LocalSampler(model, TOKENIZER) as sampler:
+        assert (sampler._worker.current.fused is not None) == (kind in FUSED)
         assert await crowd(sampler, model, 12, 30) < 1e-5
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrain.engine.drawing import Drawer, Drawn, Top
-from retrain.engine.kv_cache import make_cache
+from retrain.engine.fused import FusedStep
+from retrain.engine.kv_cache import RowCache, make_cache
 from retrain.engine.lengths import of_like_length
 from retrain.engine.stopping import Stopping
 from retrain.sampler import SamplingParams, Tokenizer
@@ -86,11 +87,14 @@ class Decoder:
         version: int,
         stats: SamplerStats,
         max_rows: int,
+        fused: FusedStep | None = None,
     ) -> None:
+        """`fused` decodes in place of the model's forward."""
         self.model, self.tokenizer, self.version = model, tokenizer, version
         self.stats = stats
         self.rows: list[Row] = []
         self._cache = make_cache(model.config.get_text_config(), max_rows)
+        self._fused = fused
         self._drawer: Drawer | None = None  # None if the rows have changed since the last step
         self._tokens: list[int] = []  # the newest of each row, not yet in the cache
         self._known = inspect.signature(model.forward).parameters
@@ -110,8 +114,11 @@ class Decoder:
         if not self.rows:
             return []
         inputs = self._cache.step_inputs()
-        ids = torch.tensor(self._tokens, device=self._device).unsqueeze(1)
-        logits = self._forward(ids, self._cache.past, inputs)
+        ids = torch.tensor(self._tokens, device=self._device)
+        if self._fused is not None and isinstance(self._cache, RowCache):
+            logits = self._fused(ids, self._cache, **inputs)
+        else:
+            logits = self._forward(ids.unsqueeze(1), self._cache.past, inputs)
         self._cache.advance()
         self.stats.steps += 1
         if self._drawer is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import warnings
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -95,6 +96,33 @@ def load_model(
     model.to(device)  # type: ignore[arg-type]  # a string is valid
     model.train(False)
     return model
+
+
+def load_for_sampling(
+    folder: str | Path, adapter: Path | None, device: str | None
+) -> PreTrainedModel:
+    """The model in `folder`, with the LoRA weights in the folder `adapter` merged.
+
+    In bfloat16 on CUDA, which is the default device if there is one. Raises ConfigError.
+    """
+    import torch
+
+    chosen = device or choose_device()
+    if chosen.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device: got {chosen}, but torch finds no CUDA device; use cpu")
+    dtype = torch.float32 if chosen == "cpu" else torch.bfloat16
+    model = load_model(folder, chosen, dtype)
+    if adapter is None:
+        return model
+    from peft import PeftModel
+
+    try:
+        with PROCESS_STATE, quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft calls old names of transformers
+            merged: PreTrainedModel = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _cannot_load("LoRA weights", adapter, error) from error
+    return merged
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrain.engine.decoder import Decoder, Request, SamplerStats
+from retrain.engine.fused import FusedStep, fused_step
 from retrain.engine.kv_cache import shares_rows
 from retrain.engine.weights import check_weights, copy_weights
 from retrain.errors import AdapterError
@@ -46,6 +47,10 @@ class Generation:
     model: PreTrainedModel
     version: int
     decoders: list[Decoder] = field(default_factory=list)
+    fused: FusedStep | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fused = fused_step(self.model)
 
     @property
     def rows(self) -> int:
@@ -194,7 +199,12 @@ class Worker:
         for first in range(0, len(batch), size or 1):
             if self._alone or not current.decoders:
                 decoder = Decoder(
-                    current.model, self._tokenizer, current.version, self.stats, self.max_rows
+                    current.model,
+                    self._tokenizer,
+                    current.version,
+                    self.stats,
+                    self.max_rows,
+                    current.fused,
                 )
                 current.decoders.append(decoder)
             self._finish(current.decoders[-1].admit(batch[first : first + size]))
