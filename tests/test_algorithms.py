@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.algorithms.functional import centred, group_relative, is_flat, std
+from retrain.algorithms.functional import centred, group_relative, is_flat, kl_k3, std
 from retrain.algorithms.grpo import GRPO
 from retrain.algorithms.rloo import RLOO
 from retrain.types import Group, Prompt, Trajectory
@@ -104,3 +104,12 @@ def test_leave_one_out_is_the_mean_baseline_times_n_over_n_minus_1(rewards):
     n = len(rewards)
     expected = [n / (n - 1) * v for v in centred(rewards)]
     assert centred(rewards, "leave_one_out") == pytest.approx(expected)
+
+
+def test_k3_estimates_the_kl_and_stays_finite():
+    p, ref = [0.5, 0.3, 0.2], [0.2, 0.3, 0.5]
+    exact = sum(a * math.log(a / b) for a, b in zip(p, ref, strict=True))
+    each = kl_k3([math.log(a) for a in p], [math.log(b) for b in ref])
+    assert sum(a * kl for a, kl in zip(p, each, strict=True)) == pytest.approx(exact)
+    assert each[0] == pytest.approx(0.4 - 1 + math.log(2.5))  # exp(-d) - 1 + d
+    assert math.isfinite(kl_k3([-1000.0], [0.0])[0])

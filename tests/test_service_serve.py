@@ -56,7 +56,7 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         (("--port", "99999"), "--port: got 99999, expected 0 to 65535"),
         (("--port", "-1"), "--port: got -1, expected 0 to 65535"),
@@ -75,10 +75,10 @@ def test_other_machines_are_let_in_with_a_key_alone(capsys, monkeypatch):
         ),
     ],
 )
-def test_a_setting_that_cannot_be_is_told_in_a_sentence(setting, told, capsys, tmp_path):
+def test_a_setting_that_cannot_be_is_told_in_a_sentence(setting, message, capsys, tmp_path):
     assert main(["--port", "0", "--folder", str(tmp_path), *setting]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
 
 
 def test_the_page_describes_every_option():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -394,15 +392,9 @@ def test_a_local_service_without_its_libraries_says_what_to_install(monkeypatch)
     assert TinkerOptions(url="http://elsewhere").problems(config()) == []
 
 
-def test_sound_options_have_no_problems_and_load_nothing_heavy(monkeypatch) -> None:
+def test_sound_options_have_no_problems(monkeypatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-k")
     assert TinkerOptions(url="hosted").problems(config()) == []
-    code = (
-        "import sys, retrain.adapters.tinker, retrain.adapters.tinker.options;"
-        "print([m for m in ('torch', 'httpx', 'aiohttp', 'transformers') if m in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert shown.stdout.strip() == "[]"
 
 
 async def test_a_service_that_lost_the_model_is_told_in_the_same_words_by_every_call() -> None:
@@ -417,15 +409,15 @@ async def test_a_service_that_lost_the_model_is_told_in_the_same_words_by_every_
             "save_weights": lambda: tinker.save(Path()),
             "asample": lambda: tinker.sampler.sample([1, 2], SamplingParams(max_tokens=1)),
         }
-        told = set()
+        messages = set()
         for number, (name, call) in enumerate(calls.items()):
             gone = {"code": "not_found", "detail": f"the request {number} is not on this service"}
             faulty.before[name] += [httpx.Response(404, json=gone)] * 9
             with pytest.raises(RemoteError, match=r"was it restarted\?\): --resume") as raised:
                 await call()
-            told.add(str(raised.value))
+            messages.add(str(raised.value))
             faulty.before.clear()
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 async def test_the_local_service_trains_a_loss_of_its_own_and_ours_alike(tmp_path: Path) -> None:

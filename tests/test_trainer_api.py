@@ -725,17 +725,17 @@ def test_a_second_fit_on_other_rows_begins_them_anew_with_the_weights_of_the_fir
 
 def test_a_second_fit_at_the_same_time_is_refused():
     trainer = grpo(max_steps=1)
-    told = []
+    messages = []
 
     class Nested(Callback):
         async def on_step_end(self, trainer, step, metrics):
             try:
                 await trainer.train(ROWS, variety)
             except RuntimeError as error:
-                told.append(str(error))
+                messages.append(str(error))
 
     trainer.fit(ROWS, variety, callbacks=[Nested()])
-    assert told == [
+    assert messages == [
         "this GRPOTrainer is already training; wait until it is done, or make another trainer"
     ]
 
@@ -832,9 +832,9 @@ def test_a_callback_that_raises_stops_training_and_is_raised_itself():
         def on_train_end(self, trainer, result):
             ends.append(result.status)
 
-    with pytest.raises(LookupError, match="mine") as told:
+    with pytest.raises(LookupError, match="mine") as raised:
         grpo().fit(ROWS, variety, callbacks=[Raises()])
-    assert told.value.__notes__ == ["raised by the callback Raises.on_step_end"]
+    assert raised.value.__notes__ == ["raised by the callback Raises.on_step_end"]
     assert ends == ["failed"]
 
 

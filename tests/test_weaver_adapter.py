@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -500,12 +498,3 @@ def test_what_cannot_be_honoured_is_a_problem(
 def test_an_unknown_key_is_refused() -> None:
     with pytest.raises(ValidationError, match="learning_rte"):
         WeaverOptions(learning_rte=1)  # type: ignore[call-arg]  # it is the misspelling
-
-
-def test_a_process_with_a_remote_service_loads_no_torch() -> None:
-    code = (
-        "import sys; import retrain.adapters.weaver.adapter; "
-        "print([name for name in ('torch', 'httpx', 'transformers') if name in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"

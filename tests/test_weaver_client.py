@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
-from retrain.adapters.weaver.connection import Pace
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.config import Plugin, RunConfig
 from retrain.errors import ConfigError
@@ -40,7 +39,7 @@ def client(url: str, **keys: Any) -> WeaverClient:
     defaults: dict[str, Any] = {
         "api_key": KEY,
         "policy": SOON,
-        "pace": Pace(first=0.0, cap=0.001),
+        "pace": RetryPolicy(first=0.0, cap=0.001),
         "deadline": 20.0,
     }
     return WeaverClient(url, **{**defaults, **keys})
@@ -507,11 +506,3 @@ def test_the_hosted_service_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None
         WeaverClient()
     [problem] = WeaverOptions(url="hosted").problems(RunConfig(prompts=Plugin(type="list")))
     assert "WEAVER_API_KEY is not set" in problem
-
-
-def test_pauses_between_looks_start_short_and_grow() -> None:
-    pace = Pace(first=0.02, factor=1.5, cap=2.0)
-    pauses = [pace.pause(look) for look in range(100)]
-    assert pauses[0] == 0.02
-    assert pauses == sorted(pauses)
-    assert pauses[-1] == 2.0

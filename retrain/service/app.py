@@ -1,13 +1,11 @@
 """The ASGI app: both protocols over one service.
 
-async with ServiceApp(Settings(model="tiny")) as app:      # or uvicorn's lifespan
+async with ServiceApp(Settings(model="tiny")) as app:
     httpx.ASGITransport(app, raise_app_exceptions=False)
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Self
 
 from starlette.applications import Starlette
@@ -26,7 +24,7 @@ from retrain.service.weaver import WeaverProtocol
 class ServiceApp(Starlette):
     """A Starlette app and, for use without a server, an async context manager.
 
-    Entering loads the model, leaving ends all threads. A server does both through the lifespan.
+    Entering loads the model, leaving ends all threads.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -37,13 +35,7 @@ class ServiceApp(Starlette):
             exception_handlers=dict.fromkeys(
                 (ServiceError, HTTPException, Exception), answer_error
             ),
-            lifespan=ServiceApp._lifespan,
         )
-
-    @asynccontextmanager
-    async def _lifespan(self) -> AsyncIterator[None]:
-        async with self.service:
-            yield
 
     async def __aenter__(self) -> Self:
         await self.service.__aenter__()

@@ -32,11 +32,6 @@ def invalid(message: str) -> ServiceError:
     return ServiceError(400, message)
 
 
-def forbidden(message: str) -> ServiceError:
-    """403: the service does not accept requests from this page, or to this host name."""
-    return ServiceError(403, message)
-
-
 def missing(what: str) -> ServiceError:
     """404: the service has no `what`."""
     return ServiceError(404, f"{what} is not on this service")

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from retrain.service.errors import ServiceError, forbidden
+from retrain.service.errors import ServiceError
 from retrain.service.protocol import answer_error
 from retrain.service.state import Settings
 
@@ -52,10 +52,10 @@ class Gate:
 def _check_origin(headers: Headers) -> None:
     site = headers.get("sec-fetch-site", "none")
     if site not in ("none", "same-origin"):
-        raise forbidden("requests from web pages of other sites are not accepted")
+        raise ServiceError(403, "requests from web pages of other sites are not accepted")
     origin = headers.get("origin")
     if origin is not None and _netloc(origin) != headers.get("host", "").lower():
-        raise forbidden(f"requests from web pages of {origin[:200]!r} are not accepted")
+        raise ServiceError(403, f"requests from web pages of {origin[:200]!r} are not accepted")
 
 
 def _netloc(url: str) -> str | None:
@@ -68,9 +68,10 @@ def _netloc(url: str) -> str | None:
 def _check_host(headers: Headers, hosts: tuple[str, ...]) -> None:
     given = headers.get("host", "")
     if _name(given) not in hosts:
-        raise forbidden(
+        raise ServiceError(
+            403,
             f"Host: got {given[:200]!r}, expected one of {', '.join(hosts)}; if this name is "
-            "right, start the service with --allow-host"
+            "right, start the service with --allow-host",
         )
 
 

@@ -68,8 +68,8 @@ class Share(NamedTuple):
     indices: list[int]
     """Of its rows in the request."""
     rows: Sequence[Row]
-    passes: int = 0
-    """Micro-batches to run at least: as many as any other process has."""
+    batches: Sequence[Sequence[int]]
+    """Micro-batches of indices into `rows`; every process has as many, some of them empty."""
 
 
 def share_out(rows: Sequence[Row], size: int, limit: int) -> list[Share]:
@@ -78,15 +78,19 @@ def share_out(rows: Sequence[Row], size: int, limit: int) -> list[Share]:
     `limit` is the number of tokens of a micro-batch.
     """
     if size == 1:
-        return [Share(list(range(len(rows))), rows)]
+        return [Share(list(range(len(rows))), rows, micro_batches(rows, limit))]
     indices: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
     for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens)):
         rank = loads.index(min(loads))
         indices[rank].append(index)
         loads[rank] += len(rows[index].tokens)
-    passes = max(len(micro_batches([rows[i] for i in own], limit)) for own in indices)
-    return [Share(own, [_packed(rows[i]) for i in own], passes) for own in indices]
+    cut = [micro_batches([rows[i] for i in own], limit) for own in indices]
+    passes = max(map(len, cut))
+    return [
+        Share(own, [_packed(rows[i]) for i in own], [*batches, *[[]] * (passes - len(batches))])
+        for own, batches in zip(indices, cut, strict=True)
+    ]
 
 
 def joined(shares: Sequence[Share], parts: Sequence[Part]) -> Passed:

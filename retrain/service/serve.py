@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,20 +28,24 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
-_FRONT = {
-    "max_connections": "limit of open connections",
-    "header_timeout": "seconds in which the head of a request must arrive",
-    "body_timeout": "seconds in which its body must arrive, plus one for each 1000 bytes",
-}
-_DEFAULTS = Settings()
 FAREWELL_SECONDS = 2.0
 """How long clients may still ask for their failed requests, before a failed service ends."""
-_LIMITS = {
+_OF_SERVICE = {
+    "threads": "CPU threads of the trainer and of each sampler",
+    "processes": "processes that train together, on a card each; torchrun starts its own number",
+    "rank_timeout": "seconds that several processes may take for a micro-batch",
     "max_body": "bytes of a request, decompressed",
     "max_values": "numbers in a request or in the result of a sample request",
     "max_samples": "completions of one sample request",
     "max_top": "tokens of one position in top-k log-probs and in training targets",
 }
+"""Numbers above 0 in `Settings`."""
+_OF_FRONT = {
+    "max_connections": "limit of open connections",
+    "header_timeout": "seconds in which the head of a request must arrive",
+    "body_timeout": "seconds in which its body must arrive, plus one for each 1000 bytes",
+}
+"""Numbers above 0 in `FrontSettings`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        settings, front = _settings(arguments), _front(arguments)
+        front = FrontSettings(**_numbers(arguments, _OF_FRONT))
+        settings = _settings(arguments)
         place = launched()
         if place is not None and place.rank > 0:
             _follow(place, settings)
@@ -69,51 +75,43 @@ def _parser() -> argparse.ArgumentParser:
         prog="retrain serve",
         description="Run a training service that speaks the Tinker and Weaver protocols, for one "
         "base model on this machine.",
+        epilog="`retrain serve --openai RUN_DIR|MODEL` serves a trained or other model to OpenAI "
+        "clients instead; it has its own --help.",
     )
-    parser.add_argument(
-        "--model",
-        default="tiny",
-        help="tiny, a model folder or a Hugging Face id (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=8765, help="port, or 0 for a free one (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--api-key-env",
+    settings = Settings()
+    add = parser.add_argument
+    default = "(default: %(default)s)"
+    add("--model", default="tiny", help=f"tiny, a model folder or a Hugging Face id {default}")
+    add_address(parser)
+    add(
+        "--allow-host",
         metavar="NAME",
-        help="environment variable with the API key that clients must send",
+        action="append",
+        default=[],
+        help="also accept requests that are addressed to this host name, for example behind a "
+        "proxy; can be repeated (on a loopback address, only localhost, 127.0.0.1 and [::1] are "
+        "accepted by default)",
     )
-    _add_front(parser)
-    parser.add_argument(
+    add(
         "--folder",
         type=Path,
-        default=Path("service"),
-        help="folder for checkpoints, kept across restarts (default: %(default)s)",
+        default=settings.folder,
+        help=f"folder for checkpoints, kept across restarts {default}",
     )
-    parser.add_argument("--device", help="cpu or cuda (default: cuda if available)")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        help="CPU threads of the trainer and of each sampler (default: %(default)s)",
+    add("--device", help="cpu or cuda (default: cuda if available)")
+    add(
+        "--sharding",
+        choices=("none", "full"),
+        default="none",
+        help="none: each process has all weights; full: a part of them, with FSDP2 " + default,
     )
-    _add_ranks(parser)
-    _add_sampler(parser)
-    _add_limits(parser)
-    return parser
-
-
-def _add_sampler(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add(
         "--sampler",
         choices=("local", "vllm"),
         default="local",
-        help="what samples: this process, or vLLM servers (default: %(default)s)",
+        help=f"what samples: this process, or vLLM servers {default}",
     )
-    parser.add_argument(
+    add(
         "--vllm",
         metavar="KEY=VALUE",
         action="append",
@@ -121,6 +119,38 @@ def _add_sampler(parser: argparse.ArgumentParser) -> None:
         help="an option of the vLLM sampler, as in backend.sampler of a config, such as "
         "url=http://127.0.0.1:8000 or python=/path/to/env/bin/python; can be repeated",
     )
+    for defaults, texts in ((settings, _OF_SERVICE), (FrontSettings(), _OF_FRONT)):
+        for name, text in texts.items():
+            number = getattr(defaults, name)
+            help_text = f"{text} (default: {number:.10g})"
+            add(_option(name), metavar="N", type=type(number), default=number, help=help_text)
+    return parser
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """The options of where to listen, and of who may call."""
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--host", default=LOOPBACK[0], help=f"address to listen on {default}")
+    add("--port", type=int, default=8765, help=f"port, or 0 for a free one {default}")
+    add(
+        "--api-key-env",
+        metavar="NAME",
+        help="environment variable with the API key that clients must send",
+    )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _numbers(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The values of these options; raises ConfigError unless each is a finite number above 0."""
+    given = {name: getattr(arguments, name) for name in names}
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            what = "an integer >= 1" if isinstance(value, int) else "a number of seconds > 0"
+            raise ConfigError(f"{_option(name)}: got {value:g}, expected {what}")
+    return given
 
 
 def _vllm(arguments: argparse.Namespace) -> VllmOptions | None:
@@ -152,38 +182,9 @@ def _vllm(arguments: argparse.Namespace) -> VllmOptions | None:
     return options
 
 
-def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    """The options for several processes."""
-    parser.add_argument(
-        "--processes",
-        metavar="N",
-        type=int,
-        default=1,
-        help="processes that train together, on a card each (default: %(default)s; under torchrun, "
-        "as many as it starts)",
-    )
-    parser.add_argument(
-        "--sharding",
-        choices=("none", "full"),
-        default="none",
-        help="none: each process has all weights; full: a part of them, with FSDP2 "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rank-timeout",
-        metavar="N",
-        type=float,
-        default=_DEFAULTS.rank_timeout,
-        help="seconds that a call of several processes may take before the service ends "
-        f"(default: {_DEFAULTS.rank_timeout:g})",
-    )
-
-
-def _ranks(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings for several processes; a launcher decides how many."""
+def _processes(arguments: argparse.Namespace) -> int:
+    """How many processes train together; a launcher decides."""
     wanted, place = arguments.processes, launched()
-    if wanted < 1:
-        raise ConfigError(f"--processes: got {wanted}, expected an integer >= 1")
     if place is not None and wanted not in (1, place.size):
         raise ConfigError(
             f"--processes: got {wanted}, but the launcher started {place.size}; drop --processes"
@@ -191,37 +192,14 @@ def _ranks(arguments: argparse.Namespace) -> dict[str, Any]:
     processes = place.size if place else wanted
     if arguments.sharding == "full" and processes == 1:
         raise ConfigError("--sharding full needs --processes 2 or more")
-    if not 0 < arguments.rank_timeout < float("inf"):
-        got = f"{arguments.rank_timeout:g}"
-        raise ConfigError(f"--rank-timeout: got {got}, expected a number of seconds > 0")
-    return {
-        "processes": processes,
-        "sharding": arguments.sharding,
-        "rank_timeout": arguments.rank_timeout,
-    }
+    return processes
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """The options for the limits of one request, which are integers >= 1."""
-    for name, text in _LIMITS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar="N",
-            type=int,
-            default=getattr(_DEFAULTS, name),
-            help=f"{text} (default: %(default)s)",
-        )
+def api_key(arguments: argparse.Namespace) -> str | None:
+    """The key that clients must send.
 
-
-def _limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    for name in _LIMITS:
-        if (got := getattr(arguments, name)) < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option}: got {got}, expected an integer >= 1")
-    return {name: getattr(arguments, name) for name in _LIMITS}
-
-
-def _settings(arguments: argparse.Namespace) -> Settings:
+    Raises ConfigError if it is not set, `--host` needs one, or `--port` is no port.
+    """
     key = None
     if arguments.api_key_env:
         key = os.environ.get(arguments.api_key_env, "").strip()
@@ -239,8 +217,12 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         raise ConfigError(
             f"--port: got {arguments.port}, expected 0 to {MAX_PORT}; 0 chooses a free port"
         )
-    if arguments.threads < 1:
-        raise ConfigError(f"--threads: got {arguments.threads}, expected an integer >= 1")
+    return key
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    key = api_key(arguments)
+    numbers = {**_numbers(arguments, _OF_SERVICE), "processes": _processes(arguments)}
     try:
         arguments.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -253,10 +235,9 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         api_key=key,
         hosts=_hosts(arguments),
         device=arguments.device,
-        threads=arguments.threads,
         vllm=_vllm(arguments),
-        **_ranks(arguments),
-        **_limits(arguments),
+        sharding=arguments.sharding,
+        **numbers,
     )
 
 
@@ -272,39 +253,6 @@ def _hosts(arguments: argparse.Namespace) -> tuple[str, ...] | None:
     if arguments.host in LOOPBACK:
         return (*LOOPBACK, *allowed)
     return allowed or None
-
-
-def _add_front(parser: argparse.ArgumentParser) -> None:
-    """The options of the HTTP server."""
-    parser.add_argument(
-        "--allow-host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="also accept requests that are addressed to this host name, for example behind a "
-        "proxy; can be repeated (on a loopback address, only localhost, 127.0.0.1 and [::1] are "
-        "accepted by default)",
-    )
-    defaults = FrontSettings()
-    for name, text in _FRONT.items():
-        default = getattr(defaults, name)
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar="N",
-            type=type(default),
-            default=default,
-            help=f"{text} (default: {default:g})",
-        )
-
-
-def _front(arguments: argparse.Namespace) -> FrontSettings:
-    given = {name: getattr(arguments, name) for name in _FRONT}
-    for name, value in given.items():
-        if not 0 < value < float("inf"):
-            what = "an integer >= 1" if name == "max_connections" else "a number of seconds > 0"
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option}: got {value:g}, expected {what}")
-    return FrontSettings(**given)
 
 
 def _listen(host: str, port: int) -> socket.socket:

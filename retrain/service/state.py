@@ -37,7 +37,7 @@ class Settings:
     sharding: Literal["none", "full"] = "none"
     """`full` shards the weights over the processes (FSDP2)."""
     rank_timeout: float = 1800.0
-    """Seconds that one call of the trainer may take over several processes."""
+    """Seconds without progress, such as a micro-batch, in a call of several processes."""
     vllm: VllmOptions | None = None
     """The vLLM servers that sample; None is the local sampler."""
     max_live_samplers: int = 4

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -145,8 +145,7 @@ class Store:
         self.sweep()
         target = self._folder(saved.place)
         self._check_free(target, overwrite)
-        draft = self._draft()
-        try:
+        with self._draft() as draft:
             save_file(dict(weights), draft / _WEIGHTS)
             if optimizer is not None:
                 torch.save(dict(optimizer), draft / _OPTIMIZER)
@@ -164,8 +163,6 @@ class Store:
                 _swap(draft, target)
             for folder in (target.parent, target.parent.parent, self.folder):
                 sync(folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
         return saved
 
     def check(self, place: Place) -> None:
@@ -175,12 +172,7 @@ class Store:
     def find(self, place: Place) -> Saved:
         """The manifest; raises ServiceError (404) if there is none or it has expired."""
         with self._moving:
-            saved = self._read(place)
-        if saved is None:
-            raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
-        if self._expired(saved):
-            raise missing(f"checkpoint {place.kind}/{place.name} has expired and")
-        return saved
+            return self._find(place)
 
     def weights(self, place: Place) -> dict[str, Tensor]:
         """The trained weights, on the CPU; raises ServiceError (404)."""
@@ -212,20 +204,12 @@ class Store:
     def expire_at(self, place: Place, seconds: float | None) -> Saved:
         """Keep it for `seconds` from now; None keeps it until it is deleted."""
         expires = None if seconds is None else self.now() + seconds
-        self.find(place)
-        draft = self._draft()
-        try:
-            with self._moving:
-                saved = self._read(place)
-                if saved is None:
-                    raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
-                saved = replace(saved, expires_at=expires)
-                (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
-                sync(draft / _MANIFEST)
-                (draft / _MANIFEST).replace(self._folder(place) / _MANIFEST)
-                sync(self._folder(place))
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        with self._draft() as draft, self._moving:
+            saved = replace(self._find(place), expires_at=expires)
+            (draft / _MANIFEST).write_text(json.dumps(asdict(saved)))
+            sync(draft / _MANIFEST)
+            (draft / _MANIFEST).replace(self._folder(place) / _MANIFEST)
+            sync(self._folder(place))
         return saved
 
     def delete(self, place: Place) -> None:
@@ -240,6 +224,14 @@ class Store:
             if self._expired(saved) or (unlisted and not saved.listed):
                 with suppress(OSError):
                     self._discard(saved.place, saved)
+
+    def _find(self, place: Place) -> Saved:
+        saved = self._read(place)
+        if saved is None:
+            raise missing(f"checkpoint {place.kind}/{place.name} of {place.model_id}")
+        if self._expired(saved):
+            raise missing(f"checkpoint {place.kind}/{place.name} has expired and")
+        return saved
 
     def _all(self, model_id: str | None) -> Iterator[Saved]:
         """All readable manifests, without those that are deleted while this runs."""
@@ -284,16 +276,19 @@ class Store:
 
     def _discard(self, place: Place, seen: Saved | None = None) -> None:
         """Delete a checkpoint, or only the one `seen`. A kill leaves all of it, or a draft."""
-        draft = self._draft()
+        # FileNotFoundError: another thread was faster
+        with self._draft() as draft, self._moving, suppress(FileNotFoundError):
+            if seen is None or seen == self._read(place):
+                self._folder(place).rename(draft)
+
+    @contextmanager
+    def _draft(self) -> Iterator[Path]:
+        """A temporary folder, deleted with what is left in it."""
+        draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=self.folder))
         try:
-            with self._moving, suppress(FileNotFoundError):  # another thread was faster
-                if seen is None or seen == self._read(place):
-                    self._folder(place).rename(draft)
+            yield draft
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-
-    def _draft(self) -> Path:
-        return Path(tempfile.mkdtemp(prefix=_DRAFT, dir=self.folder))
 
     def _folder(self, place: Place) -> Path:
         if place.kind not in KINDS or not _WORD.fullmatch(place.name):

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from retrain.engine.available import too_few_devices
 from retrain.engine.models import choose_device, load_model, resolve_model
 from retrain.engine.ranks.contract import Place, ignore_signals, launched
 from retrain.engine.ranks.crew import Crew
@@ -137,6 +138,5 @@ def _check_devices(device: str, processes: int) -> None:
             "and choose the cards with CUDA_VISIBLE_DEVICES"
         )
     place = launched()
-    wanted, found = place.local_size if place else processes, torch.cuda.device_count()
-    if wanted > found:
-        raise ConfigError(f"--processes: got {wanted}, but there are {found} CUDA devices")
+    if problem := too_few_devices("--processes", place.local_size if place else processes):
+        raise ConfigError(problem)

@@ -1,7 +1,8 @@
 """The trainers' thread: the base model and all trainers belong to it, and calls run in order.
 
-Over several processes, it is rank 0 of a team. If a process is lost or exceeds the time limit, the
-thread has failed: all later calls raise ServiceError (503), and the service should end.
+Over several processes, it is rank 0 of a team. If a process is lost, or a call makes no progress
+for too long, the thread has failed: all later calls raise ServiceError (503), and the service
+should end.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 from transformers import PreTrainedModel
 
 from retrain.engine.models import load_model
+from retrain.engine.ranks.group import OutOfStepError
 from retrain.errors import AdapterError
 from retrain.service.errors import ServiceError
 from retrain.service.state import Settings
 from retrain.service.team import Team, Work, work_of
 from retrain.service.trainable import ShardedBase, Tuning, untied
-from retrain.service.trainer import OutOfStepError, Trainer
+from retrain.service.trainer import Trainer
 
 START_SECONDS = 600.0
 """The least time that the processes have to start and load the base model."""
@@ -141,15 +143,15 @@ class TrainerThread:
         self._failed(error)
 
     async def _limit(self) -> None:
-        """Fail if a call takes too long: a process that hangs breaks no connection."""
+        """Fail if a call makes no progress: a process that hangs breaks no connection."""
         while True:
             limit = self._seconds
             await asyncio.sleep(min(1.0, self._settings.rank_timeout / 4))
             since = self._since
-            if since is not None and time.monotonic() - since > limit:
+            if since is not None and time.monotonic() - max(since, self._team.ranks.met) > limit:
                 self._fail(
                     AdapterError(
-                        f"a call of {self._settings.processes} processes took more than {limit:g} "
-                        "s; one of them hangs, or --rank-timeout is too short for the data"
+                        f"the {self._settings.processes} processes made no progress for {limit:g} "
+                        "s: one of them hangs, or --rank-timeout is too short for a micro-batch"
                     )
                 )

@@ -62,8 +62,8 @@ class TinkerProtocol(Protocol):
             "POST load_weights": self._load_weights,
             "POST get_info": self._get_info,
             "POST unload_model": self._unload_model,
-            "POST forward_backward": self._forward_backward,
-            "POST forward": self._forward,
+            "POST forward_backward": partial(self._pass, forward_only=False),
+            "POST forward": partial(self._pass, forward_only=True),
             "POST optim_step": self._optim_step,
             "POST save_weights": self._save_weights,
             "POST save_weights_for_sampler": self._save_for_sampler,
@@ -158,12 +158,6 @@ class TinkerProtocol(Protocol):
         return self._service.jobs.start(job, partial(self._service.retire, model))
 
     # Training
-
-    async def _forward_backward(self, call: Call) -> Job:
-        return await self._pass(call, forward_only=False)
-
-    async def _forward(self, call: Call) -> Job:
-        return await self._pass(call, forward_only=True)
 
     async def _pass(self, call: Call, *, forward_only: bool) -> Job:
         def read(raw: bytes) -> tuple[ForwardBackward, Mapping[str, float], list[Row]]:

@@ -4,8 +4,8 @@
   `optim_step` applies and clears them. A call that fails adds nothing.
 - As in transformers' Trainer, weight decay skips biases and the gains of norms, so that a run means
   the same on TRL.
-- Over several processes, every rank has a trainer of each model. Rank 0's methods first send their
-  call as an order, which `follow` carries out on the other ranks. Rows are shared out, and
+- Over several processes, every rank has a trainer of each model. On rank 0, a method first sends
+  its call as an order, which `follow` carries out on the other ranks. Rows are shared out, and
   gradients are summed over ranks. All ranks succeed or fail together.
 
 Everything here is synchronous and belongs to one thread.
@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -27,8 +28,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
-from retrain.engine.ranks.group import ALONE, STOP, Ranks
-from retrain.errors import AdapterError, RetrainError
+from retrain.engine.ranks.group import ALONE, STOP, OutOfStepError, Ranks
+from retrain.errors import RetrainError
 from retrain.losses import settings
 from retrain.protocols.training import AdamParams
 from retrain.service.errors import ServiceError, invalid
@@ -39,7 +40,6 @@ from retrain.service.passes import (
     Row,
     Share,
     joined,
-    micro_batches,
     problem_of,
     run_micro_batch,
     share_out,
@@ -52,10 +52,6 @@ T = TypeVar("T")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _numbers = itertools.count()
 log = logging.getLogger(__name__)
-
-
-class OutOfStepError(AdapterError):
-    """The processes can't go on together: one is lost, or failed where the others did not."""
 
 
 class Trainer:
@@ -94,20 +90,48 @@ class Trainer:
         Raises ServiceError, and leaves the weights unchanged, if there is no gradient or its norm
         is NaN or infinite. In the latter case the gradients are cleared.
         """
-        self._lead("take_step", adam)
-        return self.take_step(adam)
+        self._lead("optim_step", adam)
+        with self._together():
+            self._sum_gradients()
+            gradients = [p.grad for p in self._trained.values() if p.grad is not None]
+            if not gradients:
+                raise invalid(
+                    "there is no gradient to apply; call forward_backward before optim_step"
+                )
+            total = _whole(get_total_norm(gradients))
+            norm = float(total)
+            if not math.isfinite(norm):
+                self._optimizer.zero_grad()
+                raise invalid(f"gradient norm: got {norm}, expected a finite number; no step taken")
+            limit = adam.grad_clip_norm or math.inf
+            clip_grads_with_norm_(self._trained.values(), limit, total)
+            for group in self._optimizer.param_groups:
+                group.update(
+                    lr=adam.learning_rate,
+                    betas=(adam.beta1, adam.beta2),
+                    eps=adam.eps,
+                    weight_decay=adam.weight_decay if group["decayed"] else 0.0,
+                )
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self.steps += 1
+            return {"grad_norm": norm, "learning_rate": adam.learning_rate}
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of the trained weights on the CPU; LoRA weights have PEFT's names."""
         if self._spread:
-            self._lead("copy_weights")
-        return self.copy_weights()
+            self._lead("weights")
+        with self._together():
+            return self._copies(self._trained)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """A copy of AdamW's moments and step counts on the CPU."""
+        """A copy on the CPU: AdamW's state by the number of its parameter, and the step count."""
         if self._spread:
-            self._lead("copy_moments")
-        return {"state": self.copy_moments(), "steps": self.steps}
+            self._lead("optimizer_state")
+        with self._together():
+            states = enumerate(self._optimizer.state.get(p) for p in self._parameters)
+            found = {i: self._copies(state) for i, state in states if state}
+        return {"state": found, "steps": self.steps}
 
     def load(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
         """Continue from a copy; without an optimizer state, AdamW starts anew.
@@ -139,51 +163,11 @@ class Trainer:
         before = [p.grad.clone() if p.grad is not None else None for p in self._trained.values()]
         try:
             with self._together(), torch.set_grad_enabled(backward):
-                return self._agreed(lambda: self._computed(share, loss, config))
+                return self._ranks.gather(self._computed(share, loss, config))
         except BaseException:
             for parameter, gradient in zip(self._trained.values(), before, strict=True):
                 parameter.grad = gradient
             raise
-
-    def take_step(self, adam: AdamParams) -> dict[str, float]:
-        """`optim_step` on this rank."""
-        with self._together():
-            self._sum_gradients()
-            gradients = [p.grad for p in self._trained.values() if p.grad is not None]
-            if not gradients:
-                raise invalid(
-                    "there is no gradient to apply; call forward_backward before optim_step"
-                )
-            total = _whole(get_total_norm(gradients))
-            norm = float(total)
-            if not math.isfinite(norm):
-                self._optimizer.zero_grad()
-                raise invalid(f"gradient norm: got {norm}, expected a finite number; no step taken")
-            limit = adam.grad_clip_norm or math.inf
-            clip_grads_with_norm_(self._trained.values(), limit, total)
-            for group in self._optimizer.param_groups:
-                group.update(
-                    lr=adam.learning_rate,
-                    betas=(adam.beta1, adam.beta2),
-                    eps=adam.eps,
-                    weight_decay=adam.weight_decay if group["decayed"] else 0.0,
-                )
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            self.steps += 1
-            return {"grad_norm": norm, "learning_rate": adam.learning_rate}
-
-    def copy_weights(self) -> dict[str, Tensor]:
-        """`weights` on rank 0, nothing on the others."""
-        with self._together():
-            return self._copies(self._trained)
-
-    def copy_moments(self) -> dict[int, dict[str, Tensor]]:
-        """AdamW's state by the number of its parameter, on rank 0; nothing on the others."""
-        with self._together():
-            states = enumerate(self._optimizer.state.get(p) for p in self._parameters)
-            found = {i: self._copies(state) for i, state in states if state}
-            return found if self._ranks.rank == 0 else {}
 
     def receive(
         self,
@@ -217,14 +201,8 @@ class Trainer:
 
     def _made(self, base: PreTrainedModel | ShardedBase) -> Trainable:
         found: list[Trainable] = []
-
-        def make() -> None:
-            if isinstance(base, ShardedBase):
-                found.append(base.trainable(self.tuning))
-            else:
-                found.append(whole(base, self.tuning))
-
-        self._agreed(make)
+        make = base.trainable if isinstance(base, ShardedBase) else partial(whole, base)
+        self._agreed(lambda: found.append(make(self.tuning)))
         return found[0]
 
     def _agreed(self, compute: Callable[[], T]) -> list[T]:
@@ -246,37 +224,41 @@ class Trainer:
         return cast(list[T], found)
 
     def _computed(self, share: Share, loss: str, config: Mapping[str, Any]) -> Part:
+        """The ranks meet after every micro-batch: the call's deadline counts from there."""
         self._part.activate()
         logprobs: list[Any] = [None] * len(share.rows)
         total = tokens = 0.0
-        problem: ServiceError | None = None
-        batches = micro_batches(share.rows, self._limit)
-        lacking = max(0, share.passes - len(batches)) if self._part.sharded else 0
-        for batch in batches + [[]] * lacking:
-            rows = [share.rows[i] for i in batch] or [VOID]
-            with self._in_step():
-                value, found = run_micro_batch(
-                    self.model,
-                    self._part.device,
-                    rows,
-                    loss if batch else "cross_entropy",
-                    config if batch else {},
-                )
-                problem = problem or problem_of(loss, value, found)
-                if problem and not self._part.sharded:
-                    raise problem
-                if torch.is_grad_enabled():
-                    value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            total, tokens = (
-                total + float(value.detach()),
-                tokens + sum(float(sum(share.rows[i].mask)) for i in batch),
-            )
-            numbers = found.detach().cpu().numpy()
-            for index, values, row in zip(batch, numbers, rows, strict=False):
-                logprobs[index] = values[: len(row.tokens), : row.width or 1].flatten()
-        if problem:  # the other ranks needed this one until here
-            raise problem
+        for batch in share.batches:
+            found = self._agreed(partial(self._micro_batch, share, batch, loss, config, logprobs))
+            total += found[self._ranks.rank]
+            tokens += sum(float(sum(share.rows[i].mask)) for i in batch)
         return Part(logprobs, total, tokens)
+
+    def _micro_batch(
+        self,
+        share: Share,
+        batch: Sequence[int],
+        loss: str,
+        config: Mapping[str, Any],
+        logprobs: list[Any],
+    ) -> float:
+        """The loss of the rows `batch`, whose log-probs go to `logprobs`."""
+        if not batch and not self._part.sharded:
+            return 0.0
+        rows = [share.rows[i] for i in batch] or [VOID]
+        if not batch:
+            loss, config = "cross_entropy", {}
+        with self._in_step():
+            value, found = run_micro_batch(self.model, self._part.device, rows, loss, config)
+            problem = problem_of(loss, value, found)
+            if torch.is_grad_enabled() and (problem is None or self._part.sharded):
+                value.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if problem:
+            raise problem
+        numbers = found.detach().cpu().numpy()
+        for index, values, row in zip(batch, numbers, rows, strict=False):
+            logprobs[index] = values[: len(row.tokens), : row.width or 1].flatten()
+        return float(value.detach())
 
     def _sum_gradients(self) -> None:
         """Over ranks, which hold the same parameters; FSDP2 has summed those of its shards."""
@@ -295,6 +277,7 @@ class Trainer:
             work.wait()
 
     def _copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On rank 0; nothing on the others."""
         kept = {}
         for name, tensor in tensors.items():
             found = _whole(tensor.detach())

@@ -49,8 +49,8 @@ class WeaverProtocol(Protocol):
             "GET operations/{job_id}": self._get_operation,
             f"GET {model}": self._get_model,
             f"POST {model}/terminate": self._terminate,
-            f"POST {model}/forward-backward-passes": self._forward_backward,
-            f"POST {model}/forward-passes": self._forward,
+            f"POST {model}/forward-backward-passes": partial(self._pass, backward=True),
+            f"POST {model}/forward-passes": partial(self._pass, backward=False),
             f"POST {model}/optimizer-steps": self._optimizer_step,
             f"POST {model}/export-sampler": self._export_sampler,
             f"POST {model}/checkpoints": self._save,
@@ -132,12 +132,6 @@ class WeaverProtocol(Protocol):
         return {"id": model.id, "status": "stopped"}
 
     # Training
-
-    async def _forward_backward(self, call: Call) -> Job:
-        return await self._pass(call, backward=True)
-
-    async def _forward(self, call: Call) -> Job:
-        return await self._pass(call, backward=False)
 
     async def _pass(self, call: Call, *, backward: bool) -> Job:
         model = self._model(call)

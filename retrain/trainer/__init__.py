@@ -8,15 +8,9 @@ Importing this package loads no torch.
 
 from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.trainer.base import BaseTrainer
-from retrain.trainer.nemo import (
-    DPOTrainer,
-    EnvironmentInterface,
-    EnvironmentReturn,
-    GRPOTrainer,
-    RLOOTrainer,
-    SFTTrainer,
-    batched,
-)
+from retrain.trainer.nemo.environments import EnvironmentInterface, EnvironmentReturn
+from retrain.trainer.nemo.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+from retrain.trainer.nemo.scoring import batched
 from retrain.trainer.registry import (
     create_trainer,
     get_algorithm,

@@ -6,7 +6,7 @@ from typing import Any
 
 from retrain.errors import shown
 from retrain.trainer.base import BaseTrainer
-from retrain.trainer.nemo import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
+from retrain.trainer.nemo.presets import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
 
 TRAINERS: dict[str, type[BaseTrainer]] = {
     "dpo": DPOTrainer,

@@ -112,7 +112,7 @@ class HttpClient:
         if isinstance(http, httpx.AsyncClient):
             self._http = http
         else:
-            self._http = network.open_client(http)
+            self._http = network.open_client(self.url, http)
         self._unsent = network.UNSENT
         self._timeout = network.TIMEOUT
         self._url_of = lru_cache(maxsize=64)(lambda path: httpx.URL(f"{self.url}/{path}"))

@@ -6,9 +6,9 @@ serves thousands. This module imports both libraries, so it is imported when a c
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import ssl
+import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -137,58 +137,30 @@ class _Client(httpx.AsyncClient):
         return request
 
 
-def open_client(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
-    """A client over `transport`, by default over the network and the environment's proxies.
+def open_client(url: str, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
+    """A client of `url` over `transport`, by default over the network or its proxy.
 
     Raises ConfigError on a proxy of an unknown kind.
     """
-    if transport is not None:
-        return _Client(transport=transport)
-    try:
-        return _Client(
-            transport=NetworkTransport(),
-            mounts={
-                pattern: None if proxy is None else _through(proxy)
-                for pattern, proxy in environment_proxies().items()
-            },
-        )
-    except (ImportError, ValueError, httpx.InvalidURL) as error:
-        raise ConfigError(f"can't use a proxy that the environment names: {error}") from error
+    if transport is None:
+        proxy = environment_proxy(url)
+        try:
+            transport = _through(proxy) if proxy else NetworkTransport()
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            raise ConfigError(f"can't use a proxy that the environment names: {error}") from error
+    return _Client(transport=transport)
 
 
-def environment_proxies() -> dict[str, str | None]:
-    """httpx's URL patterns with their proxy (None: no proxy), by the environment's variables.
+def environment_proxy(url: str) -> str | None:
+    """The proxy of HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, unless NO_PROXY names the host of `url`.
 
-    HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY mean what they mean to httpx, which itself
-    ignores them once a client has a transport.
+    httpx ignores these variables once a client has a transport.
     """
-    found = urllib.request.getproxies()
-    excluded = [name for part in found.get("no", "").split(",") if (name := part.strip())]
-    if "*" in excluded:
-        return {}
-    proxies: dict[str, str | None] = {
-        f"{scheme}://": found[scheme] if "://" in found[scheme] else f"http://{found[scheme]}"
-        for scheme in ("http", "https", "all")
-        if found.get(scheme)
-    }
-    return proxies and proxies | {_pattern(name): None for name in excluded}
-
-
-def _pattern(name: str) -> str:
-    """The URL pattern of an entry of NO_PROXY: an address, or a domain with its subdomains.
-
-    Of a range of IPv6 addresses, only the first address is excluded.
-    """
-    if "://" in name:
-        return name
-    if name.startswith("["):  # [::1] or [::1]:80
-        return f"all://{name.partition('/')[0]}"
-    host = name.partition("/")[0]
-    try:
-        version = ipaddress.ip_address(host).version
-    except ValueError:
-        return f"all://{name}" if name.lower() == "localhost" else f"all://*{name}"
-    return f"all://[{host}]" if version == 6 else f"all://{name}"
+    parts, found = urllib.parse.urlsplit(url), urllib.request.getproxies()
+    proxy = found.get(parts.scheme) or found.get("all")
+    if not proxy or any(map(urllib.request.proxy_bypass, (parts.netloc, parts.hostname or ""))):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def _through(proxy: str) -> httpx.AsyncBaseTransport:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
@@ -141,6 +141,17 @@ def on_the_service() -> Iterator[None]:
             status=404,
             code="lost",
         ) from error
+
+
+def sampling_payload(params: SamplingParams) -> dict[str, Any]:
+    """The settings of a sample that both protocols have alike; an unset seed is omitted."""
+    sent: dict[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+    }
+    return sent if params.seed is None else {**sent, "seed": params.seed}
 
 
 class Scorer(Protocol):

@@ -18,7 +18,7 @@ from typing import Any
 
 from retrain.adapters.losses import custom_loss
 from retrain.adapters.remote.datums import Datum
-from retrain.algorithms.functional import kl_estimates
+from retrain.algorithms.functional import kl_k3
 from retrain.config import MismatchConfig, RunConfig
 from retrain.errors import AdapterError, ConfigError, NonFiniteError
 from retrain.losses import FLOATS, Formula, mismatch_weight, pair_rows, row_of, settings
@@ -247,7 +247,7 @@ def _reference_kl(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) 
     for learner, datum in zip(logprobs, datums, strict=True):
         rows = zip(learner, datum.streams["reference_logprobs"], datum.mask, strict=True)
         kept = [(lp, ref) for lp, ref, on in rows if on]
-        distances += kl_estimates([lp for lp, _ in kept], [ref for _, ref in kept], "k3")
+        distances += kl_k3([lp for lp, _ in kept], [ref for _, ref in kept])
     return {"kl/reference": math.fsum(distances) / max(1, len(distances))}
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from retrain.adapters.remote.published import Sampled
+from retrain.adapters.remote.published import Sampled, sampling_payload
 from retrain.adapters.tinker.connection import Connection, Future, Kind
 from retrain.errors import AdapterError, DeadlineError
 from retrain.protocols.tinker import messages, payloads
@@ -195,15 +195,7 @@ def _completed(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer)
 
 
 def _payload(params: SamplingParams) -> dict[str, Any]:
-    """The protocol's own keys; keys that are unset are omitted."""
-    sent: dict[str, Any] = {
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,
-    }
+    sent = sampling_payload(params)
     if params.stop_token_ids or params.stop:
         sent["stop"] = list(params.stop_token_ids or params.stop)
-    if params.seed is not None:
-        sent["seed"] = params.seed
     return sent

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import retrain
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection, Pace, clean_up, or_undo
+from retrain.adapters.weaver.connection import PACE, Connection, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.sampling import SamplingSession
 from retrain.protocols.training import LoraConfig
@@ -57,7 +57,7 @@ class WeaverClient:
         api_key: str | None = None,
         http: httpx.AsyncClient | httpx.AsyncBaseTransport | None = None,
         policy: RetryPolicy | None = None,
-        pace: Pace | None = None,
+        pace: RetryPolicy = PACE,
         deadline: float = 3600.0,
         resend: bool = False,
         metadata: Mapping[str, Any] | None = None,
@@ -71,6 +71,7 @@ class WeaverClient:
             api_key: by default WEAVER_API_KEY; "" sends none.
             http: an httpx client (it stays open) or transport (it is closed with this client) that
                 carries the requests in place of our own connections.
+            pace: the pauses between polls of an operation.
             deadline: seconds that one operation may take.
             resend: the service recognises a repeated seq_id, so a training call whose reply was
                 lost is sent again. Otherwise a lost reply is an error: the call may have been
@@ -88,7 +89,7 @@ class WeaverClient:
             vendor=WEAVER,
         )
         self.session_id = ""
-        self._connection = Connection(self._http, deadline, pace or Pace(), resend)
+        self._connection = Connection(self._http, deadline, pace, resend)
         self._session = {
             "tags": [],
             "user_metadata": dict(metadata or {}),
@@ -167,11 +168,7 @@ class WeaverClient:
             payload,
             lambda made: (wire.read(made, "base_model", base_model), wire.identifier(made)),
         )
-        model = WeaverModel(
-            self._connection,
-            id,
-            base_model=str(name),
-        )
+        model = WeaverModel(self._connection, id, base_model=str(name))
         self._models.append(model)
         return model
 

@@ -1,7 +1,7 @@
 """Calls to one Weaver service, the operations that they start, and clean-up.
 
 - Weaver answers slow requests with an operation: submitted by POST, then polled by GET. The first
-  poll comes soon and the pauses grow (`Pace`), so a short step loses little time and a long queue
+  poll comes soon and the pauses grow (`PACE`), so a short step loses little time and a long queue
   costs few requests.
 - A wait ends with the result, with the operation's error, or at the deadline. A failed operation is
   never submitted again here: it may have changed part of the model.
@@ -13,8 +13,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
@@ -22,6 +22,7 @@ import anyio
 from retrain.adapters.weaver import wire
 from retrain.transport.client import Call, HttpClient
 from retrain.transport.refusals import RemoteError
+from retrain.transport.retries import RetryPolicy
 
 if TYPE_CHECKING:
     import httpx
@@ -34,6 +35,8 @@ CLEAN_UP = 5.0
 REPORT_AFTER = 30.0
 """Seconds of waiting before the first log line about it, and then between two lines."""
 REPORT_EVERY = 60.0
+PACE = RetryPolicy(first=0.02, cap=2.0)
+"""The pauses between polls of an operation."""
 LOST_POLLS = 20
 """Polls in a row that may fail because the service has lost its own store."""
 
@@ -55,19 +58,6 @@ def _as_is(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """The pauses between polls of an operation, in seconds."""
-
-    first: float = 0.02
-    factor: float = 1.5
-    cap: float = 2.0
-
-    def pause(self, poll: int) -> float:
-        """Before poll number `poll` (from 0)."""
-        return float(min(self.first * self.factor ** min(poll, 64), self.cap))
-
-
 class Operation(Generic[T]):
     """A submitted operation; `result` waits for it and may be called any number of times."""
 
@@ -79,7 +69,7 @@ class Operation(Generic[T]):
         *,
         what: str,
         deadline: float,
-        pace: Pace,
+        pace: RetryPolicy,
     ) -> None:
         """`parse` reads the result from the response; its ValueError means a malformed reply."""
         self.id = state.id
@@ -180,7 +170,7 @@ class Connection:
     http: HttpClient
     deadline: float = 3600.0
     """Seconds that one operation may take."""
-    pace: Pace = field(default_factory=Pace)
+    pace: RetryPolicy = PACE
     resend: bool = False
     """The service recognises a repeated seq_id, so a training call may be sent again."""
 
@@ -208,20 +198,17 @@ class Connection:
     async def submit(
         self,
         path: str,
-        body: bytes,
+        payload: Mapping[str, Any],
         parse: Callable[[Any], T],
         *,
         what: str,
         idempotent: bool = True,
     ) -> Operation[T]:
-        """The operation that a POST of `body` starts; `parse` reads its result."""
-        call = Call(
-            "POST",
-            f"api/v1/{path}",
-            body=body,
-            headers={"Content-Type": "application/json"},
-            idempotent=idempotent,
-        )
+        """The operation that a POST of `payload` starts; `parse` reads its result.
+
+        Raises ValueError on NaN and infinity, which JSON can't represent.
+        """
+        call = Call.json("POST", f"api/v1/{path}", payload, idempotent=idempotent)
         return self.watch(await self.http.send(call, _operation), parse, what=what)
 
     def watch(

@@ -2,7 +2,7 @@
 
 - The service runs a model's calls in the order of their `seq_id`. An id is taken under a lock, for
   a complete and checked body, and calls are submitted one after another. Their results may be
-  awaited later, so a pass and its optimizer step overlap (`_train`).
+  awaited later, so a pass and its optimizer step overlap (`_submit`).
 - A rejected call returns its `seq_id`. A call that the service may have executed does not, and is
   sent again only to a service that recognises a repeated id (`Connection.resend`).
 - Checkpoints have no `seq_id`: they wait until every earlier call is done (`_alone`).
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from typing import Any, Literal, TypeVar
 
 from retrain.adapters.weaver import wire
@@ -30,13 +31,7 @@ EXPORT_TTL = 3600
 class WeaverModel:
     """Made by `WeaverClient`. Every method raises RemoteError when the service refuses or fails."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        id: str,
-        *,
-        base_model: str,
-    ) -> None:
+    def __init__(self, connection: Connection, id: str, *, base_model: str) -> None:
         self.id = id
         self.base_model = base_model
         self._connection = connection
@@ -61,19 +56,14 @@ class WeaverModel:
 
     async def optim_step(self, adam: AdamParams) -> Operation[dict[str, float]]:
         """Apply the gradients and zero them; the result is the service's metrics."""
-        return await self._train(
-            "optimizer-steps",
-            lambda seq_id: wire.optimizer_body(self.id, seq_id, adam),
-            wire.metrics,
-            what="optim_step",
-        )
+        payload = {"adam_params": asdict(adam)}
+        return await self._train("optimizer-steps", payload, wire.metrics, what="optim_step")
 
     async def save_for_sampler(self, name: str, *, ttl_seconds: int = EXPORT_TTL) -> Operation[str]:
         """Export the present weights; the result is the path for a sampling session."""
-        wanted = {"path": name, "ttl_seconds": ttl_seconds}
-        return await self._train(
+        return await self._submit(
             "export-sampler",
-            lambda seq_id: wire.dumps({"seq_id": seq_id, **wanted}),
+            lambda seq_id: {"seq_id": seq_id, "path": name, "ttl_seconds": ttl_seconds},
             wire.checkpoint_path,
             what="save_for_sampler",
         )
@@ -84,24 +74,31 @@ class WeaverModel:
         rows: Sequence[wire.TrainingRow],
         loss_fn: str,
     ) -> Operation[list[list[float]]]:
-        value = wire.training_input(rows, loss_fn)
         return await self._train(
             f"{kind.replace('_', '-')}-passes",
-            lambda seq_id: wire.training_body(self.id, seq_id, f"{kind}_input", value),
-            lambda found: _of_lengths(wire.target_logprobs(found), rows),
+            wire.training_payload(rows, loss_fn, f"{kind}_input"),
+            wire.target_logprobs,
             what=f"{kind}({loss_fn})",
         )
 
     async def _train(
+        self, path: str, payload: Mapping[str, Any], parse: Callable[[Any], T], *, what: str
+    ) -> Operation[T]:
+        def body(seq_id: int) -> dict[str, Any]:
+            return {"payload": {"model_id": self.id, "seq_id": seq_id, **payload}}
+
+        return await self._submit(path, body, parse, what=what)
+
+    async def _submit(
         self,
         path: str,
-        body: Callable[[int], bytes],
+        body: Callable[[int], Mapping[str, Any]],
         parse: Callable[[Any], T],
         *,
         what: str,
     ) -> Operation[T]:
         async with self._order:
-            self._seq_id += 1  # used up, unless the service rejects the call
+            self._seq_id += 1  # used up, unless the call can't be sent or the service rejects it
             try:
                 operation = await self._connection.submit(
                     f"models/{self.id}/{path}",
@@ -110,8 +107,8 @@ class WeaverModel:
                     what=f"{what} of {self.base_model}",
                     idempotent=self._connection.resend,
                 )
-            except RemoteError as error:
-                if not error.may_have_acted:
+            except (RemoteError, ValueError) as error:
+                if not getattr(error, "may_have_acted", False):
                     self._seq_id -= 1
                 raise
             self._unsettled = [open_ for open_ in self._unsettled if not open_.settled]
@@ -126,7 +123,7 @@ class WeaverModel:
         A save whose reply was lost is sent again. If the service then refuses because the name is
         taken, the first request took it, and its checkpoint is the result.
         """
-        body = wire.dumps({"type": "weight_and_optimizer", "name": name})
+        body = {"type": "weight_and_optimizer", "name": name}
         path, what = f"models/{self.id}/checkpoints", f"save_state({name!r})"
         budget, lost = self._connection.http.retry_budget(), False
         async with self._alone():
@@ -165,7 +162,7 @@ class WeaverModel:
         async with self._alone():
             operation = await self._connection.submit(
                 f"models/{self.id}/load",
-                wire.dumps({"path": path, "include_optimizer": True}),
+                {"path": path, "include_optimizer": True},
                 lambda _: None,
                 what=f"load_state({path!r})",
             )
@@ -195,11 +192,3 @@ class WeaverModel:
                     await operation.settle()
             self._unsettled.clear()
             yield
-
-
-def _of_lengths(found: list[list[float]], rows: Sequence[wire.TrainingRow]) -> list[list[float]]:
-    """Log-probs with one value per target; raises ValueError, as for a malformed reply."""
-    got, expected = [len(row) for row in found], [len(row.tokens) for row in rows]
-    if got != expected:
-        raise ValueError(f"got log-probs of lengths {got[:8]}, expected {expected[:8]}")
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from retrain.adapters.remote.published import Sampled
+from retrain.adapters.remote.published import Sampled, sampling_payload
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import Connection
 from retrain.sampler import SamplingParams
@@ -32,9 +32,11 @@ class SamplingSession:
 
         Raises RemoteError, with the code `malformed` when the service returns another number.
         """
-        body = wire.dumps(sample_payload(prompt_ids, params, n))
         operation = await self._connection.submit(
-            f"sampling-sessions/{self.id}/samples", body, wire.sequences, what="sampling"
+            f"sampling-sessions/{self.id}/samples",
+            sample_payload(prompt_ids, params, n),
+            wire.sequences,
+            what="sampling",
         )
         sequences = await operation.result()
         if len(sequences) != n:
@@ -50,7 +52,7 @@ class SamplingSession:
         """Log-prob of each token given those before it; None for the first. Raises RemoteError."""
         operation = await self._connection.submit(
             f"sampling-sessions/{self.id}/logprobs",
-            wire.dumps({"prompt": wire.prompt(token_ids)}),
+            {"prompt": wire.prompt(token_ids)},
             wire.prompt_logprobs,
             what="computing log-probs",
         )
@@ -67,18 +69,11 @@ class SamplingSession:
 
 def sample_payload(prompt_ids: Sequence[int], params: SamplingParams, n: int) -> dict[str, Any]:
     """The body of a sample; unset keys are omitted."""
-    wanted: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,
-        "max_tokens": params.max_tokens,
-    }
+    wanted = sampling_payload(params)
     if params.stop:
         wanted["stop"] = list(params.stop)
     if params.stop_token_ids:
         wanted["stop_token_ids"] = list(params.stop_token_ids)
-    if params.seed is not None:
-        wanted["seed"] = params.seed
     return {
         "prompt": wire.prompt(prompt_ids),
         "sampling_params": wanted,

@@ -7,13 +7,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.adapters.remote.published import Sampled
-from retrain.protocols.training import AdamParams
 
 Json = Mapping[str, Any]  # an object as received
 
@@ -44,29 +42,14 @@ class OperationState:
 # Requests
 
 
-def training_input(rows: Sequence[TrainingRow], loss_fn: str) -> bytes:
-    """The `forward_backward_input` of a call, as JSON text; raises ValueError on NaN."""
-    return dumps({"loss_fn": loss_fn, "data": [_row(row) for row in rows]})
-
-
-def training_body(model_id: str, seq_id: int, key: str, value: bytes) -> bytes:
-    """The whole body; `value`, which may be megabytes of JSON, is inserted without decoding it."""
-    head = dumps({"model_id": model_id, "seq_id": seq_id, "tensor_transport": "default"})
-    return b'{"payload":' + head[:-1] + b',"' + key.encode() + b'":' + value + b"}}"
-
-
-def optimizer_body(model_id: str, seq_id: int, adam: AdamParams) -> bytes:
-    payload = {"model_id": model_id, "seq_id": seq_id, "adam_params": asdict(adam)}
-    return dumps({"payload": payload})
+def training_payload(rows: Sequence[TrainingRow], loss_fn: str, key: str) -> dict[str, Any]:
+    """The data and the loss of a pass; `key` is the kind of pass."""
+    data = [_row(row) for row in rows]
+    return {"tensor_transport": "default", key: {"loss_fn": loss_fn, "data": data}}
 
 
 def prompt(tokens: Sequence[int]) -> dict[str, Any]:
     return {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
-
-
-def dumps(value: Any) -> bytes:
-    """Compact JSON; raises ValueError on NaN and infinity, which JSON can't represent."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _row(row: TrainingRow) -> dict[str, Any]:

@@ -64,12 +64,10 @@ class BaseTrainer(ABC):
         self,
         trajectory_pool: Pool,
         weight_sync_controller: WeightSyncController | None = None,
-        activity_tracker: ActivityTracker | None = None,
     ) -> None:
-        """Set where `run` gets its batches, and what it notifies of new weights and metrics."""
+        """Set where `run` gets its batches, and what it notifies of new weights."""
         self._trajectory_pool = trajectory_pool
         self._weight_sync_controller = weight_sync_controller
-        self._activity_tracker = activity_tracker or self._activity_tracker
 
     # --- the loop
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -10,9 +9,6 @@ from typing import Any
 from retrain.algorithms.functional import std
 from retrain.trainer.nexrl.advantages import grouped, reward_of
 from retrain.types import Metrics
-
-log = logging.getLogger(__name__)
-_converted: set[str] = set()
 
 
 def log_rollout_metrics(
@@ -66,18 +62,14 @@ def log_grpo_metrics(
 def floats(metrics: Mapping[str, Any]) -> Metrics:
     """The metrics as plain floats: a tensor or NumPy number of one element is converted.
 
-    Logs a warning the first time that a key is converted. Raises TypeError for a value that is not
-    one number.
+    Raises TypeError for a value that is not one number.
     """
     made: Metrics = {}
     for name, value in metrics.items():
-        kind = type(value).__name__
-        if not isinstance(value, int | float) and name not in _converted:
-            _converted.add(name)
-            log.warning("metric %s is a %s and is converted: write float(...)", name, kind)
         try:
             made[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
+            kind = type(value).__name__
             raise TypeError(f"metric {name!r}: got a {kind}, expected one number") from error
     return made
 

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from retrain.algorithms.functional import token_rewards
 from retrain.trainer.nexrl.advantages import EPS, compute_grpo_advantage_for_trajectories
 from retrain.trainer.nexrl.base import BaseTrainer
 from retrain.trainer.nexrl.batch import Batch, apply_kl_penalty, require
@@ -64,8 +63,9 @@ class SelfHostedTrainer(BaseTrainer):
 
     def _reward_fn(self, batch: Batch) -> Tensor:
         """(B, T): each row's reward on its last trained token."""
-        rows = zip(batch.metadata["rewards"], batch.values["loss_mask"].tolist(), strict=True)
-        return torch.tensor([token_rewards(float(reward), mask) for reward, mask in rows])
+        trained = batch.values["loss_mask"] > 0
+        last = trained & (trained.cumsum(-1) == trained.sum(-1, keepdim=True))
+        return torch.where(last, batch.metadata["rewards"].float()[:, None], 0.0)
 
     def _compute_old_log_probs(self, batch: Batch) -> Tensor:
         """(B, T): `old_log_probs`, else the sampler's, else those of the current weights."""
