@@ -14,8 +14,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "retrain.adapters.base": "Adapter AdapterOptions AdapterState Capabilities",
     "retrain.algorithms.base": "Algorithm",
+    "retrain.concurrency.programs": "Finished run_program",
+    "retrain.concurrency.threads": "in_thread",
     "retrain.config": "RunConfig load_config parse_config",
-    "retrain.environment": "Action Environment StepResult ToolCall ToolSpec",
+    "retrain.config.plugins": "find_function",
+    "retrain.environment": "Action Endpoint Environment StepResult ToolCall ToolSpec",
     "retrain.errors": (
         "AdapterError CheckpointError ConfigError DeadlineError NoSignalError NonFiniteError "
         "OutageError PluginError PromptError RetrainError RunError StallError UserCodeError"
@@ -53,9 +56,13 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.adapters.base import Adapter as Adapter, AdapterOptions as AdapterOptions
     from retrain.adapters.base import AdapterState as AdapterState, Capabilities as Capabilities
     from retrain.algorithms.base import Algorithm as Algorithm
+    from retrain.concurrency.programs import Finished as Finished, run_program as run_program
+    from retrain.concurrency.threads import in_thread as in_thread
     from retrain.config import RunConfig as RunConfig, load_config as load_config
     from retrain.config import parse_config as parse_config
-    from retrain.environment import Action as Action, Environment as Environment
+    from retrain.config.plugins import find_function as find_function
+    from retrain.environment import Action as Action, Endpoint as Endpoint
+    from retrain.environment import Environment as Environment
     from retrain.environment import StepResult as StepResult, ToolCall as ToolCall
     from retrain.environment import ToolSpec as ToolSpec
     from retrain.errors import AdapterError as AdapterError, CheckpointError as CheckpointError

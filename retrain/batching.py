@@ -1,8 +1,9 @@
 """Scored groups -> Samples -> one Batch: pure functions, no torch.
 
-A turn whose prompt extends all previous tokens is appended to the current sample. Where the chat
-template rewrote history, a new sample starts. So every trained token follows exactly the tokens
-that the sampler saw, with the log-prob and version that the sampler returned.
+A turn whose prompt extends all tokens of a sample is appended to it. Where the chat template
+rewrote history, or an agent's calls branch, a new sample starts. So every trained token follows
+exactly the tokens that the sampler saw, with the log-prob and version that the sampler returned,
+and is trained once: in the sample of its own turn.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from retrain.algorithms.base import Credit
 from retrain.errors import RunError, shown
 from retrain.losses import Normalisation, row_of, settings
-from retrain.types import Batch, Denominators, Group, Sample, Trajectory
+from retrain.types import Batch, Denominators, Group, Sample, Trajectory, Turn
 
 
 def fitting(
@@ -51,7 +53,9 @@ def make_samples(
     for number, (group, group_credit) in enumerate(zip(groups, credits, strict=True)):
         rollouts = zip(group.trajectories, group_credit, strict=True)
         for index, (trajectory, credit) in enumerate(rollouts):
-            made = segments(trajectory, credit, f"{group.prompt.id}#{index}")
+            run_id = f"{group.prompt.id}#{index}"
+            run_id = f"{run_id}/{trajectory.seat}" if trajectory.seat else run_id
+            made = segments(trajectory, credit, run_id)
             if paired:
                 made = [
                     replace(s, streams={"pair_ids": [float(number)] * len(s.token_ids)})
@@ -112,7 +116,7 @@ def kl_penalised(
 
 
 def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample]:
-    """The samples of one rollout: one, and another for each time its history was rewritten.
+    """The samples of one rollout: one, and another wherever its history was rewritten or branches.
 
     `credit` is one advantage, or one per sampled token, turn after turn.
     """
@@ -123,27 +127,45 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
             f"rollout {run_id} has {sampled} sampled tokens, but {len(advantages)} advantages; "
             "expected one number, or one per sampled token"
         )
-    # per sample: token ids, loss mask, log-probs, advantages, versions
-    made: list[tuple[list[int], list[int], list[float], list[float], list[int]]] = []
-    used = 0
-    for turn in trajectory.turns:
-        prompt, completion = turn.prompt_ids, turn.completion
-        count = len(completion.token_ids)
-        if not made or list(prompt[: len(made[-1][0])]) != made[-1][0]:
-            made.append(([], [], [], [], []))
-        ids, mask, logprobs, credits, versions = made[-1]
-        given = len(prompt) - len(ids)
-        ids += [*prompt[len(ids) :], *completion.token_ids]
-        mask += [0] * given + [1] * count
-        logprobs += [0.0] * given
-        logprobs += completion.logprobs
-        credits += [0.0] * given
-        credits += advantages[used : used + count]
-        versions += [-1] * given
-        versions += completion.versions or [completion.version] * count
-        used += count
-    group_id = trajectory.prompt.id
-    return [Sample(*s, group_id=group_id, run_id=run_id) for s in made if any(s[1])]
+    turns = trajectory.turns
+    starts = list(accumulate([len(t.completion.token_ids) for t in turns], initial=0))
+    samples = []
+    for branch in branches(turns):
+        ids: list[int] = []
+        mask: list[int] = []
+        logprobs: list[float] = []
+        credits: list[float] = []
+        versions: list[int] = []
+        for number in branch:
+            prompt, said = turns[number].prompt_ids, turns[number].completion
+            given, count = len(prompt) - len(ids), len(said.token_ids)
+            ids += [*prompt[len(ids) :], *said.token_ids]
+            mask += [0] * given + [1] * count
+            logprobs += [0.0] * given
+            logprobs += said.logprobs
+            credits += [0.0] * given
+            credits += advantages[starts[number] : starts[number + 1]]
+            versions += [-1] * given
+            versions += said.versions or [said.version] * count
+        streams = (ids, mask, logprobs, credits, versions)
+        if any(mask):
+            samples.append(Sample(*streams, group_id=trajectory.prompt.id, run_id=run_id))
+    return samples
+
+
+def branches(turns: Sequence[Turn]) -> list[list[int]]:
+    """The turns of each sample of a rollout: each turn's prompt extends the turn before it.
+
+    Of the branches that a prompt extends, it continues the longest, which has most of its history.
+    """
+    made: list[list[int]] = []
+    for number, turn in enumerate(turns):
+        extended = [b for b in made if turns[b[-1]].is_start_of(turn.prompt_ids)]
+        if extended:
+            max(extended, key=lambda b: turns[b[-1]].length).append(number)
+        else:
+            made.append([number])
+    return made
 
 
 def normalised(batch: Batch, by: Normalisation, divisor: float = 1.0) -> Batch:

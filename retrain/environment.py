@@ -61,6 +61,8 @@ class Action:
     tool_calls: tuple[ToolCall, ...] = ()
     token_ids: Sequence[int] = ()
     stop_reason: StopReason = "stop"
+    readable: bool = True
+    """Whether each tool call has a name and an object of arguments."""
 
 
 class StepResult(NamedTuple):
@@ -73,10 +75,28 @@ class StepResult(NamedTuple):
     info: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the agent of one rollout calls the model; valid until `Environment.run` returns."""
+
+    base_url: str
+    """For OpenAI clients: http://HOST:PORT/r/ID/v1."""
+    api_key: str = field(repr=False)
+    model: str = "policy"
+    """The name of the first seat."""
+
+    @property
+    def anthropic_url(self) -> str:
+        """The base URL for Anthropic clients, which add /v1 themselves."""
+        return self.base_url.removesuffix("/v1")
+
+
 class Environment(ABC):
     """What a rollout interacts with; the defaults make a single-turn task."""
 
     tools: Sequence[ToolSpec] = ()
+    seats: Sequence[str] = ()
+    """The names of the parties that are trained, such as players, if there are several."""
     prompt: Prompt
     """The prompt of the current rollout, set before `reset`."""
 
@@ -90,6 +110,15 @@ class Environment(ABC):
     async def step(self, action: Action) -> StepResult:
         """Respond to a turn of the model; by default the episode ends."""
         return StepResult([], 0.0, True, False, {})
+
+    async def run(self, endpoint: Endpoint) -> StepResult:
+        """Play a whole rollout with an agent that calls the model at `endpoint`.
+
+        A class that overrides this needs no `reset` and `step`. The observation of the result is
+        not used; `info["completion"]` is what rewards get as `completion`, by default the last
+        reply. Called after `reset`, within `deadlines.agent`.
+        """
+        raise NotImplementedError
 
     async def close(self) -> None:  # noqa: B027 - a default, not a forgotten body
         """Once per instance, when the run ends."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from retrain.types import Completion
+
+HASH_BYTES = 4
+
+
+def hash_of(token_ids: Sequence[int]) -> str:
+    """A short BLAKE2b hash of token ids: equal for equal prompts."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=HASH_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,32 @@ class Turn:
     prompt_ids: Sequence[int]
     completion: Completion
     observation: Sequence[Message] = ()
+    seat: str = ""
+    """Who speaks, in a rollout with several trainable parties; see `Trajectory.seat`."""
+    parent: int | None = None
+    """Only of an agent's calls: the earlier turn of the rollout that this one continues, or None
+    if it begins anew. Without an agent, each turn follows the one before."""
+    messages: Sequence[Message] = ()
+    """Only of an agent's calls: the messages since the parent's reply, and the reply."""
+    reward: float = 0.0
+    """The reward of this turn: of the environment's step, or posted by the agent."""
+
+    @property
+    def length(self) -> int:
+        """The number of its tokens, prompt and completion."""
+        return len(self.prompt_ids) + len(self.completion.token_ids)
+
+    def is_start_of(self, token_ids: Sequence[int]) -> bool:
+        """Whether `token_ids` begins with all tokens of this turn."""
+        given, said = self.prompt_ids, self.completion.token_ids
+        near, end = max(0, len(given) - 16), len(given) + len(said)
+        return (
+            len(token_ids) >= end
+            # Unequal ids nearly always differ at the end, where they are compared first.
+            and (not said or token_ids[end - 1] == said[-1])
+            and list(token_ids[near:end]) == [*given[near:], *said]
+            and list(token_ids[:near]) == list(given[:near])
+        )
 
 
 @dataclass(slots=True)
@@ -116,6 +142,7 @@ class Trajectory:
 
     prompt: Prompt
     turns: list[Turn] = field(default_factory=list)
+    """In the order in which they ended."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The reward per component, unweighted; `environment` is the sum of the step rewards."""
     info: dict[str, Any] = field(default_factory=dict)
@@ -131,10 +158,18 @@ class Trajectory:
     """Seconds per stage: `sample`, `environment`, `reward`."""
     outage: bool = field(default=False, compare=False)
     """Whether it failed because something that it needs can't be reached (`is_outage`)."""
+    seat: str = ""
+    """Whose trajectory it is, in a rollout with several trainable parties, such as players."""
+    index: int = 0
+    """The number of its rollout in the group, from 0."""
+    result: str | None = None
+    """What an agent returned."""
 
     @property
     def completion(self) -> str:
-        """The text of the last turn, empty when nothing was sampled."""
+        """What an agent returned, else the text of the last turn, empty if nothing was sampled."""
+        if self.result is not None:
+            return self.result
         return self.turns[-1].completion.text if self.turns else ""
 
     @property
@@ -161,6 +196,14 @@ class Group:
     @property
     def ticket(self) -> Ticket:
         return self.prompt.ticket
+
+    @property
+    def by_seat(self) -> list[Group]:
+        """The trajectories with the same seat, as groups: those are compared with each other."""
+        seats: dict[str, list[Trajectory]] = {}
+        for trajectory in self.trajectories:
+            seats.setdefault(trajectory.seat, []).append(trajectory)
+        return [self] if len(seats) < 2 else [Group(self.prompt, t) for t in seats.values()]
 
     @property
     def scored(self) -> list[Trajectory]:

@@ -1,5 +1,6 @@
 """Samples are made of the very ids, log-probs and versions that were sampled."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain import batching
-from retrain.batching import as_shared, make_samples, normalised, segments
+from retrain.batching import as_shared, branches, make_samples, normalised, segments
 from retrain.types import Batch, Completion, Denominators, Group, Prompt, Sample, Trajectory, Turn
 
 PROMPT = Prompt("0.0.0", [{"role": "user", "content": "?"}])
@@ -36,6 +37,21 @@ def test_a_rewritten_history_starts_a_new_sample_of_the_same_rollout():
     assert first.run_id == second.run_id == "r"
 
 
+def test_a_long_prompt_with_another_start_branches():
+    prompt = list(range(40))
+    assert branches([turn(prompt, [3]), turn([1, *prompt[1:], 3, 4], [5])]) == [[0], [1]]
+    assert branches([turn(prompt, [3]), turn([*prompt, 3, 4], [5])]) == [[0, 1]]
+
+
+def test_turns_that_branch_share_what_comes_before_and_equal_ones_are_all_trained():
+    first = turn([1, 2], [3])
+    turns = [first, first, turn([1, 2, 3, 4], [5]), turn([1, 2, 3], [6]), turn([1, 2, 3, 9], [])]
+    assert branches(turns) == [[0, 2], [1, 3], [4]]
+    samples = segments(Trajectory(PROMPT, turns), 1.0, "r")
+    assert [s.token_ids for s in samples] == [[1, 2, 3, 4, 5], [1, 2, 3, 6]]
+    assert [s.loss_mask for s in samples] == [[0, 0, 1, 0, 1], [0, 0, 1, 1]]
+
+
 def test_a_rollout_without_a_sampled_token_makes_no_sample():
     assert segments(Trajectory(PROMPT, [turn([1], [])]), 1.0, "r") == []
     assert segments(Trajectory(PROMPT), 1.0, "r") == []
@@ -54,14 +70,15 @@ def test_a_sample_whose_streams_differ_in_length_is_an_error():
 ids = st.lists(st.integers(0, 5), max_size=4)
 
 
-@given(st.lists(st.tuples(ids, ids, st.booleans()), max_size=5), st.booleans())
+@given(st.lists(st.tuples(ids, ids, st.none() | st.integers(0, 9)), max_size=6), st.booleans())
 def test_every_sampled_token_is_trained_once_after_the_tokens_that_the_sampler_saw(turns, flat):
-    history: list[int] = []
+    histories: list[list[int]] = [[]]
     played = []
-    for version, (given_ids, sampled, rewrite) in enumerate(turns):
-        prompt = [99, *given_ids] if rewrite else [*history, *given_ids]
+    for version, (given_ids, sampled, base) in enumerate(turns):
+        begun = [99] if base is None else histories[-1 - base % len(histories)]
+        prompt = [*begun, *given_ids]
         played.append(turn(prompt, sampled, version))
-        history = prompt + sampled
+        histories.append(prompt + sampled)
     count = sum(len(t.completion.token_ids) for t in played)
     credit = 1.0 if flat else [float(i) for i in range(count)]
     samples = segments(Trajectory(PROMPT, played), credit, "r")
@@ -78,7 +95,8 @@ def test_every_sampled_token_is_trained_once_after_the_tokens_that_the_sampler_s
             advantage = 1.0 if flat else float(number)
             number += 1
             expected.append((past, token, -token / 10, t.completion.version, advantage))
-    assert trained == expected
+    assert Counter(trained) == Counter(expected)
+    assert len(branches(played)) >= len(samples)
     for s in samples:
         masked = [i for i, mask in enumerate(s.loss_mask) if not mask]
         assert all(s.advantages[i] == 0 == s.logprobs[i] and s.versions[i] == -1 for i in masked)

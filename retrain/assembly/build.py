@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -13,7 +13,7 @@ from retrain.algorithms.base import Algorithm
 from retrain.assembly.compatibility import check_compatible, warnings_about
 from retrain.assembly.kinds import make, maker, target_of
 from retrain.assembly.learner import Learner
-from retrain.assembly.packages import missing_packages
+from retrain.assembly.packages import installed, missing_packages
 from retrain.assembly.parts import Given, Parts
 from retrain.config import Plugin, RunConfig
 from retrain.config.foreign import HOMES
@@ -21,10 +21,12 @@ from retrain.config.paths import find_file, find_model
 from retrain.config.plugins import built_in_names, construct
 from retrain.config.problems import keys_of, problems_of
 from retrain.environment import Environment
-from retrain.errors import ConfigError, PluginError, PromptError
+from retrain.errors import ConfigError, PluginError, PromptError, UserCodeError, install_command
 from retrain.prompts import FilePrompts, ListPrompts, PromptSource
 from retrain.prompts.examples import Pairs
 from retrain.rewarding import Scorer, WeightedReward, weighted_reward
+from retrain.rollout.opponents import Opponent, opponent_of
+from retrain.rollout.seats import seats_of
 
 T = TypeVar("T")
 
@@ -71,8 +73,10 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
     )
     environment = attempt(partial(_environment, config), given.environment)
     scorer = attempt(partial(_scorer, config), given.scorer)
+    opponents = attempt(lambda: _opponents(config, environment(), scorer()))
     options = attempt(partial(_options, config))
     attempt(lambda: _check_installed(options(), config))
+    attempt(lambda: _check_endpoint(config, runs_agent(environment())))
     loggers = [
         attempt(partial(make, "logger", plugin, f"loggers.{index}", config))
         for index, plugin in enumerate(config.loggers)
@@ -101,6 +105,9 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
         chat_template=template(),
         loggers=tuple(logger() for logger in loggers),
         learner=given.learner or Learner(),
+        opponents=opponents()[0],
+        eval_opponents=opponents()[1],
+        runs_agent=runs_agent(environment()),
         warnings=(
             *warnings_about(config, loss, capabilities),
             *options().warnings(config),
@@ -139,6 +146,11 @@ def _unanswered(scorer: Scorer, prompts: PromptSource | None, where: str) -> Ite
         )
 
 
+def runs_agent(make: Callable[[], Environment]) -> bool:
+    """Whether the environments run an agent, instead of answering its turns."""
+    return _class_made_by(make).run is not Environment.run
+
+
 def _class_made_by(make: Callable[[], Environment]) -> type[Environment]:
     return getattr(make, "func", None) or type(make())
 
@@ -147,6 +159,35 @@ def _environment(config: RunConfig) -> partial[Environment]:
     made: partial[Environment] = maker("environment", config.environment, "environment", config)
     construct("environment", made)  # reports before the run what the constructor rejects
     return made
+
+
+def _opponents(
+    config: RunConfig, make: Callable[[], Environment], scorer: Scorer
+) -> tuple[Mapping[str, Opponent], Mapping[str, Opponent]]:
+    """The opponents of training and of evaluations; raises ConfigError if the seats don't fit."""
+    held_out = config.eval.opponents if config.eval else None
+    try:
+        names = seats_of("environment", construct("environment", make))
+    except UserCodeError as error:
+        raise PluginError(str(error)) from error
+    taken = {part.name for part in scorer.rewards} | {"environment"}
+    if both := sorted(taken.intersection(names)):
+        raise PluginError(f"environment: the seat {both[0]} has the name of a reward: rename one")
+    found: list[dict[str, Opponent]] = []
+    for where, section in (("opponents", config.opponents), ("eval.opponents", held_out)):
+        if section is None:
+            found.append(found[0])
+            continue
+        for name in section:
+            if name not in names:
+                seats = f"expected one of {', '.join(names)}" if names else "but it has no seats"
+                raise PluginError(f"{where}: got {name!r}, no seat of the environment, {seats}")
+        if names and len(section) == len(names):
+            raise PluginError(f"{where}: got all seats, expected at least one that is trained")
+        found.append(
+            {n: opponent_of(p, f"{where}.{n}", config.base_dir) for n, p in section.items()}
+        )
+    return found[0], found[1]
 
 
 def chat_template(config: RunConfig) -> str:
@@ -185,6 +226,15 @@ def _scorer(config: RunConfig) -> Scorer:
 def _check_installed(options: AdapterOptions, config: RunConfig) -> None:
     if missing := list(missing_packages(options, config.backend.type)):
         raise PluginError(*missing)
+
+
+def _check_endpoint(config: RunConfig, needed: bool) -> None:
+    missing = [name for name in ("starlette", "uvicorn") if not installed(name)]
+    if needed and missing:
+        raise PluginError(
+            f"environment.type: {config.environment.type} runs an agent, which needs what is not "
+            f"installed ({', '.join(missing)}): {install_command('agents')}"
+        )
 
 
 def _options(config: RunConfig) -> AdapterOptions:

@@ -250,8 +250,8 @@ def _rewards(loss: str, config: RunConfig, environment: type[Environment]) -> It
             f"algorithm.loss: {loss} compares given answers, but {config.algorithm.type} trains on "
             "rollouts; set algorithm.type to dpo"
         )
-    silent = not config.rewards and environment.step is Environment.step
-    if silent and row_of(loss).reads == "ratio":
+    given = environment.step is not Environment.step or environment.run is not Environment.run
+    if not config.rewards and not given and row_of(loss).reads == "ratio":
         yield (
             f"rewards: missing, and the step of the environment {config.environment.type} returns "
             "no reward, so nothing can be learned; return one from its step, or add e.g. "

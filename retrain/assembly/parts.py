@@ -20,6 +20,7 @@ from retrain.losses import Normalisation
 from retrain.observe.callbacks import Callback
 from retrain.prompts import PromptSource
 from retrain.rewarding import Scorer
+from retrain.rollout.opponents import Opponent
 
 ADAPTER = Kind("adapter", Adapter)
 
@@ -44,6 +45,12 @@ class Parts:
     chat_template: str = "auto"
     """`auto`, `none`, or the text of the file that chat.template names."""
     loggers: tuple[Callback, ...] = ()
+    opponents: Mapping[str, Opponent] = field(default_factory=dict)
+    """Who speaks for the seats that are not trained."""
+    eval_opponents: Mapping[str, Opponent] = field(default_factory=dict)
+    """The same in evaluations."""
+    runs_agent: bool = False
+    """Whether the environment runs an agent, which needs the endpoint."""
     warnings: tuple[str, ...] = ()
     """What is allowed, but worth a word at the start."""
     learner: Learner = field(default_factory=Learner)

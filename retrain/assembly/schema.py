@@ -41,6 +41,9 @@ def run_schema() -> Json:
     held_out = models["EvalConfig"]["properties"]
     held_out["prompts"] = {**sections["prompts"], **held_out["prompts"]}
     del held_out["prompts"]["$ref"]
+    opponent = {"anyOf": [{"$ref": "#/$defs/Plugin"}, {"type": "string"}]}
+    for opponents in (sections["opponents"], held_out["opponents"]["anyOf"][0]):
+        opponents["additionalProperties"] = opponent
     models["ChatConfig"]["type"] = ["object", "string"]
     for section in ("rewards", "loggers"):
         sections[section]["type"] = ["array", "object", "string"]

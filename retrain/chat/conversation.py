@@ -129,8 +129,20 @@ class Conversation:
         copy._completion, copy._said, copy._calls = self._completion, self._said, self._calls
         return copy
 
-    def reply(self, completion: Completion) -> Action:
+    @property
+    def opens_reasoning(self) -> bool:
+        """Whether the prompt ends with the start of reasoning."""
+        return not self._chat.template.joins and bool(reasoning_opener(self._text))
+
+    @property
+    def said(self) -> str:
+        """The text of the last reply, with its tool calls."""
+        return self._said
+
+    def reply(self, completion: Completion, first_call: int | None = None) -> Action:
         """Add the model's turn; if there are tools, parse the tool calls.
+
+        The calls are numbered from `first_call`, by default across the conversation.
 
         The Action's text is what was sampled. The message in the history also includes the start
         of reasoning with which the prompt ended, since templates look for it.
@@ -147,14 +159,16 @@ class Conversation:
         if not tools:
             self.messages.append(message)
             return Action(said, (), completion.token_ids, completion.stop_reason)
-        reply = parse_reply(said, tools, first=self._calls, reasoning=bool(opener))
+        first = self._calls if first_call is None else first_call
+        reply = parse_reply(said, tools, first=first, reasoning=bool(opener))
         self._calls += len(reply.calls)
         # A call that the template can't show as a call stays in the text.
         if reply.calls and reply.readable and self._opening.shows_calls:
             message = template.reply_message(reply.text, opener)
             message["tool_calls"] = [as_template(call) for call in reply.calls]
         self.messages.append(message)
-        return Action(reply.text, reply.calls, completion.token_ids, completion.stop_reason)
+        ids, stopped = completion.token_ids, completion.stop_reason
+        return Action(reply.text, reply.calls, ids, stopped, reply.readable)
 
     def spell(self, message: Message) -> list[int]:
         """The ids of a given (not sampled) reply, including the end of its turn.

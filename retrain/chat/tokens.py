@@ -7,11 +7,12 @@ or added, never both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 from retrain.chat.template import Template
 from retrain.chat.tools import OPEN
 from retrain.sampler import Tokenizer
-from retrain.types import Completion
+from retrain.types import Completion, Turn
 
 
 class TurnTokens:
@@ -47,21 +48,42 @@ class TurnTokens:
                 'convert it with text.encode("utf-8", "replace").decode()'
             ) from error
 
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of a text without a chat template, after those before every text (BOS)."""
+        return [*self._before_texts(), *self.encode(text)]
+
+    def unknown(self, token_ids: Sequence[int]) -> list[int]:
+        """The ids that the tokenizer doesn't have."""
+        sized = cast(Any, self._tokenizer)
+        size = len(sized) if hasattr(sized, "__len__") else 2**31
+        return [token for token in token_ids if not 0 <= token < size]
+
     def encode_after(self, sampled: Sequence[int], text: str) -> list[int] | None:
         """The ids of `text`, without the end of the turn if the model has sampled it.
 
         None if `text` has other text before the end of the turn: then the template adds to the
         model's reply.
         """
-        ids = self._encode_inside(text)
+        ids = self.encode_inside(text)
         if not sampled or sampled[-1] not in self._closers or sampled[-1] not in ids:
             return ids
         end = ids.index(sampled[-1])
         return None if self._tokenizer.decode(ids[:end]).strip() else ids[end + 1 :]
 
+    def extended(self, turn: Turn, text: str) -> list[int]:
+        """The ids of a turn followed by `text`, without a chat template.
+
+        An end of turn that the model sampled, but its text doesn't show, must be in `text`.
+        """
+        ids, added = [*turn.prompt_ids, *turn.completion.token_ids], self.encode_inside(text)
+        end = ids[-1:]
+        if end[0] in self.stops and not self.text(end):
+            return [*ids, *added[1:]] if added[:1] == end else [*ids[:-1], *added]
+        return [*ids, *added]
+
     def encode_reply(self, text: str) -> list[int]:
         """The ids of a reply up to its end of turn, which is added if `text` has none."""
-        ids = self._encode_inside(text)
+        ids = self.encode_inside(text)
         end = next((index for index, token in enumerate(ids) if token in self.stops), None)
         return [*ids, *self.stops[:1]] if end is None else ids[: end + 1]
 
@@ -77,7 +99,7 @@ class TurnTokens:
             return self._tokenizer.decode(ids[:-1] if end in self._closers else ids)
         return text.removesuffix(self._spelled[end]) if end in self._spelled else text
 
-    def _encode_inside(self, text: str) -> list[int]:
+    def encode_inside(self, text: str) -> list[int]:
         """The ids of a text that follows other tokens."""
         if self._pads:
             for anchor in ("\n", "a"):

@@ -61,6 +61,18 @@ def parse_reply(
     return Reply(rest.rstrip(), tuple(calls), readable)
 
 
+def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
+    """The reasoning of a reply and its answer.
+
+    `opened` means that the prompt opened the reasoning, so that the reply begins inside it.
+    """
+    end = _end_of_reasoning(text, opened)
+    if not end:
+        return "", text
+    reasoning = text[:end].strip().removeprefix("<think>").removesuffix("</think>")
+    return reasoning.strip("\n"), text[end:].lstrip("\n")
+
+
 def tools_of(given: object) -> tuple[ToolSpec, ...]:
     """The tools of a data set's row: a list in the chat templates' format, or that list as JSON.
 

@@ -66,7 +66,36 @@ async def start(
     return process
 
 
-async def end(process: Process, grace: float = GRACE_SECONDS) -> int | None:
+async def exited(process: Process) -> int:
+    """Wait for the end of the process only: `wait` also waits for whoever else holds its pipes.
+
+    Returns its exit code, negative for a signal.
+    """
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # it has ended
+        descriptor = -1
+    except (AttributeError, OSError):  # not on this system
+        return await process.wait()
+    if descriptor >= 0:
+        await _readable(descriptor)
+    while process.returncode is None:  # noqa: ASYNC110 - a thread of asyncio is about to set it
+        await asyncio.sleep(0.001)
+    return process.returncode
+
+
+async def _readable(descriptor: int) -> None:
+    """Wait for a descriptor, then close it."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+async def end(process: Process, grace: float = GRACE_SECONDS) -> int:
     """End a child and its own children: SIGTERM, then SIGKILL after `grace` seconds.
 
     Returns its exit code, negative for a signal. A child that has ended is no error. If the call is
@@ -77,11 +106,11 @@ async def end(process: Process, grace: float = GRACE_SECONDS) -> int | None:
             _signal(process, signal.SIGTERM)
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace):
-                    await process.wait()
+                    await exited(process)
     finally:
         _signal(process, signal.SIGKILL)
         guardian.drop_child(process.pid)
-    return await process.wait()
+    return await exited(process) if process.returncode is None else process.returncode
 
 
 def _signal(process: Process, number: int) -> None:

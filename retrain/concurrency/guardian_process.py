@@ -29,6 +29,8 @@ LEAVE_SECONDS = 15.0
 """How long a run may take to exit after it said so."""
 CHILD_SECONDS = 3.0
 """How long children may take to end after SIGTERM."""
+MARK = "RETRAIN_PROGRAM"
+"""The environment variable of a program, and of all that it starts: RUN_PID-ID."""
 WAITING = ("threading.py", "selectors.py", "queue.py")
 """Files of the standard library that are the innermost ones of a thread that waits."""
 
@@ -165,6 +167,7 @@ class Guardian:
         # whoever reads the run's output need not wait for the children
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         end_groups(self.groups)
+        end_marked(f"{self.run}-")
 
     def report(self, message: str) -> None:
         """Write the last words of each run to stderr and, with the stacks, to error.txt."""
@@ -275,6 +278,34 @@ def signalled(group: int, number: int) -> bool:
     except PermissionError:  # macOS, for a group of zombies
         return number != 0
     return True
+
+
+def end_marked(mark: str) -> None:
+    """Kill the processes whose MARK begins with `mark`, also those that left their group.
+
+    Only where there is /proc.
+    """
+    until = time.monotonic() + CHILD_SECONDS
+    while (left := marked(mark)) and time.monotonic() < until:  # one may start another meanwhile
+        for process in left:
+            try:  # noqa: SIM105 - see Guardian.send
+                os.kill(process, signal.SIGKILL)
+            except OSError:
+                pass  # it has just ended
+        time.sleep(0.01)
+
+
+def marked(mark: str) -> "list[int]":
+    """The processes whose MARK begins with `mark`; a zombie has no environment."""
+    wanted, found = f"\0{MARK}={mark}".encode(), []
+    for process in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        try:
+            with open(f"/proc/{int(process)}/environ", "rb") as file:
+                if wanted in b"\0" + file.read():
+                    found.append(int(process))
+        except (OSError, ValueError):
+            pass  # no process, one of somebody else, or one that has ended
+    return found
 
 
 def say(message: str) -> None:

@@ -83,3 +83,12 @@ class DaemonPool:
             future.set_result(outcome)
         else:
             future.set_exception(error)
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Await a blocking call in a daemon thread of its own; cancelling abandons the thread."""
+    pool = DaemonPool(1)
+    try:
+        return await pool.run(call)
+    finally:
+        pool.close()

@@ -68,6 +68,13 @@ class Kind:
         return isinstance(value, self.base) or bool(self.accepts and self.accepts(value))
 
 
+class Function:
+    """What no class derives from, so that only callables fit."""
+
+
+_FUNCTION = Kind("function", Function, callable)
+
+
 def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     """The class, function or object that `type: text` at the dotted path `where` names.
 
@@ -84,6 +91,12 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
         ours = path in built_ins(kind.name).values()
         module = _load_file(path, where) if ours else _load_own(path, where, base_dir)
     return _member(kind, module, name, where) if name else _only(kind, module, where)
+
+
+def find_function(text: str, base_dir: Path, where: str) -> Callable[..., Any]:
+    """The function that `module:name` or `path/file.py:name` names; raises PluginError."""
+    function: Callable[..., Any] = find_plugin(_FUNCTION, text, where, base_dir)
+    return function
 
 
 def built_in_names(kind: str) -> list[str]:

@@ -88,10 +88,12 @@ def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
         full["chat"] = {"template": chat}
     if isinstance(sampling := full.get("sampling"), dict) and isinstance(sampling.get("stop"), str):
         full["sampling"] = {**sampling, "stop": [sampling["stop"]]}
+    if isinstance(opponents := full.get("opponents"), Mapping):
+        full["opponents"] = {seat: _typed(value) for seat, value in opponents.items()}
     if "prompts" in full:
         full["prompts"] = _prompts(full["prompts"])
-    if isinstance(held_out := full.get("eval"), dict) and "prompts" in held_out:
-        full["eval"] = {**held_out, "prompts": _prompts(held_out["prompts"])}
+    if isinstance(held_out := full.get("eval"), dict):
+        full["eval"] = _spelt_out(held_out)
     return full
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from retrain.losses import Normalisation
 
@@ -101,7 +101,13 @@ class AlgorithmConfig(Plugin):
     reference is the model that the run started from. It works in the same way on every
     backend."""
     mismatch: MismatchConfig | None = None
-    """Correct for the difference between the sampler and the trainer; off by default."""
+    """Correct for the difference between the sampler and the trainer; off by default. A string is
+    its type."""
+
+    @field_validator("mismatch", mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:  # of any type: not validated yet
+        return {"type": value} if isinstance(value, str) else value
 
 
 class SamplingConfig(Section):
@@ -133,6 +139,8 @@ class RolloutConfig(Section):
 
     max_turns: Annotated[int, Field(ge=1)] = 16
     """The maximum number of turns; a longer rollout is truncated."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The maximum number of sampled tokens of an agent's rollout: no call begins after it."""
     max_sequence_length: Annotated[int, Field(ge=2)] | None = None
     """The maximum number of tokens of a rollout, prompt included; by default the model's context
     length."""
@@ -142,6 +150,23 @@ class RolloutConfig(Section):
     """Environments that may run `setup` at once."""
     reward_concurrency: Annotated[int, Field(ge=1)] = 64
     """Groups that one reward may score at once."""
+
+
+class EndpointConfig(Section):
+    """Where an agent calls the model: an HTTP server of the run, with a URL and a key for each
+    rollout. It is only started for environments that run an agent."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on. Any other than a loopback address lets other machines call."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """The port; 0 chooses a free one."""
+    public_url: str | None = None
+    """The URL under which agents in containers or on other machines reach it; by default
+    http://HOST:PORT."""
+    honour: Annotated[
+        tuple[Literal["max_tokens", "temperature", "top_p", "top_k", "stop", "seed"], ...], Listed
+    ] = ()
+    """Sampling arguments of the agent that count, instead of those in `sampling`."""
 
 
 class StalenessConfig(Section):
@@ -211,6 +236,8 @@ class EvalConfig(Section):
     """Rollouts per prompt: the k of pass@k."""
     pass_threshold: float = 1.0
     """The reward from which a rollout counts as passed."""
+    opponents: dict[str, Plugin] | None = None
+    """Who speaks for which seats in evaluations; by default as in training."""
 
 
 class DeadlinesConfig(Section):
@@ -222,6 +249,8 @@ class DeadlinesConfig(Section):
     """One call of the environment's `reset`."""
     step: Annotated[float, Field(gt=0)] = 300.0
     """One call of the environment's `step`."""
+    agent: Annotated[float, Field(gt=0)] = 600.0
+    """One rollout of an agent: a call of the environment's `run`."""
     reward: Annotated[float, Field(gt=0)] = 120.0
     """One call of a reward."""
     close: Annotated[float, Field(gt=0)] = 30.0
@@ -254,6 +283,10 @@ class RunConfig(Section):
     """The prompts or examples to train on: a source, a file's path, or a list of rows."""
     environment: Plugin = Plugin(type="single_turn")
     """What answers the model until the episode ends."""
+    opponents: dict[str, Plugin] = {}
+    """Seats of the environment that are not trained, and who speaks for each: a function as
+    path/file.py:name, or a server with OpenAI's API (`type: openai` with url, model, api_key_env,
+    max_tokens, temperature)."""
     rewards: Annotated[tuple[RewardConfig, ...], Listed] = ()
     """What scores a rollout, in addition to the environment's own reward."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -262,6 +295,7 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     chat: ChatConfig = ChatConfig()
     rollout: RolloutConfig = RolloutConfig()
+    endpoint: EndpointConfig = EndpointConfig()
     staleness: StalenessConfig = StalenessConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig | None = None

@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +95,6 @@ def encode(line: Mapping[str, Any]) -> str:  # any: see Journal.write
         if nonfinite:
             values["nonfinite"] = nonfinite
         return _ENCODER.encode(values)
-
-
-def encode_each(shared: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`lines` as JSON, each with the keys of `shared` first, which are encoded once."""
-    try:
-        head = _ENCODER.encode(shared)[:-1]
-        return [f"{head},{_ENCODER.encode(line)[1:]}" for line in lines]
-    except Exception:  # noqa: BLE001 - as in `encode`
-        return [encode({**shared, **line}) for line in lines]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values

@@ -6,26 +6,28 @@ rest is encoded when the group has been played, so that the work is spread over 
 
 from __future__ import annotations
 
-import hashlib
 import json
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from json.encoder import encode_basestring as quoted
 from typing import Any
 
-from retrain.observe.journal import encode_each
-from retrain.types import Completion, Group, Trajectory
-
-HASH_BYTES = 4
+from retrain.observe.journal import encode
+from retrain.sampler import hash_of
+from retrain.types import Completion, Group, Message, Trajectory, Turn
 
 
 def encoded(group: Group) -> list[str]:
-    """The rollouts of a group as lines, for `with_fate`."""
+    """The rollouts of a group as lines without their last brace, for `with_fate`."""
     lines: list[str] = []
-    for _, alike in groupby(enumerate(group.trajectories), _opening):
+    for _, alike in groupby(group.trajectories, _opening):
         rollouts = list(alike)
-        shared = _shared(rollouts[0][1])
-        lines += encode_each(shared, [_line(trajectory, index) for index, trajectory in rollouts])
+        shared = _shared(rollouts[0])
+        try:
+            head = encode(shared)[:-1]
+            lines += [f"{head},{line}" for line in _quick(rollouts)]
+        except (TypeError, ValueError):  # a failure, or a value of the user's
+            lines += [encode(shared | _line(t))[:-1] for t in rollouts]
     return lines
 
 
@@ -35,12 +37,7 @@ def with_fate(lines: Iterable[str], step: int | None, dropped: str = "") -> list
     if dropped:
         fate += f',"dropped":{json.dumps(dropped)}'
     fate += "}"
-    return [line[:-1] + fate for line in lines]
-
-
-def hash_of(token_ids: Sequence[int]) -> str:
-    """A short BLAKE2b hash of token ids: equal for equal prompts."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=HASH_BYTES).hexdigest()
+    return [line + fate for line in lines]
 
 
 def names_of(tools: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -48,9 +45,8 @@ def names_of(tools: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple([tool["function"]["name"] for tool in tools])
 
 
-def _opening(rollout: tuple[int, Trajectory]) -> tuple[int, int]:
+def _opening(trajectory: Trajectory) -> tuple[int, int]:
     """Equal for rollouts with the same prompt and tools: those share one list."""
-    trajectory = rollout[1]
     turns = trajectory.turns
     return id(turns[0].prompt_ids) if turns else 0, id(trajectory.tools)
 
@@ -71,11 +67,11 @@ def _shared(trajectory: Trajectory) -> dict[str, Any]:
     return shared
 
 
-def _line(trajectory: Trajectory, index: int) -> dict[str, Any]:
+def _line(trajectory: Trajectory) -> dict[str, Any]:
     completions = [turn.completion for turn in trajectory.turns]
     ok = trajectory.outcome == "ok"
     line: dict[str, Any] = {
-        "index": index,
+        "index": trajectory.index,
         "messages": trajectory.messages,
         "rewards": trajectory.rewards,
         "reward": trajectory.reward if ok else None,
@@ -88,9 +84,80 @@ def _line(trajectory: Trajectory, index: int) -> dict[str, Any]:
     }
     if any(completion.versions for completion in completions):
         line["spans"] = [_spans(completion) for completion in completions]
+    if trajectory.turns and trajectory.turns[0].messages:
+        line["calls"] = [_call(trajectory.turns, turn) for turn in trajectory.turns]
     if trajectory.info:
         line["info"] = trajectory.info
+    if trajectory.seat:
+        line["seat"] = trajectory.seat
     return line
+
+
+def _quick(rollouts: Sequence[Trajectory]) -> Iterator[str]:
+    """Each `_line` as JSON without braces, in less time; for rollouts as they usually are.
+
+    Raises TypeError or ValueError for those that `_line` must encode.
+    """
+    known: dict[int, str] = {}  # the JSON of messages by `id`: rollouts share the first ones
+    seconds: Mapping[str, float] = {}
+    timed = "{}"
+    for trajectory in rollouts:
+        if trajectory.info or trajectory.seat or trajectory.outcome != "ok":
+            raise ValueError
+        messages = versions = stops = ""  # concatenation is faster than a join of a few
+        for message in trajectory.messages:
+            messages += f",{known.get(id(message)) or _message(message, known)}"
+        for turn in trajectory.turns:
+            completion = turn.completion
+            if completion.versions or turn.messages:
+                raise ValueError
+            versions += f",{completion.version:d}"
+            stops += f",{quoted(completion.stop_reason)}"
+        if trajectory.seconds != seconds:  # those of a group are often equal
+            seconds = trajectory.seconds
+            timed = _numbers(seconds)
+        yield (
+            f'"index":{trajectory.index},"messages":[{messages[1:]}],'
+            f'"rewards":{_numbers(trajectory.rewards)},"reward":{_number(trajectory.reward)},'
+            f'"outcome":"ok","error":null,"versions":[{versions[1:]}],'
+            f'"tokens":{trajectory.sampled_tokens},"stop_reasons":[{stops[1:]}],'
+            f'"seconds":{timed}'
+        )
+
+
+def _message(message: Message, known: dict[int, str]) -> str:
+    pairs = ""
+    for key, value in message.items():
+        pairs += f",{quoted(key)}:{quoted(value)}"  # type: ignore[arg-type]  # or it raises
+    text = known[id(message)] = f"{{{pairs[1:]}}}"
+    return text
+
+
+def _numbers(named: Mapping[str, float]) -> str:
+    pairs = ""
+    for key, value in named.items():
+        pairs += f",{quoted(key)}:{_number(value)}"
+    return f"{{{pairs[1:]}}}"
+
+
+def _number(value: float) -> str:
+    if type(value) is not float or value - value:  # NaN and infinities are not JSON
+        raise ValueError
+    return repr(value)
+
+
+def _call(turns: Sequence[Turn], turn: Turn) -> dict[str, Any]:
+    """A call of an agent; `continues` says whether its prompt holds its parent's tokens."""
+    parent = None if turn.parent is None else turns[turn.parent]
+    call = {
+        "parent": turn.parent,
+        "continues": parent is not None and parent.is_start_of(turn.prompt_ids),
+        "messages": turn.messages,
+        "tokens": len(turn.completion.token_ids),
+        "version": turn.completion.version,
+        "reward": turn.reward,
+    }
+    return {**call, "seat": turn.seat} if turn.seat else call
 
 
 def _spans(completion: Completion) -> list[list[int]]:

@@ -30,7 +30,7 @@ from typing import Any, Self
 import yaml
 
 from retrain.concurrency.locks import FolderLock, InUseError
-from retrain.config import RunConfig
+from retrain.config import RunConfig, load_config
 from retrain.disk import sync
 from retrain.errors import ConfigError, RunError
 from retrain.jsonable import plain
@@ -43,6 +43,7 @@ from retrain.types import Group, Trajectory
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
 REPORT = "report.html"
+_NOTE = "# The resolved configuration; paths are relative to "
 MAX_CAUSES = 64
 """Maximum number of different errors in a tally."""
 
@@ -62,6 +63,15 @@ class Tally:
     """Rollouts of evaluations, by outcome."""
     errors: Counter[str] = field(default_factory=Counter)
     """Failed rollouts, by the first line of their error."""
+
+
+def saved_config(path: Path) -> RunConfig:
+    """The resolved configuration of the run in `path`; raises ConfigError if it can't be read."""
+    config = load_config(path / CONFIG)
+    with (path / CONFIG).open(encoding="utf-8") as file:
+        first = file.readline().rstrip("\n")
+    base_dir = Path(first.removeprefix(_NOTE)) if first.startswith(_NOTE) else config.base_dir
+    return config.model_copy(update={"base_dir": base_dir})
 
 
 class RunDirectory:
@@ -119,10 +129,7 @@ class RunDirectory:
             for name in (EVENTS, METRICS, ROLLOUTS):
                 repair(path / name)
             text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
-            note = (
-                f"# The resolved configuration; paths are relative to {config.base_dir.absolute()}"
-            )
-            write_whole(path / CONFIG, f"{note}\n{text}")
+            write_whole(path / CONFIG, f"{_NOTE}{config.base_dir.absolute()}\n{text}")
             run_dir = cls(path, lock, resumed=resume, fresh=fresh)
             unlock.pop_all()
         return run_dir

@@ -16,6 +16,8 @@ PICKED = 6
 """Rollouts of each kind that a report shows."""
 MAX_TEXT = 20_000
 """Characters of one message that a report shows."""
+MAX_CALLS = 100
+"""Calls of one agent's rollout that a report shows."""
 
 KINDS = ("best", "worst", "first", "last", "failed", "eval")
 Rollout = Mapping[str, Any]  # a JSON object of rollouts.jsonl
@@ -84,11 +86,17 @@ def _cause(rollout: Rollout) -> str:
 
 
 def _shortened(rollout: Rollout) -> dict[str, Any]:
-    messages = [
-        {**message, "content": _cut(message.get("content"))}
-        for message in rollout.get("messages") or ()
-    ]
-    return {**rollout, "messages": messages}
+    short = {**rollout, "messages": _texts_cut(rollout.get("messages"))}
+    if calls := rollout.get("calls"):
+        short["calls"] = [
+            {**call, "messages": _texts_cut(call.get("messages"))} for call in calls[:MAX_CALLS]
+        ]
+        short["calls_left_out"] = max(0, len(calls) - MAX_CALLS)
+    return short
+
+
+def _texts_cut(messages: Any) -> list[dict[str, Any]]:
+    return [{**message, "content": _cut(message.get("content"))} for message in messages or ()]
 
 
 def _cut(content: Any) -> str:  # any: a string, or the parts of a multi-modal message

@@ -29,7 +29,7 @@ from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 
 MANIFEST = "manifest.json"
 RUN_STATE = "run.json"
-FORMAT = 3
+FORMAT = 4
 _STEP = re.compile("step_[0-9]{1,18}")
 
 
@@ -188,11 +188,13 @@ def copy(source: Path, target: Path) -> None:
         _put(temporary, target)
 
 
-MODEL = ("model", "backend.type", "backend.lora")
-"""Keys that a checkpoint's weights depend on."""
+MODEL = ("model", "backend.type", "backend.lora", "backend.sharding")
+"""Keys that a checkpoint's weights, and the form of their files, depend on."""
+ABSENT = {"backend.sharding": "none"}
+"""What some of these keys mean when they are not set."""
 DATA = ("prompts", "train.seed", "train.shuffle")
 """Keys that the order of the prompts depends on."""
-SCORING = ("environment", "rewards", "algorithm", "chat")
+SCORING = ("environment", "opponents", "rewards", "algorithm", "chat")
 """Keys that the rewards of finished groups depend on."""
 
 
@@ -200,8 +202,9 @@ def changes(saved: Mapping[str, Any], config: RunConfig, keys: Sequence[str]) ->
     """The differences below `keys` between a saved config and this one, one line per key."""
     return [
         f"{path}: was {shown(old)}, is {shown(new)}"
-        for path, old, new in _differences(saved, config.model_dump(mode="json"))
-        if any(f"{path}.".startswith(f"{key}.") for key in keys)
+        for path, *values in _differences(saved, config.model_dump(mode="json"))
+        for old, new in [[ABSENT.get(path) if value is None else value for value in values]]
+        if old != new and any(f"{path}.".startswith(f"{key}.") for key in keys)
     ]
 
 
@@ -226,14 +229,20 @@ def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
 
 def group_to_json(group: Group) -> dict[str, Any]:
     """A finished group as JSON values. Of the prompt it holds the ticket only."""
-    names = ("rewards", "outcome", "reward", "seconds", "tools")
+    names = ("rewards", "outcome", "reward", "seconds", "tools", "seat", "index", "result")
     trajectories = [
         {
             **{name: getattr(trajectory, name) for name in names},
             "info": plain(trajectory.info),  # an environment may put anything there
             "messages": plain(list(trajectory.messages)),
             "turns": [
-                [list(t.prompt_ids), asdict(t.completion), plain(list(t.observation))]
+                {
+                    **{name: getattr(t, name) for name in ("seat", "parent", "reward")},
+                    "prompt_ids": list(t.prompt_ids),
+                    "completion": asdict(t.completion),
+                    "observation": plain(list(t.observation)),
+                    "messages": plain(list(t.messages)),
+                }
                 for t in trajectory.turns
             ],
         }
@@ -247,10 +256,12 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
     prompt = prompt_of(Ticket.parse(saved["ticket"]))
     trajectories = []
     for row in saved["trajectories"]:
-        turns = [
-            Turn(prompt_ids, Completion(**{**one, "versions": tuple(one["versions"])}), observation)
-            for prompt_ids, one, observation in row["turns"]
-        ]
+        turns = []
+        for turn in row["turns"]:
+            said = turn["completion"]
+            completion = Completion(**{**said, "versions": tuple(said["versions"])})
+            messages = tuple(turn["messages"])
+            turns.append(Turn(**{**turn, "completion": completion, "messages": messages}))
         kept = {**row, "turns": turns, "tools": tuple(row.get("tools", ()))}
         trajectories.append(Trajectory(prompt, **kept))
     return Group(prompt, trajectories)

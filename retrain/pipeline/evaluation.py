@@ -147,9 +147,14 @@ def rewards_of(groups: Sequence[Group], config: EvalConfig) -> Metrics:
     """Mean reward and pass@k, with k = `config.samples` rollouts per prompt.
 
     A prompt passes when one of its rollouts reaches `pass_threshold`. Failed rollouts never pass
-    and don't enter the mean.
+    and don't enter the mean. With seats, a prompt counts once for each seat, whose own mean is
+    reported too: in a game somebody always wins.
     """
-    rewards = [[t.reward for t in group.scored] for group in groups]
+    alike = [part for group in groups for part in group.by_seat]
+    rewards = [[t.reward for t in part.scored] for part in alike]
+    seats: dict[str, list[float]] = {}
+    for part, row in zip(alike, rewards, strict=True):
+        seats.setdefault(part.trajectories[0].seat, []).extend(row)
     versions = [v for g in groups for t in g.trajectories for v in t.versions]
     count = sum(map(len, rewards))
     metrics: Metrics = {
@@ -163,7 +168,8 @@ def rewards_of(groups: Sequence[Group], config: EvalConfig) -> Metrics:
     }
     if count:
         metrics["eval/reward/mean"] = fmean(reward for row in rewards for reward in row)
-    return metrics
+    own = {f"eval/reward/{seat}/mean": row for seat, row in seats.items() if seat and row}
+    return metrics | {name: fmean(row) for name, row in own.items()}
 
 
 async def held_out_loss(

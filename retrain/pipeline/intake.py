@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from retrain.algorithms.functional import is_flat
 from retrain.config import RunConfig
 from retrain.errors import NoSignalError, OutageError
 from retrain.pipeline.ledger import Ledger
 from retrain.pipeline.outage import Outage, error_of
+from retrain.pipeline.signal import without_signal
 from retrain.types import Group, Ticket
 
 Drop = Callable[[Group, str], None]
@@ -137,8 +137,7 @@ class Intake:
         oldest = group.oldest_version
         if oldest is not None and version - oldest > self._bound:
             return "stale"
-        flat = len(scored) > 1 and is_flat([t.reward for t in scored])
-        if flat and self._train.no_signal == "refill" and refills > 0:
+        if self._train.no_signal == "refill" and refills > 0 and without_signal(group):
             return "no_signal"
         return None
 

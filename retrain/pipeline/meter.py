@@ -1,7 +1,8 @@
 """Count what a step's row of metrics.jsonl reports.
 
 A group counts when the learner takes it, to train or to drop it. So `reward/*` covers every scored
-rollout once, trained or not, and every row has rewards even when groups finish in bursts.
+rollout once, trained or not, and every row has rewards even when groups finish in bursts. In a
+rollout with seats, each seat's trajectory counts as a rollout, and `reward/SEAT/mean` is its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from retrain.algorithms.functional import is_flat, std
+from retrain.algorithms.functional import std
+from retrain.batching import branches
+from retrain.pipeline.signal import without_signal
 from retrain.types import Group, Metrics
 
 NOT_SAMPLED = ("kl/sampler_trainer", "entropy", "clip_fraction")
@@ -47,27 +50,34 @@ class Meter:
 
     def group(self, group: Group, dropped: str = "") -> None:
         """The learner took a group: to train it, or to drop it for the cause `dropped`."""
-        scored = group.scored
-        rewards = [t.reward for t in scored]
+        rewards: list[float] = []
+        turns = sampled = total = more = 0
+        for trajectory in group.trajectories:
+            if trajectory.outcome == "ok":
+                rewards.append(trajectory.reward)
+                if trajectory.seat:
+                    self._components[trajectory.seat].append(trajectory.reward)
+                for name, value in trajectory.rewards.items():
+                    self._components[name].append(value)
+            played = trajectory.turns
+            turns += len(played)
+            sampled += trajectory.sampled_tokens
+            if len(played) == 1:
+                total += played[0].length
+                continue
+            made = branches(played)
+            # The last turn of a branch contains the tokens of its earlier ones.
+            total += sum([played[branch[-1]].length for branch in made])
+            more += max(0, len(made) - 1)
         self._rewards += rewards
-        for trajectory in scored:
-            for name, value in trajectory.rewards.items():
-                self._components[name].append(value)
         counts = self._counts
         counts[dropped] += 1
-        counts["failed rollouts"] += len(group.trajectories) - len(scored)
-        counts["flat"] += self._by_group and len(scored) > 1 and is_flat(rewards)
-        turns = sampled = total = 0
-        for trajectory in group.trajectories:
-            if trajectory.turns:
-                last = trajectory.turns[-1]
-                turns += len(trajectory.turns)
-                sampled += trajectory.sampled_tokens
-                # the last prompt contains all earlier turns
-                total += len(last.prompt_ids) + len(last.completion.token_ids)
+        counts["failed rollouts"] += len(group.trajectories) - len(rewards)
+        counts["flat"] += self._by_group and without_signal(group)
         counts["turns"] += turns
         counts["sampled"] += sampled
         counts["prompt"] += total - sampled
+        counts["branches"] += more
 
     def row(
         self,
@@ -85,7 +95,8 @@ class Meter:
             self.group(group)
         now, counts = time.perf_counter(), self._counts
         elapsed = now - self._began
-        ages = [trained - v for g in groups for t in g.scored for v in t.versions if v >= 0]
+        completions = [turn.completion for g in groups for t in g.scored for turn in t.turns]
+        ages = [trained - c.version for c in completions if c.version >= 0]
         row: Metrics = {
             "step": step,
             "version": version,
@@ -97,6 +108,7 @@ class Meter:
             "rollouts/ok": len(self._rewards),
             "rollouts/failed": counts["failed rollouts"],
             "rollouts/turns": counts["turns"],
+            "rollouts/branches": counts["branches"],
             "tokens/prompt": counts["prompt"],
             "tokens/completion": counts["sampled"],
             "tokens/per_second": counts["sampled"] / elapsed,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from retrain.algorithms.base import Algorithm
 from retrain.concurrency.guardian_process import advice
@@ -52,23 +53,23 @@ class Recorder:
 
     def played(self, group: Group, started: float) -> None:
         """A group was played and scored. For an example, only the outcome is written."""
-        trajectories, ticket = group.trajectories, group.prompt.id
+        trajectories = group.trajectories
+        rewards = {"rewards": [t.reward for t in trajectories]} if self._sampled else {}
         self.event(
             "rollout" if self._sampled else "example",
-            ticket=ticket,
+            ticket=group.prompt.id,
             started=started,
             ended=time.time(),
             outcomes=[t.outcome for t in trajectories],
             versions=sorted(group.versions),
             tokens=sum([t.sampled_tokens for t in trajectories]),
+            **rewards,
         )
         self.progress()
         self.run_dir.count(group)
-        if not self._sampled:
-            return
-        self.event("scored", ticket=ticket, rewards=[t.reward for t in trajectories])
-        self._render(group)
-        self.keep(group)
+        if self._sampled:
+            self._render(group)
+            self.keep(group)
 
     def keep(self, group: Group) -> None:
         """A finished group waits for its fate: a step, a drop, or the end of the run."""
@@ -91,8 +92,8 @@ class Recorder:
     def update(self, step: int, tickets: Sequence[str], loss: float | None, started: float) -> None:
         times = {"started": started, "ended": time.time()}
         self.event("update", step=step, **times, tickets=tickets, loss=loss)
-        for ticket in tickets:
-            self.run_dir.rollouts(self._open.pop(ticket, ()), step)
+        lines = [line for ticket in tickets for line in self._open.pop(ticket, ())]
+        self.run_dir.rollouts(lines, step)
         self.meter.lap("update")
 
     def step(
@@ -199,10 +200,13 @@ class Recorder:
 
     def _render(self, group: Group) -> None:
         """Show the first prompt with each set of tools, as the model got it."""
+        seen: Sequence[Mapping[str, Any]] | None = None
         for trajectory in group.trajectories:
-            names = names_of(trajectory.tools)
-            known = names in self._rendered or len(self._rendered) >= MAX_RENDERED
-            if not known and trajectory.turns:
+            if not trajectory.turns or trajectory.tools is seen:  # equal openings share them
+                continue
+            seen = trajectory.tools
+            names = names_of(seen)
+            if names not in self._rendered and len(self._rendered) < MAX_RENDERED:
                 self._rendered.add(names)
                 text = self.decode(trajectory.turns[0].prompt_ids)
                 self.event("rendered", ticket=group.prompt.id, tools=trajectory.tools, text=text)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
@@ -33,7 +34,10 @@ from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import Signal
 from retrain.prompts import epoch_order
 from retrain.rollout import Playback, Rollouts, Slot
-from retrain.types import Group, Prompt, Ticket
+from retrain.types import Group, Metrics, Prompt, Ticket
+
+if TYPE_CHECKING:
+    from retrain.endpoint.server import EndpointServer
 
 T = TypeVar("T")
 AGAIN = ("stale", "outage", "unfinished")
@@ -48,6 +52,8 @@ class Run:
     chat: Chat
     rollouts: Rollouts
     watchdog: Watchdog
+    door: EndpointServer | None = None
+    """Where agents call the model."""
 
     def __init__(
         self, config: RunConfig, parts: Parts, run_dir: RunDirectory, callbacks: Callbacks
@@ -77,6 +83,8 @@ class Run:
         self.kept: dict[Ticket, Group] = {}
         """Finished groups of the checkpoint, until their tickets are issued again."""
         most_open = (config.staleness.target + 1) * train.groups_per_step
+        self.in_flight = most_open * config.algorithm.group_size
+        """The most rollouts that are open at once."""
         self.slots = config.rollout.slots or most_open
         self.todo: asyncio.Queue[Prompt] = asyncio.Queue(self.slots)
         # room for all groups and the None of `stop`, so that `put_nowait` never fails
@@ -90,7 +98,7 @@ class Run:
             config,
             parts,
             self.record,
-            self.slot,
+            partial(self.slot, held_out=True),
             self.logprobs,
             self.mark_best,
             partial(callbacks.call, "on_eval_end", self),
@@ -98,8 +106,9 @@ class Run:
         )
         self._setups = asyncio.Semaphore(config.rollout.setup_concurrency)
 
-    def serve(self, adapter: Adapter) -> None:
-        """Use this open adapter to play and to train."""
+    @asynccontextmanager
+    async def serving(self, adapter: Adapter) -> AsyncIterator[None]:
+        """Use this open adapter to play and to train; serve an endpoint if agents need one."""
         config, self.adapter = self.config, adapter
         if self.sampled and config.sampling.max_tokens > adapter.context_length:
             logger.warning(
@@ -111,11 +120,29 @@ class Run:
         self.chat = Chat(
             adapter.tokenizer, template=self.parts.chat_template, arguments=config.chat.arguments
         )
+        door = None
+        if self.sampled and self.parts.runs_agent:
+            from retrain.endpoint.server import EndpointServer
+
+            door = self.door = EndpointServer(config.endpoint, adapter.tokenizer.decode)
         self.rollouts = Rollouts(
-            config, adapter.sampler, self.chat, adapter.context_length, self.watchdog.progress
+            config,
+            adapter.sampler,
+            self.chat,
+            adapter.context_length,
+            self.watchdog.progress,
+            door,
+            self.parts.opponents,
         )
         self.record.decode = adapter.tokenizer.decode
         self.parts.learner.attach(adapter)
+        try:
+            async with nullcontext() if door is None else door.serving():
+                yield
+        finally:
+            for opponents in (self.parts.opponents, self.parts.eval_opponents):
+                for opponent in opponents.values():
+                    await opponent.close()
 
     # --- what callbacks use
 
@@ -181,19 +208,29 @@ class Run:
 
     # --- groups
 
-    def slot(self, size: int) -> Slot | Playback:
-        """A new slot for groups of `size` rollouts, or a playback for rows of the data set."""
+    def slot(self, size: int, *, held_out: bool = False) -> Slot | Playback:
+        """A new slot for groups of `size` rollouts, or a playback for rows of the data set.
+
+        `held_out`: with the opponents of evaluations.
+        """
         if not self.sampled:
             longest = self.parts.algorithm.max_length or self.adapter.context_length
             return Playback(self.chat, min(longest, self.adapter.context_length))
         return Slot(
             size,
             self.parts.environment,
-            self.rollouts,
+            self.rollouts.against(self.parts.eval_opponents) if held_out else self.rollouts,
             self.parts.scorer,
             self._setups,
             self.record.fault,
         )
+
+    def endpoint_metrics(self) -> Metrics:
+        """Of agents' calls since the last step."""
+        if self.door is None:
+            return {}
+        rejected, self.door.rejected = self.door.rejected, 0
+        return {"endpoint/rejected": rejected}
 
     def drop(self, group: Group, cause: str) -> None:
         """Drop a finished group; for the causes in `AGAIN` its prompt is issued again."""

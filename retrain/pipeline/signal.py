@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retrain.algorithms.functional import is_flat
@@ -11,33 +11,47 @@ from retrain.errors import NoSignalError
 from retrain.types import Group
 
 
+def without_signal(group: Group) -> bool:
+    """Whether no scored rollout can differ from others: each seat's rewards are equal.
+
+    A seat with a single scored rollout has nothing to compare it with; a group of only such seats
+    counts as one with signal.
+    """
+    seats = [[t.reward for t in part.scored] for part in group.by_seat]
+    compared = [rewards for rewards in seats if len(rewards) > 1]
+    return bool(compared) and all(is_flat(rewards) for rewards in compared)
+
+
 class Signal:
     """Counts the steps in a row in which no rollout got credit.
 
     At `limit` such steps training ends: as solved when all rewards equal the highest one of the
     run, else with an error. A highest reward of 0 or less only counts as solved if a lower one was
-    seen: penalties end at 0, but a reward that is always 0 is no success.
+    seen: penalties end at 0, but a reward that is always 0 is no success. All this holds for each
+    seat by itself.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._flat_steps = 0
-        self._top, self._bottom = -math.inf, math.inf
+        self._range: dict[str, tuple[float, float]] = {}
+        """The lowest and the highest reward of each seat."""
         self.solved = False
 
     def see(self, group: Group) -> None:
         """Remember the highest and the lowest reward."""
-        rewards = [t.reward for t in group.scored]
-        self._top, self._bottom = max([self._top, *rewards]), min([self._bottom, *rewards])
+        for seat, rewards in _by_seat([group]).items():
+            low, high = self._range.get(seat, (math.inf, -math.inf))
+            self._range[seat] = min([low, *rewards]), max([high, *rewards])
 
     def step(self, groups: list[Group], has_credit: bool) -> None:
         """Count a trained step. Raises NoSignalError at the limit, unless the task is solved."""
         self._flat_steps = 0 if has_credit else self._flat_steps + 1
         if self._flat_steps < self._limit:
             return
-        rewards = [t.reward for group in groups for t in group.scored]
-        at_top = is_flat([min(rewards), self._top])
-        if not at_top or (self._top <= 0 and is_flat([self._bottom, self._top])):
+        seats = _by_seat(groups)
+        if not all(self._at_top(seat, min(rewards)) for seat, rewards in seats.items()):
+            rewards = [reward for own in seats.values() for reward in own]
             raise NoSignalError(
                 f"{self._flat_steps} steps in a row had no signal: within each group all rewards "
                 f"were equal (mean {sum(rewards) / len(rewards):.3g}), so every advantage was 0. "
@@ -46,10 +60,23 @@ class Signal:
             )
         self.solved = True
 
+    def _at_top(self, seat: str, lowest: float) -> bool:
+        bottom, top = self._range.get(seat, (lowest, lowest))
+        return is_flat([lowest, top]) and not (top <= 0 and is_flat([bottom, top]))
+
     def state(self) -> dict[str, Any]:
-        return {"flat_steps": self._flat_steps, "top": self._top, "bottom": self._bottom}
+        return {"flat_steps": self._flat_steps, "range": self._range}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         if state["flat_steps"] < self._limit:  # else the run ended because of them
             self._flat_steps = state["flat_steps"]
-        self._top, self._bottom = state["top"], state["bottom"]
+        self._range = {seat: (low, high) for seat, (low, high) in state["range"].items()}
+
+
+def _by_seat(groups: Sequence[Group]) -> dict[str, list[float]]:
+    """The rewards of the scored trajectories of each seat."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        for trajectory in group.scored:
+            rewards.setdefault(trajectory.seat, []).append(trajectory.reward)
+    return rewards

@@ -19,7 +19,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 from retrain.adapters.base import Adapter
@@ -39,9 +39,6 @@ from retrain.pipeline.run import Run
 from retrain.rewarding import fail
 from retrain.rollout import Playback, Slot
 from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
-
-COLLECTIONS = (50_000, 20, 50)
-"""The thresholds of the garbage collector while a run trains."""
 
 
 async def train(
@@ -115,14 +112,16 @@ async def _open_and_drive(
     run: Run, opening: Adapter, resume: bool, start_from: Path | None
 ) -> Status:
     """Set up rewards and adapter, restore a checkpoint where one is wanted, drive the stages."""
-    async with run.parts.scorer.serving(run.record.fault), opening as adapter:
+    async with AsyncExitStack() as open_parts:
+        await open_parts.enter_async_context(run.parts.scorer.serving(run.record.fault))
+        adapter = await open_parts.enter_async_context(opening)
         try:
-            run.serve(adapter)
+            await open_parts.enter_async_context(run.serving(adapter))
             if resume:
                 await restore(run)
             elif start_from is not None:
                 await begin_from(run, start_from)
-            with _rare_collections():
+            with rare_collections(run.in_flight):
                 return await drive(run)
         except (Exception, asyncio.CancelledError) as error:
             failure = run.stalled if isinstance(error, asyncio.CancelledError) else error
@@ -243,7 +242,7 @@ def _hand_on(run: Run, group: Group, started: float) -> None:
 
 def _failed(prompt: Prompt, size: int, error: UserCodeError) -> Group:
     """A group of `size` rollouts that failed alike."""
-    group = Group(prompt, [Trajectory(prompt) for _ in range(size)])
+    group = Group(prompt, [Trajectory(prompt, index=index) for index in range(size)])
     for trajectory in group.trajectories:
         fail(trajectory, error)
     return group
@@ -295,7 +294,7 @@ async def step(run: Run) -> bool:
     row = run.record.step(
         number,
         groups,
-        {**noted, **metrics},
+        {**noted, **metrics, **run.endpoint_metrics()},
         trained=trained,
         version=run.version,
         evaluation=run.evaluation.take_row(),
@@ -323,9 +322,10 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
     Raises NoSignalError when no token was sampled, RunError for a wrong number of advantages.
     """
     parts = run.parts
-    returned = parts.algorithm.advantages(scored)
-    credits = fitting(scored, returned, f"the algorithm {type(parts.algorithm).__name__}")
-    samples = make_samples(scored, credits, paired=row_of(parts.loss).reads == "pairs")
+    alike = [part for group in scored for part in group.by_seat]
+    returned = parts.algorithm.advantages(alike)
+    credits = fitting(alike, returned, f"the algorithm {type(parts.algorithm).__name__}")
+    samples = make_samples(alike, credits, paired=row_of(parts.loss).reads == "pairs")
     if not samples:
         raise NoSignalError("the rollouts of this step have no sampled token to train on")
     has_credit = any(any(sample.advantages) for sample in samples)
@@ -376,13 +376,14 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Run the garbage collector rarely: with thousands of live rollouts each pass is slow.
+def rare_collections(rollouts: int) -> Iterator[None]:
+    """Run the garbage collector rarely, for this many rollouts in flight.
 
-    At 10,000 rollouts in flight the default thresholds cost a third of all CPU time.
+    A stage allocates for all of them before any is done. A pass in between is slow, since it visits
+    what all of them use, and finds no garbage.
     """
     before = gc.get_threshold()
-    gc.set_threshold(*COLLECTIONS)
+    gc.set_threshold(max(50_000, 100 * rollouts), 20, 50)
     try:
         yield
     finally:

@@ -82,7 +82,7 @@ class FunctionReward(RewardCalculator):
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.bound = bound
         self.is_async = is_async(function)
-        self._wants = self._declared()
+        self._wants = [(wanted, ARGUMENTS[wanted]) for wanted in self._declared()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **{**self.bound, **kwargs})
@@ -93,11 +93,11 @@ class FunctionReward(RewardCalculator):
 
     def call(self, trajectory: Trajectory) -> Any:
         """What the function returns: a verdict, or an awaitable of one."""
-        return self.call_with(self.arguments(trajectory))
+        return self.function(**self.arguments(trajectory), **self.bound)
 
     def arguments(self, trajectory: Trajectory) -> dict[str, Any]:
         """The arguments that it declares, of this rollout."""
-        return {name: ARGUMENTS[name](trajectory) for name in self._wants}
+        return {name: value_of(trajectory) for name, value_of in self._wants}
 
     def call_with(self, arguments: Mapping[str, Any]) -> Any:
         """What the function returns for these arguments."""
@@ -107,7 +107,7 @@ class FunctionReward(RewardCalculator):
     def needs_answer(self) -> bool:
         """Whether it requires the argument `answer`."""
         answer = inspect.signature(self.function).parameters.get("answer")
-        return answer is not None and answer.default is answer.empty and "answer" in self._wants
+        return answer is not None and answer.default is answer.empty and "answer" not in self.bound
 
     def _declared(self) -> tuple[str, ...]:
         """The arguments to call it with, less the bound ones."""

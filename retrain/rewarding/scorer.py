@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from retrain.algorithms.functional import LARGEST
-from retrain.concurrency.deadlines import STUCK_SECONDS, own_task
+from retrain.concurrency.deadlines import STUCK_SECONDS, OwnTask, own_task
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import DeadlinesConfig
 from retrain.errors import LateError, PluginError, RunError, UserCodeError, first_of, shown
@@ -162,11 +162,11 @@ class Scorer:
         """
         owner = f"reward '{part.name}'"
         tasks = [own_task(judged(owner, call)) for call in calls]
+        late: set[OwnTask[Any]] = set()
         try:
             await asyncio.sleep(0)  # calls that never wait are done after this
-            late = {task for task in tasks if not task.done()}
-            if late:
-                _, late = await asyncio.wait(late, timeout=self.deadlines.reward)
+            if waiting := [task for task in tasks if not task.done()]:
+                _, late = await asyncio.wait(waiting, timeout=self.deadlines.reward)
         except asyncio.CancelledError:
             for task in tasks:
                 task.end()

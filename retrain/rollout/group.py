@@ -3,6 +3,10 @@
 After reset, rollouts with equal prompts share one `sample(n=...)`, so that the prompt is prefilled
 once. An environment that fails sets the outcome of its rollout only; a sampler that fails ends the
 run. Seeds depend on the ticket, the rollout and the turn, never on timing.
+
+An environment that overrides `run` plays its whole rollout with an agent that calls the endpoint of
+the run (`calls.py`). A rollout with several seats has one conversation and one trajectory per seat
+(`seats.py`), and opponents may speak for some of them (`opponents.py`).
 """
 
 from __future__ import annotations
@@ -10,29 +14,41 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from retrain.chat import Chat, Conversation
 from retrain.concurrency.deadlines import adapter_call, user_call
 from retrain.config import RunConfig
-from retrain.environment import Action, StepResult, ToolSpec
+from retrain.environment import Action, Endpoint, StepResult, ToolSpec
 from retrain.errors import AdapterError, UserCodeError, text_of
 from retrain.rewarding import fail
 from retrain.rollout.answers import UnusableError, opening_of, prepare, result_of, tools_of
+from retrain.rollout.calls import NOTHING, CallError, Calls
 from retrain.rollout.instance import Instance, Job
+from retrain.rollout.opponents import Opponent
+from retrain.rollout.seats import SeatedCalls, Seats, seats_of
 from retrain.sampler import Sampler, SamplingParams
 from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory, Turn
 
 T = TypeVar("T")
 
 
+class Door(Protocol):
+    """Gives the agent of a rollout an endpoint: `retrain.endpoint.EndpointServer`."""
+
+    def open(self, calls: Calls, seats: Sequence[str]) -> AbstractAsyncContextManager[Endpoint]: ...
+
+
 class Rollouts:
     """Plays groups, with the sampler, the chat format and the limits of a run.
 
-    `progress` is called after each call of the sampler and of an environment.
+    `progress` is called after each call of the sampler and of an environment. `door` is for
+    environments that run an agent. `opponents` speak for the seats of these names.
     """
 
     def __init__(
@@ -42,15 +58,24 @@ class Rollouts:
         chat: Chat,
         context_length: int,
         progress: Callable[[], object] = lambda: None,
+        door: Door | None = None,
+        opponents: Mapping[str, Opponent] = NOTHING,
     ) -> None:
-        self.sampler, self.chat, self.progress = sampler, chat, progress
+        self.sampler, self.chat, self.progress, self.door = sampler, chat, progress, door
         self.params = SamplingParams(**dict(config.sampling), stop_token_ids=chat.stop_token_ids)
         self.context_length = min(
             context_length, config.rollout.max_sequence_length or context_length
         )
-        self.max_turns = config.rollout.max_turns
+        self.max_turns, self.max_tokens = config.rollout.max_turns, config.rollout.max_tokens
         self.deadlines = config.deadlines
         self.seed = config.train.seed
+        self.opponents = opponents
+
+    def against(self, opponents: Mapping[str, Opponent]) -> Rollouts:
+        """The same with other opponents."""
+        other = copy(self)
+        other.opponents = opponents
+        return other
 
     async def play(self, prompt: Prompt, instances: Sequence[Instance]) -> Group:
         """Play one rollout of `prompt` in each instance; one that isn't set up fails.
@@ -60,16 +85,19 @@ class Rollouts:
         rollouts = [
             _Rollout(self, prompt, instance, index) for index, instance in enumerate(instances)
         ]
-        await _each(rollouts, "reset", _Rollout.reset)
-        self._begin(rollouts)
-        await self._first_turns(rollouts)
-        await _each(rollouts, "step", _Rollout.play)
-        return Group(prompt, [r.trajectory for r in rollouts])
+        await _each(rollouts, "reset", _Rollout.reset, _Rollout.show)
+        if any(instance.overrides("run") for instance in instances):
+            await _each(rollouts, "run", _Rollout.run, lambda rollout: None)
+        else:
+            self._begin(rollouts)
+            await self._first_turns(rollouts)
+            await _each(rollouts, "step", _Rollout.play, _Rollout.end)
+        return Group(prompt, [t for r in rollouts for t in r.seats.dealt(r.trajectory)])
 
     def _begin(self, rollouts: Sequence[_Rollout]) -> None:
         """Tokenise the opening messages, equal ones once."""
         begun: list[_Rollout] = []
-        for rollout in [r for r in rollouts if r.alive]:
+        for rollout in [r for r in rollouts if r.opens]:
             for other in begun:
                 if other.opening == rollout.opening and other.tools == rollout.tools:
                     rollout.conversation = other.conversation.fork()
@@ -85,7 +113,7 @@ class Rollouts:
         """Sample all first turns, equal prompts together."""
         together: dict[int, list[_Rollout]] = {}
         for rollout in rollouts:  # equal openings share one list
-            if rollout.alive:
+            if rollout.opens:
                 together.setdefault(id(rollout.conversation.prompt_ids), []).append(rollout)
         if len(together) == 1:  # a failed one keeps its place: the others sample what they would
             [alive] = together.values()
@@ -105,25 +133,28 @@ class Rollouts:
 class _Rollout:
     """One rollout while it is played."""
 
-    __slots__ = ("conversation", "first", "index", "instance", "opening", "shared", "tools",
-                 "trajectory")  # fmt: skip
+    __slots__ = ("alive", "broken", "conversation", "first", "index", "instance", "opening",
+                 "seats", "shared", "tools", "trajectory")  # fmt: skip
 
+    broken: Callable[[BaseException], None]
+    """Ends the group with an error of the sampler, while an agent still runs."""
     conversation: Conversation
+    """Of the seat that speaks."""
     first: Completion
+    trajectory: Trajectory
+    """The whole rollout; `Seats.dealt` makes one of each seat."""
 
     def __init__(self, shared: Rollouts, prompt: Prompt, instance: Instance, index: int) -> None:
         self.shared = shared
         self.instance = instance
         self.index = index
-        self.trajectory = Trajectory(prompt)
+        self.trajectory = Trajectory(prompt, index=index)
+        self.seats = NO_SEATS
         self.opening: Sequence[Message] = ()
         self.tools: Sequence[ToolSpec] = ()
+        self.alive = instance.error is None
         if instance.error is not None:
             fail(self.trajectory, instance.error)
-
-    @property
-    def alive(self) -> bool:
-        return self.trajectory.outcome == "ok"
 
     def fail(self, error: UserCodeError) -> None:
         """Set the outcome of this rollout, once."""
@@ -131,21 +162,46 @@ class _Rollout:
         if self.alive and isinstance(error, UnusableError):
             self._fail("invalid", str(error))
         elif self.alive:
+            self.alive = False
             fail(self.trajectory, error)
+
+    @property
+    def opens(self) -> bool:
+        """Whether the model speaks first."""
+        return self.alive and self.seats.opponent is None
 
     async def reset(self) -> None:
         """Get the opening messages and the tools."""
         prompt, environment = self.trajectory.prompt, self.instance.environment
-        self.opening = prompt.messages
         name = self._name("reset")
         try:
             prepare(name, environment, prompt)
-            if self.instance.overrides("reset"):
-                answer = await self._call("reset", lambda: environment.reset(prompt))
-                self.opening = opening_of(name, answer)
+            self._seat()
+            answer = await self._call("reset", lambda: environment.reset(prompt))
+            self.opening = opening_of(name, answer)
             self.tools = tools_of(self.instance.name, environment)
         except UserCodeError as error:
             self.fail(error)
+
+    def show(self) -> None:
+        """`reset` of an environment without its own: the prompt's messages."""
+        prompt, environment = self.trajectory.prompt, self.instance.environment
+        self.opening = prompt.messages
+        try:
+            prepare(self._name("reset"), environment, prompt)
+            self._seat()
+            self.tools = tools_of(self.instance.name, environment)
+        except UserCodeError as error:
+            self.fail(error)
+
+    def _seat(self) -> None:
+        """Take the environment's seats; raises UserCodeError."""
+        names = seats_of(self.instance.name, self.instance.environment)
+        if not names:
+            return
+        if not self.instance.overrides("step") and not self.instance.overrides("run"):
+            raise UserCodeError(f"{self.instance.name} has seats, so it must override step or run")
+        self.seats = Seats(names, self.shared.opponents)
 
     def begin(self) -> None:
         try:
@@ -165,15 +221,95 @@ class _Rollout:
 
     async def play(self) -> None:
         """Play turn after turn, until the environment or a limit ends the episode."""
-        completion: Completion | None = self.first
-        trajectory, conversation = self.trajectory, self.conversation
+        turns, seats = self.trajectory.turns, self.seats
+        completion: Completion | None
+        if seats.opponent is not None:
+            completion = await self._answer(StepResult(self.opening, 0.0, False, False, {}))
+        else:
+            completion = self.first
+            if seats.names:
+                seats.conversations[seats.speaker] = self.conversation
         while completion is not None:
+            conversation, seat = self.conversation, seats.speaker
             prompt_ids = conversation.prompt_ids
             action = conversation.reply(completion)
             result = await self._step(action)
             observation = () if result is None else result.observation
-            trajectory.turns.append(Turn(prompt_ids, completion, observation))
+            turns.append(Turn(prompt_ids, completion, observation, seat))
             completion = None if result is None else await self._answer(result)
+        if not seats.names:
+            self.trajectory.messages = self.conversation.messages
+
+    async def run(self) -> None:
+        """Let the agent play, and take what its calls sampled."""
+        shared, environment = self.shared, self.instance.environment
+        assert shared.door is not None, "the run opens an endpoint for such an environment"
+        limits = shared.max_turns, shared.max_tokens
+        if not self.seats.names:
+            self.seats = Seats()
+        calls = SeatedCalls(shared.chat, self._sample_for, limits, self.seats, self._ask)
+        result: StepResult | None = None
+        error: UserCodeError | None = None
+        async with shared.door.open(calls, environment.seats) as endpoint:
+            try:
+                answer = await self._call("run", lambda: environment.run(endpoint), "agent")
+                result = result_of(self._name("run"), answer)
+            except UserCodeError as raised:
+                error = raised
+        error = calls.opponent_error or error
+        try:
+            self._take(calls, result)
+        except UserCodeError as raised:
+            error = error or raised
+        if calls.truncated and calls.opponent_error is None:
+            # an agent may well fail when it gets no more replies
+            self.trajectory.info["truncated"] = calls.truncated
+            if error is not None:
+                self.trajectory.info["error"] = str(error)
+        elif error is not None:
+            self.fail(error)
+        if self.alive and not calls.turns:
+            why = f"met the limit {calls.truncated} at its first call" if calls.truncated else ""
+            why = why or "never called the model"
+            self._fail("invalid", f"{self._name('run')}: the agent {why}")
+
+    def _take(self, calls: Calls, result: StepResult | None) -> None:
+        """Take over an agent's calls and its result; raises UserCodeError for wrong rewards."""
+        trajectory, seats = self.trajectory, self.seats
+        trajectory.turns, seats.histories = calls.turns, calls.histories
+        for turn in calls.turns:
+            seats.earn(turn.seat, turn.reward)
+        for seat in seats.histories:
+            seats.earn(seat, calls.rewarded + (0.0 if result is None else result.reward))
+        if result is not None:
+            info = seats.note(self._name("run"), result.info)
+            completion = info.pop("completion", None)
+            trajectory.result = None if completion is None else str(completion)
+            trajectory.info.update(info)
+
+    async def _sample_for(
+        self, prompt_ids: list[int], n: int, key: str, options: Mapping[str, Any]
+    ) -> list[Completion]:
+        """Sample for an agent's call; see `calls.Sample`."""
+        if len(prompt_ids) >= self.shared.context_length:
+            raise CallError(
+                400,
+                "context_length_exceeded",
+                f"the prompt has {len(prompt_ids)} tokens, expected fewer than "
+                f"{self.shared.context_length}",
+            )
+        options = {"seed": self._seed(key), **options}
+        try:
+            return await self._sampled(prompt_ids, n, options)
+        except Exception as error:
+            self.broken(error)
+            raise
+
+    def end(self) -> None:
+        """`play` of an environment without its own `step`: the first turn is the only one."""
+        trajectory, conversation = self.trajectory, self.conversation
+        trajectory.turns.append(Turn(conversation.prompt_ids, self.first))
+        conversation.reply(self.first)
         trajectory.messages = conversation.messages
 
     async def sample(self, n: int = 1, index: int | None = None) -> list[Completion]:
@@ -181,10 +317,16 @@ class _Rollout:
 
         Raises DeadlineError, AdapterError and what the sampler raises.
         """
-        shared, prompt_ids = self.shared, self.conversation.prompt_ids
-        max_tokens = min(shared.params.max_tokens, shared.context_length - len(prompt_ids))
-        seed = self._seed(self.index if index is None else index)
-        params = replace(shared.params, max_tokens=max_tokens, seed=seed)
+        seed = self._seed(str(len(self.trajectory.turns)), index)
+        return await self._sampled(self.conversation.prompt_ids, n, {"seed": seed})
+
+    async def _sampled(
+        self, prompt_ids: list[int], n: int, options: Mapping[str, Any]
+    ) -> list[Completion]:
+        shared = self.shared
+        wanted = options.get("max_tokens", shared.params.max_tokens)
+        max_tokens = min(wanted, shared.context_length - len(prompt_ids))
+        params = replace(shared.params, **{**options, "max_tokens": max_tokens})
         started = time.perf_counter()
         completions = await adapter_call(
             f"the sampler, with prompt {self.trajectory.prompt.id},",
@@ -204,30 +346,58 @@ class _Rollout:
 
     async def _step(self, action: Action) -> StepResult | None:
         """The result of the environment's `step`; None when the episode ends here."""
-        trajectory, environment = self.trajectory, self.instance.environment
-        if not self.instance.overrides("step"):
-            return None
+        trajectory, environment, seats = self.trajectory, self.instance.environment, self.seats
         try:
             answer = await self._call("step", lambda: environment.step(action))
             result = result_of(self._name("step"), answer)
+            if seats.names:
+                seats.earn(seats.speaker, result.reward)
+            else:
+                rewards = trajectory.rewards
+                rewards["environment"] = rewards.get("environment", 0.0) + result.reward
+            trajectory.info.update(seats.note(self._name("step"), result.info))
         except UserCodeError as error:
             self.fail(error)
             return None
-        rewards = trajectory.rewards
-        rewards["environment"] = rewards.get("environment", 0.0) + result.reward
-        trajectory.info.update(result.info)
         return result
 
     async def _answer(self, result: StepResult) -> Completion | None:
-        """Add the observation and sample the next turn; None when the episode is over."""
-        trajectory, shared = self.trajectory, self.shared
-        if result.terminated or result.truncated:
-            return None
-        if len(trajectory.turns) >= shared.max_turns:
-            trajectory.info["truncated"] = "max_turns"
-            return None
+        """Let opponents speak until a trained seat is next; None when the episode is over."""
+        trajectory, seats = self.trajectory, self.seats
+        answered: StepResult | None = result
+        while answered is not None and not (answered.terminated or answered.truncated):
+            if len(trajectory.turns) + seats.replies >= self.shared.max_turns:
+                trajectory.info["truncated"] = "max_turns"
+                return None
+            if seats.opponent is None:
+                return await self._next(answered.observation)
+            try:
+                text = await seats.opposed(self._ask, answered.observation)
+            except UserCodeError as error:
+                self.fail(error)
+                return None
+            answered = await self._step(Action(text))
+        return None
+
+    async def _ask(self, seat: str, messages: Sequence[Message], key: str) -> str:
+        """The reply of a seat's opponent, within `deadlines.step`; raises UserCodeError."""
+        opponent, seed = self.seats.opponents[seat], self._seed(f"{seat}/{key}")
+        name, limit = f"opponents.{seat} ({opponent.name})", self.shared.deadlines.step
+        started = time.perf_counter()
         try:
-            self.conversation.observe(result.observation)
+            answer = partial(opponent.reply, messages, seed)
+            return await user_call(name, answer, limit, "step", self.instance.abandon)
+        finally:
+            self._took("environment", started)
+
+    async def _next(self, observation: Sequence[Message]) -> Completion | None:
+        """Add the observation and sample the next turn; None when the episode ends."""
+        trajectory, shared, seats = self.trajectory, self.shared, self.seats
+        try:
+            if seats.names:
+                self.conversation = seats.heard(shared.chat, observation, self.tools)
+            else:
+                self.conversation.observe(observation)
         except Exception as error:  # noqa: BLE001 - the environment's messages are at fault
             self._fail("invalid", f"{self._name('step')}: {text_of(error)}")
             return None
@@ -241,12 +411,13 @@ class _Rollout:
             return None
         return completion
 
-    async def _call(self, stage: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, stage: str, call: Callable[[], Awaitable[T]], key: str = "") -> T:
         """Await user code within its deadline; raises UserCodeError."""
-        limit: float = getattr(self.shared.deadlines, stage)
+        key = key or stage
+        limit: float = getattr(self.shared.deadlines, key)
         started = time.perf_counter()
         try:
-            answer = await user_call(self._name(stage), call, limit, stage, self.instance.abandon)
+            answer = await user_call(self._name(stage), call, limit, key, self.instance.abandon)
         except UserCodeError:
             self._took("environment", started)
             raise
@@ -260,17 +431,22 @@ class _Rollout:
         seconds[stage] = round(seconds.get(stage, 0.0) + time.perf_counter() - started, 6)
 
     def _fail(self, outcome: Outcome, error: str) -> None:
+        self.alive = False
         self.trajectory.outcome = outcome
         self.trajectory.info["error"] = error
 
     def _name(self, stage: str) -> str:
         return f"{self.instance.name}.{stage}"
 
-    def _seed(self, index: int) -> int:
-        turn = len(self.trajectory.turns)
-        key = f"{self.shared.seed}/{self.trajectory.prompt.id}/{index}/{turn}"
+    def _seed(self, turn: str, index: int | None = None) -> int:
+        rollout = self.index if index is None else index
+        key = f"{self.shared.seed}/{self.trajectory.prompt.id}/{rollout}/{turn}"
         digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big") & 0x7FFFFFFF
+
+
+NO_SEATS = Seats()
+"""Shared by all rollouts without seats, which never change it."""
 
 
 class _Countdown:
@@ -291,22 +467,23 @@ class _Countdown:
 
 
 async def _each(
-    rollouts: Sequence[_Rollout], hook: str, call: Callable[[_Rollout], Awaitable[None]]
+    rollouts: Sequence[_Rollout],
+    hook: str,
+    call: Callable[[_Rollout], Awaitable[None]],
+    otherwise: Callable[[_Rollout], None],
 ) -> None:
-    """Do `call` for the rollouts that are alive: in the instance's task if it overrides `hook`.
-
-    The others call no user code and never wait.
-    """
-    alive = [rollout for rollout in rollouts if rollout.alive]
-    away = [rollout for rollout in alive if rollout.instance.overrides(hook)]
-    if not away:
-        for rollout in alive:
-            await call(rollout)
-        return
-    countdown = _Countdown(len(away))
+    """Do `call` in the tasks of the instances that override `hook`, and `otherwise` for others."""
+    away: list[_Rollout] = []
+    here: list[_Rollout] = []
+    for rollout in rollouts:
+        if rollout.alive:
+            (away if rollout.instance.overrides(hook) else here).append(rollout)
+    countdown = _Countdown(len(away)) if away else None
     for rollout in away:
+        assert countdown is not None
+        rollout.broken = countdown.done
         rollout.instance.do(Job(partial(call, rollout), rollout.fail, countdown.done))
-    for rollout in alive:
-        if not rollout.instance.overrides(hook):
-            await call(rollout)
-    await countdown.future
+    for rollout in here:
+        otherwise(rollout)
+    if countdown is not None:
+        await countdown.future

@@ -16,7 +16,7 @@ from retrain.config import DeadlinesConfig
 from retrain.environment import Environment
 from retrain.errors import UserCodeError, shown
 
-HOOKS = ("setup", "reset", "step", "close")
+HOOKS = ("setup", "reset", "step", "run", "close")
 _abandoned: set[asyncio.Task[None]] = set()
 
 

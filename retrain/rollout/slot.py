@@ -19,6 +19,8 @@ from retrain.rollout.group import Rollouts
 from retrain.rollout.instance import Instance, closed
 from retrain.types import Group, Prompt
 
+RETIRING = ("infra_error", "timeout")
+"""Outcomes after which an instance is replaced."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -48,10 +50,10 @@ class Slot:
     async def play(self, prompt: Prompt) -> Group:
         """Play and score one group. Raises only what the sampler raises."""
         group = await self._rollouts.play(prompt, await self._filled())
-        for index, trajectory in enumerate(group.trajectories):
-            if trajectory.outcome in ("infra_error", "timeout"):
-                self._retire(index)
-        await self._scorer.score(group)
+        for index in {t.index for t in group.trajectories if t.outcome in RETIRING}:
+            self._retire(index)
+        for alike in group.by_seat:
+            await self._scorer.score(alike)
         for trajectory in group.trajectories:
             if trajectory.info:  # user code may still change its dict
                 trajectory.info = plain(trajectory.info)

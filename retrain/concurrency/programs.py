@@ -1,0 +1,89 @@
+"""Run a program to its end, with its output kept in bounds; all that it started ends with it.
+
+A process that left the program's process group, such as a daemon, is found by a variable in its
+environment. That works on Linux only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from asyncio import StreamReader
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from retrain.concurrency import children
+from retrain.concurrency.guardian_process import MARK, end_marked
+from retrain.concurrency.threads import in_thread
+
+GRACE_SECONDS = 1.0
+"""How long a cancelled program may take to end after SIGTERM."""
+DRAIN_SECONDS = 1.0
+"""How long its output is read after it ended, if a process that is left still holds the pipes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a program ended."""
+
+    exit_code: int
+    """Negative for a signal."""
+    stdout: str
+    stderr: str
+
+
+async def run_program(
+    argv: Sequence[str | Path],
+    *,
+    stdin: str = "",
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    keep: int = 2**20,
+) -> Finished:
+    """Run a program; returns the last `keep` bytes of each of its outputs.
+
+    `env` is added to the environment of this process. When the call is cancelled, or the program
+    has ended, all processes that it started end. Raises OSError if the program can't be started.
+    """
+    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+    environment = {**children.plain_environment(), **(env or {}), MARK: mark}
+    process = await children.start(argv, env=environment, cwd=cwd, stderr=PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    kept = bytearray(), bytearray()
+    pipes = [
+        asyncio.create_task(_feed(process, stdin)),
+        asyncio.create_task(_read(process.stdout, kept[0], keep)),
+        asyncio.create_task(_read(process.stderr, kept[1], keep)),
+    ]
+    try:
+        await children.exited(process)
+    finally:
+        # What the program started may still hold the pipes, so it ends before they are read.
+        try:
+            code = await children.end(process, GRACE_SECONDS)
+        finally:
+            await in_thread(partial(end_marked, mark))
+            _, left = await asyncio.wait(pipes, timeout=DRAIN_SECONDS)
+            for pipe in left:
+                pipe.cancel()
+    return Finished(code, *[text.decode(errors="replace") for text in kept])
+
+
+async def _feed(process: Process, text: str) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read it
+        process.stdin.write(text.encode())
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _read(stream: StreamReader, kept: bytearray, keep: int) -> None:
+    while chunk := await stream.read(2**16):
+        kept += chunk
+        del kept[:-keep]

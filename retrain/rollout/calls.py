@@ -1,0 +1,313 @@
+"""The calls of an agent in one rollout, and which earlier call each one continues.
+
+A chat API gets the whole history with each call. If it begins with the history of an earlier call
+and its reply (`histories`), the new prompt continues that call's conversation and so its tokens.
+Every other history is rendered and encoded anew. So the calls of a rollout are a tree: an edited or
+compacted history, a sub-agent with its own system prompt, parallel calls and `n > 1` are branches.
+Batching makes a sample of each branch and trains what the branches share once
+(`retrain.batching.segments`).
+
+A call that is cancelled, because its client left or the rollout is over, leaves no turn and uses
+nothing of the budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+from retrain.chat import Chat, Conversation
+from retrain.chat.tools import as_template, split_reasoning
+from retrain.environment import Action, ToolCall, ToolSpec
+from retrain.errors import RetrainError, text_of
+from retrain.rollout.histories import Histories, Key, Said, Texts, renamed
+from retrain.sampler import hash_of
+from retrain.types import Completion, Message, Turn
+
+T = TypeVar("T")
+NOTHING: Mapping[Any, Any] = {}
+OVER = "the rollout of this API key is over"
+
+
+class CallError(Exception):
+    """Why a call gets no reply: `status` as in HTTP, `code` as in OpenAI's API."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One choice of an answer."""
+
+    turn: int
+    """Its number in the rollout, from 0."""
+    text: str
+    """The answer without reasoning and tool calls."""
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    completion: Completion
+    prompt_tokens: int
+
+    @property
+    def message(self) -> Message:
+        """What a history that continues it contains."""
+        message = Message(role="assistant", content=self.text)
+        if self.tool_calls:
+            message["tool_calls"] = [as_template(call) for call in self.tool_calls]
+        return message
+
+
+class Sample(Protocol):
+    """Samples `n` completions; the same `key` gets the same seed.
+
+    Raises CallError if the prompt leaves no room for a token, and what the sampler raises.
+    """
+
+    def __call__(
+        self, prompt_ids: list[int], n: int, key: str, options: Mapping[str, Any]
+    ) -> Coroutine[Any, Any, list[Completion]]: ...
+
+
+class Calls:
+    """The calls of one rollout; made when it starts, closed when it ends."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        sample: Sample,
+        max_turns: int,
+        max_tokens: int | None,
+        first_call: int = 0,
+    ) -> None:
+        """A call that would exceed `max_turns`, or begins after `max_tokens`, gets status 429.
+
+        The ids of tool calls are numbered from `first_call`.
+        """
+        self._chat, self._sample = chat, sample
+        self._max_turns, self._max_tokens = max_turns, max_tokens
+        self.turns: list[Turn] = []
+        self.histories: dict[str, tuple[Sequence[Message], Sequence[Mapping[str, Any]]]] = {}
+        """The conversation of each seat's last reply, and its tools."""
+        self.truncated = ""
+        """The limit that a call met: `max_turns`, `max_tokens` or `context`."""
+        self.rewarded = 0.0
+        """The reward that was posted for the whole rollout."""
+        self.failure: BaseException | None = None
+        """What the sampler raised: the run ends with it."""
+        self.closed = False
+        self._histories = Histories()
+        self._texts = Texts(chat.tokens)
+        self._numbers: dict[tuple[str, str], set[int]] = {}
+        """The calls of each prompt, which get different seeds."""
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._reserved, self._call_ids = 0, first_call
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: tuple[ToolSpec, ...] = (),
+        n: int = 1,
+        seat: str = "",
+        options: Mapping[str, Any] = NOTHING,
+    ) -> list[Reply]:
+        """`n` replies to a history; raises CallError.
+
+        `options` are fields of SamplingParams to use instead of the run's.
+        """
+        self._admit(n)
+        try:
+            place, found, asked, conversation = self._conversation(messages, tools, seat)
+        except (TypeError, ValueError, RecursionError, RetrainError) as error:
+            raise CallError(400, "invalid_request_error", f"messages: {text_of(error)}") from error
+        completions = await self._sampled(conversation.prompt_ids, n, seat, options)
+        parent, before = (None, NOTHING) if found is None else (found.turn, found.thoughts)
+        replies = []
+        for completion in completions:
+            said = conversation.fork()
+            action = said.reply(completion, first_call=self._call_ids)
+            self._call_ids += len(action.tool_calls)
+            reply = self._reply(conversation, said, action, completion, options)
+            turn = Turn(
+                conversation.prompt_ids,
+                completion,
+                parent=parent,
+                seat=seat,
+                messages=(*asked, said.messages[-1]),
+            )
+            self.turns.append(turn)
+            thoughts = {**before, len(messages): reply.reasoning}
+            self._histories.add(place, reply.message, Said(reply.turn, said, thoughts))
+            self.histories[seat] = said.messages, said.tools
+            replies.append(reply)
+        return replies
+
+    def count(
+        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...] = (), seat: str = ""
+    ) -> int:
+        """How many tokens the prompt of a call has; raises CallError."""
+        try:
+            *_, conversation = self._conversation(messages, tools, seat)
+        except (TypeError, ValueError, RecursionError, RetrainError) as error:
+            raise CallError(400, "invalid_request_error", f"messages: {text_of(error)}") from error
+        return len(conversation.prompt_ids)
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        n: int = 1,
+        seat: str = "",
+        options: Mapping[str, Any] = NOTHING,
+    ) -> list[Reply]:
+        """The continuations of a string or of token ids, without a chat template.
+
+        A prompt that begins with an earlier prompt of the seat and its continuation continues it.
+        Raises CallError.
+        """
+        self._admit(n)
+        try:
+            parent, prompt_ids, asked, text = self._texts.find(seat, prompt, self.turns)
+        except ValueError as error:
+            raise CallError(400, "invalid_request_error", f"prompt: {error}") from error
+        if not prompt_ids:
+            raise CallError(400, "invalid_request_error", "prompt: got an empty prompt")
+        completions = await self._sampled(prompt_ids, n, seat, options)
+        replies = []
+        for completion in completions:
+            number = len(self.turns)
+            message = Message(role="assistant", content=completion.text)
+            new = Message(role="user", content=asked)
+            self.turns.append(
+                Turn(prompt_ids, completion, parent=parent, seat=seat, messages=(new, message))
+            )
+            self._texts.add(seat, text, completion.text, number)
+            self.histories[seat] = [Message(role="user", content=text), message], ()
+            shown = _before_stop(completion, completion.text, options)
+            replies.append(Reply(number, shown, "", (), completion, len(prompt_ids)))
+        return replies
+
+    def reward(self, value: float, turn: int | None = None) -> None:
+        """Add to the reward of a turn, or of the whole rollout if `turn` is None.
+
+        Raises CallError if there is no such turn, or the rollout is over.
+        """
+        if self.closed:
+            raise CallError(401, "invalid_api_key", OVER)
+        if turn is None:
+            self.rewarded += value
+            return
+        if not 0 <= turn < len(self.turns):
+            raise CallError(404, "not_found", f"this rollout has no completion {turn}")
+        self.turns[turn] = replace(self.turns[turn], reward=self.turns[turn].reward + value)
+
+    async def close(self) -> None:
+        """The rollout is over: cancel the calls under way and refuse later ones."""
+        self.closed = True
+        tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _admit(self, n: int) -> None:
+        """Raise CallError if `n` more turns can't begin."""
+        if self.closed:
+            raise CallError(401, "invalid_api_key", OVER)
+        if self.failure is not None:
+            raise CallError(503, "server_error", "the run is ending: its sampler failed")
+        if len(self.turns) + self._reserved + n > self._max_turns:
+            self.truncated = "max_turns"
+            raise CallError(
+                429,
+                "insufficient_quota",
+                f"this rollout has used {len(self.turns) + self._reserved} of its "
+                f"{self._max_turns} completions (rollout.max_turns)",
+            )
+        sampled = sum([len(turn.completion.token_ids) for turn in self.turns])
+        if self._max_tokens is not None and sampled >= self._max_tokens:
+            self.truncated = "max_tokens"
+            raise CallError(
+                429,
+                "insufficient_quota",
+                f"this rollout has sampled {sampled} tokens, its limit is {self._max_tokens} "
+                "(rollout.max_tokens)",
+            )
+
+    def _conversation(
+        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], seat: str
+    ) -> tuple[int, Said | None, Sequence[Message], Conversation]:
+        """The place of a history, what it continues and adds, and its conversation."""
+        opening: Key = (seat, json.dumps([t.as_template() for t in tools], sort_keys=True))
+        place, last, found = self._histories.find(opening, messages)
+        if found is None:
+            return place, None, messages, self._chat.begin(messages, tools)
+        conversation = found.conversation.fork()
+        added = renamed(messages[last + 1 :], messages[last], conversation.messages[-1])
+        conversation.observe(added)
+        return place, found, added, conversation
+
+    async def _sampled(
+        self, prompt_ids: list[int], n: int, seat: str, options: Mapping[str, Any]
+    ) -> list[Completion]:
+        """Sample in a task of its own, so that `close` and a lost connection can cancel it."""
+        # Parallel calls come in any order, so the seed depends on the prompt, not on the turn.
+        hashed = hash_of(prompt_ids)
+        taken = self._numbers.setdefault((seat, hashed), set())
+        number = next(i for i in count() if i not in taken)
+        taken.add(number)
+        self._reserved += n
+        task = asyncio.ensure_future(
+            self._sample(prompt_ids, n, f"{seat}/{hashed}/{number}", options)
+        )
+        self._under_way.add(task)
+        try:
+            completions = await task
+        except BaseException as error:
+            task.cancel()
+            taken.discard(number)
+            if (answer := self._answer_to(error)) is None:
+                raise
+            raise answer from error
+        finally:
+            self._reserved -= n
+            self._under_way.discard(task)
+        if self.closed:  # it was answered just when the rollout ended
+            raise CallError(401, "invalid_api_key", OVER)
+        return completions
+
+    def _answer_to(self, error: BaseException) -> CallError | None:
+        """What a call gets for an error of the sampler; None if `error` itself is right."""
+        if isinstance(error, CallError) and error.code == "context_length_exceeded":
+            self.truncated = "context"
+        if isinstance(error, asyncio.CancelledError) and self.closed:
+            return CallError(401, "invalid_api_key", OVER)
+        if isinstance(error, CallError) or not isinstance(error, Exception):
+            return None
+        self.failure = self.failure or error
+        return CallError(503, "server_error", "the run is ending: its sampler failed")
+
+    def _reply(
+        self,
+        asked: Conversation,
+        said: Conversation,
+        action: Action,
+        completion: Completion,
+        options: Mapping[str, Any],
+    ) -> Reply:
+        """What the agent gets. A reply with a malformed call is only text."""
+        whole = action.text if action.readable else said.said
+        reasoning, text = split_reasoning(whole, asked.opens_reasoning)
+        text = _before_stop(completion, text, options)
+        calls = action.tool_calls if action.readable else ()
+        return Reply(len(self.turns), text, reasoning, calls, completion, len(asked.prompt_ids))
+
+
+def _before_stop(completion: Completion, text: str, options: Mapping[str, Any]) -> str:
+    """The text before the stop string of a call that ended it."""
+    stops = options.get("stop", ()) if completion.stop_reason == "stop" else ()
+    return text[: min([at for s in stops if (at := text.find(s)) >= 0], default=len(text))]
