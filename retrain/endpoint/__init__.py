@@ -1,0 +1,8 @@
+"""The chat endpoint: an agent's rollout calls the run's sampler as if it were a vendor's API.
+
+- `server`: a private URL and key per rollout, disconnects, errors; `connections` is its HTTP,
+  `guests` are the rollouts
+- `openai`, `completions`, `responses`, `anthropic`: the APIs, as conversions from and to
+  `rollout.calls`; `api` is what they share
+- `child`: a process that calls an agent's function
+"""

@@ -1,0 +1,148 @@
+"""HTTP of the endpoint: request bodies, answers, clients that disconnect or never speak."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+from collections.abc import Awaitable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from retrain.config import EndpointConfig
+from retrain.endpoint.api import Event, invalid
+from retrain.errors import RunError
+from retrain.rollout.calls import CallError
+
+T = TypeVar("T")
+BACKLOG = 2048
+OPEN_FILES = 8192
+"""What the process may open, if the system allows it: agents in it have a socket per call too."""
+MAX_BODY = 16 * 2**20
+"""Bytes of a request."""
+IDLE_SECONDS = 30.0
+"""Seconds for a client to send the head of its first request, and then each part of a body."""
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Closes connections that send half a request or none, which uvicorn would keep for ever."""
+
+    _check: asyncio.TimerHandle
+    _suspect: object = None
+    """The request after which the client was sending something incomplete at the last check."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._check = self.loop.call_later(IDLE_SECONDS, self._close_if_stuck)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._check.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_stuck(self) -> None:
+        request = self.cycle
+        # Data ends uvicorn's own timer: without it, what follows an answered request is incomplete.
+        stuck = request and request.response_complete and self.timeout_keep_alive_task is None
+        if request is None or (stuck and request is self._suspect):
+            self.transport.close()
+            return
+        self._suspect = request if stuck else None
+        self._check = self.loop.call_later(IDLE_SECONDS, self._close_if_stuck)
+
+
+def listen(config: EndpointConfig) -> socket.socket:
+    """A listening socket; raises RunError if the address is not available."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        found = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise RunError(
+            f"endpoint: can't listen on {config.host}:{config.port}: "
+            f"{error.strerror or error}. Set endpoint.port to 0 for a free port."
+        ) from error
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return found
+
+
+def url_of(listening: socket.socket) -> str:
+    """The URL under which this machine reaches a socket."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def body_of(http: Request) -> Mapping[str, Any]:
+    """The object that a request has as its body; raises CallError."""
+    body = bytearray()
+    try:
+        if int(http.headers.get("content-length", 0)) > MAX_BODY:
+            raise _too_large()
+        async with asyncio.timeout(IDLE_SECONDS) as limit:
+            async for chunk in http.stream():
+                limit.reschedule(asyncio.get_running_loop().time() + IDLE_SECONDS)
+                body += chunk
+                if len(body) > MAX_BODY:
+                    raise _too_large()
+    except ClientDisconnect:
+        raise CallError(499, "client_disconnected", "the client disconnected") from None
+    except TimeoutError:
+        message = f"no part of the body arrived for {IDLE_SECONDS:g} s"
+        raise CallError(408, "timeout", message) from None
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise invalid(f"the body is a {type(value).__name__}, expected an object")
+    return value
+
+
+def _too_large() -> CallError:
+    return CallError(413, "request_too_large", f"the body is over the limit of {MAX_BODY} bytes")
+
+
+async def while_connected(http: Request, call: Awaitable[T]) -> T:
+    """The result of a call, which is cancelled if the client disconnects."""
+    task = asyncio.ensure_future(call)
+    left = asyncio.ensure_future(http.receive())  # the body was read: only a disconnect is left
+    try:
+        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            raise CallError(499, "client_disconnected", "the client disconnected")
+        return task.result()
+    finally:
+        left.cancel()
+        task.cancel()
+
+
+def as_json(value: Any, status: int = 200) -> Response:
+    """In ASCII: what an agent sent may have half of a surrogate pair, which has no UTF-8 form.
+
+    SDKs may not repeat a call that failed: its reason is still there, and each would be a turn.
+    """
+    headers = {} if status == 200 else {"x-should-retry": "false"}
+    if status == 408:  # the rest of its body may never come
+        headers["connection"] = "close"
+    return Response(json.dumps(value), status, headers, "application/json")
+
+
+def as_stream(events: Iterable[Event]) -> Response:
+    """Server-sent events, all at once: they are written when the reply is complete."""
+    lines = []
+    for name, data in events:
+        text = data if isinstance(data, str) else json.dumps(data)
+        lines.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
+    return Response("".join(lines), media_type="text/event-stream")

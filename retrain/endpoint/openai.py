@@ -1,0 +1,256 @@
+"""OpenAI's API of chat completions, and what its other APIs share with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from retrain.endpoint.api import (
+    Decode,
+    Event,
+    Request,
+    Seed,
+    Stop,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    Wire,
+    arguments_of,
+    call_of,
+    finish,
+    invalid,
+    logprobs_of,
+    message_of,
+    offered,
+    options_of,
+    parse,
+    text_of,
+    unforced,
+    unused_of,
+)
+from retrain.rollout.calls import CallError, Reply
+from retrain.types import Message
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+"""The roles of the API, as templates name them."""
+UNUSED = (
+    "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
+    "min_tokens", "response_format", "reasoning_effort", "best_of", "suffix",
+)  # fmt: skip
+DONE: Event = ("", "[DONE]")
+Count = Annotated[int, Field(ge=1, le=128)]
+
+
+class _Function(Wire):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class _Call(Wire):
+    id: str = ""
+    function: _Function
+
+
+class _Message(Wire):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[_Call] | None = None
+    function_call: _Function | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class _StreamOptions(Wire):
+    include_usage: bool = False
+
+
+class Sampling(Wire):
+    model: str = ""
+    stream: bool | None = False
+    stream_options: _StreamOptions | None = None
+    n: Count | None = 1
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stop: Stop | None = None
+    seed: Seed | None = None
+
+
+class _Chat(Sampling):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    """What `tools` was called before."""
+    function_call: str | dict[str, Any] | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+
+
+NAMES = {
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "stop": "stop",
+    "seed": "seed",
+}
+
+
+class Chat:
+    """`POST /chat/completions`."""
+
+    prefix = "chatcmpl"
+
+    def read(self, body: Mapping[str, Any]) -> Request:
+        asked = parse(_Chat, body)
+        messages = [_message(m, f"messages.{i}") for i, m in enumerate(asked.messages)]
+        only_sampled("top_logprobs", asked.top_logprobs, most=0)
+        tools = offered(asked.tools or asked.functions or (), function_of)
+        choice = asked.tool_choice or asked.function_call
+        unforceable = unforced(tools, choice, asked.parallel_tool_calls)
+        return Request(
+            asked.model,
+            messages,
+            () if choice == "none" else tools,
+            n=asked.n or 1,
+            stream=bool(asked.stream),
+            options=options_of(asked, NAMES),
+            unused=unused_of(body, UNUSED) + unforceable,
+            body=asked,
+        )
+
+    def answer(
+        self, request: Request, answer_id: str, replies: Sequence[Reply], decode: Decode
+    ) -> dict[str, Any]:
+        choices = []
+        for index, reply in enumerate(replies):
+            message, reason = _said(reply), finish(reply)
+            if request.body.functions and not request.body.tools and "tool_calls" in message:
+                message["function_call"] = message.pop("tool_calls")[0]["function"]
+                reason = "function_call"
+            logprobs = None
+            if request.body.logprobs:
+                logprobs = {"content": logprobs_of(reply, decode), "refusal": None}
+            choices.append(
+                {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
+            )
+        return envelope("chat.completion", answer_id, request, choices, replies)
+
+    def events(self, request: Request, answer: dict[str, Any]) -> Iterator[Event]:
+        """The whole message in one event per choice, then its end, as SDKs accumulate them."""
+        head = {**answer, "object": "chat.completion.chunk"}
+        usage = head.pop("usage")
+        for choice in answer["choices"]:
+            delta = dict(choice["message"])
+            if calls := delta.get("tool_calls"):
+                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+            first = {"index": choice["index"], "delta": delta, "finish_reason": None}
+            last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+            yield "", {**head, "choices": [first | {"logprobs": choice["logprobs"]}]}
+            yield "", {**head, "choices": [last]}
+        yield from ending(request, head, usage)
+
+
+def error_body(error: CallError) -> dict[str, Any]:
+    """An error as OpenAI's SDKs read it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool; raises ValueError unless it is a function that the agent runs."""
+    if tool.get("type", "function") != "function":
+        raise ValueError(f"got a tool of type {tool['type']!r}, expected type 'function'")
+    return tool
+
+
+def _message(message: _Message, where: str) -> Message:
+    if message.role not in ROLES:
+        raise invalid(f"{where}.role: got {message.role!r}, expected one of {', '.join(ROLES)}")
+    calls = [
+        call_of(c.function.name, c.function.arguments, c.id, f"{where}.tool_calls.{i}")
+        for i, c in enumerate(message.tool_calls or ())
+    ]
+    if (call := message.function_call) is not None:
+        calls.append(call_of(call.name, call.arguments, "", f"{where}.function_call"))
+    return message_of(
+        ROLES[message.role],
+        text_of(message.content, f"{where}.content"),
+        reasoning_content=message.reasoning_content,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
+
+
+def only_sampled(name: str, got: int | None, most: int) -> None:
+    """Raise CallError 400 if a call asks for the log-probs of other tokens than the sampled."""
+    if got is not None and got > most:
+        raise invalid(
+            f"{name}: got {got}, expected at most {most}: the endpoint returns the log-probs of "
+            "sampled tokens only"
+        )
+
+
+def _said(reply: Reply) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+    if reply.reasoning:
+        said["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        said["content"] = reply.text or None
+        said["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments_of(call.arguments)},
+            }
+            for call in reply.tool_calls
+        ]
+    return said
+
+
+def envelope(
+    kind: str,
+    answer_id: str,
+    request: Request,
+    choices: Sequence[Mapping[str, Any]],
+    replies: Sequence[Reply],
+) -> dict[str, Any]:
+    sampled = sum(len(reply.completion.token_ids) for reply in replies)
+    prompt = replies[0].prompt_tokens
+    return {
+        "id": answer_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model,
+        "choices": list(choices),
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        },
+    }
+
+
+def ending(request: Request, head: dict[str, Any], usage: dict[str, Any]) -> Iterable[Event]:
+    options = request.body.stream_options
+    if options is not None and options.include_usage:
+        yield "", {**head, "choices": [], "usage": usage}
+    yield DONE

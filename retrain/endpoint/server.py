@@ -1,0 +1,256 @@
+"""The HTTP server of a run's endpoint: one URL and one key per rollout.
+
+    http://HOST:PORT/r/ID/v1/chat/completions
+
+- A call needs the key of its own rollout, and is answered while that is under way. Every other call
+  gets status 401, is counted, and samples nothing.
+- A call whose client disconnects is cancelled.
+- Errors have the form of the API that was called.
+- The server listens on the loopback interface unless `endpoint.host` says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from retrain.config import EndpointConfig
+from retrain.endpoint import anthropic, completions, openai, responses
+from retrain.endpoint.api import Api, Decode, Request, invalid, message_of
+from retrain.endpoint.connections import (
+    BACKLOG,
+    LOOPBACK,
+    Protocol,
+    as_json,
+    as_stream,
+    body_of,
+    listen,
+    url_of,
+    while_connected,
+)
+from retrain.endpoint.guests import Answer, Guest
+from retrain.environment import Endpoint
+from retrain.rollout.calls import CallError, Calls, Reply
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+APIS: Mapping[str, Api] = {
+    "/chat/completions": openai.Chat(),
+    "/completions": completions.Text(),
+    "/responses": responses.Responses(),
+    "/messages": anthropic.Messages(),
+}
+
+
+class EndpointServer:
+    """Serves the rollouts of a run; an async context manager."""
+
+    def __init__(self, config: EndpointConfig, decode: Decode) -> None:
+        self._config, self._decode = config, decode
+        self._guests: dict[str, Guest] = {}
+        self._warned: set[str] = set()
+        self._url = ""
+        self.rejected = 0
+        """Calls with a wrong key, or for a rollout that is over."""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[EndpointServer]:
+        """Listen. Raises RunError if the address is not available."""
+        config = self._config
+        listening = listen(config)
+        self._url = (config.public_url or url_of(listening)).rstrip("/")
+        if not config.host.startswith(LOOPBACK):
+            logger.warning(
+                "the endpoint listens on %s, so other machines can reach it; a call needs the key "
+                "of its rollout, which is sent unencrypted",
+                config.host,
+            )
+        server = uvicorn.Server(
+            uvicorn.Config(
+                self._app(),
+                http=Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
+        task = asyncio.create_task(server.serve(sockets=[listening]), name="endpoint")
+        try:
+            yield self
+        finally:
+            server.should_exit = True
+            await asyncio.wait([task])
+            listening.close()
+
+    @asynccontextmanager
+    async def open(self, calls: Calls, seats: Sequence[str] = ()) -> AsyncIterator[Endpoint]:
+        """A URL and a key for a rollout, until the block ends."""
+        guest, name = Guest(calls, seats), secrets.token_hex(8)
+        self._guests[name] = guest
+        model = guest.seats[0] if guest.seats else "policy"
+        try:
+            yield Endpoint(f"{self._url}/r/{name}/v1", guest.key, model)
+        finally:
+            del self._guests[name]
+            await calls.close()
+
+    def _app(self) -> Starlette:
+        below, known = "/r/{rollout}/v1", {path: self._answering(api) for path, api in APIS.items()}
+        known["/messages/count_tokens"] = self._count
+        known["/reward"] = self._reward
+        routes = [Route(f"{below}{path}", _safe(known[path]), methods=["POST"]) for path in known]
+        for path in ("/models", "/models/{model:path}"):
+            routes += [Route(f"{below}{path}", _safe(self._models), methods=["GET"])]
+        handlers: Mapping[Any, Any] = {HTTPException: _unknown, Exception: _broken}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    def _answering(self, api: Api) -> Handler:
+        async def handle(http: HttpRequest) -> Response:
+            guest = self._guest(http)
+            request = guest.whole(api.read(await body_of(http)))
+            request = replace(request, options=self._allowed(request))
+            replies = await while_connected(http, _sampled(guest, request))
+            first = replies[0]
+            answer_id = f"{api.prefix}-{http.path_params['rollout']}-{first.turn}"
+            guest.answers[answer_id] = Answer(first.turn, len(replies), request.messages, first)
+            answer = api.answer(request, answer_id, replies, self._decode)
+            return as_stream(api.events(request, answer)) if request.stream else as_json(answer)
+
+        return handle
+
+    async def _count(self, http: HttpRequest) -> Response:
+        guest = self._guest(http)
+        request = anthropic.read_count(await body_of(http))
+        seat = guest.seat(request.model)
+        return as_json({"input_tokens": guest.calls.count(request.messages, request.tools, seat)})
+
+    def _allowed(self, request: Request) -> dict[str, Any]:
+        """The agent's sampling arguments that count; the first use of any other is logged."""
+        honour = self._config.honour
+        for name in (*request.unused, *(set(request.options) - set(honour))):
+            if name not in self._warned:
+                self._warned.add(name)
+                known = name in request.options
+                logger.warning(
+                    "the agent sets %s, which %s",
+                    name,
+                    "the run's `sampling` section overrides; to let it count, add it to "
+                    "endpoint.honour"
+                    if known
+                    else "has no effect on the endpoint",
+                )
+        return {name: value for name, value in request.options.items() if name in honour}
+
+    def _guest(self, http: HttpRequest) -> Guest:
+        """The rollout of a call; raises CallError 401 unless the call has its key."""
+        guest = self._guests.get(http.path_params["rollout"])
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
+        given = http.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
+        if guest is None or not hmac.compare_digest(given.encode(), guest.key.encode()):
+            self.rejected += 1
+            raise CallError(
+                401, "invalid_api_key", "the API key is not valid for a rollout that is under way"
+            )
+        return guest
+
+    async def _models(self, http: HttpRequest) -> Response:
+        """The seats, in the forms of OpenAI and of Anthropic at once."""
+        guest = self._guest(http)
+        models = {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "retrain",
+                "type": "model",
+                "display_name": name,
+                "created_at": "1970-01-01T00:00:00Z",
+            }
+            for name in guest.seats or ("policy",)
+        }
+        if asked := http.path_params.get("model"):
+            return as_json({**models[guest.seat(asked) or "policy"], "id": asked})
+        names = list(models)
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return as_json({"object": "list", "data": list(models.values()), **ends})
+
+    async def _reward(self, http: HttpRequest) -> Response:
+        """`{"reward": 1.0}` for the rollout, with `"id"` of an answer for this call."""
+        guest, body = self._guest(http), await body_of(http)
+        value, turn = body.get("reward"), None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is None or not number or not abs(value) <= sys.float_info.max:
+            raise invalid(f"reward: got {value!r}, expected a finite number")
+        if body.get("id") is not None:
+            answer, index = guest.find(body["id"], "id", 404), body.get("index", 0)
+            if index not in range(answer.choices):
+                raise invalid(f"index: got {index!r}, expected 0 to {answer.choices - 1}")
+            turn = answer.turn + int(index)
+        guest.calls.reward(float(value), turn)
+        return as_json({"reward": value})
+
+
+async def _sampled(guest: Guest, request: Request) -> list[Reply]:
+    """The replies to a call; raises CallError."""
+    seat, options, messages = guest.seat(request.model), request.options, request.messages
+    if request.prompt is not None:
+        return await guest.calls.complete(request.prompt, request.n, seat, options)
+    if request.system:
+        messages = [message_of("system", request.system), *messages]
+    return await guest.calls.chat(messages, request.tools, request.n, seat, options)
+
+
+def _safe(handle: Handler) -> Handler:
+    """A handler whose CallErrors become answers."""
+
+    async def handled(http: HttpRequest) -> Response:
+        try:
+            return await handle(http)
+        except CallError as error:
+            return _refusal(http, error)
+
+    return handled
+
+
+def _refusal(http: HttpRequest, error: CallError) -> Response:
+    """An error in the form of the API that was called."""
+    theirs = "/messages" in http.url.path or "anthropic-version" in http.headers
+    form = anthropic.error_body if theirs else openai.error_body
+    return as_json(form(error), error.status)
+
+
+async def _unknown(http: HttpRequest, error: HTTPException) -> Response:
+    """No such path, or a method that it doesn't have."""
+    paths = ", ".join((*APIS, "/models"))
+    message = (
+        f"got {http.method} {http.url.path}, expected one of {paths} below the base URL, which "
+        "ends with /v1 for OpenAI's clients and without it for Anthropic's"
+    )
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    return _refusal(http, CallError(error.status_code, code, message))
+
+
+async def _broken(http: HttpRequest, error: Exception) -> Response:
+    return _refusal(http, CallError(500, "server_error", f"{type(error).__name__}: {error}"))
