@@ -21,11 +21,13 @@ from retrain.config import DeadlinesConfig, Plugin, RolloutConfig, RunConfig, lo
 from retrain.config.plugins import built_in_names
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment, ToolSpec
-from retrain.errors import UserCodeError, blame
+from retrain.errors import UserCodeError, blame, shown
+from retrain.rewarding import Scorer
+from retrain.rollout import Slot
 from retrain.rollout.answers import tools_of
 from retrain.rollout.instance import Instance, Job, closed
 from retrain.run import config_file
-from retrain.trial import Script, scripted, tried_rewards
+from retrain.trial import Script, doorway, scripted, tried_rewards
 from retrain.types import Prompt, Ticket
 
 Transcript = list[Any]  # what an environment replied: only compared
@@ -104,6 +106,9 @@ async def check_environment(
     except UserCodeError as error:
         await closed([instance], DEADLINE)
         return [Finding(False, "tools are valid", str(error))]
+    if instance.overrides("run"):
+        await closed([instance], DEADLINE)
+        return [Finding(True, "setup"), *await _played_by_agent(make, prompts[0]), *_leaks(before)]
     alone: Transcript = []
 
     async def play() -> None:
@@ -129,6 +134,34 @@ async def check_environment(
     return [*findings, *_leaks(before)]
 
 
+async def _played_by_agent(
+    make: Callable[[], Environment], prompt: Prompt
+) -> tuple[Finding, Finding]:
+    """Let an agent play against an endpoint whose model says right and wrong things."""
+    script, faults = Script(), list[str]()
+    crashes = dict[str, list[str]]()
+    replies = [*_replies(()), *_calls(())]
+    async with doorway(True) as door:
+        slot = Slot(1, make, scripted(_config(), script, door), Scorer([]), fault=faults.append)
+        try:
+            for script.reply in replies:
+                played = (await slot.play(prompt)).trajectories[0]  # all seats fail together
+                if played.outcome != "ok":
+                    crashes.setdefault(played.info["error"], []).append(shown(script.reply, 24))
+        finally:
+            await slot.close()
+    tried = sum(map(len, crashes.values()))
+    works = Finding(tried < len(replies), "the agent plays a rollout")
+    advice = [f"{error}\n        if the model says {', '.join(r)}" for error, r in crashes.items()]
+    remedy = "such a rollout is not trained: catch the error, and return what there is"
+    robust = Finding(
+        not crashes and not faults,
+        f"the agent ends without an error for {len(replies) - tried} of {len(replies)} replies",
+        "\n      ".join([*advice, *faults, remedy]) if crashes or faults else "",
+    )
+    return works, robust
+
+
 def _leaks(before: set[asyncio.Task[Any]]) -> list[Finding]:
     """Whether only tasks of `before` still run."""
     left = {t.get_name() for t in asyncio.all_tasks() - before if t is not asyncio.current_task()}
@@ -145,7 +178,16 @@ def _instances(
 
 
 def _limits() -> DeadlinesConfig:
-    return DeadlinesConfig(setup=DEADLINE, reset=DEADLINE, step=DEADLINE, close=DEADLINE)
+    return DeadlinesConfig(
+        setup=DEADLINE, reset=DEADLINE, step=DEADLINE, agent=DEADLINE, close=DEADLINE
+    )
+
+
+def _config() -> RunConfig:
+    """Of rollouts that are played here."""
+    return RunConfig(
+        prompts=Plugin(type="list"), rollout=RolloutConfig(max_turns=TURNS), deadlines=_limits()
+    )
 
 
 async def _tried(what: str, check: Awaitable[None]) -> Finding:
@@ -214,19 +256,17 @@ async def _played(instances: Sequence[Instance], prompts: Sequence[Prompt]) -> l
 
     Raises UserCodeError for a rollout that fails.
     """
-    config = RunConfig(
-        prompts=Plugin(type="list"), rollout=RolloutConfig(max_turns=TURNS), deadlines=_limits()
-    )
     script = Script()
-    rollouts = scripted(config, script)
+    rollouts = scripted(_config(), script)
     transcripts: list[Transcript] = [[] for _ in instances]
     for prompt in prompts:
         for script.reply in _replies(instances[0].environment.tools):
             group = await rollouts.play(prompt, instances)
-            for transcript, played in zip(transcripts, group.trajectories, strict=True):
+            for played in group.trajectories:
                 if played.outcome != "ok":
                     raise UserCodeError(played.info["error"])
-                last = repr(played.turns[-1].observation)
+                last = [repr(turn.observation) for turn in played.turns[-1:]]
+                transcript = transcripts[played.index]
                 transcript.append((played.messages, played.rewards, len(played.turns), last))
     return transcripts
 
@@ -235,12 +275,17 @@ def _replies(tools: Sequence[ToolSpec]) -> Iterator[str]:
     """The replies to try, right and wrong ones."""
     yield from ("hello", "", "42", "x" * 2000)
     if tools:
-        calls: list[tuple[str, dict[str, Any]]] = [("no_such_tool", {})]
-        calls += [(tool.name, {}) for tool in tools]
-        calls += [(tool.name, _example(tool)) for tool in tools]
-        for name, arguments in calls:
-            yield OPEN + json.dumps({"name": name, "arguments": arguments}) + CLOSE
-        yield f"{OPEN}this is not JSON{CLOSE}"
+        yield from _calls(tools)
+
+
+def _calls(tools: Sequence[ToolSpec]) -> Iterator[str]:
+    """Replies with a call of each tool, right and wrong, and of no tool."""
+    calls: list[tuple[str, dict[str, Any]]] = [("no_such_tool", {})]
+    calls += [(tool.name, {}) for tool in tools]
+    calls += [(tool.name, _example(tool)) for tool in tools]
+    for name, arguments in calls:
+        yield OPEN + json.dumps({"name": name, "arguments": arguments}) + CLOSE
+    yield f"{OPEN}this is not JSON{CLOSE}"
 
 
 def _example(tool: ToolSpec) -> dict[str, Any]:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from retrain.assembly import Parts
 from retrain.chat import Chat
-from retrain.config import RunConfig
+from retrain.config import EndpointConfig, RunConfig
 from retrain.errors import RunError, UserCodeError, shown
 from retrain.rewarding import Reward, Scorer, WeightedReward, checked, compares
 from retrain.rewarding.processes import ProcessReward
 from retrain.rollout import Rollouts, Slot
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from retrain.endpoint.server import EndpointServer
 
 GARBAGE = "]]}> \\boxed{ </think> 1e999 \x00 \ufffd \U0001f642 {{ ((" + "x" * 200
 """No answer to anything, and a trap for parsers."""
@@ -54,15 +59,16 @@ async def _played(parts: Parts, prompt: Prompt) -> list[Case]:
     if prompt.answer is not None:
         replies = {f"answer {shown(prompt.answer, 24)}": str(prompt.answer), **replies}
     script, unscored = Script(), Scorer([])
-    rollouts = scripted(parts.config, script)
-    slot = Slot(1, parts.environment, rollouts, unscored, fault=lambda _: None)
     cases: list[Case] = []
-    try:
-        for label, script.reply in replies.items():
-            group = await slot.play(prompt)
-            cases += [(label, trajectory) for trajectory in group.trajectories]
-    finally:
-        await slot.close()
+    async with doorway(parts.runs_agent) as door:
+        rollouts = scripted(parts.config, script, door)
+        slot = Slot(1, parts.environment, rollouts, unscored, fault=lambda _: None)
+        try:
+            for label, script.reply in replies.items():
+                group = await slot.play(prompt)
+                cases += [(f"{label} {t.seat}".rstrip(), t) for t in group.trajectories]
+        finally:
+            await slot.close()
     return cases
 
 
@@ -97,10 +103,23 @@ def _described(judged: Reward) -> str:
     return f"{judged.value:g}" + (f" ({components})" if components else "")
 
 
-def scripted(config: RunConfig, script: Script) -> Rollouts:
+@asynccontextmanager
+async def doorway(needed: bool) -> AsyncIterator[EndpointServer | None]:
+    """An endpoint for agents, on a free port of the loopback interface."""
+    if not needed:
+        yield None
+        return
+    from retrain.endpoint.server import EndpointServer
+
+    letters = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
+    async with EndpointServer(EndpointConfig(), letters.decode).serving() as door:
+        yield door
+
+
+def scripted(config: RunConfig, script: Script, door: EndpointServer | None = None) -> Rollouts:
     """Rollouts whose model is a script, with one token per character and no limit of context."""
     letters = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
-    return Rollouts(config, script, Chat(letters, template="none"), sys.maxsize)
+    return Rollouts(config, script, Chat(letters, template="none"), sys.maxsize, door=door)
 
 
 class Script:

@@ -1,0 +1,279 @@
+"""Train an agent that knows nothing of `retrain`: it calls the model at a private endpoint.
+
+    environment: {type: agent, run: my_agent.py:solve}
+    environment: {type: agent, command: [python, my_agent.py, "{prompt}"]}
+
+- `run` is a function, async or plain, that gets those of the VALUES that it declares. Its result is
+  the `completion` that rewards get, or a dict: `completion`, `reward`, and more for `info`.
+- `command` is started for each rollout, in a working folder of its own, with the endpoint in
+  OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ... Its output is the `completion`.
+
+See docs/agents.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from retrain import (
+    ConfigError,
+    Endpoint,
+    Environment,
+    Finished,
+    StepResult,
+    find_function,
+    in_thread,
+    run_program,
+)
+
+ENDPOINT = ("base_url", "anthropic_url", "api_key", "model")
+VALUES = ("prompt", "messages", "answer", "metadata", *ENDPOINT, "folder")
+"""What a function may declare and a command may name as {prompt}, {messages}, ..."""
+NAMED = re.compile(r"(?<!\$)(?:\{\{([a-z_]+)\}\}|\{([a-z_]+)\})")
+"""{{name}}, for the braces themselves, or {name}; not the ${name} of a shell."""
+TAIL = 2000
+"""Characters of a command's other output that are kept."""
+
+
+class Agent(Environment):
+    """Runs a function or a command that calls the model itself.
+
+    Args:
+        run: A function as path/file.py:name or module:name.
+        process: Run the function in a process of its own, so that it can be ended.
+        command: A program and its arguments, instead of `run`.
+        stdin: The input of a command.
+        files: Text files that a command finds in its working folder.
+        env: More environment variables of a command.
+        output: What is the completion of a command: its `stdout`, or a file in its working folder.
+        exit_codes: Exit codes of a command that are results, by default 0; any other is a crash.
+        seats: The values of the argument `model`, if several parties are trained.
+    """
+
+    def __init__(  # noqa: PLR0913 - its keys in the YAML
+        self,
+        *,
+        run: str | None = None,
+        process: bool = False,
+        command: list[str] | None = None,
+        stdin: str = "",
+        files: dict[str, str] | None = None,
+        env: dict[str, str] | None = None,
+        output: str = "stdout",
+        exit_codes: Sequence[int] = (0,),
+        seats: list[str] | None = None,
+        base_dir: Path = Path(),
+    ) -> None:
+        if (run is None) == (command is None):
+            raise ConfigError("environment: expected either `run` (a function) or `command`")
+        self.seats = tuple(seats or ())
+        self.path, self.process, self.base_dir = run, process, base_dir.resolve()
+        self.stdin, self.files, self.env = stdin, files or {}, env or {}
+        self.output, self.exit_codes = output, tuple(exit_codes)
+        others = {"stdin": stdin, "files": files, "env": env, "output": output != "stdout"}
+        if run is not None:
+            _only("command", {**others, "exit_codes": self.exit_codes != (0,)})
+            self.function = find_function(run, base_dir, "environment.run")
+            self.wanted = _wanted(self.function)
+        else:
+            _only("run", {"process": process})
+            self.command = _found(command or [], self.base_dir)
+            _check_names({"command": command, "stdin": [stdin]})
+            _check_names({"files": self.files.values(), "env": self.env.values()})
+            for name in (*self.files, output):
+                _check_inside(name)
+
+    async def run(self, endpoint: Endpoint) -> StepResult:
+        values = {
+            "prompt": self.prompt.text,
+            "messages": list(self.prompt.messages),
+            "answer": self.prompt.answer,
+            "metadata": dict(self.prompt.metadata),
+            **{name: getattr(endpoint, name) for name in ENDPOINT},
+        }
+        if self.path is not None and not self.process and "folder" not in self.wanted:
+            return _result(await self._call(values))
+        async with _folder() as folder:
+            values["folder"] = str(folder)
+            if self.path is None:
+                return await self._start(folder, values)
+            call = self._in_process(folder, values) if self.process else self._call(values)
+            return _result(await call)
+
+    async def _call(self, values: Mapping[str, Any]) -> Any:
+        call = partial(self.function, **{name: values[name] for name in self.wanted})
+        if inspect.iscoroutinefunction(self.function):
+            return await call()
+        answer = await in_thread(call)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async def _in_process(self, folder: Path, values: Mapping[str, Any]) -> Any:
+        arguments = {name: values[name] for name in self.wanted}
+        home = str(self.base_dir)
+        job = {"function": self.path, "base_dir": home, "arguments": arguments}
+        done = await run_program(
+            [sys.executable, "-m", "retrain.endpoint.child", folder],
+            stdin=json.dumps(job),
+            env=_variables(values),
+        )
+        if done.exit_code:
+            raise RuntimeError(_failure("the process of the function", done))
+        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+    async def _start(self, folder: Path, values: Mapping[str, Any]) -> StepResult:
+        for name, text in self.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_filled(text, values), encoding="utf-8")
+        env = {name: _filled(text, values) for name, text in self.env.items()}
+        done = await run_program(
+            [_filled(part, values) for part in self.command],
+            stdin=_filled(self.stdin, values),
+            cwd=folder,
+            env={**_variables(values), **env},
+        )
+        program = Path(self.command[0]).name
+        if done.exit_code not in self.exit_codes:
+            raise RuntimeError(_failure(program, done))
+        info: dict[str, Any] = {"exit_code": done.exit_code, "stderr": done.stderr[-TAIL:]}
+        if self.output == "stdout":
+            return _result({**info, "completion": done.stdout.strip()})
+        try:
+            text = (folder / self.output).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise RuntimeError(
+                _failure(f"{program} wrote no file {self.output}: it", done)
+            ) from error
+        return _result({**info, "stdout": done.stdout[-TAIL:], "completion": text.strip()})
+
+
+def _only(key: str, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for keys that have no effect, as they belong to `key`."""
+    if unused := [name for name, value in given.items() if value]:
+        raise ConfigError(f"environment.{unused[0]}: only for `{key}`; remove it")
+
+
+def _wanted(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The arguments that an agent declares; raises ConfigError for one that doesn't exist."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return VALUES
+    named = [p for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    unknown = [p.name for p in named if p.name not in VALUES and p.default is p.empty]
+    if unknown:
+        raise ConfigError(
+            f"environment.run: the function requires {', '.join(unknown)}, expected any of "
+            f"{', '.join(VALUES)}. Give other arguments a default."
+        )
+    return tuple(p.name for p in named if p.name in VALUES)
+
+
+def _found(command: Sequence[str], base_dir: Path) -> list[str]:
+    """A command whose program and files are absolute paths: it runs in another folder.
+
+    A relative path is resolved in the config's folder, then in the working folder. Raises
+    ConfigError if there is no such program.
+    """
+    if not command:
+        raise ConfigError("environment.command: got an empty list, expected a program")
+    places = (base_dir, Path.cwd())
+    parts = [
+        next((str(place / part) for place in places if part and (place / part).is_file()), part)
+        for part in command
+    ]
+    program = parts[0]
+    if "{" not in program and shutil.which(program, path=_search_path()) is None:
+        raise ConfigError(
+            f"environment.command: there is no program {program!r}. Install it, or give its path."
+        )
+    return parts
+
+
+def _check_names(texts: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a {name} that is not known."""
+    for key, parts in texts.items():
+        for match in (m for part in parts or () for m in NAMED.finditer(part)):
+            if match[2] and match[2] not in VALUES:
+                raise ConfigError(
+                    f"environment.{key}: got {match[0]}, expected one of "
+                    f"{', '.join('{' + name + '}' for name in VALUES)}; "
+                    f"write {{{match[0]}}} for the braces themselves"
+                )
+
+
+def _check_inside(name: str) -> None:
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ConfigError(f"environment: got the file {name!r}, expected one in the working folder")
+
+
+@asynccontextmanager
+async def _folder() -> AsyncIterator[Path]:
+    """A new folder, which is removed in a thread: an agent may leave many files."""
+    folder = Path(tempfile.mkdtemp(prefix="retrain-agent-"))
+    try:
+        yield folder
+    finally:
+        await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
+
+
+def _result(answer: Any) -> StepResult:
+    """What an agent returned: a StepResult, a dict of `info`, or the completion."""
+    if isinstance(answer, StepResult):
+        return answer
+    if isinstance(answer, Mapping):
+        info = dict(answer)
+        return StepResult([], info.pop("reward", 0.0), True, False, info)
+    if answer is not None and not isinstance(answer, str | int | float):
+        raise TypeError(
+            f"the agent returned a {type(answer).__name__}, expected a string (the completion), "
+            "a dict (`completion`, `reward`, and more for `info`) or nothing"
+        )
+    return StepResult([], 0.0, True, False, {} if answer is None else {"completion": str(answer)})
+
+
+def _variables(values: Mapping[str, Any]) -> dict[str, str]:
+    """Where SDKs find the endpoint; `python` is the interpreter of the run."""
+    return {
+        "PATH": _search_path(),
+        "OPENAI_BASE_URL": values["base_url"],
+        "OPENAI_API_BASE": values["base_url"],
+        "OPENAI_API_KEY": values["api_key"],
+        "OPENAI_MODEL": values["model"],
+        "ANTHROPIC_BASE_URL": values["anthropic_url"],
+        "ANTHROPIC_API_KEY": values["api_key"],
+        "ANTHROPIC_MODEL": values["model"],
+    }
+
+
+def _search_path() -> str:
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+
+
+def _filled(text: str, values: Mapping[str, Any]) -> str:
+    """The text with its {names} replaced in one pass: a prompt may have such names itself."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1]:
+            return f"{{{match[1]}}}"
+        found = values[match[2]]
+        return found if isinstance(found, str) else json.dumps(found)
+
+    return NAMED.sub(value, text)
+
+
+def _failure(what: str, done: Finished) -> str:
+    ending = f"{what} ended with exit code {done.exit_code}"
+    tail = (done.stderr.strip() or done.stdout.strip())[-TAIL:]
+    return f"{ending}: {tail}" if tail else ending

@@ -1,0 +1,79 @@
+"""Environments of the package `verifiers` (0.4), by their own harness, client and rubric.
+
+    environment: {type: verifiers, id: my_taskset}
+    prompts: [{prompt: first task, idx: 0}, {prompt: second task, idx: 1}]
+
+The column `idx` of a prompt is the number of its task in the taskset. Its text is only a label: the
+harness sends the messages of the task, to the endpoint of the run. The reward is the rubric's.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+from retrain import ConfigError, Endpoint, Environment, StepResult
+
+NO_KEY = "RETRAIN_ENDPOINT"
+"""A variable that is not set: without it, the client would send the key of a hosted service."""
+
+
+class Verifiers(Environment):
+    """Plays tasks of a taskset, with a harness as a process of this machine.
+
+    Args:
+        id: The installed taskset package.
+        env: More of its `env` section, as in its own configs: `taskset`, `agent`, `interception`.
+    """
+
+    def __init__(self, *, id: str, env: dict[str, Any] | None = None) -> None:
+        try:
+            from verifiers.v1.utils.loaders import resolve_env_config
+        except ImportError as error:
+            raise ConfigError(
+                f"environment verifiers: {error}; install it with `pip install 'verifiers>=0.4'`"
+            ) from error
+        given = env or {}
+        agent = {"runtime": {"type": "subprocess"}, **given.get("agent", {})}
+        taskset = {**given.get("taskset", {}), "id": id}
+        try:
+            self.config = resolve_env_config({**given, "agent": agent, "taskset": taskset})
+        except (ImportError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"environment verifiers: {error}") from error
+
+    async def setup(self) -> None:
+        from verifiers.v1 import load_environment
+
+        self.opened = AsyncExitStack()
+        self.env = load_environment(self.config)
+        await self.opened.enter_async_context(self.env.serving())
+
+    async def run(self, endpoint: Endpoint) -> StepResult:
+        from verifiers.v1 import EvalClientConfig, ModelContext
+
+        client = EvalClientConfig(
+            base_url=endpoint.base_url,
+            api_key_var=NO_KEY,
+            headers={"X-Api-Key": endpoint.api_key},
+        )
+        [slot] = self.env.slots(self._task())
+        episode = await self.env.run_slot(slot, ModelContext(endpoint.model, client))
+        errors = [*episode.errors, *[error for t in episode.traces for error in t.errors]]
+        if errors:
+            raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
+        trained = [trace for trace in episode.traces if trace.agent.trainable]
+        scores = {name: r.value for t in trained for name, r in t.rewards.items() if r is not None}
+        reward = sum(trace.reward for trace in trained)
+        return StepResult([], reward, True, False, {"rubric": scores})
+
+    async def close(self) -> None:
+        await self.opened.aclose()
+
+    def _task(self) -> Any:
+        """The task of the prompt; raises ValueError if the taskset has none of its number."""
+        index = self.prompt.metadata.get("idx")
+        if not isinstance(index, int) or index < 0:
+            raise ValueError(f"prompt: got the idx {index!r}, expected the number of a task")
+        for task in self.env.taskset.include(idx=[f"{index}:{index + 1}"]):
+            return task
+        raise ValueError(f"prompt: the taskset has no task {index}")

@@ -1,0 +1,371 @@
+"""Agents that know nothing of retrain: how they are named, what rewards see, what contains them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.agent import Agent
+from retrain import find_function, parse_config, run_program
+from retrain.assembly import assemble, build
+from retrain.check import check_environment
+from retrain.concurrency import deadlines
+from retrain.endpoint.server import EndpointServer
+from retrain.errors import AdapterError, ConfigError
+from retrain.observe.run_dir import read_metrics
+from retrain.rollout import instance
+from retrain.types import Trajectory
+from tests.agent_kit import Echo, played, written
+
+ROOT = Path(__file__).parent.parent
+AGENTS = """
+import asyncio, sys, threading
+from pathlib import Path
+
+async def solve(prompt, base_url, api_key, model, extra=3):
+    return await asyncio.to_thread(call, prompt, base_url, api_key) + model
+
+def plain(messages, metadata, **rest):
+    said = call(messages[0]["content"], rest["base_url"], rest["api_key"])
+    call("", rest["base_url"], rest["api_key"], "/reward", reward=0.5)
+    return {"completion": said * 2, "reward": 1.0, "n": metadata["n"], "folder": rest["folder"]}
+
+def in_process(prompt, folder):
+    print("not the result")
+    return {"completion": call(prompt), "here": folder == str(Path.cwd())}
+
+def picky(prompt, base_url, api_key):
+    return 1 / (call(prompt, base_url, api_key) == "hello")
+
+def thing(prompt, base_url, api_key):
+    return object()
+
+def question(question):
+    return ""
+
+async def greedy(prompt, base_url, api_key):
+    for _ in range(5):
+        await asyncio.to_thread(call, prompt, base_url, api_key)
+
+async def hangs(prompt, base_url, api_key):
+    try:
+        await asyncio.to_thread(call, prompt, base_url, api_key)
+    except Exception:
+        pass
+    await asyncio.Event().wait()
+
+async def swallows(prompt, base_url, api_key):
+    for _ in range(2):  # the deadline, and the end of the instance
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+    await asyncio.Event().wait()
+
+def blocks(prompt, base_url, api_key):
+    call(prompt, base_url, api_key)
+    RELEASED.wait(60)
+
+RELEASED = threading.Event()
+keys, refused = [], []
+async def leaves(prompt, base_url, api_key):
+    async def late():
+        await asyncio.sleep(0)
+        while len(keys) < 2:
+            await asyncio.sleep(0.01)
+        for url, key in ((base_url, keys[1][1]), (keys[1][0], api_key)):
+            try:
+                await asyncio.to_thread(call, "late", url, key)
+            except Exception as error:
+                refused.append(error.code)
+    said = await asyncio.to_thread(call, prompt, base_url, api_key)
+    keys.append((base_url, api_key))
+    if len(keys) == 1:
+        task = asyncio.create_task(late())
+    else:
+        while len(refused) < 2:
+            await asyncio.sleep(0.01)
+    return f"{said} {refused}"
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    if what == "file":
+        text = call(rest[0] + sys.stdin.read() + Path("sub/task.txt").read_text())
+        Path("out.txt").write_text(text + os.environ["OWN"])
+        print("log"); print("warned", file=sys.stderr)
+        raise SystemExit(7)
+    if what == "crash":
+        raise SystemExit("the model " + call("said"))
+    print(call(rest[0]))
+"""
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Path:
+    return written(tmp_path, AGENTS)
+
+
+async def one(keys: dict[str, Any], **more: Any) -> Trajectory:
+    [trajectory] = (await played(keys, **more)).trajectories
+    return trajectory
+
+
+async def test_a_function_gets_what_it_declares_and_returns_what_rewards_see(
+    agents: Path,
+) -> None:
+    named = await one({"run": f"{agents}:solve"})
+    assert (named.outcome, named.completion, named.info) == ("ok", "a=policy", {})
+    plain = await one({"run": f"{agents}:plain"})
+    assert (plain.completion, plain.rewards) == ("a=a=", {"environment": 1.5})
+    assert plain.info["n"] == 1
+    with pytest.raises(FileNotFoundError):
+        os.stat(plain.info["folder"])
+    apart = await one({"run": "own.py:in_process", "process": True}, base_dir=agents.parent)
+    assert (apart.completion, apart.info) == ("a=", {"here": True})
+    wrong = await one({"run": f"{agents}:thing"})
+    assert wrong.outcome == "infra_error"
+    assert "the agent returned a object, expected a string" in wrong.info["error"]
+
+
+async def test_a_command_runs_in_its_own_folder_with_the_endpoint_in_its_environment(
+    agents: Path,
+) -> None:
+    said = await one({"command": ["python", "own.py", "say", "{prompt}"]}, base_dir=agents.parent)
+    assert (said.outcome, said.completion) == ("ok", "a=")
+    assert said.info == {"exit_code": 0, "stderr": ""}
+    filed = await one(
+        {
+            "command": [sys.executable, str(agents), "file", "{metadata}"],
+            "stdin": "{{prompt}} ${prompt} {answer}\n",
+            "files": {"sub/task.txt": "{prompt}!"},
+            "env": {"OWN": "({model})"},
+            "output": "out.txt",
+            "exit_codes": [0, 7],
+        }
+    )
+    assert filed.completion == '{"n": 1}{prompt} ${prompt} aaaa\na=!(policy)'
+    assert filed.info == {"exit_code": 7, "stderr": "warned\n", "stdout": "log\n"}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+async def test_a_program_needs_no_python() -> None:
+    body = '{"messages": [{"role": "user", "content": "{prompt}"}]}'
+    script = (
+        'curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" '
+        '-H \'Content-Type: application/json\' -d @body.json | grep -o \'"content": "[^"]*"\''
+    )
+    said = await one({"command": ["sh", "-c", script], "files": {"body.json": body}})
+    assert (said.outcome, said.completion) == ("ok", '"content": "a="')
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "either `run` .* or `command`"),
+        ({"run": "own.py:nothing"}, "environment.run: there is no nothing in"),
+        ({"run": "own.py:question"}, "requires question, expected any of prompt, messages"),
+        ({"run": "own.py:solve", "stdin": "x"}, "environment.stdin: only for `command`"),
+        ({"command": ["sh"], "process": True}, "environment.process: only for `run`"),
+        ({"command": []}, "environment.command: got an empty list"),
+        ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
+        ({"command": ["sh", "{promt}"]}, r"command: got \{promt\}, expected one of \{prompt\}, "),
+        ({"command": ["sh"], "env": {"A": "{b}"}}, r"write \{\{b\}\} for the braces themselves"),
+        ({"command": ["sh"], "files": {"../x": ""}}, "got the file '../x', expected one in"),
+    ],
+)
+def test_a_mistake_in_the_config_is_an_error_before_the_run(
+    agents: Path, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Agent(**keys, base_dir=agents.parent)
+
+
+async def test_a_crash_is_an_outcome_with_the_tail_of_stderr(agents: Path) -> None:
+    crashed = await one({"command": [sys.executable, str(agents), "crash"]})
+    assert crashed.outcome == "infra_error"
+    assert "ended with exit code 1: the model said" in crashed.info["error"]
+
+
+@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_tokens": 3}])
+async def test_an_agent_that_fails_at_a_limit_is_scored_with_what_it_has(
+    agents: Path, limit: dict[str, int]
+) -> None:
+    ended = await one({"run": f"{agents}:greedy"}, rollout=limit)
+    assert (ended.outcome, ended.completion, len(ended.turns)) == ("ok", "a=", 2)
+    assert ended.info["truncated"] == next(iter(limit))
+    assert "429" in ended.info["error"]
+
+
+@pytest.mark.parametrize("name", ["hangs", "swallows", "blocks"])
+async def test_an_agent_that_never_ends_is_a_timeout(
+    agents: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(instance, "STUCK_SECONDS", 0.1)
+    late = await one({"run": f"{agents}:{name}"}, deadlines={"agent": 0.3, "close": 0.3})
+    assert late.outcome == "timeout"
+    assert "deadlines.agent = 0.3 s" in late.info["error"]
+    find_function(f"{agents}:{name}", agents.parent, "").__globals__["RELEASED"].set()
+
+
+async def test_calls_for_other_rollouts_and_late_ones_are_rejected_and_train_nothing(
+    agents: Path,
+) -> None:
+    servers: list[EndpointServer] = []
+    group = await played({"run": f"{agents}:leaves"}, size=2, server=servers)
+    said = sorted([t.completion for t in group.trajectories])  # either may be the first
+    assert said == ["a= [401, 401]", "a= []"]
+    assert [len(t.turns) for t in group.trajectories] == [1, 1]
+    assert servers[0].rejected == 2
+
+
+async def test_a_sampler_that_fails_ends_the_group_while_its_agents_still_run(
+    agents: Path,
+) -> None:
+    broken = Echo()
+    broken.failure = AdapterError("the sampler is gone")
+    started = time.monotonic()
+    with pytest.raises(AdapterError, match="the sampler is gone"):
+        await played({"run": f"{agents}:hangs"}, size=3, model=broken)
+    assert time.monotonic() - started < 10
+
+
+async def test_hundreds_of_agents_play_at_once(agents: Path) -> None:
+    group = await played({"run": f"{agents}:solve"}, size=200)
+    assert {(t.outcome, t.completion) for t in group.trajectories} == {("ok", "a=policy")}
+
+
+TREE = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()  # a daemon, which holds the pipes
+    if os.fork() == 0:
+        open("daemon", "w").write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+child = subprocess.Popen(["sleep", "600"])
+while not os.path.exists("daemon") or not open("daemon").read():
+    time.sleep(0.01)
+open("tree", "w").write(f"{os.getpid()} {child.pid} " + open("daemon").read())
+os.rename("tree", "pids")
+if sys.argv[1:] == ["stay"]:
+    time.sleep(600)
+sys.stdout.write("x" * 2**22 + "end")
+"""
+"""A program whose children ignore SIGTERM, or have left its group."""
+
+
+def ended(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+def pids(folder: Path) -> list[int]:
+    """Of the program's processes, once all have started."""
+    file, until = folder / "pids", time.monotonic() + 30
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    return [int(pid) for pid in file.read_text().split()]
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+
+
+@linux
+@pytest.mark.parametrize("stays", [True, False])
+async def test_all_processes_of_a_program_end_with_it(tmp_path: Path, stays: bool) -> None:
+    argv = [sys.executable, "-c", TREE, *(["stay"] * stays)]
+    task = asyncio.create_task(run_program(argv, cwd=tmp_path, keep=10, stdin="x" * 2**20))
+    started = await asyncio.to_thread(pids, tmp_path)
+    if stays:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        assert (await task).stdout == "xxxxxxxend"
+    assert all(ended(pid) for pid in started)
+
+
+@linux
+def test_kill_9_of_a_run_ends_the_processes_of_its_agents(tmp_path: Path) -> None:
+    main = tmp_path / "main.py"
+    main.write_text(
+        "import asyncio, sys\n"
+        "from retrain import run_program\n"
+        f"argv = [sys.executable, '-c', {TREE!r}, 'stay']\n"
+        f"asyncio.run(run_program(argv, cwd={str(tmp_path)!r}))\n"
+    )
+    process = subprocess.Popen([sys.executable, main], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    started = pids(tmp_path)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 30
+    while not all(ended(pid) for pid in started):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: Path) -> None:
+    good = await check_environment(partial(Agent, run=f"{agents}:solve"))
+    assert [finding.what for finding in good if finding.good] == [
+        "setup",
+        "the agent plays a rollout",
+        "the agent ends without an error for 6 of 6 replies",
+        "no task is leaked",
+    ]
+    picky = await check_environment(partial(Agent, run=f"{agents}:picky"))
+    [bad] = [finding for finding in picky if not finding.good]
+    assert "for 1 of 6 replies" in bad.what
+    assert "ZeroDivisionError" in bad.advice
+    assert "'', '42'" in bad.advice
+
+
+QUICK = (
+    'prompts=[{prompt: "a=", answer: a7y}]',
+    "backend.learning_rate=1e-2",
+    "algorithm.scale=group",
+    "train.groups_per_step=2",
+)
+
+
+@pytest.mark.slow(15)
+@pytest.mark.parametrize("backend", ["trl", "tinker", "weaver"])
+def test_the_included_agent_trains_on_every_backend(tmp_path: Path, backend: str) -> None:
+    """The reward rises on trl; the others take the same steps."""
+    pytest.importorskip("openai")
+    short = {"trl": ["train.total_train_steps=18", *QUICK]}
+    remote = [f"backend.type={backend}", "backend.url=local", "train.total_train_steps=2"]
+    keys = [f"run_dir={tmp_path / 'run'}", *short.get(backend, [*remote, "algorithm.group_size=4"])]
+    command = [sys.executable, "-m", "retrain.run", "configs/agent.yaml", *keys]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = read_metrics(tmp_path / "run")
+    assert all(row["rollouts/turns"] == 3 * row["rollouts/ok"] for row in rows)
+    assert sum(row["endpoint/rejected"] for row in rows) == 0
+    if backend == "trl":
+        means = [row["reward/mean"] for row in rows]
+        assert sum(means[-4:]) / 4 > sum(means[:4]) / 4 + 0.05
+
+
+def test_a_config_of_an_agent_needs_no_rewards_but_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = parse_config({"prompts": ["x"], "environment": {"type": "agent", "command": ["sh"]}})
+    assert assemble(config).runs_agent
+    monkeypatch.setattr(build, "installed", lambda name: name != "uvicorn")
+    with pytest.raises(ConfigError, match=r"agent runs an agent.*\(uvicorn\): .*\[agents\]"):
+        assemble(config)

@@ -1,0 +1,147 @@
+"""Agents of other frameworks train through the endpoint: each where its package is installed.
+
+    AGENT_VENVS=/path/to/venvs pytest tests/test_frameworks.py
+
+AGENT_VENVS is a folder with one environment each: langchain, openai-agents and smolagents. Without
+it, the packages beside pytest count. `npm install` in examples/agents/node enables Node's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import retrain
+from retrain.run import main
+
+ROOT = Path(retrain.__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples" / "agents"
+PYTHON = {
+    "langchain": ("langchain_openai", "langchain_agent.py"),
+    "openai-agents": ("agents", "openai_agents_sdk.py"),
+    "smolagents": ("smolagents", "smolagents_agent.py"),
+}
+CONFIG = {
+    "model": "tiny",
+    "prompts": [{"prompt": "a=", "answer": "aaaa"}],
+    "algorithm": {"type": "grpo", "group_size": 2},
+    "sampling": {"max_tokens": 4},
+    "rollout": {"max_turns": 6},
+    "train": {"total_train_steps": 1, "groups_per_step": 1},
+}
+TASKSET = """
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.runtimes import ProgramResult
+
+class Data(vf.TaskData):
+    answer: str
+
+class Letters(vf.Task[Data]):
+    @vf.reward(weight=2.0)
+    async def same(self, trace: vf.Trace) -> float:
+        said = trace.nodes[-1].message.content or ""
+        return sum(letter in "abcdefghijklm" for letter in said) / 4
+
+class LettersTaskset(vf.Taskset[Letters]):
+    def load(self):
+        for letter in "abcd":
+            yield Letters(Data(prompt=f"{letter}=", answer=letter * 4), self.config.task)
+
+class Direct(vf.Harness):
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]}
+        key = {"Authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(base_url=endpoint, headers=key, timeout=None) as http:
+            (await http.post("chat/completions", json=body)).raise_for_status()
+        return ProgramResult(exit_code=0, stdout="", stderr="")
+
+__all__ = ["Direct", "LettersTaskset"]
+"""
+
+
+def trained(folder: Path, **sections: Any) -> list[dict[str, Any]]:
+    """The rollouts of a short run."""
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump({**CONFIG, **sections}))
+    assert main([str(config), "--run-dir", str(folder / "run")]) == 0
+    lines = (folder / "run" / "rollouts.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def python_of(name: str, module: str) -> str:
+    """The interpreter that has a package; skips if none has."""
+    python = sys.executable
+    if "AGENT_VENVS" in os.environ:
+        python = f"{os.environ['AGENT_VENVS']}/{name}/bin/python"
+    script = (
+        f"import importlib.util; raise SystemExit(importlib.util.find_spec({module!r}) is None)"
+    )
+    if not Path(python).exists() or subprocess.run([python, "-c", script], check=False).returncode:
+        pytest.skip(f"{name} is not installed")
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PYTHON)
+def test_an_agent_of_a_framework_trains(name: str, tmp_path: Path) -> None:
+    module, file = PYTHON[name]
+    command = [python_of(name, module), str(EXAMPLES / file), "{prompt}"]
+    rewards = [{"type": "slot_match"}]
+    rows = trained(tmp_path, environment={"type": "agent", "command": command}, rewards=rewards)
+    assert [row["outcome"] for row in rows] == ["ok", "ok"]
+    assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
+
+
+@pytest.mark.slow
+def test_an_agent_in_node_trains(tmp_path: Path) -> None:
+    agent = EXAMPLES / "node" / "agent.mjs"
+    if not shutil.which("node") or not (agent.parent / "node_modules" / "openai").is_dir():
+        pytest.skip("node or its package openai is not installed")
+    environment = {"type": "agent", "command": ["node", str(agent), "{prompt}"]}
+    rows = trained(tmp_path, environment=environment, rewards=[{"type": "slot_match"}])
+    assert [row["outcome"] for row in rows] == ["ok", "ok"]
+    roles = [message["role"] for message in rows[0]["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.slow
+def test_a_taskset_of_verifiers_trains_with_its_rubric_as_the_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "letters_v1.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = trained(
+        tmp_path,
+        prompts=[{"prompt": "the second task", "idx": 1}],
+        environment={"type": "verifiers", "id": "letters-v1"},
+    )
+    assert [row["outcome"] for row in rows] == ["ok", "ok"]
+    for row in rows:
+        asked, said = row["messages"]
+        assert asked["content"] == "b="
+        expected = 2 * sum(letter in "abcdefghijklm" for letter in said["content"]) / 4
+        assert row["reward"] == pytest.approx(expected)
+        assert row["info"]["rubric"] == {"same": pytest.approx(expected)}
+
+
+def test_without_verifiers_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers.v1.utils.loaders", None)
+    config = tmp_path / "config.yaml"
+    environment = {"type": "verifiers", "id": "letters-v1"}
+    config.write_text(yaml.safe_dump({**CONFIG, "environment": environment}))
+    assert main([str(config), "--dry-run"]) == 2
+    assert "pip install 'verifiers>=0.4'" in capsys.readouterr().err
