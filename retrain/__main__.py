@@ -1,4 +1,4 @@
-"""The command line: `retrain run | check | report | serve | schema`.
+"""The command line: `retrain run | check | report | chat | serve | schema`.
 
 A command's modules load when it is called, so that `--help` is fast.
 """
@@ -26,7 +26,8 @@ COMMANDS = {
     "run": "train from a YAML file",
     "check": "test an environment, or all parts of a config, before a run",
     "report": "write RUN_DIR/report.html",
-    "serve": "serve a model on this machine over the Tinker and Weaver protocols",
+    "chat": "talk to what a run trained, or to any model, in the terminal",
+    "serve": "serve a model: to runs over the Tinker and Weaver protocols, or with --openai",
     "schema": "print the JSON schema of a config, for editors",
 }
 
@@ -51,8 +52,8 @@ def command(argv: Sequence[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return USAGE
-    called = {"run": run_command, "check": _check, "report": _report, "serve": _serve}
-    return exit_code(lambda: {**called, "schema": _schema}[name](rest))
+    called = {"run": run_command, "check": _check, "report": _report, "chat": _chat}
+    return exit_code(lambda: {**called, "serve": _serve, "schema": _schema}[name](rest))
 
 
 def _check(argv: Sequence[str]) -> int:
@@ -95,7 +96,23 @@ def _report(argv: Sequence[str]) -> int:
     return DONE
 
 
+def _chat(argv: Sequence[str]) -> int:
+    from retrain.talk.arguments import chat_parser
+
+    arguments = chat_parser().parse_args(argv)
+    from retrain.talk.terminal import main as chat_command
+
+    return chat_command(arguments)
+
+
 def _serve(argv: Sequence[str]) -> int:
+    if any(given.partition("=")[0] == "--openai" for given in argv):
+        from retrain.talk.arguments import openai_parser
+
+        arguments = openai_parser().parse_args(argv)
+        from retrain.talk.openai import main as openai_command
+
+        return openai_command(arguments)
     from retrain.service.serve import main as serve_command
 
     return serve_command(list(argv))

@@ -1,0 +1,94 @@
+"""The arguments of `retrain chat` and `retrain serve --openai`, read before anything loads."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from retrain.errors import ConfigError, install_command
+from retrain.service.serve import add_address
+
+HELP = "/reset begins a new conversation; /quit or Ctrl-D ends."
+
+
+def chat_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="retrain chat",
+        description="Talk to what a run trained, or to any model, in the terminal. A run's own "
+        f"sampling settings and chat template are used. {HELP}",
+    )
+    add = parser.add_argument
+    add(
+        "subject",
+        metavar="RUN_DIR|MODEL",
+        help="a run directory, tiny, a model folder or a Hugging Face id",
+    )
+    add("--compare", action="store_true", help="let the base model of the run reply too")
+    add("--system", metavar="TEXT", help="a system message")
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: the run's, or 1)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="maximum tokens of a reply (default: the run's, or 256)",
+    )
+    _add_engine(parser)
+    return parser
+
+
+def openai_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="retrain serve",
+        description="Serve what a run trained, or any model, to clients of OpenAI's API, such as "
+        "its SDKs. The base URL is http://HOST:PORT/v1.",
+    )
+    parser.add_argument(
+        "--openai",
+        metavar="RUN_DIR|MODEL",
+        required=True,
+        help="a run directory, tiny, a model folder or a Hugging Face id",
+    )
+    add_address(parser)
+    _add_engine(parser)
+    return parser
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling arguments that were given; raises ConfigError for a wrong one."""
+    temperature, max_tokens = arguments.temperature, arguments.max_tokens
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ConfigError(f"--temperature: got {temperature:g}, expected a number >= 0")
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"--max-tokens: got {max_tokens}, expected an integer >= 1")
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def require(modules: Sequence[str], extra: str) -> None:
+    """Raise ConfigError unless these modules are installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"needs {', '.join(missing)}, not installed here: {install_command(extra)}"
+        )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """The options of where to compute."""
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if available)")
+    parser.add_argument(
+        "--threads", type=_count, default=1, metavar="N", help="CPU threads (default: 1)"
+    )
+
+
+def _count(text: str) -> int:
+    """Raises ValueError, which argparse reports."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected an integer >= 1")
+    return value
