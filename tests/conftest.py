@@ -22,6 +22,7 @@ _writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; inherited by subprocesses
 
 settings.register_profile("same", derandomize=True, deadline=None)  # a busy machine is slow
+settings.register_profile("long", max_examples=1000, deadline=None)
 settings.load_profile("same")
 
 

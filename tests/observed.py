@@ -63,6 +63,7 @@ def played(ticket: str, reply: str, rewards: list[float], error: str = "") -> Gr
                 reward=reward,
                 messages=[*prompt.messages, {"role": "assistant", "content": reply}],
                 seconds={"sample": 1.0, "reward": 0.25},
+                index=index,
             )
         )
     return group

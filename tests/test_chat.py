@@ -45,8 +45,8 @@ def seen(tokenizer: Any, conversation: Conversation) -> str:
 
 
 def extends(conversation: Conversation, prompt_ids: list[int], completion: Completion) -> bool:
-    told = [*prompt_ids, *completion.token_ids]
-    return conversation.prompt_ids[: len(told)] == told
+    seen = [*prompt_ids, *completion.token_ids]
+    return conversation.prompt_ids[: len(seen)] == seen
 
 
 APART = (
@@ -545,7 +545,7 @@ def test_an_empty_observation_starts_another_turn_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "error", "told"),
+    ("messages", "error", "message"),
     [
         ("Hi", TypeError, "expected a list of messages such as [{\"role\": \"user\""),
         (None, TypeError, "got None, expected a list of messages"),
@@ -561,7 +561,7 @@ def test_an_empty_observation_starts_another_turn_of_the_model() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_list_of_messages_is_refused_by_name(
-    messages: Any, error: type[Exception], told: str
+    messages: Any, error: type[Exception], message: str
 ) -> None:
     tokenizer = chat_kit.byte_level()
     chat = Chat(tokenizer)
@@ -572,8 +572,8 @@ def test_what_is_no_list_of_messages_is_refused_by_name(
     before = (list(conversation.messages), conversation.prompt_ids)
     with pytest.raises(error) as observation:
         conversation.observe(messages)
-    assert told in str(opening.value)
-    assert told in str(observation.value)
+    assert message in str(opening.value)
+    assert message in str(observation.value)
     assert (conversation.messages, conversation.prompt_ids) == before
 
 
@@ -623,7 +623,7 @@ def test_a_role_that_the_template_drops_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "options", "told"),
+    ("own", "options", "message"),
     [
         (None, {}, "Set `chat: none` for a base model"),
         (chat_kit.CHATML, {"template": "chat.jinja"}, "got 'chat.jinja', which has no {{ }}"),
@@ -637,9 +637,9 @@ def test_a_role_that_the_template_drops_is_an_error() -> None:
     ],
 )
 def test_a_template_that_cannot_be_used_is_an_error_of_the_config(
-    own: str | None, options: dict[str, Any], told: str
+    own: str | None, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         Chat(chat_kit.byte_level(own), **options)
 
 

@@ -187,7 +187,7 @@ def test_a_call_in_the_template_s_form_has_id_type_and_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "error", "told"),
+    ("tools", "error", "message"),
     [
         ([PING.as_template()], TypeError, "expected ToolSpec(name, description"),
         ([len], TypeError, "expected ToolSpec(name, description"),
@@ -207,11 +207,11 @@ def test_a_call_in_the_template_s_form_has_id_type_and_function() -> None:
     ],
 )  # fmt: skip
 def test_tools_that_cannot_be_offered_are_an_error(
-    tools: list[Any], error: type[Exception], told: str
+    tools: list[Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as raised:
         check_tools(tools)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 JSON = st.recursive(

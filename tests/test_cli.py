@@ -134,6 +134,7 @@ def test_a_dry_run_loads_no_torch(tmp_path: Path) -> None:
         (["nowhere.yaml"], "error: file not found: nowhere.yaml; the folder contains task.yaml"),
         (["task.yaml", "train.sed=1"], "train.sed: unknown key; did you mean train.seed?"),
         (["task.yaml", "rewards=exact_mach"], "did you mean exact_match?"),
+        (["task.yaml", "algorithm.mismatch=tiss"], "algorithm.mismatch.type: got 'tiss', expected"),
         (["task.yaml", "--resume"], "no run to resume in runs/task: drop --resume, or pass"),
         (["task.yaml", "prompts=none.jsonl"], "prompts: file not found: "),
         (["task.yaml", "--dry-run", "model=./gone"], "model: folder not found:"),
@@ -143,9 +144,9 @@ def test_a_wrong_config_ends_with_2_and_a_sentence(
     config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    assert message in output
+    assert "Traceback" not in output
 
 
 def test_a_resume_with_another_algorithm_ends_with_2_and_leaves_the_run_as_it_was(
@@ -165,8 +166,8 @@ def test_a_resume_of_a_run_that_has_its_steps_says_that_nothing_is_left(
 ) -> None:
     assert main([str(config)]) == 0
     assert main([str(config), "--resume", "train.total_train_steps=1"]) == 0
-    told = capsys.readouterr().out
-    assert "1 step of 2 groups x 4 rollouts, already completed: step 3" in told
+    output = capsys.readouterr().out
+    assert "1 step of 2 groups x 4 rollouts, already completed: step 3" in output
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -271,8 +272,8 @@ def test_a_given_run_directory_is_never_shared(
 ) -> None:
     assert main([str(config), "--run-dir", "here"]) == 0
     assert main([str(config), "--run-dir", "here"]) == 2
-    told = capsys.readouterr().err
-    assert "already has a run; continue it with --resume" in told
+    output = capsys.readouterr().err
+    assert "already has a run; continue it with --resume" in output
 
 
 def test_a_resume_goes_on(config: Path) -> None:
@@ -292,7 +293,7 @@ def raising(error: BaseException) -> int:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "message"),
     [
         (ConfigError("a", "b", source="x.yaml"), 2, "error: x.yaml: 2 problems\n  a\n  b\n"),
         (RunError("the backend is gone"), 1, "error: the backend is gone\n"),
@@ -313,11 +314,11 @@ def raising(error: BaseException) -> int:
     ],
 )
 def test_errors_become_exit_codes(
-    error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code(lambda: raising(error)) == code
     err = capsys.readouterr().err
-    assert err.startswith(told) if isinstance(error, Mute) else err == told
+    assert err.startswith(message) if isinstance(error, Mute) else err == message
 
 
 def test_the_traceback_of_the_unforeseen_goes_to_a_file(
@@ -326,10 +327,10 @@ def test_the_traceback_of_the_unforeseen_goes_to_a_file(
     error = ValueError("odd")
     error.add_note("in the callback Printer")
     assert exit_code(lambda: raising(error), [tmp_path]) == 1
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     here = f"{__file__}:{raising.__code__.co_firstlineno + 1}"
-    assert told.startswith(f"error: ValueError: odd at {here}\n  in the callback Printer\n")
-    assert "Traceback" not in told
+    assert output.startswith(f"error: ValueError: odd at {here}\n  in the callback Printer\n")
+    assert "Traceback" not in output
     assert "ValueError: odd" in (tmp_path / "error.txt").read_text()
     for unforeseen in (error, BaseExceptionGroup("g", [GeneratorExit()])):
         assert exit_code(lambda e=unforeseen: raising(e)) == 1
@@ -458,7 +459,7 @@ def test_p10_a_second_interrupt_ends_at_once(config: Path) -> None:
     while "Stopping" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert finished(process, timeout=10)[0] == 130
+    assert finished(process)[0] == 130
 
 
 def test_p12_a_second_interrupt_ends_code_that_holds_the_interpreter(config: Path) -> None:
@@ -522,24 +523,6 @@ def test_a_debugger_is_left_alone_and_gets_ctrl_c(config: Path) -> None:
     assert process.returncode == 0, out + err
 
 
-def test_a_suspended_run_goes_on(config: Path) -> None:
-    process = run_apart(
-        [
-            "task.yaml",
-            "train.total_train_steps=60",
-            "backend.update=0.02",
-            "deadlines.blocked=0.6",
-        ],
-        config.parent,
-    )
-    wait_for_step(config.parent / "runs" / "task", process)
-    process.send_signal(signal.SIGSTOP)
-    threading.Event().wait(2)
-    process.send_signal(signal.SIGCONT)
-    code, _, err = finished(process)
-    assert (code, err.count("\n")) == (0, 1), err
-
-
 def test_a_hanging_thread_does_not_keep_the_process(config: Path) -> None:
     (config.parent / "hangs.py").write_text(
         """
@@ -582,7 +565,7 @@ def test_the_help_of_every_command_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stderr.strip() == ""
-    assert done.stdout.count("usage: retrain ") == 5
+    assert done.stdout.count("usage: retrain ") == 6
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

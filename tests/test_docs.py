@@ -68,8 +68,11 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working folder with the repository's configs and data; its modules go with it."""
-    for name in ("configs", "data"):
+    """An empty working folder with the repository's configs and what they name.
+
+    Its modules go with it.
+    """
+    for name in ("configs", "data", "environments"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "vllm-env/bin").mkdir(parents=True)  # what docs/vllm.md installs, and shares
     (tmp_path / "vllm-env/bin/python").symlink_to(sys.executable)

@@ -93,8 +93,8 @@ async def test_a_batch_far_from_its_reference_has_one_loss_on_all_three(tmp_path
     losses = []
     for backend in BACKENDS:
         config = run_of(tmp_path / backend["type"], backend, **RUN)
-        [told] = await updated(config, replace(made, samples=samples))
-        losses.append(told["loss"])
+        [metrics] = await updated(config, replace(made, samples=samples))
+        losses.append(metrics["loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     assert losses[0] == pytest.approx(losses[2], abs=1e-4)
     assert abs(losses[0] - math.log(2)) > 0.1
@@ -102,15 +102,15 @@ async def test_a_batch_far_from_its_reference_has_one_loss_on_all_three(tmp_path
 
 async def test_pairs_stay_whole_in_micro_batches_and_add_up_to_the_batch(tmp_path):
     groups = [pair(number, 1 + number, 7 - number) for number in range(5)]
-    told = {}
+    metrics = {}
     for rows in (None, 2, 3):  # of sorted lengths, so that the rows of a pair would come apart
         backend = {**FULL["trl"], "micro_batch_rows": rows}
         config = run_of(tmp_path / str(rows), backend, **RUN)
-        told[rows] = await updated(config, batch(groups), batch(groups))
+        metrics[rows] = await updated(config, batch(groups), batch(groups))
     for key in ("loss", "grad_norm", "dpo/margin", "dpo/accuracy"):
-        whole = [step[key] for step in told[None]]
-        assert [step[key] for step in told[2]] == pytest.approx(whole, abs=1e-5)
-        assert [step[key] for step in told[3]] == pytest.approx(whole, abs=1e-5)
+        whole = [step[key] for step in metrics[None]]
+        assert [step[key] for step in metrics[2]] == pytest.approx(whole, abs=1e-5)
+        assert [step[key] for step in metrics[3]] == pytest.approx(whole, abs=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b["type"])

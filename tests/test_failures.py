@@ -158,9 +158,9 @@ async def test_p13_a_run_waits_for_a_judge_that_has_worked_before(
     began, over = events(tmp_path, "outage")
     assert "reward 'Judge' raised ConnectError" in began["error"]
     assert over["state"] == "over"
-    told = [r.getMessage() for r in caplog.records if "deadlines.outage" in r.getMessage()]
-    assert len(told) == 1, "it is said once"
-    assert f"next try in {pause} s, gives up after deadlines.outage = 600 s" in told[0]
+    messages = [r.getMessage() for r in caplog.records if "deadlines.outage" in r.getMessage()]
+    assert len(messages) == 1, "it is said once"
+    assert f"next try in {pause} s, gives up after deadlines.outage = 600 s" in messages[0]
     drops = [e for e in events(tmp_path, "dropped") if e["cause"] == "outage"]
     assert drops
     issued = {e["ticket"] for e in events(tmp_path, "issued")}
@@ -200,7 +200,7 @@ async def test_p13_an_outage_that_lasts_ends_the_run_with_a_checkpoint(tmp_path,
 async def test_any_other_failure_ends_the_run_at_once(tmp_path, judge, how):
     keys = {"deadlines": how.pop("deadlines")} if "deadlines" in how else {}
     judge(**how)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         with pytest.raises(ExceptionGroup) as caught:
             await train(config_in(tmp_path, **keys))
     assert caught.group_contains(NoSignalError, match="4 groups in a row")
@@ -215,7 +215,7 @@ async def test_p10_cancelling_during_an_outage_saves_and_a_resume_plays_its_prom
     began = asyncio.Event()
     monkeypatch.setattr(outage.logger, "warning", lambda *_: began.set())
     running = asyncio.create_task(train(config_in(tmp_path)))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         await began.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -380,7 +380,7 @@ async def test_p13_a_stage_that_fails_lets_the_update_under_way_end(
 
     prompts = mock_config(tmp_path).prompts.model_dump() | {"type": f"{__name__}:Cancels"}
     config = config_in(tmp_path, staleness={"target": 1, "max": 2}, prompts=prompts)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         with pytest.raises(ExceptionGroup) as caught:
             await train(config, parts=parts_with(config, Slow(MockOptions(), config)))
     assert caught.group_contains((AdapterError, UserCodeError), match=message)
@@ -397,7 +397,7 @@ async def test_p1_stopping_many_times_loses_no_finished_group(tmp_path):
                     await asyncio.sleep(0)
 
     config = config_in(tmp_path, staleness={"target": 1, "max": 2})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         await train(config, callbacks=[Stops()])
     assert (await train(config, resume=True)).total_steps == STEPS
     assert trained_once(tmp_path)

@@ -1,5 +1,7 @@
 """No knob is dead: every key of the config changes a run on every backend, or is refused there.
 
+A key of `PIPE` is read before a batch reaches any backend: it is changed on one of them.
+
 `KNOBS` has one entry a key, with a value to change it to and, where that shows in a certain
 situation alone, the situation. A key of the models that is missing in the table fails the test, so
 a new knob must say here what it does.
@@ -84,6 +86,10 @@ KNOBS: dict[str, Knob] = {
     "model": Knob(ANOTHER),
     "prompts.type": Knob({"type": "file", "path": "../data/echo.jsonl"}),
     "environment.type": Knob({"type": "single_turn"}),
+    "opponents.type": Knob(
+        {"X": {"type": "file.py:name"}},
+        elsewhere="test_seats.py::"
+        "test_an_opponent_speaks_for_its_seat_and_is_not_trained"),
     "rewards.0.type": Knob({"type": "exact_match"}),
     "rewards.0.weight": Knob(0.5),
     "rewards.0.name": Knob("spelling"),
@@ -111,11 +117,22 @@ KNOBS: dict[str, Knob] = {
     "chat.template": Knob("none"),
     "chat.arguments": Knob({"mark": "!"}, FILLED),
     "rollout.max_turns": Knob(1, scene(turns=2)),
+    "rollout.max_tokens": Knob(3,
+        elsewhere="test_calls.py::"
+        "test_budgets_are_exact_under_parallel_calls_and_given_back_when_a_client_leaves"),
     "rollout.max_sequence_length": Knob(6),
     "rollout.slots": Knob(2, {"train": {"groups_per_step": 2}}),
     "rollout.setup_concurrency": Knob(1),
     "rollout.reward_concurrency": Knob(
         1, {**SLOW_REWARD, "rollout": {"slots": 2}, "train": {"groups_per_step": 2}}),
+    "endpoint.host": Knob("::1", elsewhere="test_endpoint_server.py::test_addresses"),
+    "endpoint.port": Knob(1, elsewhere="test_endpoint_server.py::test_a_port_that_is_taken"),
+    "endpoint.public_url": Knob(
+        "https://box", elsewhere="test_endpoint_server.py::test_addresses"),
+    "endpoint.honour": Knob(
+        ["stop"],
+        elsewhere="test_endpoint_server.py::"
+        "test_arguments_without_effect_are_logged_once"),
     "staleness.target": Knob(1, {"rollout": {"slots": 2}}),
     "staleness.max": Knob(99, STRAGGLER),
     "train.total_train_steps": Knob(1),
@@ -132,12 +149,19 @@ KNOBS: dict[str, Knob] = {
     "eval.every": Knob(2, EVAL),
     "eval.samples": Knob(2, EVAL),
     "eval.pass_threshold": Knob(0.0, EVAL),
+    "eval.opponents.type": Knob(
+        {"X": {"type": "file.py:name"}},
+        elsewhere="test_seats.py::"
+        "test_a_run_trains_and_reports_each_seat"),
     "checkpoint.every": Knob(1),
     "checkpoint.keep": Knob(2, {"checkpoint": {"every": 1}}),
     "checkpoint.merge_lora": Knob(True, {"backend": {"lora": {}}}, refused=REMOTE_MERGE),
     "deadlines.setup": slow("setup"),
     "deadlines.reset": slow("reset"),
     "deadlines.step": slow("step"),
+    "deadlines.agent": Knob(1,
+        elsewhere="test_agent.py::"
+        "test_an_agent_that_never_ends_is_a_timeout"),
     "deadlines.reward": Knob(0.01, {**SLOW_REWARD, **SOON}),
     "deadlines.close": slow("close"),
     "deadlines.sample": Knob(1e-6),
@@ -157,6 +181,16 @@ KNOBS: dict[str, Knob] = {
     "base_dir": Knob("elsewhere", refused=dict.fromkeys(BACKENDS, "base_dir: unknown key")),
 }  # fmt: skip
 """The keys of RunConfig."""
+PIPE = {
+    *("name", "run_dir", "base_dir", "loggers.0.type", "prompts.type", "environment.type"),
+    *("rewards.0.type", "rewards.0.weight", "rewards.0.name", "algorithm.type"),
+    *("rollout.max_turns", "rollout.setup_concurrency", "rollout.reward_concurrency"),
+    *("train.shuffle", "train.no_signal", "train.max_refill", "train.stop_after_flat_steps"),
+    *("train.max_failed_groups", "eval.prompts.type", "eval.every", "eval.samples"),
+    *("eval.pass_threshold", "deadlines.setup", "deadlines.reset", "deadlines.step"),
+    *("deadlines.reward", "deadlines.close"),
+}
+"""Those that no adapter and no assembly of a backend reads."""
 
 OPTIMIZER = {
     "learning_rate": Knob(1e-3),
@@ -272,13 +306,17 @@ def test_every_key_of_a_backend_is_in_its_table(backend):
 
 
 CASES = [
-    (backend, key, knob)
+    pytest.param(
+        *(backend, key, knob),
+        id=f"{backend}-{key}",
+        marks=pytest.mark.xdist_group(f"knobs of {backend}"),  # they share the runs in `_before`
+    )
     for backend in OPTIONS
     for key, knob in (
         *KNOBS.items(),
         *((f"backend.{key}", knob) for key, knob in BACKEND_KNOBS[backend].items()),
     )
-    if not knob.elsewhere
+    if not knob.elsewhere and (backend == "trl" or key not in PIPE)
 ]
 
 
@@ -309,10 +347,8 @@ _before: dict[str, Any] = {}
 """The trace of a run before the change, which many knobs share."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "key", "knob"), CASES, ids=[f"{backend}-{key}" for backend, key, _ in CASES]
-)
+@pytest.mark.slow(0.3)
+@pytest.mark.parametrize(("backend", "key", "knob"), CASES)
 async def test_a_changed_knob_changes_the_run_or_is_refused(backend, key, knob, another, tmp_path):
     run = merged(BASE, {"backend": BACKENDS[backend]}, knob.given)
     before = await _traced_once(run, tmp_path / "before", knob.lose)
@@ -370,13 +406,10 @@ TRL_VALUES: dict[str, Any] = {
 SHARED_VALUES = {"epsilon": 0.05, "epsilon_high": 0.06, "beta": 0.7}
 TRL_CASES = [(loss, key) for loss, row in LOSSES.items() if not row.formula for key in row.keys]
 SHARED_CASES = [
-    *(("trl", loss, key) for loss, row in LOSSES.items() if row.formula for key in row.keys),
-    *(
-        (backend, loss, key)
-        for backend in ("tinker", "weaver")
-        for loss in sorted(OPTIONS[backend]().capabilities().losses)
-        for key in LOSSES[shared_name(loss)].keys
-    ),
+    (backend, loss)
+    for backend in OPTIONS
+    for loss in sorted(OPTIONS[backend]().capabilities().losses)
+    if LOSSES[shared_name(loss)].keys and (backend != "trl" or LOSSES[loss].formula)
 ]
 
 
@@ -394,13 +427,12 @@ def test_every_key_of_trls_losses_reaches_its_arguments(loss, key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "loss", "key"), SHARED_CASES)
-async def test_every_key_of_every_loss(backend, loss, key, tmp_path):
-    found = [
-        await trained(backend, loss, keys, tmp_path / str(number))
-        for number, keys in enumerate(({}, {key: SHARED_VALUES[key]}))
-    ]
-    assert found[0] != found[1], f"{key} of {loss} changed nothing"
+@pytest.mark.parametrize(("backend", "loss"), SHARED_CASES)
+async def test_every_key_of_every_loss(backend, loss, tmp_path):
+    plain = await trained(backend, loss, {}, tmp_path / "plain")
+    for key in LOSSES[shared_name(loss)].keys:
+        changed = await trained(backend, loss, {key: SHARED_VALUES[key]}, tmp_path / key)
+        assert changed != plain, f"{key} of {loss} changed nothing"
 
 
 def quadratic(ops, keys, lp, old, r, a):
@@ -510,8 +542,8 @@ def test_a_shaped_distribution_under_an_importance_weighted_loss_is_warned_of(
     backend, sampling, warned
 ):
     run = merged(BASE, {"backend": BACKENDS[backend], "sampling": sampling})
-    told = assemble(parse_config(run, HERE)).warnings
-    assert any("the ratio is not 1" in warning for warning in told) is warned
+    warnings = assemble(parse_config(run, HERE)).warnings
+    assert any("the ratio is not 1" in warning for warning in warnings) is warned
 
 
 @pytest.mark.parametrize("backend", OPTIONS)

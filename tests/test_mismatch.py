@@ -39,6 +39,11 @@ RUN = {
 }
 
 
+def test_a_string_is_the_type():
+    config = parse_config({"prompts": {"type": "list"}, "algorithm": {"mismatch": "mask"}})
+    assert config.algorithm.mismatch == MismatchConfig(type="mask")
+
+
 @pytest.mark.parametrize(
     ("rule", "forked", "weights", "clipped"),
     [

@@ -16,7 +16,7 @@ import pytest
 
 from retrain.errors import ConfigError
 from retrain.transport.client import Call, HttpClient
-from retrain.transport.network import NetworkTransport, environment_proxies, open_client
+from retrain.transport.network import NetworkTransport, environment_proxy
 from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import NO_RETRY, RetryPolicy
 
@@ -166,28 +166,25 @@ async def test_a_tunnel_that_the_proxy_refuses_cannot_have_acted(
 
 
 @pytest.mark.parametrize(
-    "variables",
+    ("url", "excluded", "proxy"),
     [
-        {},
-        {"HTTP_PROXY": "http://a:1", "HTTPS_PROXY": "b:2", "ALL_PROXY": "http://c:3"},
-        {"ALL_PROXY": "http://c:3", "NO_PROXY": "*"},
-        {"ALL_PROXY": "http://c:3", "NO_PROXY": "localhost,.a.b,a.b, 10.0.0.1,::1,http://x,,"},
-        {"ALL_PROXY": "http://c:3", "NO_PROXY": "192.168.0.0/16,a.b:80"},
+        ("http://x", "", "http://a:1"),
+        ("https://x", "", "http://b:2"),
+        ("https://x", "*", None),
+        ("https://x.a.b:80/y", ".a.b", None),
+        ("https://x.a.b:80", "a.b:80", None),
+        ("https://a.bc", "a.b, localhost,,", "http://b:2"),
+        ("http://[::1]:80", "10.0.0.1,::1", None),
+        ("http://[::1]", "[::1]", None),
     ],
 )
-def test_the_environment_means_what_it_means_to_httpx(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_the_environment_names_the_proxy_of_a_service(
+    url: str, excluded: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in variables.items():
+    assert environment_proxy(url) is None
+    for name, value in (("HTTP_PROXY", "http://a:1"), ("ALL_PROXY", "b:2"), ("NO_PROXY", excluded)):
         monkeypatch.setenv(name, value)
-    theirs = httpx.AsyncClient()._mounts
-    ours = httpx.AsyncClient(
-        transport=httpx.MockTransport(lambda request: httpx.Response(200)),
-        mounts={p: t and httpx.AsyncHTTPTransport() for p, t in environment_proxies().items()},
-    )._mounts
-    assert [(p.pattern, t is None) for p, t in ours.items()] == [
-        (p.pattern, t is None) for p, t in theirs.items()
-    ]
+    assert environment_proxy(url) == proxy
 
 
 def test_a_proxy_that_cannot_be_used_is_refused_at_the_start(
@@ -268,13 +265,3 @@ async def test_a_compressed_reply_is_read_and_no_cookie_is_kept() -> None:
             assert await client.send(GET, lambda reply: reply.content) == b"squeezed"
     assert len(heads) == 2, "one connection, kept alive"
     assert not any(b"cookie" in head.lower() for head in heads)
-
-
-@pytest.mark.parametrize("excluded", ["[::1]", "[::1]:80", "::1/128", "fd00::/8", "10.0.0.0/8"])
-def test_addresses_that_no_proxy_is_for_may_be_of_any_form(
-    excluded: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NO_PROXY", excluded)
-    assert environment_proxies() == {}  # there is no proxy to except from
-    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
-    open_client(None)

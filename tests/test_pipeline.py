@@ -413,9 +413,9 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
     assert result.best_checkpoint_path.is_dir()
     held_out = [r for r in rollouts_of(tmp_path) if r["ticket"].startswith("-1.")]
     assert len(held_out) == 3 * 3 * 2
-    told = closing(result, tally, 1.0)
-    assert ("", "18 in evaluations, 0 failed") in told
-    [(_, text)] = [line for line in told if line[0] == "rollouts"]
+    lines = closing(result, tally, 1.0)
+    assert ("", "18 in evaluations, 0 failed") in lines
+    [(_, text)] = [line for line in lines if line[0] == "rollouts"]
     [fact] = [f for f in digest(tmp_path)["facts"] if f["label"] == "rollouts"]
     assert text.startswith(f"{fact['value']} scored, 0 failed")
 
@@ -466,9 +466,9 @@ async def test_a_limit_above_the_context_is_warned_of_once(tmp_path, caplog):
     for limit in (4096, 100_000):
         few = {"sampling": {"max_tokens": limit}, "train": {"total_train_steps": 0}}
         await train(mock_config(tmp_path / str(limit), **few))
-    [told] = [record.getMessage() for record in caplog.records]
-    assert "max_tokens is 100000" in told
-    assert "a context of 4096 tokens" in told
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "max_tokens is 100000" in message
+    assert "a context of 4096 tokens" in message
 
 
 async def test_a_sampler_that_disagrees_with_the_trainer_is_warned_of(tmp_path, caplog):
@@ -479,8 +479,8 @@ async def test_a_sampler_that_disagrees_with_the_trainer_is_warned_of(tmp_path, 
     config = mock_config(tmp_path, train={"total_train_steps": 8})
     adapter = Apart(MockOptions(**config.backend.arguments), config)
     await train(config, parts=parts_with(config, adapter))
-    [told] = [record.getMessage() for record in caplog.records]
-    assert "for 5 steps (now 0.5)" in told
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "for 5 steps (now 0.5)" in message
 
 
 async def test_the_result_says_where_the_model_is(tmp_path):
@@ -498,14 +498,14 @@ def test_a_group_without_a_turn_has_no_oldest_version():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "returned"),
     [
         (lambda groups: [[0.0] * 4], "[[0.0, 0.0, 0.0, 0.0]] with the lengths [4]"),
         (lambda groups: [[0.0]] * 4, "[[0.0], [0.0], [0.0], [0.0]] with the lengths [1, 1, 1, 1]"),
         (lambda groups: [0.0] * 4, "[0.0, 0.0, 0.0, 0.0]"),
     ],
 )
-async def test_advantages_that_dont_fit_are_told_with_their_algorithm(tmp_path, wrong, told):
+async def test_advantages_that_dont_fit_are_told_with_their_algorithm(tmp_path, wrong, returned):
     class Mine(GRPO):
         def advantages(self, groups):
             return wrong(groups)
@@ -514,7 +514,7 @@ async def test_advantages_that_dont_fit_are_told_with_their_algorithm(tmp_path, 
     with pytest.raises(ExceptionGroup) as caught:
         await train(config, parts=replace(assemble(config), algorithm=Mine()))
     expected = "expected one list per group, with one entry per trajectory: 4 lists with the "
-    text = f"Mine: advantages returned {told}, {expected}lengths [4, 4, 4, 4]"
+    text = f"Mine: advantages returned {returned}, {expected}lengths [4, 4, 4, 4]"
     assert caught.group_contains(RunError, match=re.escape(text))
 
 

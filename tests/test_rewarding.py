@@ -170,7 +170,7 @@ async def test_async_rewards_of_a_group_run_at_once():
         await meeting.wait()
         return 1.0
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert [t.reward for t in await scored(played(*"abcd"), together)] == [1.0] * 4
 
 
@@ -188,7 +188,7 @@ async def test_a_plain_function_runs_in_a_thread_and_blocks_nobody():
 
 
 async def test_a_slow_plain_function_gets_a_thread_for_each_rollout():
-    gate = threading.Barrier(4, timeout=5)
+    gate = threading.Barrier(4, timeout=30)
 
     def judge(completion):
         if completion == "slow":

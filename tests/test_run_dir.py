@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -21,9 +22,9 @@ from hypothesis import strategies as st
 from retrain.concurrency.locks import in_use
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError
-from retrain.observe import journal, voided
+from retrain.observe import journal, rollout_lines, voided
 from retrain.observe.journal import Journal, encode, read_lines, repair
-from retrain.observe.rollout_lines import encoded, hash_of
+from retrain.observe.rollout_lines import encoded, hash_of, with_fate
 from retrain.observe.run_dir import (
     RunDirectory,
     read_events,
@@ -40,10 +41,11 @@ def config(**sections: Any) -> RunConfig:
 
 def group(*outcomes: str, ticket: str = "0.7.0", **prompt: Any) -> Group:
     asked = Prompt(ticket, [{"role": "user", "content": "2+2"}], **prompt)
-    return Group(asked, [trajectory(asked, outcome) for outcome in outcomes])
+    made = [trajectory(asked, outcome, index) for index, outcome in enumerate(outcomes)]
+    return Group(asked, made)
 
 
-def trajectory(prompt: Prompt, outcome: Any) -> Trajectory:
+def trajectory(prompt: Prompt, outcome: Any, index: int = 0) -> Trajectory:
     completion = Completion([5, 6, 7], [-0.1, -0.2, -0.3], "4!", "length", 2)
     return Trajectory(
         prompt,
@@ -55,6 +57,7 @@ def trajectory(prompt: Prompt, outcome: Any) -> Trajectory:
         messages=[*prompt.messages, {"role": "assistant", "content": "4!"}],
         tools=[{"type": "function", "function": {"name": "search", "description": "Finds."}}],
         seconds={"sample": 1.5},
+        index=index,
     )
 
 
@@ -96,11 +99,42 @@ def test_a_rollout_shows_which_weights_sampled_each_part_of_a_turn() -> None:
     mixed = Completion([1, 2, 3], [-1.0] * 3, "abc", "stop", 4, versions=(4, 4, 5))
     plain = Completion([7, 8], [-1.0] * 2, "de", "stop", 5)
     trajectory = Trajectory(Prompt("0.1.0", []), [Turn([1], mixed), Turn([1, 2], plain)])
-    [line] = encoded(Group(trajectory.prompt, [trajectory]))
-    assert json.loads(line)["spans"] == [[[4, 2], [5, 1]], [[5, 2]]]
-    assert json.loads(line)["versions"] == [4, 5]
+    [line] = lines_of(trajectory)
+    assert line["spans"] == [[[4, 2], [5, 1]], [[5, 2]]]
+    assert line["versions"] == [4, 5]
     trajectory.turns.pop(0)
-    assert "spans" not in json.loads(encoded(Group(trajectory.prompt, [trajectory]))[0])
+    assert "spans" not in lines_of(trajectory)[0]
+
+
+def lines_of(*trajectories: Trajectory) -> list[dict[str, Any]]:
+    group = Group(trajectories[0].prompt, list(trajectories))
+    return [json.loads(line) for line in with_fate(encoded(group), 1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"rewards": {"a": 1, "b": True}, "reward": 2},
+        {"rewards": {"a": np.float64(0.5)}, "reward": np.float32(0.5)},
+        {"rewards": {"a": math.nan}, "reward": math.inf},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": '"'}]}]},
+        {"messages": [{"role": 'a "quoted"\n', "content": "\ud800"}]},
+        {"turns": [], "seconds": {}, "info": {"a": 1}},
+        {"outcome": "timeout", "info": {"error": "late"}},
+        {"seat": "X"},
+    ],
+)
+def test_a_line_is_the_same_however_it_is_encoded(change: dict[str, Any]) -> None:
+    usual, odd = group("ok", "ok", answer="4").trajectories
+    odd.rewards, odd.seconds = {"a": 0.1, "b": -1e-9}, {"sample": 1.5, "reward": 0.25}
+    for name, value in change.items():
+        setattr(odd, name, value)
+    lines = [rollout_lines._line(t) for t in (usual, odd)]
+    assert lines_of(usual, odd) == [
+        json.loads(encode({**rollout_lines._shared(t), **line, "step": 1}))
+        for t, line in zip((usual, odd), lines, strict=True)
+    ]
 
 
 def test_the_tally_counts_drops_outcomes_and_causes(tmp_path: Path) -> None:

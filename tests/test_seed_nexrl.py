@@ -656,7 +656,6 @@ MY_ALGORITHM = '''
 # recipe/my_task/my_algorithm.py
 import torch
 from retrain.trainer.nexrl import Batch
-from retrain.algorithms.functional import gae
 
 def compute_my_advantages(
     batch: Batch,
@@ -676,9 +675,7 @@ def compute_my_advantages(
     """
     rewards = batch.metadata["rewards"]
     # Each trajectory is one step whose value is predicted as 0.
-    advantages = []  # Computed advantages
-    for reward in rewards:
-        advantages += gae([float(reward)], [0.0], gamma=discount_factor, lam=gae_lambda)
+    advantages = [float(reward) - 0.0 for reward in rewards]  # Computed advantages
     batch.metadata["advantages"] = advantages
     return batch
 
@@ -801,7 +798,6 @@ class Patterns(SelfHostedTrainer):
 
 
 def test_the_common_patterns_agree_with_the_library() -> None:
-    from retrain.algorithms.functional import n_step_returns
     from retrain.trainer.nexrl import apply_kl_penalty
 
     trainer = Patterns({})
@@ -816,7 +812,7 @@ def test_the_common_patterns_agree_with_the_library() -> None:
     page = trainer._apply_kl_penalty(Batch(values), beta=0.1)
     assert torch.allclose(page.values["token_level_scores"], library.values["token_level_scores"])
     rewards = [1.0, 0.0, 2.0, 3.0]
-    expected = n_step_returns(rewards, 2, 0.9)
+    expected = [1.0, 0.9 * 2.0, 2.0 + 0.9 * 3.0, 3.0]
     assert trainer._compute_nstep_returns(rewards, 2, 0.9) == pytest.approx(expected)
 
     class Network:

@@ -113,9 +113,9 @@ async def test_another_model_s_tokenizer_is_refused():
         def encode(self, text: str, **_) -> list[int]:
             return list(text.encode())
 
-    with pytest.raises(ConfigError, match="encodes differently from the model's own") as told:
+    with pytest.raises(ConfigError, match="encodes differently from the model's own") as raised:
         await trainer_of(tokenizer=Bytes()).train()
-    assert not hasattr(told.value, "__notes__")  # no callback raised it
+    assert not hasattr(raised.value, "__notes__")  # no callback raised it
 
 
 def test_what_is_no_part_is_refused_before_anything_loads():

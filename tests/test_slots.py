@@ -239,7 +239,7 @@ async def test_setups_that_never_end_hold_no_place_of_others(
                 with contextlib.suppress(asyncio.CancelledError):
                     await free.wait()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         group = await played(Stuck, Stuck, setup=0.03)  # as many as may be set up at once
     assert [t.outcome for t in group.trajectories] == ["timeout", "timeout", "ok", "ok"]
     stuck = set(instance._abandoned)
@@ -370,7 +370,7 @@ async def test_a_slot_whose_task_ends_is_replaced(tmp_path: Path, name: str, fai
     Cancels.left = 2
     reward = {"type": "tests.test_slots:Cancels", "task": name}
     config = mock_config(tmp_path, rewards=[reward], rollout={"slots": 2})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         result = await train(config)
     assert result.total_steps == 4
     rows = [row for row in rollouts_of(tmp_path) if row["outcome"] != "ok"]
@@ -403,7 +403,7 @@ class Ends(PromptSource):
 
 async def test_a_source_that_cancels_its_task_ends_the_run(tmp_path: Path) -> None:
     config = mock_config(tmp_path, prompts={"type": "tests.test_slots:Ends"})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(ExceptionGroup) as caught:
             await train(config)
     assert caught.group_contains(UserCodeError, match="user code cancelled the task 'feed'")

@@ -6,7 +6,6 @@ Each runs in a process of its own.
 import os
 import signal
 import time
-from contextlib import suppress
 
 import pytest
 
@@ -49,31 +48,29 @@ END = "return [], 0.0, True, False, {}"
 
 
 def play(tmp_path, *, step=END, judge="return 1.0", steps=2, **deadlines):
-    """Run the script; its exit code, stderr and seconds."""
+    """Run the script, for a minute at most; its exit code and stderr."""
     script = SCRIPT.format(step=step, judge=judge, steps=steps, deadlines=deadlines)
-    began = time.monotonic()
     done = played(tmp_path, script)
-    return done.returncode, done.stderr, time.monotonic() - began
+    return done.returncode, done.stderr
 
 
 def test_p4_user_code_that_blocks_the_loop_is_named_and_the_process_ends(tmp_path):
-    code, stderr, seconds = play(tmp_path, step="time.sleep(3600)", blocked=0.5)
+    code, stderr = play(tmp_path, step="time.sleep(3600)", blocked=0.5)
     assert code == 1
     assert "blocked for 0.5 s by Env.step (main.py:11)" in stderr
     assert "--resume" in stderr
-    assert seconds < 30
     assert '"stalled"' in (tmp_path / "run" / "events.jsonl").read_text()
 
 
 def test_p4_a_plain_reward_that_blocks_its_thread_for_ever_doesnt_keep_the_process(tmp_path):
-    code, stderr, _ = play(tmp_path, judge="time.sleep(3600)", reward=0.2)
+    code, stderr = play(tmp_path, judge="time.sleep(3600)", reward=0.2)
     assert code == 1
     assert "NoSignalError: 3 groups in a row had no scored rollout" in stderr
     assert "reward 'judge' took longer than deadlines.reward = 0.2 s" in stderr
 
 
 def test_p4_a_run_in_which_nothing_moves_ends_and_says_what_it_waits_for(tmp_path):
-    code, stderr, _ = play(tmp_path, step="await asyncio.Event().wait()", stall=0.5)
+    code, stderr = play(tmp_path, step="await asyncio.Event().wait()", stall=0.5)
     assert code == 1
     assert "StallError: no progress for deadlines.stall = 0.5 s" in stderr
     assert "Env.step (main.py:11)" in stderr
@@ -86,14 +83,14 @@ def test_p4_an_environment_that_ignores_its_cancellation_cant_keep_the_process(t
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 pass"""
-    code, stderr, _ = play(tmp_path, step=stubborn, stall=0.5, close=0.3, checkpoint=0.3)
+    code, stderr = play(tmp_path, step=stubborn, stall=0.5, close=0.3, checkpoint=0.3)
     assert code == 1
     assert "shutdown timed out after" in stderr
     assert "Env.step (main.py:" in stderr
 
 
 def test_a_healthy_run_is_left_alone(tmp_path):
-    code, stderr, _ = play(tmp_path, stall=20, blocked=5)
+    code, stderr = play(tmp_path, stall=20, blocked=5)
     assert (code, stderr) == (0, "")
 
 
@@ -103,12 +100,11 @@ HELD = """
 
 
 def test_p12_code_that_holds_the_interpreter_is_named_and_the_process_is_ended(tmp_path):
-    code, stderr, seconds = play(tmp_path, judge=HELD, blocked=1)
+    code, stderr = play(tmp_path, judge=HELD, blocked=1)
     assert code == -signal.SIGKILL
     assert "no Python code could run for 1 s" in stderr
     assert "the interpreter (GIL) is held by judge (main.py:17). The process was ended" in stderr
     assert "--resume" in stderr
-    assert seconds < 30
     error = (tmp_path / "run" / "error.txt").read_text()
     assert "re/__init__.py" in error
     assert 'main.py", line 17 in judge' in error
@@ -126,7 +122,7 @@ def test_p12_code_that_holds_the_interpreter_is_named_and_the_process_is_ended(t
     ],
 )
 def test_p12_a_process_that_dies_in_user_code_leaves_a_last_word(tmp_path, judge, code, words):
-    returned, stderr, _ = play(tmp_path, judge=judge)
+    returned, stderr = play(tmp_path, judge=judge)
     assert returned == code
     assert words in stderr
     error = (tmp_path / "run" / "error.txt").read_text()
@@ -149,18 +145,21 @@ KILLED = """
 
 
 def test_p12_children_end_after_kill_9_though_a_forked_process_goes_on(tmp_path):
-    code, stderr, seconds = play(tmp_path, step=KILLED)
+    code, stderr = play(tmp_path, step=KILLED)
     child, forked = map(int, (tmp_path / "run" / "pids").read_text().split())
     os.kill(forked, signal.SIGKILL)  # it still ran
     assert code == -signal.SIGKILL
     assert "ended without shutting down" in stderr
-    assert seconds < 30
-    deadline = time.monotonic() + 20
-    with suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(child, 0)
-            time.sleep(0.02)
-    assert time.monotonic() < deadline
+    while group_exists(child):  # the guardian ends it after the run's death
+        time.sleep(0.02)
+
+
+def group_exists(number):
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 async def test_a_child_that_ignores_its_end_is_killed_with_its_own_children():

@@ -19,7 +19,13 @@ import retrain
 pytestmark = [pytest.mark.slow(2), pytest.mark.xdist_group("wheel")]  # one build, one install
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
-INSIDE = {"configs": "*.yaml", "data": "*.jsonl", "environments": "*.py", "rewards": "*.py"}
+INSIDE = {
+    "configs": "*.yaml",
+    "configs/agents": "*.py",
+    "data": "*.jsonl",
+    "environments": "*.py",
+    "rewards": "*.py",
+}
 """Folders of the checkout that the wheel has inside the package, and their files."""
 DATA = {"retrain/py.typed", "retrain/observe/report.html"}
 
@@ -101,8 +107,8 @@ for folder, *arguments in json.loads(sys.argv[1]):
 def valid(runs: list[list[str]], package: Path) -> None:
     """Dry runs of `package`; of each its folder and arguments."""
     dry = json.dumps([[*run, "--dry-run"] for run in runs])
-    told = called(["-W", "ignore", "-c", EACH, dry], package, PYTHONPATH=str(package))
-    assert told.count("is valid") == len(runs)
+    output = called(["-W", "ignore", "-c", EACH, dry], package, PYTHONPATH=str(package))
+    assert output.count("is valid") == len(runs)
 
 
 def test_the_wheel_holds_every_module_and_all_package_data(archives: Path) -> None:
@@ -150,8 +156,8 @@ def test_an_installed_wheel_has_its_command_and_built_ins(installed: Path, tmp_p
 
 def test_messages_name_the_command_that_installs_an_extra(installed: Path, tmp_path: Path) -> None:
     script = "from retrain.errors import install_command; print(install_command('remote'))"
-    told = run_installed(installed, tmp_path, "-c", script)
-    assert told == "pip install 'retrain-rl[remote]'\n"
+    output = run_installed(installed, tmp_path, "-c", script)
+    assert output == "pip install 'retrain-rl[remote]'\n"
     assert called(["-c", script], ROOT) == "pip install -e '.[remote]'\n"
     elsewhere = called(["-c", script], tmp_path, PYTHONPATH=str(ROOT))
     assert elsewhere == f"pip install -e '{ROOT}[remote]'\n"

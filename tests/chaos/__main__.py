@@ -1,8 +1,7 @@
 """All campaigns, one after the other, and their score: `make chaos`, or `python -m tests.chaos`.
 
 It exits with 1 if any promise was broken, and prints what was. Another `--seed` plays other
-histories, kills at other points and sends other requests. `python -m tests.chaos.servers`, which
-ends vLLM servers at named moments, is run by itself.
+histories, kills at other points and sends other requests.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ def campaigns(seed: int, part: float) -> dict[str, list[str]]:
         "user_code": [],
         "damage": [],
         "network": [],
+        "servers": [],
         "requests": ["--requests", str(round(10_000 * part)), *drawn],
-        "ranks": ["--kills", str(round(2 * part)), "--part", str(0.3 * part), *drawn],
+        "ranks": ["--kills", str(round(part)), "--part", str(0.3 * part), *drawn],
         "kills": ["--kills", str(round(60 * part)), *drawn],
     }
 

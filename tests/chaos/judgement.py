@@ -178,14 +178,11 @@ def judge_credit(
 
     `batches` map tickets to the advantages of each rollout.
     """
-    outcomes: dict[str, Sequence[str]] = {}
     rewards: dict[str, list[float]] = {}
     for event in events:
         if event["event"] == "rollout":
-            outcomes[event["ticket"]] = event["outcomes"]
-        elif event["event"] == "scored":
             ticket = event["ticket"]
-            pairs = zip(event["rewards"], outcomes[ticket], strict=True)
+            pairs = zip(event["rewards"], event["outcomes"], strict=True)
             rewards[ticket] = [reward for reward, outcome in pairs if outcome == "ok"]
     wrong = []
     for ticket, rollouts in ((t, r) for batch in batches for t, r in batch.items()):

@@ -89,16 +89,25 @@ def beside(jobs: Sequence[Callable[[], T]], folder: Path, at_once: int) -> list[
     return [results[folder / f"result_{number}"] for number in range(len(jobs))]
 
 
-def play_table(rows: Sequence[Row], play: Callable[[Row, Path], list[str]], what: str) -> int:
-    """Play the rows whose names have a word of the command line in them, or all; print the score.
+def play_table(
+    rows: Sequence[Row],
+    play: Callable[[Row, Path], list[str]],
+    what: str,
+    *,
+    words: Sequence[str] | None = None,
+    at_once: int = 2 * (os.cpu_count() or 1),
+) -> int:
+    """Play the rows whose names have one of `words` (by default the command line's) in them, or
+    all; print the score.
 
     `play` returns what went wrong. Returns the exit code.
     """
     started = time.monotonic()
-    chosen = [row for row in rows if any(part in row.name for part in sys.argv[1:] or [""])]
+    words = (sys.argv[1:] if words is None else words) or [""]
+    chosen = [row for row in rows if any(part in row.name for part in words)]
     with tempfile.TemporaryDirectory() as folder:
         jobs = [partial(play, row, Path(folder)) for row in chosen]
-        results = beside(jobs, Path(folder), 2 * (os.cpu_count() or 1))
+        results = beside(jobs, Path(folder), at_once)
     for row, wrong in zip(chosen, results, strict=True):
         if wrong:
             print(f"{row.name}: " + "; ".join(wrong))
