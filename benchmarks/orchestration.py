@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import shutil
 import tempfile
 import time
@@ -29,7 +28,7 @@ from benchmarks.mock_engine import LETTERS, MockAdapter, MockOptions, mock_confi
 from retrain.environment import Action, Environment, StepResult
 from retrain.observe.callbacks import Callback
 from retrain.pipeline import train
-from retrain.pipeline.stages import COLLECTIONS
+from retrain.pipeline.stages import rare_collections
 from retrain.rewarding import reward
 from retrain.types import Completion, Metrics, Prompt
 
@@ -166,7 +165,6 @@ def run_bare(
         return [result.reward for result in results]
 
     rewards = {"async": async_rewards, "plain": plain_rewards, "step": steps_of}[kind]
-    collections = gc.get_threshold()
 
     async def go() -> None:
         await lag.on_train_begin(None)
@@ -177,11 +175,8 @@ def run_bare(
         )  # fmt: skip
         await lag.on_train_end(None, None)
 
-    gc.set_threshold(*COLLECTIONS)  # those of the pipe
-    try:
+    with rare_collections(groups * (target + 1) * size):  # as the pipe
         asyncio.run(go())
-    finally:
-        gc.set_threshold(*collections)
     return (cpu[last] - cpu[first]) / ((last - first) * groups * size), lag
 
 

@@ -44,6 +44,8 @@ STOPPING = "Stopping after the next checkpoint."
 STOPPING_EARLY = "Stopping before training, as soon as the model has loaded."
 STUCK_SECONDS = 3.0
 """How long threads may take to end after the run."""
+REPORT_SECONDS = 2.0
+"""How long another rank waits with its exit code while rank 0 reports a wrong config."""
 _TICKET = re.compile(r"-?\d+\.\d+\.\d+")
 T = TypeVar("T")
 
@@ -150,7 +152,8 @@ def exit_code(command: Callable[[], int], places: Sequence[Path] = ()) -> int:
             return DONE
         found = failure.causes(error)
         if _follows() and all(isinstance(cause, ConfigError) for cause in found):
-            return USAGE  # rank 0 prints the same
+            _wait_for_rank_0()
+            return USAGE
         if isinstance(found[0], _INTERRUPTIONS):
             _print("interrupted")
             return INTERRUPTED
@@ -286,6 +289,12 @@ def _follows() -> bool:
     except ConfigError:
         return False
     return place is not None and place.rank > 0
+
+
+def _wait_for_rank_0() -> None:
+    """Rank 0 prints the same error; a launcher ends it as soon as another rank has ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(REPORT_SECONDS)
 
 
 def _follow(config: RunConfig, *, dry_run: bool) -> int:
