@@ -258,7 +258,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
         words = range(8, len(load_tokenizer(path)))
         stop = random.Random(1).sample(words, len(words) // 20)
         backend = {"url": url, "folder": path, "context": model["max_model_len"], "stop": stop}
-        print(f"{path} at vLLM {await client.version()}, {GROUPS * SIZE} rollouts a step")
+        print(f"{path} at vLLM {await client.version()}, {GROUPS * SIZE} rollouts per step")
         await piped(backend, 3)  # warm-up
         found: dict[str, list[Meter]] = {"pipe": [], "alone": []}
         for number in range(arguments.rounds):

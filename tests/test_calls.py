@@ -261,8 +261,8 @@ async def test_a_string_continues_an_earlier_completion(case: str) -> None:
 async def test_ids_continue_the_tokens_of_any_earlier_call() -> None:
     desk = Desk("4<|end|>", "<|end|>", tokenizer=tiny_tokenizer())
     await desk.calls.chat([user("Hi")])
-    told = [*desk.calls.turns[0].prompt_ids, *desk.calls.turns[0].completion.token_ids]
-    for prompt in (told, [*told, 9], told[:-1]):
+    known = [*desk.calls.turns[0].prompt_ids, *desk.calls.turns[0].completion.token_ids]
+    for prompt in (known, [*known, 9], known[:-1]):
         await desk.calls.complete(prompt)
         assert desk.calls.turns[-1].prompt_ids == prompt
     assert desk.parents() == [None, 0, 0, None]

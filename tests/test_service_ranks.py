@@ -188,16 +188,16 @@ def check_end(folder: Path, *, lost: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         (("--processes", "0"), "--processes: got 0, expected an integer >= 1"),
         (("--sharding", "full"), "--sharding full needs --processes 2 or more"),
         (("--rank-timeout", "0"), "--rank-timeout: got 0, expected a number of seconds > 0"),
     ],
 )
-def test_wrong_settings(setting, told, capsys, tmp_path):
+def test_wrong_settings(setting, message, capsys, tmp_path):
     assert main(["--port", "0", "--folder", str(tmp_path), *setting]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_launcher_decides_how_many(capsys, monkeypatch, tmp_path):

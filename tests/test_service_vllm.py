@@ -215,7 +215,7 @@ async def test_a_server_that_restarts_gets_the_present_snapshots(tinker, server)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (["--sampler", "vllm"], "got neither of url and python"),
         (["--vllm", "url=http://127.0.0.1:1"], "--vllm has no effect without --sampler vllm"),
@@ -224,6 +224,6 @@ async def test_a_server_that_restarts_gets_the_present_snapshots(tinker, server)
         (["--sampler", "vllm", "--vllm", "python=/no"], "--vllm python: /no is not a program"),
     ],
 )
-def test_wrong_options(given, told, capsys, tmp_path):
+def test_wrong_options(given, message, capsys, tmp_path):
     assert main(["--port", "0", "--folder", str(tmp_path), *given]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -277,8 +277,8 @@ class Server:
             "lora_config": {**lora, "max_cpu_loras": o.max_cpu_loras} if o.enable_lora else None,
             "weight_transfer_config": o.weight_transfer_config,
         }
-        told = config if request.query_params.get("config_format") == "json" else str(config)
-        return JSONResponse({"vllm_config": told, "vllm_env": {}})
+        shown = config if request.query_params.get("config_format") == "json" else str(config)
+        return JSONResponse({"vllm_config": shown, "vllm_env": {}})
 
     # --- generate
 

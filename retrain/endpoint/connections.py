@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import resource
 import socket
@@ -79,6 +80,13 @@ def url_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def has_key(http: Request, key: str) -> bool:
+    """Whether a request has this API key, as OpenAI's or as Anthropic's clients send it."""
+    scheme, _, token = http.headers.get("authorization", "").partition(" ")
+    given = http.headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
+    return hmac.compare_digest(given.encode(), key.encode())
 
 
 async def body_of(http: Request) -> Mapping[str, Any]:

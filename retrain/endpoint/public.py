@@ -7,7 +7,6 @@ page in a browser on this machine can't use it.
 
 from __future__ import annotations
 
-import hmac
 import secrets
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ from starlette.routing import Route
 
 from retrain.config import EndpointConfig
 from retrain.endpoint.api import Decode
+from retrain.endpoint.connections import has_key
 from retrain.endpoint.guests import Guest
 from retrain.endpoint.server import EndpointServer
 from retrain.rollout.calls import CallError, Calls
@@ -85,8 +85,6 @@ class PublicServer(EndpointServer):
                     "come from no web page; to allow others, start with --api-key-env",
                 )
             return
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        given = http.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
+        if not has_key(http, self._key):
             self.rejected += 1
             raise CallError(401, "invalid_api_key", "the API key is wrong")

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 import sys
@@ -38,6 +37,7 @@ from retrain.endpoint.connections import (
     as_json,
     as_stream,
     body_of,
+    has_key,
     listen,
     url_of,
     while_connected,
@@ -166,9 +166,7 @@ class EndpointServer:
     def _guest(self, http: HttpRequest) -> Guest:
         """The rollout of a call; raises CallError 401 unless the call has its key."""
         guest = self._guests.get(http.path_params["rollout"])
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        given = http.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else "")
-        if guest is None or not hmac.compare_digest(given.encode(), guest.key.encode()):
+        if guest is None or not has_key(http, guest.key):
             self.rejected += 1
             raise CallError(
                 401, "invalid_api_key", "the API key is not valid for a rollout that is under way"

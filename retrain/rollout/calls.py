@@ -25,7 +25,7 @@ from retrain.chat.tools import as_template, split_reasoning
 from retrain.environment import Action, ToolCall, ToolSpec
 from retrain.errors import RetrainError, text_of
 from retrain.rollout.histories import Histories, Key, Said, Texts, renamed
-from retrain.sampler import hash_of
+from retrain.sampler import SamplingParams, hash_of
 from retrain.types import Completion, Message, Turn
 
 T = TypeVar("T")
@@ -61,6 +61,24 @@ class Reply:
         if self.tool_calls:
             message["tool_calls"] = [as_template(call) for call in self.tool_calls]
         return message
+
+
+def fitted(
+    params: SamplingParams, prompt_ids: Sequence[int], limit: int, options: Mapping[str, Any]
+) -> SamplingParams:
+    """`params` with `options`, and no more tokens than `limit` leaves after the prompt.
+
+    Raises CallError if it leaves none.
+    """
+    room = limit - len(prompt_ids)
+    if room < 1:
+        raise CallError(
+            400,
+            "context_length_exceeded",
+            f"the prompt has {len(prompt_ids)} tokens, expected fewer than {limit}",
+        )
+    wanted = options.get("max_tokens", params.max_tokens)
+    return replace(params, **{**options, "max_tokens": min(wanted, room)})
 
 
 class Sample(Protocol):
@@ -254,38 +272,48 @@ class Calls:
     async def _sampled(
         self, prompt_ids: list[int], n: int, seat: str, options: Mapping[str, Any]
     ) -> list[Completion]:
-        """Sample in a task of its own, so that `close` and a lost connection can cancel it."""
+        """What the sampler returns; raises CallError."""
         # Parallel calls come in any order, so the seed depends on the prompt, not on the turn.
         hashed = hash_of(prompt_ids)
         taken = self._numbers.setdefault((seat, hashed), set())
         number = next(i for i in count() if i not in taken)
         taken.add(number)
         self._reserved += n
-        task = asyncio.ensure_future(
-            self._sample(prompt_ids, n, f"{seat}/{hashed}/{number}", options)
-        )
-        self._under_way.add(task)
+        key = f"{seat}/{hashed}/{number}"
         try:
-            completions = await task
+            return await self._while_open(self._sample(prompt_ids, n, key, options))
         except BaseException as error:
-            task.cancel()
             taken.discard(number)
             if (answer := self._answer_to(error)) is None:
                 raise
             raise answer from error
         finally:
             self._reserved -= n
+
+    async def _while_open(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await in a separate task, so that `close` and a lost connection can cancel it.
+
+        Raises CallError if the rollout is over.
+        """
+        task = asyncio.ensure_future(call)
+        self._under_way.add(task)
+        try:
+            result = await task
+        except asyncio.CancelledError:
+            task.cancel()
+            if self.closed:
+                raise CallError(401, "invalid_api_key", OVER) from None
+            raise
+        finally:
             self._under_way.discard(task)
         if self.closed:  # it was answered just when the rollout ended
             raise CallError(401, "invalid_api_key", OVER)
-        return completions
+        return result
 
     def _answer_to(self, error: BaseException) -> CallError | None:
         """What a call gets for an error of the sampler; None if `error` itself is right."""
         if isinstance(error, CallError) and error.code == "context_length_exceeded":
             self.truncated = "context"
-        if isinstance(error, asyncio.CancelledError) and self.closed:
-            return CallError(401, "invalid_api_key", OVER)
         if isinstance(error, CallError) or not isinstance(error, Exception):
             return None
         self.failure = self.failure or error

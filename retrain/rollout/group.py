@@ -17,7 +17,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -28,7 +27,7 @@ from retrain.environment import Action, Endpoint, StepResult, ToolSpec
 from retrain.errors import AdapterError, UserCodeError, text_of
 from retrain.rewarding import fail
 from retrain.rollout.answers import UnusableError, opening_of, prepare, result_of, tools_of
-from retrain.rollout.calls import NOTHING, CallError, Calls
+from retrain.rollout.calls import NOTHING, Calls, fitted
 from retrain.rollout.instance import Instance, Job
 from retrain.rollout.opponents import Opponent
 from retrain.rollout.seats import SeatedCalls, Seats, seats_of
@@ -291,16 +290,9 @@ class _Rollout:
         self, prompt_ids: list[int], n: int, key: str, options: Mapping[str, Any]
     ) -> list[Completion]:
         """Sample for an agent's call; see `calls.Sample`."""
-        if len(prompt_ids) >= self.shared.context_length:
-            raise CallError(
-                400,
-                "context_length_exceeded",
-                f"the prompt has {len(prompt_ids)} tokens, expected fewer than "
-                f"{self.shared.context_length}",
-            )
-        options = {"seed": self._seed(key), **options}
+        params = self._params(prompt_ids, {"seed": self._seed(key), **options})
         try:
-            return await self._sampled(prompt_ids, n, options)
+            return await self._sampled(prompt_ids, params, n)
         except Exception as error:
             self.broken(error)
             raise
@@ -318,15 +310,16 @@ class _Rollout:
         Raises DeadlineError, AdapterError and what the sampler raises.
         """
         seed = self._seed(str(len(self.trajectory.turns)), index)
-        return await self._sampled(self.conversation.prompt_ids, n, {"seed": seed})
+        prompt_ids = self.conversation.prompt_ids
+        return await self._sampled(prompt_ids, self._params(prompt_ids, {"seed": seed}), n)
+
+    def _params(self, prompt_ids: Sequence[int], options: Mapping[str, Any]) -> SamplingParams:
+        return fitted(self.shared.params, prompt_ids, self.shared.context_length, options)
 
     async def _sampled(
-        self, prompt_ids: list[int], n: int, options: Mapping[str, Any]
+        self, prompt_ids: list[int], params: SamplingParams, n: int
     ) -> list[Completion]:
         shared = self.shared
-        wanted = options.get("max_tokens", shared.params.max_tokens)
-        max_tokens = min(wanted, shared.context_length - len(prompt_ids))
-        params = replace(shared.params, **{**options, "max_tokens": max_tokens})
         started = time.perf_counter()
         completions = await adapter_call(
             f"the sampler, with prompt {self.trajectory.prompt.id},",

@@ -6,11 +6,10 @@ of its own, which its first observation opens. A rollout without seats has one, 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,12 @@ from retrain.chat import Chat, Conversation
 from retrain.environment import Environment, ToolSpec
 from retrain.errors import UserCodeError, shown
 from retrain.rewarding import as_number
-from retrain.rollout.calls import NOTHING, OVER, CallError, Calls, Reply, Sample
+from retrain.rollout.calls import NOTHING, CallError, Calls, Reply, Sample
 from retrain.rollout.opponents import Opponent
 from retrain.types import Completion, Message, Trajectory
 
 Tools = Sequence[Mapping[str, Any]]
-Ask = Callable[[str, Sequence[Message], str], Awaitable[str]]
+Ask = Callable[[str, Sequence[Message], str], Coroutine[Any, Any, str]]
 """Asks the opponent of a seat; the same key gets the same seed. Raises UserCodeError."""
 
 
@@ -196,20 +195,11 @@ class SeatedCalls(Calls):
             self._repeats[said] += 1
             self._seats.replies += 1
             number = self._seats.replies
-            task = asyncio.ensure_future(self._ask(seat, messages, key))
-            self._under_way.add(task)
             try:
-                text = await task
-            except asyncio.CancelledError:
-                task.cancel()
-                if self.closed:
-                    raise CallError(401, "invalid_api_key", OVER) from None
-                raise
+                text = await self._while_open(self._ask(seat, messages, key))
             except UserCodeError as error:
                 self.opponent_error = self.opponent_error or error
                 raise CallError(503, "server_error", str(error)) from error
-            finally:
-                self._under_way.discard(task)
             completion = Completion((), (), text, "stop", -1)
             replies.append(Reply(-number, text, "", (), completion, 0))
         return replies

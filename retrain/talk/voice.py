@@ -6,7 +6,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ from typing import Any, cast
 from retrain.chat import Chat
 from retrain.concurrency.threads import DaemonPool
 from retrain.errors import RetrainError, text_of
-from retrain.rollout.calls import CallError, Calls
+from retrain.rollout.calls import CallError, Calls, fitted
 from retrain.sampler import Sampler, SamplingParams, Tokenizer
 from retrain.talk.subject import Subject
 from retrain.types import Completion
@@ -38,16 +38,7 @@ class Voice:
         self, prompt_ids: list[int], n: int, key: str, options: Mapping[str, Any]
     ) -> list[Completion]:
         """See `calls.Sample`; without a seed of the client, replies differ from call to call."""
-        room = self.context_length - len(prompt_ids)
-        if room < 1:
-            raise CallError(
-                400,
-                "context_length_exceeded",
-                f"the prompt has {len(prompt_ids)} tokens, expected fewer than "
-                f"{self.context_length}",
-            )
-        wanted = options.get("max_tokens", self.params.max_tokens)
-        params = replace(self.params, **{**options, "max_tokens": min(wanted, room)})
+        params = fitted(self.params, prompt_ids, self.context_length, options)
         try:
             return await self.sampler.sample(prompt_ids, params, n)
         except ValueError as error:

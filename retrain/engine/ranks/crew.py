@@ -80,7 +80,7 @@ class Crew:
         return None
 
     async def end(self, grace: float = STOP_SECONDS) -> None:
-        """End the followers: wait `grace` seconds for those that were told to stop, then kill."""
+        """End the followers: wait `grace` seconds for those that are to stop, then kill."""
         self._ending = True
         await asyncio.gather(*(children.end(process, grace) for process in self._processes))
         for watcher in self._watchers:
