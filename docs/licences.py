@@ -29,6 +29,7 @@ OLD = {  # names of licences in metadata without a License-Expression, as patter
     **{r"bsd( license)?": "BSD", r"isc\b.*": "ISC", r"psfl|python soft.*": "PSF-2.0"},
     r"mozilla public license 2.*": "MPL-2.0",
 }
+FROM_FILE = {"zss": "BSD-3-Clause"}  # packages whose metadata names no licence
 
 
 def needed() -> dict[str, set[str]]:
@@ -62,7 +63,8 @@ def licence(name: str) -> str:
     spdx = [
         s for n in names for p, s in ((re.escape(n), n), *OLD.items()) if re.fullmatch(p, n, re.I)
     ]
-    return next(filter(allowed, spdx), own.partition("\n")[0] or "unknown")
+    named = FROM_FILE.get(name) or own.partition("\n")[0] or "unknown"
+    return next(filter(allowed, spdx), named)
 
 
 def allowed(expression: str) -> bool:
