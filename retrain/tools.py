@@ -173,18 +173,19 @@ class FunctionTool:
         schema = self._arguments.json_schema()
         for about in schema["properties"].values():
             about.pop("title", None)  # the name again
-        more = {key: schema[key] for key in ("required", "$defs") if key in schema}
+        more: dict[str, Any] = {key: schema[key] for key in ("required", "$defs") if key in schema}
         doc = _SECTION.split(inspect.getdoc(function) or "", maxsplit=1)[0].strip()
-        parameters = {"type": "object", "properties": schema["properties"], **more}
+        parameters: dict[str, Any] = {"type": "object", "properties": schema["properties"], **more}
         self.spec = ToolSpec(name, doc, parameters)
 
     def convert(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call as values of the function's types; raises ToolError."""
         try:
-            return self._arguments.validate_python(dict(arguments))
+            converted: dict[str, Any] = self._arguments.validate_python(dict(arguments))
         except ValidationError as error:
             faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             raise ToolError("; ".join(faults)) from None
+        return converted
 
 
 def _lacking(function: Callable[..., Any], name: str) -> Iterator[str]:
