@@ -47,6 +47,8 @@ OF_THE_MODEL = frozenset({-32601, -32602})
 """JSON-RPC errors that the model can cause: no such method, invalid parameters."""
 CONNECT_SECONDS = 30.0
 """How long a connection may take; a result is limited by `tool_seconds`."""
+TRUST_SECONDS = 1.0
+"""How long sessions that are shared count as alive: else each rollout would ask."""
 MOST_LOG = 2**20
 """Bytes of a server's output that may be kept."""
 VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -128,7 +130,7 @@ class Mcp(ToolEnvironment):
         if self.used and not self.share:
             await self.sessions.close()
         self.used = False
-        self._offer(await self.sessions.tools())
+        self._offer(await self.sessions.tools(trust=TRUST_SECONDS if self.share else 0.0))
         return await super().reset(prompt)
 
     async def close(self) -> None:
@@ -163,6 +165,9 @@ class Sessions:
         self._leave = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._connections: list[Connection] = []
+        self._found: dict[str, tuple[Connection, ToolSpec]] = {}
+        self._asked = 0.0
+        """When the servers listed the tools in `_found`."""
 
     @classmethod
     def shared(cls, servers: Sequence[Server]) -> Sessions:
@@ -181,22 +186,33 @@ class Sessions:
                 del self._shared[key]
             await self.close()
 
-    async def tools(self) -> dict[str, tuple[Connection, ToolSpec]]:
+    async def tools(self, trust: float = 0.0) -> dict[str, tuple[Connection, ToolSpec]]:
         """The tools of all servers by the names that the model sees; connects if needed.
 
-        Sessions that were lost meanwhile are opened again. Raises ConnectionError if a server
-        can't be reached, ValueError if two tools have one name.
+        Sessions that were lost meanwhile are opened again; those that listed their tools less than
+        `trust` seconds ago, and have not failed since, are not asked. Raises ConnectionError if a
+        server can't be reached, ValueError if two tools have one name.
         """
+        clock = asyncio.get_running_loop().time
         async with self._lock:
-            known = await self._open()
+            opened = self._task is not None and not self._task.done()
+            lost = any(connection.lost for connection in self._connections)
+            if opened and not lost and clock() - self._asked < trust:
+                return self._found
+            if lost:
+                await self._end()
+            if not opened or lost:
+                await self._open()
             try:
-                return await self._listed()
+                self._found = await self._listed()
             except ConnectionError:
-                if not known:
+                if not opened or lost:
                     raise
-            await self._end()
-            await self._open()
-            return await self._listed()
+                await self._end()
+                await self._open()
+                self._found = await self._listed()
+            self._asked = clock()
+            return self._found
 
     async def close(self) -> None:
         """End the sessions and the programs."""
@@ -217,10 +233,7 @@ class Sessions:
                 found[name] = connection, tool
         return found
 
-    async def _open(self) -> bool:
-        """Connect; returns whether the sessions were open, as far as is known."""
-        if self._task is not None and not self._task.done():
-            return True
+    async def _open(self) -> None:
         ready: asyncio.Future[list[Connection]] = asyncio.get_running_loop().create_future()
         self._leave = asyncio.Event()
         self._task = asyncio.create_task(self._live(ready, self._leave), name="mcp sessions")
@@ -229,13 +242,12 @@ class Sessions:
         except asyncio.CancelledError:
             self._task.cancel()
             raise
-        return False
 
     async def _end(self) -> None:
         if self._task is not None:
             self._leave.set()
             await asyncio.wait([self._task])
-            self._task = None
+            self._task, self._connections = None, []
 
     async def _live(self, ready: asyncio.Future[list[Connection]], leave: asyncio.Event) -> None:
         try:
@@ -262,6 +274,8 @@ class Connection:
     def __init__(self, server: Server, log: IO[str]) -> None:
         """`log` gets what the program writes to stderr."""
         self.server, self.log = server, log
+        self.lost = False
+        """Whether a request failed."""
         self.status = 0
         """Of the last HTTP answer that was an error."""
 
@@ -274,7 +288,7 @@ class Connection:
             transport = await (self._http(stack) if server.url else self._program(stack))
             self.client = await stack.enter_async_context(Client(transport))
         except Exception as error:
-            raise self._lost("can't be used", error) from error
+            raise self._fault("can't be used", error) from error
 
     async def _program(self, stack: AsyncExitStack) -> Any:
         from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -315,7 +329,7 @@ class Connection:
                 if not cursor:
                     return found
         except Exception as error:
-            raise self._lost("did not list its tools", error) from error
+            raise self._fault("did not list its tools", error) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of a tool's result.
@@ -329,9 +343,9 @@ class Connection:
         except MCPError as error:
             if error.code in OF_THE_MODEL:
                 raise ToolError(error.message) from None
-            raise self._lost(f"failed in a call of {name}", error) from error
+            raise self._fault(f"failed in a call of {name}", error) from error
         except Exception as error:
-            raise self._lost(f"failed in a call of {name}", error) from error
+            raise self._fault(f"failed in a call of {name}", error) from error
         text = "\n".join(map(_text, result.content))
         if result.is_error:
             raise ToolError(text)
@@ -339,8 +353,9 @@ class Connection:
             return json.dumps(result.structured_content, ensure_ascii=False)
         return text
 
-    def _lost(self, what: str, error: BaseException) -> ConnectionError:
-        """The error of a server, with what it printed last."""
+    def _fault(self, what: str, error: BaseException) -> ConnectionError:
+        """The error of a server, with what it printed last; the session is lost."""
+        self.lost = True
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         parts = [f"{type(error).__name__}: {error}"]
