@@ -21,11 +21,11 @@ import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from retrain import (
     ConfigError,
@@ -42,6 +42,7 @@ from retrain import (
 
 if TYPE_CHECKING:
     from mcp.client import Client
+    from pydantic_core import ErrorDetails
 
 OF_THE_MODEL = frozenset({-32601, -32602})
 """JSON-RPC errors that the model can cause: no such method, invalid parameters."""
@@ -56,16 +57,15 @@ TAIL = 1000
 """Characters of a server's last output in an error."""
 
 
-@dataclass(frozen=True)
-class Server:
+class Server(BaseModel):
     """A server: a program, or a URL."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    command: list[str] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
+    command: list[str] = []
+    env: dict[str, str] = {}
     url: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = {}
     prefix: str = ""
 
     @property
@@ -90,7 +90,7 @@ class Mcp(ToolEnvironment):
     def __init__(
         self,
         *,
-        servers: list[Server],
+        servers: list[dict[str, Any]],
         tools: list[str] | None = None,
         share: bool = False,
         max_turns: int | None = None,
@@ -379,8 +379,14 @@ async def _connected(server: Server) -> AsyncIterator[Connection]:
             yield connection
 
 
-def _resolved(server: Server, where: str, base_dir: Path) -> Server:
+def _resolved(given: Mapping[str, Any], where: str, base_dir: Path) -> Server:
     """The server with the path of its program and its variables; raises ConfigError."""
+    try:
+        server = Server.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(
+            *(f"{'.'.join(map(str, (where, *e['loc'])))}: {_said(e)}" for e in error.errors())
+        ) from None
     if bool(server.command) == bool(server.url):
         raise ConfigError(f"{where}: expected either `command` (a program) or `url`")
     if server.command and server.headers:
@@ -392,7 +398,13 @@ def _resolved(server: Server, where: str, base_dir: Path) -> Server:
     command = server.command and find_command(server.command, base_dir, f"{where}.command")
     env = {name: _filled(text, f"{where}.env.{name}") for name, text in server.env.items()}
     headers = {n: _filled(text, f"{where}.headers.{n}") for n, text in server.headers.items()}
-    return replace(server, command=command, env=env, headers=headers)
+    return server.model_copy(update={"command": command, "env": env, "headers": headers})
+
+
+def _said(error: ErrorDetails) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"unknown key; expected one of {', '.join(Server.model_fields)}"
+    return f"got {error['input']!r}: {error['msg']}"
 
 
 def _filled(text: str, where: str) -> str:
