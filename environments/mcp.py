@@ -105,9 +105,9 @@ class Mcp(ToolEnvironment):
         )
         try:
             import mcp.client.client  # noqa: F401 - not in mcp 1
-        except ImportError as error:
+        except ImportError:
             raise ConfigError(
-                f"environment.type: mcp needs what is not installed ({error.name}): "
+                "environment.type: mcp needs the package mcp 2, which is not installed: "
                 f"{install_command('mcp')}"
             ) from None
         if not servers:
@@ -190,27 +190,22 @@ class Sessions:
         """The tools of all servers by the names that the model sees; connects if needed.
 
         Sessions that were lost meanwhile are opened again; those that listed their tools less than
-        `trust` seconds ago, and have not failed since, are not asked. Raises ConnectionError if a
+        `trust` seconds ago, without a failure since, are not asked. Raises ConnectionError if a
         server can't be reached, ValueError if two tools have one name.
         """
         clock = asyncio.get_running_loop().time
         async with self._lock:
             opened = self._task is not None and not self._task.done()
-            lost = any(connection.lost for connection in self._connections)
-            if opened and not lost and clock() - self._asked < trust:
+            failed = any(connection.failed for connection in self._connections)
+            if opened and not failed and clock() - self._asked < trust:
                 return self._found
-            if lost:
-                await self._end()
-            if not opened or lost:
-                await self._open()
             try:
-                self._found = await self._listed()
+                self._found = await self._listed(opened)
             except ConnectionError:
-                if not opened or lost:
+                if not opened:
                     raise
                 await self._end()
-                await self._open()
-                self._found = await self._listed()
+                self._found = await self._listed(False)
             self._asked = clock()
             return self._found
 
@@ -219,7 +214,9 @@ class Sessions:
         async with self._lock:
             await self._end()
 
-    async def _listed(self) -> dict[str, tuple[Connection, ToolSpec]]:
+    async def _listed(self, opened: bool) -> dict[str, tuple[Connection, ToolSpec]]:
+        if not opened:
+            await self._open()
         found: dict[str, tuple[Connection, ToolSpec]] = {}
         for connection in self._connections:
             for tool in await connection.tools():
@@ -274,8 +271,8 @@ class Connection:
     def __init__(self, server: Server, log: IO[str]) -> None:
         """`log` gets what the program writes to stderr."""
         self.server, self.log = server, log
-        self.lost = False
-        """Whether a request failed."""
+        self.failed = False
+        """Whether a request failed since the tools were listed."""
         self.status = 0
         """Of the last HTTP answer that was an error."""
 
@@ -327,6 +324,7 @@ class Connection:
                 found += [ToolSpec(t.name, t.description or "", t.input_schema) for t in page.tools]
                 cursor = page.next_cursor
                 if not cursor:
+                    self.failed = False
                     return found
         except Exception as error:
             raise self._fault("did not list its tools", error) from error
@@ -354,8 +352,8 @@ class Connection:
         return text
 
     def _fault(self, what: str, error: BaseException) -> ConnectionError:
-        """The error of a server, with what it printed last; the session is lost."""
-        self.lost = True
+        """The error of a server, with what it printed last."""
+        self.failed = True
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         parts = [f"{type(error).__name__}: {error}"]

@@ -198,3 +198,11 @@ def test_wrong_servers_are_reported_before_the_run(servers: list[Any], problem: 
     environment = {"type": "mcp", "servers": servers}
     with pytest.raises(ConfigError, match=re.escape(f"environment.{problem}")):
         assemble(parse_config({"prompts": ["a="], "environment": environment}))
+
+
+def test_the_missing_package_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mcp.client.client", None)
+    with pytest.raises(ConfigError, match=r"needs the package mcp 2, .*: pip install .*\[mcp\]'"):
+        Mcp(servers=[STDIO], base_dir=HERE)
