@@ -32,6 +32,7 @@ from retrain import (
     Environment,
     Finished,
     StepResult,
+    find_command,
     find_function,
     in_thread,
     run_program,
@@ -88,7 +89,7 @@ class Agent(Environment):
             self.wanted = _wanted(self.function)
         else:
             _only("run", {"process": process})
-            self.command = _found(command or [], self.base_dir)
+            self.command = find_command(command or [], self.base_dir, "environment.command")
             _check_names({"command": command, "stdin": [stdin]})
             _check_names({"files": self.files.values(), "env": self.env.values()})
             for name in (*self.files, output):
@@ -177,27 +178,6 @@ def _wanted(function: Callable[..., Any]) -> tuple[str, ...]:
             f"{', '.join(VALUES)}. Give other arguments a default."
         )
     return tuple(p.name for p in named if p.name in VALUES)
-
-
-def _found(command: Sequence[str], base_dir: Path) -> list[str]:
-    """A command whose program and files are absolute paths: it runs in another folder.
-
-    A relative path is resolved in the config's folder, then in the working folder. Raises
-    ConfigError if there is no such program.
-    """
-    if not command:
-        raise ConfigError("environment.command: got an empty list, expected a program")
-    places = (base_dir, Path.cwd())
-    parts = [
-        next((str(place / part) for place in places if part and (place / part).is_file()), part)
-        for part in command
-    ]
-    program = parts[0]
-    if "{" not in program and shutil.which(program, path=_search_path()) is None:
-        raise ConfigError(
-            f"environment.command: there is no program {program!r}. Install it, or give its path."
-        )
-    return parts
 
 
 def _check_names(texts: Mapping[str, Any]) -> None:

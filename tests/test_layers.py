@@ -22,7 +22,7 @@ ROOMS = [
         "losses protocols transport concurrency",
         "config",
         "environment sampler",
-        "chat",
+        "chat tools",
         "prompts",
         "algorithms",
         "rewarding batching",

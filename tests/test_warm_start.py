@@ -38,10 +38,10 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
 @pytest.mark.slow(40)
 @pytest.mark.timeout(300)  # the longest of all
 def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
-    assert main([str(ROOT / "configs" / "calculator_sft.yaml")]) == 0
+    assert main([str(ROOT / "configs" / "tools_sft.yaml")]) == 0
     fewer = "train.total_train_steps=50"
-    assert main([str(ROOT / "configs" / "calculator.yaml"), fewer]) == 0
-    rows = history("calculator")
+    assert main([str(ROOT / "configs" / "tools.yaml"), fewer]) == 0
+    rows = history("tools")
     rewards = [row["reward/mean"] for row in rows]
     tenth = len(rewards) // 10
     assert sum(rewards[:tenth]) / tenth < 0.42

@@ -22,6 +22,7 @@ ROOT = Path(retrain.__file__).resolve().parent.parent
 INSIDE = {
     "configs": "*.yaml",
     "configs/agents": "*.py",
+    "configs/tools": "*.py",
     "data": "*.jsonl",
     "environments": "*.py",
     "rewards": "*.py",

@@ -11,8 +11,8 @@ import os
 import secrets
 from asyncio import StreamReader
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ async def run_program(
     `env` is added to the environment of this process. When the call is cancelled, or the program
     has ended, all processes that it started end. Raises OSError if the program can't be started.
     """
-    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+    mark = _new_mark()
     environment = {**children.plain_environment(), **(env or {}), MARK: mark}
     process = await children.start(argv, env=environment, cwd=cwd, stderr=PIPE)
     assert process.stdout is not None
@@ -73,6 +73,23 @@ async def run_program(
             for pipe in left:
                 pipe.cancel()
     return Finished(code, *[text.decode(errors="replace") for text in kept])
+
+
+@asynccontextmanager
+async def owned_programs() -> AsyncIterator[dict[str, str]]:
+    """Environment variables for programs that a library starts.
+
+    All processes that have them end with the block, also when it is cancelled, and with the run.
+    """
+    mark = _new_mark()
+    try:
+        yield {MARK: mark}
+    finally:
+        await in_thread(partial(end_marked, mark))  # the thread goes on if this is cancelled
+
+
+def _new_mark() -> str:
+    return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 async def _feed(process: Process, text: str) -> None:

@@ -41,7 +41,7 @@ def bind(
     parameters = _signature(target)
     before = {name: value for name, value in (given or {}).items() if name in parameters}
     try:
-        keys = _keys(target, provided, given=before).validate_python(dict(arguments))
+        keys = typed_keys(target, provided, given=before).validate_python(dict(arguments))
     except ValidationError as error:
         others = f", in addition to what it is called with: {', '.join(provided)}"
         missing = f"{getattr(target, '__name__', target)} needs it{others if provided else ''}"
@@ -57,11 +57,11 @@ def bind(
 
 def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> dict[str, Any]:
     """The JSON schema of the keys; their descriptions are the docstring's `Args:`."""
-    schema = _keys(target, provided).json_schema()
+    schema = typed_keys(target, provided).json_schema()
     return {key: schema[key] for key in ("properties", "required", "$defs") if key in schema}
 
 
-def _keys(
+def typed_keys(
     target: Callable[..., Any], provided: Collection[str], given: Collection[str] = ()
 ) -> TypeAdapter[dict[str, Any]]:
     """The keys that `target` takes, with those as optional that have a default or are given."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.errors import ConfigError, NotFoundError, first_of
@@ -38,6 +41,29 @@ def find_file(
         if broken := broken_link(path):
             raise error(f"{where}{broken}")
     raise error(f"{where}file not found: {' or '.join(map(str, tried))}{_similar(tried)}")
+
+
+def find_command(command: Sequence[str], base_dir: Path, where: str) -> list[str]:
+    """A command whose program and files are absolute paths, so that it runs in any folder.
+
+    A relative path is resolved in the config's folder, then in the working folder; `python` is the
+    interpreter of the run. A program with a {name} is filled in later. Raises ConfigError, headed
+    by `where`, if there is no such program.
+    """
+    if not command:
+        raise ConfigError(f"{where}: got an empty list, expected a program")
+    tried = [places(part, base_dir) if part else [] for part in command]
+    parts = [
+        next((str(path.absolute()) for path in paths if path.is_file()), part)
+        for part, paths in zip(command, tried, strict=True)
+    ]
+    search = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    program = shutil.which(parts[0], path=search)
+    if program is None and "{" not in parts[0]:
+        raise ConfigError(
+            f"{where}: there is no program {parts[0]!r}. Install it, or give its path."
+        )
+    return [program or parts[0], *parts[1:]]
 
 
 def find_model(model: str, base_dir: Path) -> str:

@@ -1,0 +1,423 @@
+"""Tools of MCP servers, which are started as programs (stdio) or reached by streamable HTTP.
+
+    environment:
+      type: mcp
+      servers:
+        - {command: [python, server.py], env: {INDEX: pages.db}}
+        - {url: "https://tools.example.com/mcp", headers: {Authorization: "Bearer ${TOKEN}"}}
+
+Each rollout has sessions of its own, so a program is started for each. With `share: true` all
+rollouts of the run use the same sessions. A session is opened and closed in a task of its own, so
+that a server that crashes cancels nobody else. See docs/tools.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import re
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from retrain import (
+    ConfigError,
+    Message,
+    Prompt,
+    ToolCall,
+    ToolEnvironment,
+    ToolError,
+    ToolSpec,
+    find_command,
+    install_command,
+    owned_programs,
+)
+
+if TYPE_CHECKING:
+    from mcp.client import Client
+    from pydantic_core import ErrorDetails
+
+OF_THE_MODEL = frozenset({-32601, -32602})
+"""JSON-RPC errors that the model can cause: no such method, invalid parameters."""
+CONNECT_SECONDS = 30.0
+"""How long a connection may take; a result is limited by `tool_seconds`."""
+TRUST_SECONDS = 1.0
+"""How long sessions that are shared count as alive: else each rollout would ask."""
+MOST_LOG = 2**20
+"""Bytes of a server's output that may be kept."""
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+TAIL = 1000
+"""Characters of a server's last output in an error."""
+
+
+class Server(BaseModel):
+    """A server: a program, or a URL."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: list[str] = []
+    env: dict[str, str] = {}
+    url: str = ""
+    headers: dict[str, str] = {}
+    prefix: str = ""
+
+    @property
+    def label(self) -> str:
+        """The server in messages, without what may be secret."""
+        return " ".join(self.command) or self.url.partition("?")[0]
+
+
+class Mcp(ToolEnvironment):
+    """The model may call tools of MCP servers; a reply without calls is the answer.
+
+    Args:
+        servers: Each has a `command` (with `env`), or a `url` (with `headers`), and maybe a
+            `prefix` for the names of its tools. ${NAME} in a value is an environment variable.
+        tools: The names of the tools that are offered; by default all.
+        share: Whether all rollouts use the same sessions, for servers that keep no state.
+        max_turns: Also end the episode, as truncated, after this many turns.
+        tool_seconds: A call that takes longer is answered by an error.
+        max_result_characters: A longer result is cut.
+    """
+
+    def __init__(
+        self,
+        *,
+        servers: list[dict[str, Any]],
+        tools: list[str] | None = None,
+        share: bool = False,
+        max_turns: int | None = None,
+        tool_seconds: float = 60.0,
+        max_result_characters: int = 10_000,
+        base_dir: Path = Path(),
+    ) -> None:
+        super().__init__(
+            max_turns=max_turns,
+            tool_seconds=tool_seconds,
+            max_result_characters=max_result_characters,
+        )
+        try:
+            import mcp.client.client  # noqa: F401 - not in mcp 1
+        except ImportError:
+            raise ConfigError(
+                "environment.type: mcp needs the package mcp 2, which is not installed: "
+                f"{install_command('mcp')}"
+            ) from None
+        if not servers:
+            raise ConfigError("environment.servers: got an empty list, expected servers")
+        self.servers = [
+            _resolved(server, f"environment.servers.{index}", base_dir)
+            for index, server in enumerate(servers)
+        ]
+        self.allowed, self.share = tools, share
+        self.used = False
+        """Whether a rollout has called a tool of the sessions."""
+        self.sessions: Sessions | None = None
+
+    async def setup(self) -> None:
+        self.sessions = Sessions.shared(self.servers) if self.share else Sessions(self.servers)
+        self._offer(await self.sessions.tools())
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message]:
+        assert self.sessions is not None
+        if self.used and not self.share:
+            await self.sessions.close()
+        self.used = False
+        self._offer(await self.sessions.tools(trust=TRUST_SECONDS if self.share else 0.0))
+        return await super().reset(prompt)
+
+    async def close(self) -> None:
+        sessions, self.sessions = self.sessions, None
+        if sessions is not None:
+            await sessions.release()
+
+    def _offer(self, found: Mapping[str, tuple[Connection, ToolSpec]]) -> None:
+        names = list(found) if self.allowed is None else self.allowed
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(
+                f"environment.tools: got {missing[0]!r}, but the servers offer {', '.join(found)}"
+            )
+        self.offered = {name: found[name] for name in names}
+        self.tools = [replace(tool, name=name) for name, (_, tool) in self.offered.items()]
+
+    async def call(self, call: ToolCall) -> object:
+        connection, tool = self.offered[call.name]
+        self.used = True
+        return await connection.call(tool.name, call.arguments)
+
+
+class Sessions:
+    """One session with each server, opened when needed and closed in one task."""
+
+    _shared: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], Sessions]] = {}
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self.servers = servers
+        self._users = 0
+        self._lock = asyncio.Lock()
+        self._leave = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._connections: list[Connection] = []
+        self._found: dict[str, tuple[Connection, ToolSpec]] = {}
+        self._asked = 0.0
+        """When the servers listed the tools in `_found`."""
+
+    @classmethod
+    def shared(cls, servers: Sequence[Server]) -> Sessions:
+        """The sessions that all environments with these servers share; each calls `release`."""
+        key = asyncio.get_running_loop(), repr(servers)
+        sessions = cls._shared.setdefault(key, cls(servers))
+        sessions._users += 1
+        return sessions
+
+    async def release(self) -> None:
+        """Close the sessions, unless others use them too."""
+        self._users -= 1
+        if self._users <= 0:
+            key = asyncio.get_running_loop(), repr(self.servers)
+            if self._shared.get(key) is self:
+                del self._shared[key]
+            await self.close()
+
+    async def tools(self, trust: float = 0.0) -> dict[str, tuple[Connection, ToolSpec]]:
+        """The tools of all servers by the names that the model sees; connects if needed.
+
+        Sessions that were lost meanwhile are opened again; those that listed their tools less than
+        `trust` seconds ago, without a failure since, are not asked. Raises ConnectionError if a
+        server can't be reached, ValueError if two tools have one name.
+        """
+        clock = asyncio.get_running_loop().time
+        async with self._lock:
+            opened = self._task is not None and not self._task.done()
+            failed = any(connection.failed for connection in self._connections)
+            if opened and not failed and clock() - self._asked < trust:
+                return self._found
+            try:
+                self._found = await self._listed(opened)
+            except ConnectionError:
+                if not opened:
+                    raise
+                await self._end()
+                self._found = await self._listed(False)
+            self._asked = clock()
+            return self._found
+
+    async def close(self) -> None:
+        """End the sessions and the programs."""
+        async with self._lock:
+            await self._end()
+
+    async def _listed(self, opened: bool) -> dict[str, tuple[Connection, ToolSpec]]:
+        if not opened:
+            await self._open()
+        found: dict[str, tuple[Connection, ToolSpec]] = {}
+        for connection in self._connections:
+            for tool in await connection.tools():
+                name = connection.server.prefix + tool.name
+                if name in found:
+                    first = found[name][0].server.label
+                    raise ValueError(
+                        f"two MCP servers have a tool {name!r} ({first}, {connection.server.label})"
+                        ": set the `prefix` of one"
+                    )
+                found[name] = connection, tool
+        return found
+
+    async def _open(self) -> None:
+        ready: asyncio.Future[list[Connection]] = asyncio.get_running_loop().create_future()
+        self._leave = asyncio.Event()
+        self._task = asyncio.create_task(self._live(ready, self._leave), name="mcp sessions")
+        try:
+            self._connections = await ready
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+
+    async def _end(self) -> None:
+        if self._task is not None:
+            self._leave.set()
+            await asyncio.wait([self._task])
+            self._task, self._connections = None, []
+
+    async def _live(self, ready: asyncio.Future[list[Connection]], leave: asyncio.Event) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                connections = [
+                    await stack.enter_async_context(_connected(server)) for server in self.servers
+                ]
+                if not ready.done():
+                    ready.set_result(connections)
+                    await leave.wait()
+        except Exception as error:  # noqa: BLE001 - once it is ready, the next call says so
+            if not ready.done():
+                ready.set_exception(error)
+        finally:
+            if not ready.done():
+                ready.cancel()
+
+
+class Connection:
+    """An open session with a server."""
+
+    client: Client
+
+    def __init__(self, server: Server, log: IO[str]) -> None:
+        """`log` gets what the program writes to stderr."""
+        self.server, self.log = server, log
+        self.failed = False
+        """Whether a request failed since the tools were listed."""
+        self.status = 0
+        """Of the last HTTP answer that was an error."""
+
+    async def connect(self, stack: AsyncExitStack) -> None:
+        """Open the session; `stack` closes it. Raises ConnectionError."""
+        from mcp.client import Client
+
+        server = self.server
+        try:
+            transport = await (self._http(stack) if server.url else self._program(stack))
+            self.client = await stack.enter_async_context(Client(transport))
+        except Exception as error:
+            raise self._fault("can't be used", error) from error
+
+    async def _program(self, stack: AsyncExitStack) -> Any:
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        owned = await stack.enter_async_context(owned_programs())
+        program, *arguments = self.server.command
+        env = {**self.server.env, **owned}
+        parameters = StdioServerParameters(command=program, args=arguments, env=env)
+        return stdio_client(parameters, errlog=self.log)
+
+    async def _http(self, stack: AsyncExitStack) -> Any:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        async def seen(response: httpx2.Response) -> None:
+            if response.status_code >= 400:
+                self.status = response.status_code
+
+        client = httpx2.AsyncClient(
+            headers=self.server.headers,
+            timeout=httpx2.Timeout(CONNECT_SECONDS, read=None),
+            event_hooks={"response": [seen]},
+        )
+        await stack.enter_async_context(client)
+        return streamable_http_client(self.server.url, http_client=client)
+
+    async def tools(self) -> list[ToolSpec]:
+        """Its tools; raises ConnectionError."""
+        found: list[ToolSpec] = []
+        cursor: str | None = None
+        if os.fstat(self.log.fileno()).st_size > MOST_LOG:
+            os.ftruncate(self.log.fileno(), 0)
+        try:
+            while True:
+                page = await self.client.list_tools(cursor=cursor, cache_mode="bypass")
+                found += [ToolSpec(t.name, t.description or "", t.input_schema) for t in page.tools]
+                cursor = page.next_cursor
+                if not cursor:
+                    self.failed = False
+                    return found
+        except Exception as error:
+            raise self._fault("did not list its tools", error) from error
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text of a tool's result.
+
+        Raises ToolError for an error that the tool reports, ConnectionError for any of the server.
+        """
+        from mcp import MCPError
+
+        try:
+            result = await self.client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            if error.code in OF_THE_MODEL:
+                raise ToolError(error.message) from None
+            raise self._fault(f"failed in a call of {name}", error) from error
+        except Exception as error:
+            raise self._fault(f"failed in a call of {name}", error) from error
+        text = "\n".join(map(_text, result.content))
+        if result.is_error:
+            raise ToolError(text)
+        if not result.content and result.structured_content is not None:
+            return json.dumps(result.structured_content, ensure_ascii=False)
+        return text
+
+    def _fault(self, what: str, error: BaseException) -> ConnectionError:
+        """The error of a server, with what it printed last."""
+        self.failed = True
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        parts = [f"{type(error).__name__}: {error}"]
+        if self.status:
+            parts.append(f"HTTP {self.status}")
+        size = os.fstat(self.log.fileno()).st_size
+        printed = os.pread(self.log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace")
+        if printed.strip():
+            parts.append(f"its last output: {printed.strip()}")
+        return ConnectionError(f"the MCP server {self.server.label} {what}: {'; '.join(parts)}")
+
+
+@asynccontextmanager
+async def _connected(server: Server) -> AsyncIterator[Connection]:
+    """An open session with a server; raises ConnectionError."""
+    with tempfile.TemporaryFile("w+") as log:
+        fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)  # so that it can be cut while it is written
+        async with AsyncExitStack() as stack:
+            connection = Connection(server, log)
+            await connection.connect(stack)
+            yield connection
+
+
+def _resolved(given: Mapping[str, Any], where: str, base_dir: Path) -> Server:
+    """The server with the path of its program and its variables; raises ConfigError."""
+    try:
+        server = Server.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(
+            *(f"{'.'.join(map(str, (where, *e['loc'])))}: {_said(e)}" for e in error.errors())
+        ) from None
+    if bool(server.command) == bool(server.url):
+        raise ConfigError(f"{where}: expected either `command` (a program) or `url`")
+    if server.command and server.headers:
+        raise ConfigError(f"{where}.headers: only for `url`; remove it")
+    if server.url and server.env:
+        raise ConfigError(f"{where}.env: only for `command`; remove it")
+    if server.url and not server.url.startswith(("http://", "https://")):
+        raise ConfigError(f"{where}.url: got {server.url!r}, expected http://... or https://...")
+    command = server.command and find_command(server.command, base_dir, f"{where}.command")
+    env = {name: _filled(text, f"{where}.env.{name}") for name, text in server.env.items()}
+    headers = {n: _filled(text, f"{where}.headers.{n}") for n, text in server.headers.items()}
+    return server.model_copy(update={"command": command, "env": env, "headers": headers})
+
+
+def _said(error: ErrorDetails) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"unknown key; expected one of {', '.join(Server.model_fields)}"
+    return f"got {error['input']!r}: {error['msg']}"
+
+
+def _filled(text: str, where: str) -> str:
+    """The text with the environment variables in it; raises ConfigError for one that is not set."""
+    if unset := [name for name in VARIABLE.findall(text) if name not in os.environ]:
+        raise ConfigError(f"{where}: the environment variable {unset[0]} is not set")
+    return VARIABLE.sub(lambda match: os.environ[match[1]], text)
+
+
+def _text(block: Any) -> str:
+    """A part of a result as text; what is none is named."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource" and hasattr(block.resource, "text"):
+        return str(block.resource.text)
+    if block.type == "resource_link":
+        return f"[resource: {block.uri}]"
+    return f"[{block.type}: not supported]"

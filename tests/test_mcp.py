@@ -1,0 +1,208 @@
+"""Tools of real MCP servers, over stdio and streamable HTTP, that crash and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+
+from environments import mcp
+from environments.mcp import Mcp
+from retrain import ConfigError, in_thread
+from retrain.assembly import assemble
+from retrain.config import parse_config
+from tests.tools_kit import PROMPT, answers, played, written
+
+HERE = Path(__file__).parent
+STDIO = {"command": ["python", "mcp_server.py"]}
+
+
+@asynccontextmanager
+async def opened(*servers: dict[str, Any], **keys: Any) -> AsyncIterator[Mcp]:
+    """An environment in its first rollout."""
+    environment = Mcp(servers=list(servers), base_dir=HERE, **keys)
+    try:
+        await environment.setup()
+        await environment.reset(PROMPT)
+        yield environment
+    finally:
+        await environment.close()
+
+
+async def pid_of(environment: Mcp) -> int:
+    [text] = await answers(environment, ("pid", {}))
+    return int(text)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that ended may still be a zombie for a moment."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+async def test_each_rollout_has_a_server_of_its_own_which_ends_with_it() -> None:
+    async with opened(STDIO) as environment:
+        *texts, wrong = await answers(
+            environment,
+            ("add", {"a": 1, "b": 2}),
+            ("picture", {}),
+            ("fail", {}),
+            ("add", {"a": "x", "b": 2}),
+        )
+        assert texts == ["3", "a text\n[image: not supported]", "error: Error executing tool fail"]
+        assert wrong.startswith("error: ")
+        first = await pid_of(environment)
+        await environment.reset(PROMPT)
+        second = await pid_of(environment)
+        assert first != second
+        assert not lives(first)
+        assert lives(second)
+    assert not lives(second)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_rollouts_may_share_a_server_and_get_a_new_one_when_it_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp, "TRUST_SECONDS", 0.0)
+    async with opened(STDIO, share=True, tools=["pid", "crash"]) as one:
+        assert [tool.name for tool in one.tools] == ["pid", "crash"]
+        async with opened(STDIO, share=True) as other:
+            first = await pid_of(one)
+            assert await pid_of(other) == first
+            os.kill(first, signal.SIGKILL)  # between two rollouts
+            await asyncio.gather(one.reset(PROMPT), other.reset(PROMPT))
+            second = await pid_of(one)
+            assert second == await pid_of(other) != first
+        assert lives(second), "it is still in use"
+        with pytest.raises(
+            ConnectionError, match=r"mcp_server.py failed in a call of crash: .* out of memory"
+        ):
+            await answers(one, ("crash", {}))
+    assert not lives(second)
+
+
+async def test_a_crash_fails_its_rollout_and_the_next_one_has_a_new_server() -> None:
+    make = partial(Mcp, servers=[STDIO], base_dir=HERE)
+    script = [written("add", a=2, b=2), written("crash")]
+    for group in await played(make, script, rounds=2):
+        [lost] = group.trajectories
+        assert lost.outcome == "infra_error"
+        assert lost.outage
+        assert "failed in a call of crash" in lost.info["error"]
+        assert lost.turns[0].observation[0]["content"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("server", "problem"),
+    [
+        (
+            {"command": ["python", "-c", "raise SystemExit('no index at pages.db')"]},
+            r"the MCP server .* can't be used: .*; its last output: no index at pages.db$",
+        ),
+        ({"url": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9/mcp can't be used: ConnectError"),
+    ],
+)
+async def test_a_server_that_does_not_start_is_named_with_what_it_said(
+    server: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConnectionError, match=problem):
+        async with opened(server):
+            pass
+
+
+async def test_a_setup_that_is_cut_short_leaves_no_process(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "pid")
+    silent = f"trap '' TERM; echo $$ > {fifo}; cat > /dev/null"
+    environment = Mcp(servers=[{"command": ["sh", "-c", silent]}])
+    setup = asyncio.create_task(environment.setup())
+    pid = int(await in_thread(fifo.read_text))
+    assert lives(pid)
+    setup.cancel()
+    await asyncio.wait([setup])
+    assert setup.cancelled()
+    await environment.close()
+    assert not lives(pid)
+
+
+@contextmanager
+def http_server(port: int = 0) -> Iterator[int]:
+    """A server process on a free port."""
+    command = [sys.executable, str(HERE / "mcp_server.py"), "http", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MCP_KEY", "key")
+    with http_server() as port:
+        url = f"http://127.0.0.1:{port}/mcp"
+        with pytest.raises(ConnectionError, match=r"can't be used: .*; HTTP 401"):
+            async with opened({"url": url}):
+                pass
+        allowed = {"url": url, "headers": {"Authorization": "Bearer ${MCP_KEY}"}}
+        twice = opened(allowed, {**allowed, "prefix": "my_"}, tools=["add", "my_pid", "crash"])
+        environment = await twice.__aenter__()
+        assert await answers(environment, ("add", {"a": 1, "b": 2}), ("my_pid", {})) == ["3", ANY]
+        with pytest.raises(ConnectionError, match="failed in a call of crash"):
+            await answers(environment, ("crash", {}))
+    with http_server(port):
+        await environment.reset(PROMPT)
+        assert await answers(environment, ("add", {"a": 2, "b": 2})) == ["4"]
+        await twice.__aexit__(None, None, None)
+        with pytest.raises(ValueError, match=r"have a tool 'add' \(.*\): set the `prefix` of one"):
+            async with opened(allowed, allowed):
+                pass
+        with pytest.raises(ValueError, match="got 'fly', but the servers offer add, pid, fail"):
+            async with opened(allowed, tools=["fly"]):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("servers", "problem"),
+    [
+        ([], "servers: got an empty list, expected servers"),
+        ([{}], "servers.0: expected either `command` (a program) or `url`"),
+        ([{"command": ["no-such-program"]}], "servers.0.command: there is no program"),
+        ([{"url": "ftp://x"}], "servers.0.url: got 'ftp://x', expected http://"),
+        ([{"url": "http://x", "env": {"A": "1"}}], "servers.0.env: only for `command`"),
+        ([{"command": ["sh"], "headers": {"A": "1"}}], "servers.0.headers: only for `url`"),
+        (
+            [{"url": "http://x", "headers": {"A": "${NOT_SET_HERE}"}}],
+            "servers.0.headers.A: the environment variable NOT_SET_HERE is not set",
+        ),
+        ([{"comand": ["sh"]}], "servers.0.comand: unknown key; expected one of command,"),
+        ([{"command": "sh"}], "servers.0.command: got 'sh': Input should be a valid list"),
+    ],
+)
+def test_wrong_servers_are_reported_before_the_run(servers: list[Any], problem: str) -> None:
+    environment = {"type": "mcp", "servers": servers}
+    with pytest.raises(ConfigError, match=re.escape(f"environment.{problem}")):
+        assemble(parse_config({"prompts": ["a="], "environment": environment}))
+
+
+def test_the_missing_package_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mcp.client.client", None)
+    with pytest.raises(ConfigError, match=r"needs the package mcp 2, .*: pip install .*\[mcp\]'"):
+        Mcp(servers=[STDIO], base_dir=HERE)
