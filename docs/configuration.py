@@ -44,7 +44,7 @@ def page(present: str) -> str:
 def _sections(schema: Json) -> Iterator[str]:
     models: Json = schema["$defs"]
     yield "## Top level\n"
-    yield from _table(schema["properties"], schema["required"])
+    yield from _table(schema["properties"])
     for name, entry in schema["properties"].items():
         inner = entry["items"] if name in ("rewards", "loggers") else entry
         model = _model(inner, models) or inner
@@ -127,7 +127,7 @@ def _flat(properties: Json, models: Json) -> Iterator[tuple[str, Json]]:
         yield from ((f"{key}.{name}", inner) for name, inner in model["properties"].items())
 
 
-def _table(properties: Json, required: Collection[str]) -> Iterator[str]:
+def _table(properties: Json, required: Collection[str] = ()) -> Iterator[str]:
     yield "| key | value | default | |"
     yield "|---|---|---|---|"
     for key, entry in properties.items():

@@ -39,7 +39,7 @@ from retrain import (
 )
 
 ENDPOINT = ("base_url", "anthropic_url", "api_key", "model")
-VALUES = ("prompt", "messages", "answer", "metadata", *ENDPOINT, "folder")
+VALUES = ("prompt", "messages", "answer", "metadata", "seed", "index", *ENDPOINT, "folder")
 """What a function may declare and a command may name as {prompt}, {messages}, ..."""
 NAMED = re.compile(r"(?<!\$)(?:\{\{([a-z_]+)\}\}|\{([a-z_]+)\})")
 """{{name}}, for the braces themselves, or {name}; not the ${name} of a shell."""
@@ -101,6 +101,8 @@ class Agent(Environment):
             "messages": list(self.prompt.messages),
             "answer": self.prompt.answer,
             "metadata": dict(self.prompt.metadata),
+            "seed": self.prompt.seed,
+            "index": self.prompt.index,
             **{name: getattr(endpoint, name) for name in ENDPOINT},
         }
         if self.path is not None and not self.process and "folder" not in self.wanted:

@@ -30,6 +30,11 @@ class GuessNumber(Environment):
             )
         self.low, self.high, self.guesses = low, high, guesses
 
+    def prompts(self) -> list[dict[str, object]]:
+        """One task per number."""
+        numbers = range(self.low, self.high + 1)
+        return [{"prompt": f"{self.low}-{self.high}?", "answer": number} for number in numbers]
+
     async def reset(self, prompt: Prompt) -> list[Message]:
         secret = self.number(str(prompt.answer))
         if secret is None:

@@ -1,14 +1,15 @@
 """Environments of the package `verifiers` (0.4), by their own harness, client and rubric.
 
     environment: {type: verifiers, id: my_taskset}
-    prompts: [{prompt: first task, idx: 0}, {prompt: second task, idx: 1}]
 
-The column `idx` of a prompt is the number of its task in the taskset. Its text is only a label: the
-harness sends the messages of the task, to the endpoint of the run. The reward is the rubric's.
+Without `prompts`, a run plays all tasks of the taskset. The column `idx` of a prompt is the number
+of its task; a text of the prompt is only a label: the harness sends the messages of the task, to
+the endpoint of the run. The reward is the rubric's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -40,6 +41,11 @@ class Verifiers(Environment):
             self.config = resolve_env_config({**given, "agent": agent, "taskset": taskset})
         except (ImportError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"environment verifiers: {error}") from error
+
+    def prompts(self) -> Iterator[dict[str, int]]:
+        from verifiers.v1.utils.loaders import load_taskset
+
+        return ({"idx": task.data.idx} for task in load_taskset(self.config.taskset))
 
     async def setup(self) -> None:
         from verifiers.v1 import load_environment

@@ -28,11 +28,13 @@ _HOMES = {
     "retrain.observe.callbacks": "Callback TrainingResult",
     "retrain.observe.loggers": "Logger",
     "retrain.pipeline": "train",
-    "retrain.prompts": "PromptSource Row",
+    "retrain.prompts": "PromptSource",
     "retrain.rewarding": "Reward RewardCalculator reward",
     "retrain.sampler": "Sampler SamplingParams Tokenizer",
     "retrain.tools": "FunctionTool ToolEnvironment ToolError",
-    "retrain.types": "Batch Completion Group Message Metrics Prompt Sample Ticket Trajectory Turn",
+    "retrain.types": (
+        "Batch Completion Group Message Metrics Prompt Row Sample Ticket Trajectory Turn"
+    ),
 }
 """The public names of each module."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -81,7 +83,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.observe.callbacks import Callback as Callback, TrainingResult as TrainingResult
     from retrain.observe.loggers import Logger as Logger
     from retrain.pipeline import train as train
-    from retrain.prompts import PromptSource as PromptSource, Row as Row
+    from retrain.prompts import PromptSource as PromptSource
     from retrain.rewarding import Reward as Reward, RewardCalculator as RewardCalculator
     from retrain.rewarding import reward as reward
     from retrain.sampler import Sampler as Sampler, SamplingParams as SamplingParams
@@ -91,4 +93,4 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.types import Batch as Batch, Completion as Completion, Group as Group
     from retrain.types import Message as Message, Metrics as Metrics, Prompt as Prompt
     from retrain.types import Sample as Sample, Ticket as Ticket, Trajectory as Trajectory
-    from retrain.types import Turn as Turn
+    from retrain.types import Row as Row, Turn as Turn

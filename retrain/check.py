@@ -71,7 +71,8 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
     if file.suffix in (".yaml", ".yml"):
         parts = assemble(load_config(file, keys))
         count = min(PROMPTS, len(parts.prompts))
-        prompts = [parts.prompts.prompt(Ticket(0, index)) for index in range(count)]
+        seed = parts.config.train.seed
+        prompts = [parts.prompts.prompt(Ticket(0, index), seed) for index in range(count)]
         fit = Finding(True, "all parts of the config load and fit together")
         if (source := parts.algorithm.source) != "rollouts":
             unused = f"the rows are {source}: no environment and no reward is used"
@@ -204,8 +205,8 @@ async def _again(instance: Instance, prompts: Sequence[Prompt], alone: Transcrip
     if await _played([instance], prompts) != [alone]:
         raise UserCodeError(
             "the same prompt and replies gave another rollout: clear the state of the last rollout "
-            "in reset(), and seed random numbers by self.prompt.id, so that a resumed run repeats "
-            "itself"
+            "in reset(), and seed random numbers by self.prompt.seed, so that a resumed run "
+            "repeats itself"
         )
 
 
@@ -261,13 +262,14 @@ async def _played(instances: Sequence[Instance], prompts: Sequence[Prompt]) -> l
     transcripts: list[Transcript] = [[] for _ in instances]
     for prompt in prompts:
         for script.reply in _replies(instances[0].environment.tools):
-            group = await rollouts.play(prompt, instances)
-            for played in group.trajectories:
-                if played.outcome != "ok":
-                    raise UserCodeError(played.info["error"])
-                last = [repr(turn.observation) for turn in played.turns[-1:]]
-                transcript = transcripts[played.index]
-                transcript.append((played.messages, played.rewards, len(played.turns), last))
+            # each as the first rollout of a group: the others may differ by `prompt.index`
+            groups = await asyncio.gather(*(rollouts.play(prompt, [i]) for i in instances))
+            for transcript, group in zip(transcripts, groups, strict=True):
+                for played in group.trajectories:
+                    if played.outcome != "ok":
+                        raise UserCodeError(played.info["error"])
+                    last = [repr(turn.observation) for turn in played.turns[-1:]]
+                    transcript.append((played.messages, played.rewards, len(played.turns), last))
     return transcripts
 
 

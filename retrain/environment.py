@@ -12,11 +12,11 @@ An instance plays one rollout at a time, so it may keep state on `self`. `self.p
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from retrain.types import Message, Prompt, StopReason
+from retrain.types import Message, Prompt, Row, StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,16 @@ class Environment(ABC):
     """The names of the parties that are trained, such as players, if there are several."""
     prompt: Prompt
     """The prompt of the current rollout, set before `reset`."""
+
+    def prompts(self) -> Iterable[Row | Mapping[str, Any] | str] | int:
+        """The environment's own tasks, if it has any: then a config needs no `prompts`.
+
+        Override it to return rows, or the number of tasks if they only differ by `prompt.seed`. A
+        sequence is read by index during the run, so it may make its items on demand; an iterator
+        is read once, at the start. If the class overrides `reset` or `run`, a row needs no prompt.
+        Called on an instance that is not set up.
+        """
+        return 0
 
     async def setup(self) -> None:  # noqa: B027 - a default, not a forgotten body
         """Once per instance, before its first `reset`: connect, load."""

@@ -52,6 +52,14 @@ class Ticket(NamedTuple):
         return cls(int(epoch), int(row), int(attempt))
 
 
+class Row(NamedTuple):
+    """A row of a data set in the form that every source returns."""
+
+    messages: Sequence[Message]
+    answer: Any = None  # whatever the data set contains
+    metadata: Mapping[str, Any] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What a rollout starts from; `id` is its ticket as a string."""
@@ -60,6 +68,11 @@ class Prompt:
     messages: Sequence[Message]
     answer: Any = None  # any value of the data set: only the user's reward reads it
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    """For random tasks: the same for all rollouts of a group and at every attempt, another one in
+    the next epoch; 0 to 2**31 - 1."""
+    index: int = 0
+    """The number of the rollout in its group, from 0. `seed + index` differs between rollouts."""
 
     @property
     def ticket(self) -> Ticket:

@@ -252,7 +252,6 @@ def test_numbers_are_read_as_people_write_them(tmp_path: Path, text: str, value:
             "prompts: [a]\ntrain: {seed: 1, seed: 2}",
             "task.yaml: line 2: duplicate key train.seed, first in line 2",
         ),
-        ("model: tiny", "prompts: missing; expected the source of the prompts"),
         ("prompts: !!python/object:os.system x", "invalid YAML: could not determine a constructor"),
         ("prompts: &a [*a]", "invalid YAML"),
         ("prompts: [2024-99-99]", "invalid YAML"),

@@ -124,13 +124,14 @@ def test_a_taskset_of_verifiers_trains_with_its_rubric_as_the_reward(
     monkeypatch.syspath_prepend(tmp_path)
     rows = trained(
         tmp_path,
-        prompts=[{"prompt": "the second task", "idx": 1}],
+        prompts={"type": "environment"},
         environment={"type": "verifiers", "id": "letters-v1"},
     )
     assert [row["outcome"] for row in rows] == ["ok", "ok"]
+    assert len({row["metadata"]["idx"] for row in rows}) == 1, "all tasks, one group per step"
     for row in rows:
         asked, said = row["messages"]
-        assert asked["content"] == "b="
+        assert asked["content"] == f"{'abcd'[row['metadata']['idx']]}="
         expected = 2 * sum(letter in "abcdefghijklm" for letter in said["content"]) / 4
         assert row["reward"] == pytest.approx(expected)
         assert row["info"]["rubric"] == {"same": pytest.approx(expected)}

@@ -526,7 +526,7 @@ def test_built_in_names_are_files() -> None:
     assert built_in_names("algorithm") == ["dpo", "grpo", "reinforce", "rloo", "sft"]
     assert built_in_names("backend") == ["tinker", "trl", "weaver"]
     assert built_in_names("logger") == ["tensorboard", "trackio", "wandb"]
-    assert built_in_names("prompts") == ["file", "hf", "list"]
+    assert built_in_names("prompts") == ["environment", "file", "hf", "list"]
     assert {"echo", "single_turn"} <= set(built_in_names("environment"))
     assert {"exact_match", "slot_match"} <= set(built_in_names("reward"))
     for kind, kind_of in KINDS.items():
@@ -620,7 +620,7 @@ def test_the_schema_has_the_built_ins_keys() -> None:
     cases = schema["properties"]["backend"]["allOf"]
     by_name = {case["if"]["properties"]["type"]["const"]: case["then"] for case in cases}
     assert by_name["trl"]["properties"]["learning_rate"]["default"] == 1e-5
-    files = schema["properties"]["prompts"]["allOf"][0]
+    files = schema["properties"]["prompts"]["allOf"][1]
     assert files["if"]["properties"]["type"]["const"] == "file"
     assert files["then"]["required"] == ["path"]
     assert "base_dir" not in files["then"]["properties"]

@@ -22,7 +22,7 @@ from retrain.config.plugins import built_in_names, construct
 from retrain.config.problems import keys_of, problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, PromptError, UserCodeError, install_command
-from retrain.prompts import FilePrompts, ListPrompts, PromptSource
+from retrain.prompts import FilePrompts, ListPrompts, Origin, PromptSource
 from retrain.prompts.examples import Pairs
 from retrain.rewarding import Scorer, WeightedReward, weighted_reward
 from retrain.rollout.opponents import Opponent, opponent_of
@@ -48,12 +48,16 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
             return _failed
         return lambda: part
 
+    environment = attempt(partial(_environment, config), given.environment)
     algorithm: Callable[[], Algorithm] = attempt(
         partial(make, "algorithm", config.algorithm, "algorithm", config), given.algorithm
     )
 
     def rows_of(plugin: Plugin, where: str, source: PromptSource | None) -> PromptSource:
-        made: PromptSource = make("prompts", plugin, where, config) if source is None else source
+        made = source
+        if made is None:
+            origin = Origin(where, config.base_dir, lambda: construct("environment", environment()))
+            made = make("prompts", plugin, where, config, origin=origin)
         count = construct(where, lambda: len(made))
         if not count:
             raise PromptError(
@@ -71,7 +75,6 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
             else rows_of(config.eval.prompts, "eval.prompts", given.eval_prompts)
         )
     )
-    environment = attempt(partial(_environment, config), given.environment)
     scorer = attempt(partial(_scorer, config), given.scorer)
     opponents = attempt(lambda: _opponents(config, environment(), scorer()))
     options = attempt(partial(_options, config))

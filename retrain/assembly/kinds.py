@@ -31,20 +31,22 @@ def target_of(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
     return find_plugin(KINDS[kind], plugin.type, f"{where}.type", config.base_dir)
 
 
-def maker(kind: str, plugin: Plugin, where: str, config: RunConfig) -> partial[Any]:
-    """A section's class with its keys, checked and bound."""
+def maker(
+    kind: str, plugin: Plugin, where: str, config: RunConfig, **given: object
+) -> partial[Any]:
+    """A section's class with its keys, checked and bound; `given` are further arguments."""
     target = target_of(kind, plugin, where, config)
     keys = bind(
         target,
         plugin.arguments,
         where,
-        given={"base_dir": config.base_dir},
+        given={"base_dir": config.base_dir, **given},
         beside=type(plugin).model_fields,
         known=keys_of(RunConfig),
     )
     return partial(target, **keys)
 
 
-def make(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
+def make(kind: str, plugin: Plugin, where: str, config: RunConfig, **given: object) -> Any:
     """One instance of a section's class. Raises ConfigError."""
-    return construct(where, maker(kind, plugin, where, config))
+    return construct(where, maker(kind, plugin, where, config, **given))

@@ -92,4 +92,4 @@ def _keys(kind: str, name: str) -> Json | None:
         return {key: keys[key] for key in ("properties", "required", "$defs") if key in keys}
     if isinstance(found, FunctionReward):
         return key_schema(found.function, provided=NAMES)
-    return key_schema(found, provided=("base_dir",))
+    return key_schema(found, provided=("base_dir", "origin"))

@@ -34,7 +34,6 @@ _LIMITS = {
 }
 _MISSING = {
     "type": "expected a built-in name, module:Class or path/file.py:Class",
-    "prompts": "expected the source of the prompts, such as {type: file, path: data/my.jsonl}",
 }
 
 

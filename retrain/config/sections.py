@@ -279,8 +279,9 @@ class RunConfig(Section):
     """The name of the run directory in `runs/`; by default the config file's name."""
     model: str = "tiny"
     """`tiny`, a local model folder, or a Hugging Face id."""
-    prompts: Plugin
-    """The prompts or examples to train on: a source, a file's path, or a list of rows."""
+    prompts: Plugin = Plugin(type="environment")
+    """The prompts or examples to train on: a source, a file's path, or a list of rows. An
+    environment with tasks of its own needs none."""
     environment: Plugin = Plugin(type="single_turn")
     """What answers the model until the episode ends."""
     opponents: dict[str, Plugin] = {}

@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,7 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
     prompt = prompt_of(Ticket.parse(saved["ticket"]))
     trajectories = []
     for row in saved["trajectories"]:
+        own = replace(prompt, index=row["index"])
         turns = []
         for turn in row["turns"]:
             said = turn["completion"]
@@ -263,7 +264,7 @@ def group_from_json(saved: Mapping[str, Any], prompt_of: Callable[[Ticket], Prom
             messages = tuple(turn["messages"])
             turns.append(Turn(**{**turn, "completion": completion, "messages": messages}))
         kept = {**row, "turns": turns, "tools": tuple(row.get("tools", ()))}
-        trajectories.append(Trajectory(prompt, **kept))
+        trajectories.append(Trajectory(own, **kept))
     return Group(prompt, trajectories)
 
 

@@ -165,7 +165,7 @@ async def _load(run: Run, path: Path, saved: Checkpoint) -> None:
 
 def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:
     """Continue at the position of `saved` in the data, with its finished `groups`."""
-    finished = [group_from_json(g, run.parts.prompts.prompt) for g in groups]
+    finished = [group_from_json(g, run.prompt) for g in groups]
     run.kept = {group.ticket: group for group in finished}
     for group in finished:
         run.record.keep(group)

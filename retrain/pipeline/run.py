@@ -208,6 +208,10 @@ class Run:
 
     # --- groups
 
+    def prompt(self, ticket: Ticket) -> Prompt:
+        """The prompt of a ticket. Raises PromptError if its row is invalid."""
+        return self.parts.prompts.prompt(ticket, self.config.train.seed)
+
     def slot(self, size: int, *, held_out: bool = False) -> Slot | Playback:
         """A new slot for groups of `size` rollouts, or a playback for rows of the data set.
 

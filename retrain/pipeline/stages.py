@@ -198,7 +198,7 @@ async def _feed(run: Run) -> None:
             continue
         run.record.event("issued", ticket=str(ticket))  # in the order of the ledger
         await run.outage.turn(ticket, run.watchdog.waiting)
-        await run.todo.put(run.parts.prompts.prompt(ticket))
+        await run.todo.put(run.prompt(ticket))
 
 
 @stops_the_learner

@@ -8,24 +8,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
+from retrain.environment import Environment
 from retrain.errors import PromptError, blame
-from retrain.types import Message, Prompt, Ticket
+from retrain.types import Message, Prompt, Row, Ticket
 
 Numbered = tuple[str, Any]
 """A row's place, such as "line 3", and the row."""
 
 
-class Row(NamedTuple):
-    """A row of a data set in the form that every source returns."""
+@dataclass(frozen=True)
+class Origin:
+    """What a source is made for: an argument called `origin` of its constructor receives it."""
 
-    messages: Sequence[Message]
-    answer: Any = None  # whatever the data set contains
-    metadata: Mapping[str, Any] = {}
+    where: str
+    """The dotted path of its section, for messages."""
+    base_dir: Path
+    """The config file's folder."""
+    environment: Callable[[], Environment]
+    """Makes an instance of the run's environment; raises ConfigError if that fails."""
 
 
 class PromptSource(ABC):
@@ -34,6 +42,9 @@ class PromptSource(ABC):
     The constructor's arguments are the source's keys in the YAML. An argument called `base_dir`
     receives the config file's folder.
     """
+
+    opened = False
+    """Whether the environment writes the first messages, so that a row needs no prompt."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -46,26 +57,31 @@ class PromptSource(ABC):
         `messages`.
         """
 
+    def place(self, index: int) -> str:
+        """What to call a row in messages."""
+        return f"{type(self).__name__}.row({index})"
+
     def checked_row(self, index: int) -> Row:
         """What `row` returns, as a Row. Raises PromptError for anything else."""
-        where = f"{type(self).__name__}.row({index})"
         try:
             row = self.row(index)
         except Exception as error:
-            raise PromptError(str(blame(where, error))) from error
+            raise PromptError(str(blame(self.place(index), error))) from error
         try:
-            if not isinstance(row, Row):
-                return parse_row(row)
-            if not isinstance(row.metadata, Mapping):
-                raise ValueError(f"metadata is {type(row.metadata).__name__}, expected a mapping")
-            return row._replace(messages=parse_messages(row.messages))
+            return as_row(row, opened=self.opened)
         except ValueError as error:
-            raise PromptError(f"{where}: {error}") from None
+            raise PromptError(f"{self.place(index)}: {error}") from None
 
-    def prompt(self, ticket: Ticket) -> Prompt:
-        """The prompt of a ticket. Raises PromptError if the row is invalid."""
+    def prompt(self, ticket: Ticket, seed: int = 0) -> Prompt:
+        """The prompt of a ticket in a run with this seed. Raises PromptError for an invalid row.
+
+        Its own seed doesn't depend on the attempt: a prompt that is issued again is the same task.
+        """
         row = self.checked_row(ticket.row)
-        return Prompt(str(ticket), row.messages, row.answer, row.metadata)
+        key = f"{seed}/{ticket.epoch}.{ticket.row}"
+        digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
+        own = int.from_bytes(digest, "big") & 0x7FFFFFFF
+        return Prompt(str(ticket), row.messages, row.answer, row.metadata, own)
 
 
 def epoch_order(epoch: int, rows: int, seed: int, shuffle: bool) -> list[int]:
@@ -101,6 +117,23 @@ def parse_rows(
             row = row._replace(messages=(first, *row.messages))
         parsed.append(row)
     return parsed
+
+
+def as_row(raw: Any, *, opened: bool = False) -> Row:
+    """A Row, from one or from what a row of a data set may be; see `PromptSource.opened`.
+
+    Raises ValueError that says what was expected.
+    """
+    if not isinstance(raw, Row):
+        if opened and isinstance(raw, Mapping) and not raw.keys() & {"prompt", "messages"}:
+            rest = dict(raw)
+            return Row((), rest.pop("answer", None), rest)
+        return parse_row(raw)
+    if not isinstance(raw.metadata, Mapping):
+        raise ValueError(f"metadata is {type(raw.metadata).__name__}, expected a mapping")
+    if opened and not raw.messages:
+        return raw
+    return raw._replace(messages=parse_messages(raw.messages))
 
 
 def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | None = None) -> Row:

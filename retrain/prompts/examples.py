@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from retrain.chat.tools import tools_of
 from retrain.errors import PromptError, shown
-from retrain.prompts.base import PromptSource, Row, parse_messages
+from retrain.prompts.base import PromptSource, parse_messages
 from retrain.prompts.sources.list import ListPrompts
-from retrain.types import Message
+from retrain.types import Message, Row
 
 T = TypeVar("T")
 Continuation = Sequence[Message]

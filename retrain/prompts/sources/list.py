@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from retrain.prompts.base import PromptSource, Row, parse_rows
+from retrain.prompts.base import PromptSource, parse_rows
+from retrain.types import Row
 
 
 class ListPrompts(PromptSource):
