@@ -25,8 +25,8 @@ from retrain import (
     StepResult,
     grade,
     program_in,
+    read_tests,
     sandbox_of,
-    tests_of,
 )
 
 
@@ -41,7 +41,7 @@ class Code(Environment):
         command: What runs the program; the file's name is appended.
         column: The column with the tests; without it, the row's answer.
         attempts: How many programs the model may try; it sees the first failure of each.
-        score: The `fraction` of tests that the last program passes, or 1 if it passes `all`, else 0.
+        score: The `fraction` of tests that the last program passes, or 1 if it passes `all`.
     """
 
     def __init__(  # noqa: PLR0913 - its keys in the YAML
@@ -70,7 +70,7 @@ class Code(Environment):
 
     async def reset(self, prompt: Prompt) -> list[Message]:
         tests = prompt.metadata.get(self.column, prompt.answer)
-        self.tests = tests_of(tests, prompt.metadata.get("entry_point", ""))
+        self.tests = read_tests(tests, prompt.metadata.get("entry_point", ""))
         self.tried = 0
         return list(prompt.messages)
 

@@ -30,7 +30,7 @@ _HOMES = {
     "retrain.rewarding": "Reward RewardCalculator reward",
     "retrain.sandbox": (
         "Graded Sandbox SandboxChoice SandboxError SandboxLimits SandboxResult grade program_in "
-        "sandbox_of tests_of"
+        "sandbox_of read_tests"
     ),
     "retrain.sampler": "Sampler SamplingParams Tokenizer",
     "retrain.types": "Batch Completion Group Message Metrics Prompt Sample Ticket Trajectory Turn",
@@ -88,7 +88,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.sandbox import SandboxChoice as SandboxChoice, SandboxError as SandboxError
     from retrain.sandbox import SandboxLimits as SandboxLimits, SandboxResult as SandboxResult
     from retrain.sandbox import grade as grade, program_in as program_in
-    from retrain.sandbox import sandbox_of as sandbox_of, tests_of as tests_of
+    from retrain.sandbox import sandbox_of as sandbox_of, read_tests as read_tests
     from retrain.types import Batch as Batch, Completion as Completion, Group as Group
     from retrain.types import Message as Message, Metrics as Metrics, Prompt as Prompt
     from retrain.types import Sample as Sample, Ticket as Ticket, Trajectory as Trajectory

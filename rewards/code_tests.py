@@ -14,8 +14,8 @@ from retrain import (
     Trajectory,
     grade,
     program_in,
+    read_tests,
     sandbox_of,
-    tests_of,
 )
 
 
@@ -28,7 +28,7 @@ class CodeTests(RewardCalculator):
         packages: Let programs import the packages that are installed beside retrain.
         command: What runs the program; the file's name is appended.
         column: The column with the tests; without it, the row's answer.
-        score: The `fraction` of tests that the program passes, or 1 if it passes `all`, else 0.
+        score: The `fraction` of tests that the program passes, or 1 if it passes `all`.
     """
 
     name = "code_tests"
@@ -54,13 +54,11 @@ class CodeTests(RewardCalculator):
 
     async def calculate(self, trajectory: Trajectory) -> Reward:
         prompt = trajectory.prompt
-        tests = tests_of(
+        tests = read_tests(
             prompt.metadata.get(self.column, prompt.answer), prompt.metadata.get("entry_point", "")
         )
         program = program_in(trajectory.completion)
-        graded = await grade(
-            self.sandbox, program, tests, limits=self.limits, command=self.command
-        )
+        graded = await grade(self.sandbox, program, tests, limits=self.limits, command=self.command)
         passed = all(graded.passed)
         return Reward(graded.fraction if self.score == "fraction" else float(passed))
 

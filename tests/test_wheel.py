@@ -22,7 +22,7 @@ ROOT = Path(retrain.__file__).resolve().parent.parent
 INSIDE = {
     "configs": "*.yaml",
     "configs/agents": "*.py",
-    "data": "*.jsonl",
+    "data": "*.*",
     "environments": "*.py",
     "rewards": "*.py",
 }

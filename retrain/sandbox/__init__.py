@@ -3,19 +3,19 @@
 The interface for containers is `Sandbox`. `local` runs programs in namespaces of this machine.
 """
 
-from retrain.sandbox.base import SandboxLimits, Sandbox, SandboxError, SandboxResult
+from retrain.sandbox.base import Sandbox, SandboxError, SandboxLimits, SandboxResult
 from retrain.sandbox.choice import SandboxChoice, sandbox_of
-from retrain.sandbox.grading import Graded, grade, program_in, tests_of
+from retrain.sandbox.grading import Graded, grade, program_in, read_tests
 
 __all__ = [
     "Graded",
-    "SandboxLimits",
     "Sandbox",
     "SandboxChoice",
     "SandboxError",
+    "SandboxLimits",
     "SandboxResult",
     "grade",
     "program_in",
+    "read_tests",
     "sandbox_of",
-    "tests_of",
 ]

@@ -6,9 +6,9 @@ becomes the expression `area(2)` for the program's process, and
 `math.isclose(_value0, 12.57, rel_tol=0.01)` for the judge's. A name that the test doesn't import or
 assign itself, and that is no built-in, is one of the program.
 
-An assertion that can't be split is computed in the program's process as a whole, which a program can
-forge: assertions in loops, functions, `with` and `try`, and those whose calls depend on a variable of a
-comprehension or a lambda.
+An assertion that can't be split is computed in the program's process as a whole, so that a program
+can forge it: assertions in loops, functions, `with` and `try`, and those whose calls depend on a
+variable of a comprehension or a lambda.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-CONVERSIONS = frozenset(
+_VALUES = (
     "str repr list tuple set frozenset sorted dict len sum int float bool type next iter max min "
-    "round bytes reversed enumerate zip map filter hash ord chr".split()
+    "round bytes reversed enumerate zip map filter hash ord chr"
 )
+CONVERSIONS = frozenset(_VALUES.split())
 """Built-ins that belong to the value: `sorted(f(x)) == [1, 2]` compares the sorted list."""
 JUDGES = frozenset(dir(builtins)) - CONVERSIONS
 JOINTS = (
@@ -105,7 +106,9 @@ def _nested(body: Sequence[ast.stmt]) -> bool:
 
 def _calls_check(node: ast.stmt) -> bool:
     call = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
+    return (
+        isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
+    )
 
 
 def _called(node: ast.Assert) -> str:
@@ -161,11 +164,15 @@ def _bound(node: ast.stmt) -> set[str]:
     """The names that an import or an assignment binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return {
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
 
 
-def _names(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
+    """The names in a tree, or those that it stores."""
+    names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, context)}
 
 
 class _Splitter(ast.NodeTransformer):
@@ -186,7 +193,6 @@ class _Splitter(ast.NodeTransformer):
         self.values.append(node)
         return ast.Name(f"_value{self.first + len(self.values) - 1}", ast.Load())
 
-
     def _is_judge(self, function: ast.expr) -> bool:
         """Whether a function is one of the test or a built-in that judges."""
         while isinstance(function, ast.Attribute):
@@ -194,7 +200,5 @@ class _Splitter(ast.NodeTransformer):
         return isinstance(function, ast.Name) and function.id in self.own | JUDGES
 
     def _calls_program(self, node: ast.AST) -> bool:
-        bound = {
-            n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        } | {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
+        bound = _names(node, ast.Store) | {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
         return bool(_names(node) - bound - self.own - JUDGES - CONVERSIONS)

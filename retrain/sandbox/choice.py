@@ -66,7 +66,8 @@ class SandboxChoice:
         if self.kind not in ("auto", *MODES):
             expected = ", ".join(("auto", *MODES, "none"))
             raise ConfigError(
-                f"{self.where}.sandbox: got {self.kind!r}, expected {expected} or path/file.py:Class"
+                f"{self.where}.sandbox: got {self.kind!r}, expected {expected} or "
+                "path/file.py:Class"
             )
         wanted = MODES if self.kind == "auto" else (self.kind,)
         for mode in wanted:

@@ -1,9 +1,9 @@
 """Tests of a program, of which it sees the inputs and never the expected results.
 
-- `{"input": ..., "output": ...}`: the program is run with the input, and what it prints is compared
-  outside the sandbox.
-- Code: `asserts` splits each assertion. The program's process computes what calls the program, and a
-  second process, without the program, computes the rest with those values. So nothing that the
+- `{"input": ..., "output": ...}`: the program is run with the input, and what it prints is
+  compared outside the sandbox.
+- Code: `asserts` splits each assertion. The program's process computes what calls the program, and
+  a second process, without the program, computes the rest with those values. So nothing that the
   program does to its own process, such as an `__eq__` that is always true or an early exit with
   code 0, makes a test pass.
 """
@@ -14,12 +14,13 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from retrain.sandbox.asserts import CodeTest, code_tests, split
-from retrain.sandbox.base import SandboxLimits, Sandbox, SandboxResult
+from retrain.sandbox.base import Sandbox, SandboxLimits, SandboxResult
 
 SHOWN = 1000
 """Characters of a failure that are shown to the model."""
@@ -57,16 +58,14 @@ def program_in(reply: str) -> str:
     return str(blocks[-1][1]) if blocks else reply
 
 
-def tests_of(tests: Any, entry_point: str = "") -> Tests:
+def read_tests(tests: Any, entry_point: str = "") -> Tests:
     """The tests of a row, see docs/sandbox.md for their forms; raises ValueError for others.
 
     `entry_point` is the function that a test file's `check(candidate)` gets.
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
-        try:
+        with suppress(ValueError):  # it is code
             tests = json.loads(tests)  # parquet files often have lists as JSON
-        except ValueError:
-            pass
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         pairs = zip(tests["inputs"], tests["outputs"], strict=True)
         tests = [{"input": given, "output": expected} for given, expected in pairs]
@@ -110,7 +109,11 @@ async def grade(
 
 
 async def _by_output(
-    sandbox: Sandbox, program: str, tests: Sequence[IOTest], limits: SandboxLimits, command: Sequence[str]
+    sandbox: Sandbox,
+    program: str,
+    tests: Sequence[IOTest],
+    limits: SandboxLimits,
+    command: Sequence[str],
 ) -> Graded:
     files, argv = {"program": program}, [*command, "program"]
     runs = [sandbox.run(argv, files, stdin=test.input, limits=limits) for test in tests]
@@ -123,7 +126,9 @@ async def _by_output(
         if not good:
             printed = f"printed {_cut(result.stdout)!r}" if result.stdout else "printed nothing"
             why = _ending(result, limits)
-            return Graded(passed, f"With the input {_cut(test.input)!r}, it {printed}. {why}".strip())
+            return Graded(
+                passed, f"With the input {_cut(test.input)!r}, it {printed}. {why}".strip()
+            )
     return Graded(passed)
 
 

@@ -1,4 +1,4 @@
-"""What runs between the server and the program: namespaces, a new root, limits, a system call filter.
+"""What runs between the server and the program: namespaces, a new root, limits, a seccomp filter.
 
 The server forks the *outer* process of a sandbox, which enters new namespaces and forks the *init*,
 process 1 in there. It builds the root, gives up all privileges, starts the program and watches it.
@@ -30,7 +30,10 @@ ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": SCRATCH, "LANG": 
 NOBODY = 65534
 TICK = 0.05
 """Seconds between two looks at the memory of all processes together."""
-SYSTEM = "/usr /bin /sbin /lib /lib32 /lib64 /etc/ld.so.cache /etc/alternatives".split()
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    *("/etc/ld.so.cache", "/etc/alternatives"),
+)
 """What a program sees of the host, read-only, besides Python."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
@@ -247,18 +250,20 @@ def die_with_parent(check: bool = True) -> None:
 
 # System calls that a program doesn't need, and that reach beyond the sandbox, attack the kernel, or
 # get memory that the limits don't count: (x86_64, aarch64, name).
-_DENIED = """
-101 117 ptrace    165 40 mount      166 39 umount2    155 41 pivot_root   161 51 chroot
-167 224 swapon    168 225 swapoff   169 142 reboot    163 89 acct         175 105 init_module
-176 106 delete_module  179 60 quotactl  246 104 kexec_load  248 217 add_key  249 218 request_key
-250 219 keyctl    272 97 unshare    298 241 perf_event_open  300 262 fanotify_init
-303 264 name_to_handle_at  304 265 open_by_handle_at  308 268 setns  310 270 process_vm_readv
-311 271 process_vm_writev  313 273 finit_module  319 279 memfd_create  320 294 kexec_file_load
-321 280 bpf       323 282 userfaultfd  425 425 io_uring_setup  428 428 open_tree
-429 429 move_mount  430 430 fsopen  432 432 fsmount   433 433 fspick      438 438 pidfd_getfd
-442 442 mount_setattr  447 447 memfd_secret  29 194 shmget  64 190 semget  68 186 msgget
-240 180 mq_open
-""".split()
+_TABLE = """
+101 117 ptrace         165 40 mount            166 39 umount2          155 41 pivot_root
+161 51 chroot          167 224 swapon          168 225 swapoff         169 142 reboot
+163 89 acct            175 105 init_module     176 106 delete_module   179 60 quotactl
+246 104 kexec_load     248 217 add_key         249 218 request_key     250 219 keyctl
+272 97 unshare         298 241 perf_event_open 300 262 fanotify_init   303 264 name_to_handle_at
+308 268 setns          304 265 open_by_handle_at  310 270 process_vm_readv
+313 273 finit_module   311 271 process_vm_writev  319 279 memfd_create  321 280 bpf
+323 282 userfaultfd    320 294 kexec_file_load    425 425 io_uring_setup
+428 428 open_tree      429 429 move_mount      430 430 fsopen          432 432 fsmount
+433 433 fspick         438 438 pidfd_getfd     442 442 mount_setattr   447 447 memfd_secret
+29 194 shmget          64 190 semget           68 186 msgget           240 180 mq_open
+"""
+_DENIED = _TABLE.split()
 _MACHINES = {"x86_64": (0, 0xC000003E, 56, 41), "aarch64": (1, 0xC00000B7, 220, 198)}
 """The column above, the kernel's number of the architecture, and those of clone and socket."""
 _CLONE3, _FAMILIES = 435, (1, 2, 10)  # sockets: Unix and Internet, which reach nothing in here

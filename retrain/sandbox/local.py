@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.concurrency import children
-from retrain.sandbox.base import SandboxLimits, Sandbox, SandboxError, SandboxResult
+from retrain.sandbox.base import Sandbox, SandboxError, SandboxLimits, SandboxResult
 
 PER_SERVER = 8
 """Programs that one server runs at the same time; a server is one thread."""
@@ -60,6 +60,7 @@ class LocalSandbox(Sandbox):
     """
 
     def __init__(self, mode: str, processes: int, packages: bool = False) -> None:
+        self.mode = mode
         self._free = asyncio.Semaphore(processes)
         self._config = config_of(mode, packages)
         self._servers = [_Server(self._config) for _ in range(-(-processes // PER_SERVER))]
@@ -102,7 +103,8 @@ class _Server:
 
     async def _answer(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         process = await self._started()
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
         await _send(process, {**request, "id": number})
         try:
             return await future
@@ -222,9 +224,7 @@ def why_not(mode: str) -> str:
     request = {**_request(config, ["python", "-c", "print(1)"], {}, "", SandboxLimits()), "id": 0}
     data = json.dumps(request).encode()
     try:
-        with subprocess.Popen(
-            argv_of(config), env={}, stdin=-1, stdout=-1, stderr=-1
-        ) as server:
+        with subprocess.Popen(argv_of(config), env={}, stdin=-1, stdout=-1, stderr=-1) as server:
             assert server.stdin is not None
             assert server.stdout is not None
             server.stdin.write(struct.pack(">I", len(data)) + data)

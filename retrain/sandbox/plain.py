@@ -1,11 +1,10 @@
-"""`sandbox: none`: programs with limits, but with the files, the network and the user of the run."""
+"""`sandbox: none`: programs with limits, but with the files, network and user of the run."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -16,7 +15,7 @@ from pathlib import Path
 from retrain.concurrency.guardian_process import MARK
 from retrain.concurrency.programs import run_program
 from retrain.concurrency.threads import in_thread
-from retrain.sandbox.base import SandboxLimits, Sandbox, SandboxResult
+from retrain.sandbox.base import Sandbox, SandboxLimits, SandboxResult
 from retrain.sandbox.local import python_of
 
 LIMITED = """

@@ -5,33 +5,37 @@ from __future__ import annotations
 import math
 from typing import Any
 
-PLAIN = "a value of the type {}, which tests can't compare"
-
 
 def encode(value: Any, depth: int = 0) -> Any:
-    """The value of built-in types; raises TypeError for others."""
+    """The value of built-in types, or of a subclass; raises TypeError for others."""
     if depth > 100:
         raise TypeError("a deeply nested value, which tests can't compare")
     if value is None or isinstance(value, bool):
         return value
-    for kind in (int, str):
+    for kind, encoded in ENCODERS.items():
         if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, complex):
-        return {"complex": [repr(value.real), repr(value.imag)]}
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": bytes(value).hex()}
-    if isinstance(value, dict):
-        pairs = [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in value.items()]
-        return {"dict": pairs}
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return {kind.__name__: [encode(item, depth + 1) for item in value]}
+            return encoded(value, depth + 1)
     if hasattr(value, "tolist"):  # an array or a number of numpy
         return encode(value.tolist(), depth + 1)
-    raise TypeError(PLAIN.format(type(value).__name__))
+    raise TypeError(f"a value of the type {type(value).__name__}, which tests can't compare")
+
+
+def items(kind: str) -> Any:
+    return lambda value, depth: {kind: [encode(item, depth) for item in value]}
+
+
+ENCODERS: dict[type, Any] = {
+    int: lambda value, _: int(value),
+    str: lambda value, _: str(value),
+    float: lambda value, _: float(value) if math.isfinite(value) else {"float": repr(value)},
+    complex: lambda value, _: {"complex": [repr(value.real), repr(value.imag)]},
+    bytes: lambda value, _: {"bytes": bytes(value).hex()},
+    bytearray: lambda value, _: {"bytes": bytes(value).hex()},
+    dict: lambda value, depth: {
+        "dict": [[encode(k, depth), encode(v, depth)] for k, v in value.items()]
+    },
+    **{kind: items(kind.__name__) for kind in (list, tuple, set, frozenset)},
+}
 
 
 def decode(value: Any) -> Any:
