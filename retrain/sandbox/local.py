@@ -14,7 +14,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import sysconfig
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -199,7 +198,8 @@ def config_of(mode: str, packages: bool) -> dict[str, Any]:
 
 
 def _package_folders() -> list[str]:
-    return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+    """The folders of installed packages; not those of projects in editable mode."""
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
 def argv_of(config: Mapping[str, Any]) -> list[str]:
