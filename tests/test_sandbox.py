@@ -27,6 +27,7 @@ from retrain.sandbox import (
     read_tests,
     sandbox_of,
 )
+from retrain.sandbox.asserts import code_tests, split
 from retrain.sandbox.choice import MODES
 from retrain.sandbox.local import LocalSandbox
 
@@ -231,6 +232,43 @@ async def test_a_cancelled_program_ends_with_all_it_started(sandbox: Sandbox) ->
     assert (await sandbox.run(["python", "-c", "print(1)"], {})).stdout == "1\n"
 
 
+async def test_a_server_that_dies_fails_its_programs_and_is_replaced(sandbox: LocalSandbox) -> None:
+    secret = secrets.token_hex(8)
+    task = asyncio.create_task(
+        sandbox.run(["python", "-c", "import time; time.sleep(60)", secret], {})
+    )
+    await until(lambda: secret in running())
+    [server] = sandbox._servers
+    assert server._process is not None
+    server._process.kill()
+    with pytest.raises(SandboxError, match="the server of the sandboxes ended"):
+        await task
+    await until(lambda: secret not in running())
+    assert (await sandbox.run(["python", "-c", "print(1)"], {})).stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("test", "asked", "judged"),
+    [
+        ("assert f(1) == 2", ["f(1)"], ["_value0 == 2"]),
+        ("assert f(1)[0].x + 1 < 2", ["f(1)[0].x"], ["_value0 + 1 < 2"]),
+        ("assert not f(g(1), k=2)", ["f(g(1), k=2)"], ["not _value0"]),
+        ("import m\nassert m.near(f(1), 2, k=3)", ["f(1)"], ["m.near(_value0, 2, k=3)"]),
+        ("w = [1]\nassert f(2) == w", ["f(2)"], ["_value0 == w"]),
+        ("w = [1]\nassert f(w) == 2", ["f(w)"], ["_value0 == 2"]),
+        ("assert sorted(f(1)) == [f(2), 3]", ["sorted(f(1))", "f(2)"], ["_value0 == [_value1, 3]"]),
+        ("assert all(f(i) == i for i in [1])", ["all((f(i) == i for i in [1]))"], ["_value0"]),
+    ],
+)
+def test_an_assertion_is_split_into_calls_and_judgement(
+    test: str, asked: list[str], judged: list[str]
+) -> None:
+    [one] = code_tests(test)
+    assert (split(one).values, split(one).assertions) == (asked, judged)
+    assigned = ("exec", "w = [1]") in split(one).steps
+    assert assigned == ("f(w)" in asked)  # what the program need not see stays with the judge
+
+
 KILLED = """
 import asyncio, sys
 from retrain.sandbox import SandboxChoice, sandbox_of
@@ -320,6 +358,7 @@ STRICT = [
     "import math\nassert math.isclose(f(3), 3141594.0)",
     "assert abs(f(4) - 3141595) < 1",
     "assert f(5) in (3141596, 3141597)",
+    "def near(a, b):\n    return abs(a - b) < 1\nassert near(f(6), 3141597)",
     "def test_all():\n    x = f(7)\n    assert isinstance(x, int)\n    assert x == 3141598",
 ]
 
@@ -334,7 +373,7 @@ async def test_no_program_passes_tests_without_their_results(sandbox: Sandbox) -
             for program in (honest, *FORGERIES.values())
         )
     )
-    assert graded[0].passed == (True,) * 6
+    assert graded[0].passed == (True,) * 7
     assert {
         n: sum(g.passed) for n, g in zip(FORGERIES, graded[1:], strict=True) if any(g.passed)
     } == {}
@@ -358,6 +397,8 @@ CASES = [
     (ADD, "assert all(add(i) == i + 1 for i in range(3))", (True,)),
     (ADD, "for i in range(3):\n    assert add(i) == i + 1", (True,)),
     (ADD, RAISES, (True,)),
+    (ADD, "def near(a, b):\n    return abs(a - b) < 1\nassert near(add(1), 2)", (True,)),
+    (ADD, "assert add(0, 10**5000) == 10**5000", (True,)),
     (ADD, CHECK, (True, False)),
     (ADD, TWICE, (True,)),
     (ADD, '["assert add(1) == 2"]', (True,)),

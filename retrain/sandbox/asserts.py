@@ -40,9 +40,9 @@ BINDING = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.Lambda
 class CodeTest:
     """One test: statements, of which at least one is an assertion or calls the program."""
 
-    shown: str
-    """How feedback names it."""
     body: tuple[ast.stmt, ...]
+    name: str = ""
+    """Of a function; empty for a single assertion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,14 @@ class Split:
     """What must be true, of the names `_value0`, `_value1`, ..."""
 
     @property
-    def values(self) -> int:
-        return sum(kind == "eval" for kind, _ in self.steps)
+    def values(self) -> list[str]:
+        return [text for kind, text in self.steps if kind == "eval"]
+
+    @property
+    def shown(self) -> str:
+        """The calls of the program, without what is expected of them."""
+        whole = any(isinstance(n, ast.Compare) for v in self.values for n in ast.walk(ast.parse(v)))
+        return "An assertion" if whole or not self.values else f"`{', '.join(self.values)}`"
 
 
 def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
@@ -75,17 +81,17 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
     before: list[ast.stmt] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            found.append(CodeTest(f"The test {node.name}", (*before, *node.body)))
+            found.append(CodeTest((*before, *node.body), node.name))
         elif isinstance(node, ast.FunctionDef) and node.name == "check" and entry_point:
             [candidate] = (argument.arg for argument in node.args.args)
             named = ast.parse(f"{candidate} = {entry_point}").body
             found += _each_assertion([*before, *named, *node.body])
         elif isinstance(node, ast.Assert):
-            found.append(CodeTest(f"`{_called(node)}`", (*before, node)))
+            found.append(CodeTest((*before, node)))
         elif not _calls_check(node):
             before.append(node)
     if not found and before:
-        found = [CodeTest("The test", tuple(before))]
+        found = [CodeTest(tuple(before))]
     if not found:
         raise ValueError(f"there is no test in {text[:80]!r}")
     return found
@@ -95,9 +101,9 @@ def _each_assertion(body: Sequence[ast.stmt]) -> Iterator[CodeTest]:
     before = [node for node in body if not isinstance(node, ast.Assert)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
     if len(before) + len(asserts) == len(body) and asserts and not _nested(before):
-        yield from (CodeTest(f"`{_called(node)}`", (*before, node)) for node in asserts)
+        yield from (CodeTest((*before, node)) for node in asserts)
     else:
-        yield CodeTest("The test", tuple(body))
+        yield CodeTest(tuple(body))
 
 
 def _nested(body: Sequence[ast.stmt]) -> bool:
@@ -109,13 +115,6 @@ def _calls_check(node: ast.stmt) -> bool:
     return (
         isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
     )
-
-
-def _called(node: ast.Assert) -> str:
-    """The calls of an assertion, without the expected result."""
-    splitter = _Splitter(set())
-    splitter.visit(deepcopy(node.test))
-    return ", ".join(map(ast.unparse, splitter.values)) or "an assertion"
 
 
 def split(test: CodeTest) -> Split:
@@ -152,16 +151,19 @@ def _is_import(node: ast.stmt) -> bool:
 
 
 def _is_own(node: ast.stmt, own: set[str]) -> bool:
-    """Whether a statement concerns the test only: an import, or a value without the program."""
+    """Whether a statement is one of the test: an import, or what doesn't call the program."""
     if _is_import(node):
         return True
+    if isinstance(node, ast.FunctionDef):
+        inner = {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)} | {node.name}
+        return _names(node) - _names(node, ast.Store) - inner <= own | JUDGES | CONVERSIONS
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return False
     return _names(node.value) <= own | JUDGES | CONVERSIONS
 
 
 def _bound(node: ast.stmt) -> set[str]:
-    """The names that an import or an assignment binds."""
+    """The names that an import, a function or an assignment binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return {

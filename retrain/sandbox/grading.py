@@ -145,7 +145,7 @@ async def _by_code(
     ran = await sandbox.run(argv, files, limits=limits)
     answers = _answers(ran.stdout, len(tests))
     judged = [
-        {**asdict(piece), "count": piece.values, "values": answer.get("values", [])}
+        {**asdict(piece), "count": len(piece.values), "values": answer.get("values", [])}
         for piece, answer in zip(pieces, answers, strict=True)
     ]
     passed = [False] * len(tests)
@@ -158,10 +158,11 @@ async def _by_code(
             "values" in answer and index < len(said) and said[index] == "pass"
             for index, answer in enumerate(answers)
         ]
-    for test, answer, good in zip(tests, answers, passed, strict=True):
+    for test, piece, answer, good in zip(tests, pieces, answers, passed, strict=True):
         if not good:
+            what = f"The test {test.name}" if test.name else piece.shown
             why = answer.get("error") or _ending(ran, limits) or "It is false."
-            return Graded(tuple(passed), f"{test.shown} failed. {_cut(str(why))}")
+            return Graded(tuple(passed), f"{what} failed. {_cut(str(why))}")
     return Graded(tuple(passed))
 
 
@@ -171,6 +172,7 @@ def _answers(output: str, count: int) -> list[dict[str, Any]]:
     for line in output.splitlines()[:count]:
         try:
             answer = json.loads(line)
+            json.dumps(answer)  # the judge gets it
         except (ValueError, RecursionError):
             answer = {}
         good = isinstance(answer, dict) and isinstance(answer.get("values", []), list)

@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import platform
+import re
 import shutil
 import struct
 import subprocess
@@ -216,6 +217,9 @@ def why_not(mode: str) -> str:
         return f"this system is {platform.system()}, not Linux"
     if platform.machine() not in ("x86_64", "aarch64"):
         return f"this machine is {platform.machine()}, not x86_64 or aarch64"
+    release = platform.release()
+    if tuple(int(n) for n in re.findall(r"\d+", release)[:2]) < (5, 14):
+        return f"this is Linux {release}, expected 5.14 or later"
     config = config_of(mode, packages=False)
     if mode == "bubblewrap" and not config["bubblewrap"]:
         return "there is no program bwrap"

@@ -25,7 +25,7 @@ def items(kind: str) -> Any:
 
 
 ENCODERS: dict[type, Any] = {
-    int: lambda value, _: int(value),
+    int: lambda value, _: int(value) if abs(value) < 2**63 else {"int": hex(value)},
     str: lambda value, _: str(value),
     float: lambda value, _: float(value) if math.isfinite(value) else {"float": repr(value)},
     complex: lambda value, _: {"complex": [repr(value.real), repr(value.imag)]},
@@ -45,6 +45,8 @@ def decode(value: Any) -> Any:
             raise ValueError("a list has no type")
         return value
     ((name, inner),) = value.items()
+    if name == "int":
+        return int(inner, 16)
     if name == "float":
         return {"inf": math.inf, "-inf": -math.inf}.get(inner, math.nan)
     if name == "complex":

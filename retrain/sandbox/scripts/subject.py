@@ -10,8 +10,7 @@ import types
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
-sys.set_int_max_str_digits(0)
-from codec import encode  # type: ignore[import-not-found]  # noqa: E402 - beside it in the sandbox
+from codec import encode  # type: ignore[import-not-found]
 
 results = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the program prints is no result
