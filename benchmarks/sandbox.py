@@ -1,4 +1,4 @@
-"""What a program in a sandbox costs: `python -m benchmarks.sandbox [--programs N] [--at-once N]`."""
+"""What a program in a sandbox costs: `python -m benchmarks.sandbox [--programs N]`."""
 
 from __future__ import annotations
 

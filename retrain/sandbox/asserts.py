@@ -166,9 +166,7 @@ def _bound(node: ast.stmt) -> set[str]:
     """The names that an import, a function or an assignment binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return {
-        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    }
+    return {node.name} if isinstance(node, ast.FunctionDef) else _names(node, ast.Store)
 
 
 def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
