@@ -13,6 +13,6 @@ setup(
     package_data={
         "retrain": ["py.typed", "observe/*.html"],
         "retrain.configs": ["*.yaml", "agents/*.py", "tools/*.py"],
-        "retrain.data": ["*.jsonl"],
+        "retrain.data": ["*.jsonl", "*.sql"],
     },
 )

@@ -30,6 +30,10 @@ _HOMES = {
     "retrain.pipeline": "train",
     "retrain.prompts": "PromptSource",
     "retrain.rewarding": "Reward RewardCalculator reward",
+    "retrain.sandbox": (
+        "Graded Sandbox SandboxChoice SandboxError SandboxLimits SandboxResult grade program_in "
+        "sandbox_of read_tests"
+    ),
     "retrain.sampler": "Sampler SamplingParams Tokenizer",
     "retrain.tools": "FunctionTool ToolEnvironment ToolError",
     "retrain.types": (
@@ -90,6 +94,11 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.sampler import Tokenizer as Tokenizer
     from retrain.tools import FunctionTool as FunctionTool, ToolEnvironment as ToolEnvironment
     from retrain.tools import ToolError as ToolError
+    from retrain.sandbox import Graded as Graded, Sandbox as Sandbox
+    from retrain.sandbox import SandboxChoice as SandboxChoice, SandboxError as SandboxError
+    from retrain.sandbox import SandboxLimits as SandboxLimits, SandboxResult as SandboxResult
+    from retrain.sandbox import grade as grade, program_in as program_in
+    from retrain.sandbox import sandbox_of as sandbox_of, read_tests as read_tests
     from retrain.types import Batch as Batch, Completion as Completion, Group as Group
     from retrain.types import Message as Message, Metrics as Metrics, Prompt as Prompt
     from retrain.types import Sample as Sample, Ticket as Ticket, Trajectory as Trajectory

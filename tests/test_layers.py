@@ -21,7 +21,7 @@ ROOMS = [
         "types errors jsonable disk",
         "losses protocols transport concurrency",
         "config",
-        "environment sampler",
+        "environment sampler sandbox",
         "chat tools",
         "prompts",
         "algorithms",

@@ -23,7 +23,7 @@ INSIDE = {
     "configs": "*.yaml",
     "configs/agents": "*.py",
     "configs/tools": "*.py",
-    "data": "*.jsonl",
+    "data": "*.*",
     "environments": "*.py",
     "rewards": "*.py",
 }

@@ -1,0 +1,182 @@
+"""The model writes a query, which is right if its result is that of the row's query, the `answer`.
+
+    {"prompt": "How many customers are there?", "answer": "SELECT count(*) FROM customers"}
+
+Queries run on a read-only SQLite database, in a thread, and are interrupted after some seconds. The
+order of the rows counts only if the answer has an ORDER BY.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from retrain import (
+    Action,
+    ConfigError,
+    Environment,
+    Message,
+    Prompt,
+    StepResult,
+    in_thread,
+    program_in,
+)
+
+READS = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+}
+"""What a query may do; everything else, such as ATTACH, PRAGMA and writing, is denied."""
+LENGTH = 2**20
+"""The most bytes of one value."""
+SHOWN = 5
+"""Rows of a wrong result that the model sees."""
+Rows = Sequence[tuple[Any, ...]]  # any: what SQLite stores
+
+
+class Sql(Environment):
+    """Compares the result of a query with that of the row's answer, on one database.
+
+    Args:
+        database: A file of SQLite, or one of SQL statements that make it; by default a small shop.
+        schema: Begin with a system message that shows the database's tables.
+        attempts: How many queries the model may try; it sees the error or the wrong result of each.
+        seconds: The longest that a query may take.
+        rows: The most rows that a query may return.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: str | None = None,
+        schema: bool = True,
+        attempts: int = 1,
+        seconds: float = 5.0,
+        rows: int = 10_000,
+        base_dir: Path = Path(),
+    ) -> None:
+        for name, value in {"attempts": attempts, "seconds": seconds, "rows": rows}.items():
+            if value <= 0:
+                raise ConfigError(f"environment.{name}: got {value}, expected more than 0")
+        self.database = opened(found(database, base_dir))
+        self.schema, self.attempts, self.seconds, self.rows = schema, attempts, seconds, rows
+
+    async def reset(self, prompt: Prompt) -> list[Message]:
+        self.tried = 0
+        try:
+            self.expected = await self.result(str(prompt.answer))
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            raise ValueError(f"the answer {prompt.answer!r} of the row fails: {error}") from error
+        shown: Message = {"role": "system", "content": f"SQLite tables:\n{self.database.schema}"}
+        return [shown, *prompt.messages] if self.schema else list(prompt.messages)
+
+    async def step(self, action: Action) -> StepResult:
+        self.tried += 1
+        try:
+            rows = await self.result(program_in(action.text))
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            right, reply = False, f"error: {error}"
+        else:
+            right = equal(rows, self.expected, is_ordered(str(self.prompt.answer)))
+            more = "\n..." if len(rows) > SHOWN else ""
+            lines = "\n".join(map(repr, rows[:SHOWN])) + more
+            reply = f"This is not the expected result:\n{lines or 'no rows'}"
+        over = right or self.tried == self.attempts
+        observation: list[Message] = [] if over else [{"role": "user", "content": reply}]
+        return StepResult(observation, float(right), over, False, {"queries": self.tried})
+
+    async def result(self, query: str) -> Rows:
+        return await in_thread(partial(self.database.rows, query, self.seconds, self.rows))
+
+
+class Database:
+    """A database of a file, which each query opens by itself."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the file is no database, or its SQL is wrong."""
+        self.path = path
+        self.image = b""
+        try:
+            if path.suffix == ".sql":
+                memory = sqlite3.connect(":memory:")
+                memory.executescript(path.read_text(encoding="utf-8"))
+                self.image = memory.serialize()
+                memory.close()
+            tables = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid"
+            self.schema = ";\n".join(text for (text,) in self.rows(tables, 5.0, 10_000))
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"environment.database: {path}: {error}; expected a file of SQLite, or .sql"
+            ) from error
+
+    def rows(self, query: str, seconds: float, most: int) -> Rows:
+        """The rows of a query. Raises sqlite3.Error, or ValueError if there are too many."""
+        source = ":memory:" if self.image else f"{self.path.resolve().as_uri()}?mode=ro"
+        connection = sqlite3.connect(source, uri=True, isolation_level=None)
+        try:
+            if self.image:
+                connection.deserialize(self.image)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LENGTH)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
+            connection.set_authorizer(allowed)
+            until = time.monotonic() + seconds
+            connection.set_progress_handler(lambda: time.monotonic() > until, 10_000)
+            cursor = connection.execute(query)
+            if cursor.description is None:
+                raise ValueError("this is no SELECT")
+            rows = cursor.fetchmany(most + 1)
+        except UnicodeEncodeError as error:
+            raise ValueError("the query is not UTF-8") from error
+        finally:
+            connection.close()
+        if len(rows) > most:
+            raise ValueError(f"the result has more than {most} rows")
+        return rows
+
+
+def allowed(action: int, _first: Any, name: Any, *_: Any) -> int:
+    good = action in READS and name != "load_extension"
+    return sqlite3.SQLITE_OK if good else sqlite3.SQLITE_DENY
+
+
+def found(database: str | None, base_dir: Path) -> Path:
+    """The file; a relative path is resolved in the config's folder, then in the working folder."""
+    if database is None:
+        return Path(__file__).resolve().parent.parent / "data" / "shop.sql"
+    tried = [folder / database for folder in (base_dir, Path.cwd())]
+    for path in tried:
+        if path.is_file():
+            return path
+    places = " or ".join(str(path) for path in dict.fromkeys(tried))
+    raise ConfigError(f"environment.database: there is no file {places}")
+
+
+@lru_cache(maxsize=8)
+def opened(path: Path) -> Database:
+    return Database(path)
+
+
+def equal(rows: Rows, expected: Rows, ordered: bool) -> bool:
+    """Whether two results are equal; floats up to nine digits."""
+    one, other = [[tuple(map(plain, row)) for row in table] for table in (rows, expected)]
+    return one == other if ordered else Counter(one) == Counter(other)
+
+
+def plain(value: Any) -> Any:
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def is_ordered(query: str) -> bool:
+    """Whether the outermost query has an ORDER BY: not in a string or in brackets."""
+    text = re.sub(r"'[^']*'|\"[^\"]*\"|--[^\n]*", " ", query)
+    while (shorter := re.sub(r"\([^()]*\)", " ", text)) != text:
+        text = shorter
+    return re.search(r"\border\s+by\b", text, re.IGNORECASE) is not None

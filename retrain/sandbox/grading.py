@@ -1,0 +1,202 @@
+"""Tests of a program, of which it sees the inputs and never the expected results.
+
+- `{"input": ..., "output": ...}`: the program is run with the input, and what it prints is
+  compared outside the sandbox.
+- Code: `asserts` splits each assertion. The program's process computes what calls the program, and
+  a second process, without the program, computes the rest with those values. So nothing that the
+  program does to its own process, such as an `__eq__` that is always true or an early exit with
+  code 0, makes a test pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.sandbox.asserts import CodeTest, code_tests, split
+from retrain.sandbox.base import Sandbox, SandboxLimits, SandboxResult
+
+SHOWN = 1000
+"""Characters of a failure that are shown to the model."""
+_FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)(?:^\1[`~]*\s*$|\Z)", re.MULTILINE | re.DOTALL)
+_HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True)
+class IOTest:
+    """What a program reads from its standard input, and what it must print."""
+
+    input: str
+    output: str
+
+
+Tests = Sequence[IOTest] | Sequence[CodeTest]
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """Which tests a program passed, and what it sees of its failures."""
+
+    passed: tuple[bool, ...]
+    feedback: str = ""
+    """The first failure without the expected result, empty if all tests passed."""
+
+    @property
+    def fraction(self) -> float:
+        return sum(self.passed) / len(self.passed)
+
+
+def program_in(reply: str) -> str:
+    """The last fenced block of code of a reply, or the whole reply if it has none."""
+    blocks = _FENCE.findall(reply)
+    return str(blocks[-1][1]) if blocks else reply
+
+
+def read_tests(tests: Any, entry_point: str = "") -> Tests:
+    """The tests of a row, see docs/sandbox.md for their forms; raises ValueError for others.
+
+    `entry_point` is the function that a test file's `check(candidate)` gets.
+    """
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError):  # it is code
+            tests = json.loads(tests)  # parquet files often have lists as JSON
+    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        tests = [{"input": given, "output": expected} for given, expected in pairs]
+    if isinstance(tests, str) and tests.strip():
+        return code_tests(tests, entry_point)
+    if not isinstance(tests, Sequence) or not tests or isinstance(tests, str):
+        raise ValueError(f"got the tests {str(tests)[:80]!r}, expected a list or code; {FORMS}")
+    if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
+        return [IOTest(_text(test["input"]), _text(test["output"])) for test in tests]
+    if all(isinstance(test, str) for test in tests):
+        return [test for text in tests for test in code_tests(text, entry_point)]
+    raise ValueError(f"got tests such as {str(tests[0])[:80]!r}; {FORMS}")
+
+
+FORMS = 'tests are code ("assert f(1) == 2"), or {"input": ..., "output": ...}'
+
+
+def _text(value: Any) -> str:
+    """A column of lines may be a list."""
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+async def grade(
+    sandbox: Sandbox,
+    program: str,
+    tests: Tests,
+    *,
+    limits: SandboxLimits | None = None,
+    command: Sequence[str] = ("python",),
+) -> Graded:
+    """Run a program against tests. Raises SandboxError if the sandbox fails."""
+    limits = limits or SandboxLimits()
+    if isinstance(tests[0], IOTest):
+        pairs = [test for test in tests if isinstance(test, IOTest)]
+        return await _by_output(sandbox, program, pairs, limits, command)
+    if command[0] != "python":
+        raise ValueError(f"got tests as code for {command[0]!r}; only Python programs have those")
+    return await _by_code(
+        sandbox, program, [test for test in tests if isinstance(test, CodeTest)], limits
+    )
+
+
+async def _by_output(
+    sandbox: Sandbox,
+    program: str,
+    tests: Sequence[IOTest],
+    limits: SandboxLimits,
+    command: Sequence[str],
+) -> Graded:
+    files, argv = {"program": program}, [*command, "program"]
+    runs = [sandbox.run(argv, files, stdin=test.input, limits=limits) for test in tests]
+    results = await asyncio.gather(*runs)
+    passed = tuple(
+        result.exit_code == 0 and _lines(result.stdout) == _lines(test.output)
+        for result, test in zip(results, tests, strict=True)
+    )
+    for test, result, good in zip(tests, results, passed, strict=True):
+        if not good:
+            printed = f"printed {_cut(result.stdout)!r}" if result.stdout else "printed nothing"
+            why = _ending(result, limits)
+            return Graded(
+                passed, f"With the input {_cut(test.input)!r}, it {printed}. {why}".strip()
+            )
+    return Graded(passed)
+
+
+async def _by_code(
+    sandbox: Sandbox, program: str, tests: Sequence[CodeTest], limits: SandboxLimits
+) -> Graded:
+    pieces = [split(test) for test in tests]
+    files = {
+        "program": program,
+        "codec.py": _script("codec"),
+        "tests": json.dumps([piece.steps for piece in pieces]),
+    }
+    argv = ["python", "-c", _script("subject")]
+    ran = await sandbox.run(argv, files, limits=limits)
+    answers = _answers(ran.stdout, len(tests))
+    judged = [
+        {**asdict(piece), "count": len(piece.values), "values": answer.get("values", [])}
+        for piece, answer in zip(pieces, answers, strict=True)
+    ]
+    passed = [False] * len(tests)
+    if any("values" in answer for answer in answers):
+        files = {"codec.py": _script("codec"), "tests": json.dumps(judged)}
+        argv = ["python", "-c", _script("judge")]
+        verdict = await sandbox.run(argv, files, limits=limits)
+        said = verdict.stdout.split()
+        passed = [
+            "values" in answer and index < len(said) and said[index] == "pass"
+            for index, answer in enumerate(answers)
+        ]
+    for test, piece, answer, good in zip(tests, pieces, answers, passed, strict=True):
+        if not good:
+            what = f"The test {test.name}" if test.name else piece.shown
+            why = answer.get("error") or _ending(ran, limits) or "It is false."
+            return Graded(tuple(passed), f"{what} failed. {_cut(str(why))}")
+    return Graded(tuple(passed))
+
+
+def _answers(output: str, count: int) -> list[dict[str, Any]]:
+    """One line of JSON per test; the program may have written anything."""
+    answers: list[dict[str, Any]] = []
+    for line in output.splitlines()[:count]:
+        try:
+            answer = json.loads(line)
+            json.dumps(answer)  # the judge gets it
+        except (ValueError, RecursionError):
+            answer = {}
+        good = isinstance(answer, dict) and isinstance(answer.get("values", []), list)
+        answers.append(answer if good else {})
+    return answers + [{}] * (count - len(answers))
+
+
+def _script(name: str) -> str:
+    return (_HERE / "scripts" / f"{name}.py").read_text(encoding="utf-8")
+
+
+def _lines(text: str) -> list[str]:
+    """The lines without white space at their ends, and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _ending(result: SandboxResult, limits: SandboxLimits) -> str:
+    """Why it ended, if it didn't end well."""
+    if result.limit:
+        limit = {"time": f"{limits.seconds:g} seconds", "cpu": f"{limits.cpu_seconds} CPU seconds"}
+        return f"It exceeded the limit of {limit.get(result.limit, result.limit)}."
+    last = result.stderr.strip()[-SHOWN:]
+    return f"It ended with exit code {result.exit_code}: {last}" if result.exit_code else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

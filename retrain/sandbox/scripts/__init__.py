@@ -1,0 +1,1 @@
+"""Scripts that run in a sandbox, in an interpreter without this package."""

@@ -1,0 +1,66 @@
+"""How many tests of its row a reply's program passes, in a sandbox: for any environment."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Literal
+
+from retrain import (
+    Reward,
+    RewardCalculator,
+    SandboxChoice,
+    SandboxLimits,
+    Trajectory,
+    grade,
+    program_in,
+    read_tests,
+    sandbox_of,
+)
+
+
+class CodeTests(RewardCalculator):
+    """Runs the last code block of the completion, or all of it, against the tests of the row.
+
+    Args:
+        sandbox: `auto`, `namespaces`, `bubblewrap`, `none`, or a class as path/file.py:Class.
+        limits: Limits of one program: seconds, cpu_seconds, memory, disk, files, processes, output.
+        packages: Let programs import the packages that are installed beside retrain.
+        command: What runs the program; the file's name is appended.
+        column: The column with the tests; without it, the row's answer.
+        score: The `fraction` of tests that the program passes, or 1 if it passes `all`.
+    """
+
+    name = "code_tests"
+
+    def __init__(
+        self,
+        *,
+        sandbox: str = "auto",
+        limits: dict[str, float] | None = None,
+        packages: bool = False,
+        command: list[str] | None = None,
+        column: str = "tests",
+        score: Literal["fraction", "all"] = "fraction",
+        base_dir: Path = Path(),
+    ) -> None:
+        self.limits = SandboxLimits.of(limits or {}, "rewards.limits")
+        self.choice = SandboxChoice(sandbox, None, packages, base_dir, where="rewards")
+        self.command, self.column, self.score = command or ["python"], column, score
+
+    async def setup(self) -> None:
+        self.stack = AsyncExitStack()
+        self.sandbox = await self.stack.enter_async_context(sandbox_of(self.choice))
+
+    async def calculate(self, trajectory: Trajectory) -> Reward:
+        prompt = trajectory.prompt
+        tests = read_tests(
+            prompt.metadata.get(self.column, prompt.answer), prompt.metadata.get("entry_point", "")
+        )
+        program = program_in(trajectory.completion)
+        graded = await grade(self.sandbox, program, tests, limits=self.limits, command=self.command)
+        passed = all(graded.passed)
+        return Reward(graded.fraction if self.score == "fraction" else float(passed))
+
+    async def close(self) -> None:
+        await self.stack.aclose()

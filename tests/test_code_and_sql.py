@@ -1,0 +1,177 @@
+"""The environments `code` and `sql`, and the reward `code_tests`."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.code import Code
+from environments.sql import Sql
+from retrain import Action, ConfigError, Prompt, StepResult, Trajectory, Turn
+from retrain.sandbox import choice, local
+from retrain.types import Completion
+from rewards.code_tests import CodeTests
+
+needs_sandbox = pytest.mark.skipif(
+    bool(local.why_not("namespaces") and local.why_not("bubblewrap")), reason="no sandbox here"
+)
+
+
+def asking(answer: object, **metadata: Any) -> Prompt:
+    return Prompt("0.0.0", [{"role": "user", "content": "?"}], answer, metadata)
+
+
+async def played(environment: Any, prompt: Prompt, *replies: str) -> list[StepResult]:
+    environment.prompt = prompt
+    await environment.setup()
+    try:
+        await environment.reset(prompt)
+        return [await environment.step(Action(reply)) for reply in replies]
+    finally:
+        await environment.close()
+
+
+def values(results: list[StepResult]) -> list[tuple[float, bool]]:
+    return [(result.reward, result.terminated) for result in results]
+
+
+SQUARE = ["assert f(3) == 9", "assert f(0) == 0"]
+
+
+@needs_sandbox
+async def test_code_earns_the_fraction_of_tests_and_sees_its_failures() -> None:
+    prompt = asking(None, tests=SQUARE)
+    replies = "def f(x): 0", "def f(x): return x +", "Now:\n```\ndef f(x): return x*x\n```"
+    results = await played(Code(attempts=3), prompt, *replies)
+    assert values(results) == [(0.0, False), (0.0, False), (1.0, True)]
+    assert results[0].observation == [{"role": "user", "content": "`f(3)` failed. It is false."}]
+    assert "SyntaxError" in results[1].observation[0]["content"]
+    assert results[2].info == {"tests_passed": 2, "tests": 2}
+    for score, reward in (("fraction", 0.5), ("all", 0.0)):
+        half = await played(Code(score=score), prompt, "def f(x): return 9")  # type: ignore[arg-type]
+        assert values(half) == [(reward, True)]
+
+
+@needs_sandbox
+async def test_code_runs_other_languages_and_with_packages() -> None:
+    double = [{"input": "4", "output": "8"}]
+    shell = await played(Code(command=["sh"]), asking(double), "read x\necho $((x * 2))")
+    assert values(shell) == [(1.0, True)]
+    program = "import yaml\ndef f(text): return yaml.safe_load(text)"
+    with_packages = await played(
+        Code(packages=True), asking(["assert f('[1, 2]') == [1, 2]"]), program
+    )
+    assert values(with_packages) == [(1.0, True)]
+
+
+@needs_sandbox
+async def test_code_tests_scores_a_completion() -> None:
+    reward = CodeTests()
+    completion = Completion([1], [0.0], "```\ndef f(x): return 3 * x\n```", "stop", 0)
+    trajectory = Trajectory(asking(SQUARE), [Turn([1], completion)])
+    await reward.setup()
+    assert (await reward.calculate(trajectory)).value == 1.0
+    await reward.close()
+
+
+@pytest.mark.parametrize("row", [None, "", [], [1]])
+async def test_a_row_without_tests_is_an_error(
+    row: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "why_not", lambda mode: "")
+    with pytest.raises(ValueError, match="tests are code"):
+        await Code().reset(asking(row))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Code(attempts=0), "environment.attempts: got 0"),
+        (lambda: Code(limits={"memory": -1}), "environment.limits.memory: got -1"),
+        (lambda: Code(sandbox="own.py:Own"), r"environment.sandbox: .*own.py"),
+        (lambda: CodeTests(sandbox="docker"), "rewards.sandbox: got 'docker', expected auto, "),
+        (lambda: Sql(seconds=0), "environment.seconds: got 0"),
+        (lambda: Sql(database="nowhere.sql"), "environment.database: there is no file nowhere.sql"),
+    ],
+)
+def test_a_wrong_key_is_an_error_at_the_start(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x.sqlite").write_text("no database, but long enough" * 9)
+    (tmp_path / "x.sql").write_text("CREATE nonsense")
+    for name in ("x.sqlite", "x.sql"):
+        with pytest.raises(ConfigError, match=r"environment.database: .*; expected a file"):
+            Sql(database=name, base_dir=tmp_path)
+
+
+RIGHT = "SELECT name FROM products WHERE price > 20 ORDER BY price DESC"
+QUERIES = [
+    (RIGHT, "```sql\nselect name from products where price >= 24 order by -price;\n```", 1.0),
+    (RIGHT, "SELECT name FROM products WHERE price > 20 ORDER BY price", 0.0),
+    (RIGHT.split(" ORDER")[0], "SELECT name FROM products WHERE price > 20 ORDER BY price", 1.0),
+    ("SELECT 0.1 + 0.2", "SELECT 0.3", 1.0),
+    ("SELECT 1", "SELECT 1, 1", 0.0),
+    ("SELECT 1", "SELECT 1 UNION ALL SELECT 1", 0.0),
+    ("SELECT '1'", "SELECT 1", 0.0),
+    ("SELECT 'a order by b' UNION SELECT 'c'", "SELECT 'c' UNION ALL SELECT 'a order by b'", 1.0),
+    ("SELECT 1", "", 0.0),
+    ("SELECT 1", "SELECT '\ud800'", 0.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "query", "reward"), QUERIES)
+async def test_a_query_is_right_if_its_result_is(answer: str, query: str, reward: float) -> None:
+    assert values(await played(Sql(), asking(answer), query)) == [(reward, True)]
+
+
+ENDLESS = "WITH RECURSIVE x(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM x)"
+REJECTED = {
+    "DELETE FROM products": "not authorized",
+    "INSERT INTO products VALUES (9, 'x', 1)": "not authorized",
+    "DROP TABLE products": "not authorized",
+    "CREATE TEMP TABLE x (y)": "not authorized",
+    "ATTACH '/tmp/x.sqlite' AS x": "not authorized",
+    "PRAGMA writable_schema = 1": "not authorized",
+    "VACUUM INTO '/tmp/x.sqlite'": "authorization denied",
+    "SELECT load_extension('x')": "not authorized",
+    "SELECT 1; DELETE FROM products": "one statement at a time",
+    "SELECT length(zeroblob(1e9))": "too big",
+    "SELECT x": "no such column",
+    f"{ENDLESS} SELECT sum(n) FROM x": "interrupted",
+    f"{ENDLESS} SELECT n FROM x": "more than 99",
+    "SELECT 2": "not the expected result:\n(2,)",
+}
+
+
+@pytest.mark.parametrize("file", [False, True])
+async def test_a_query_only_reads_and_ends(tmp_path: Path, file: bool) -> None:
+    path = tmp_path / "x #?.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript("CREATE TABLE products (id, name, price);")
+    connection.close()
+    before = path.read_bytes()
+    keys: dict[str, Any] = {"database": str(path)} if file else {}
+    environment = Sql(attempts=99, seconds=0.2, rows=99, **keys)
+    started = time.monotonic()
+    results = await played(environment, asking("SELECT 1"), *REJECTED, "SELECT 1")
+    assert time.monotonic() - started < 20
+    for (query, message), result in zip(REJECTED.items(), results, strict=False):
+        assert message in result.observation[0]["content"], query
+    assert values(results[-1:]) == [(1.0, True)]
+    assert path.read_bytes() == before
+
+
+async def test_the_model_sees_the_tables_and_a_wrong_answer_is_an_error() -> None:
+    environment = Sql()
+    [system, user] = await environment.reset(asking("SELECT 1"))
+    assert "CREATE TABLE customers" in system["content"]
+    assert user["content"] == "?"
+    with pytest.raises(ValueError, match=r"the answer 'SELEC 1' of the row fails: near"):
+        await environment.reset(asking("SELEC 1"))

@@ -1,0 +1,509 @@
+"""Programs that try to leave the sandbox, to exceed its limits, or to fake the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from retrain import ConfigError
+from retrain.concurrency import children
+from retrain.sandbox import (
+    Sandbox,
+    SandboxChoice,
+    SandboxError,
+    SandboxLimits,
+    SandboxResult,
+    grade,
+    local,
+    program_in,
+    read_tests,
+    sandbox_of,
+)
+from retrain.sandbox.asserts import code_tests, split
+from retrain.sandbox.choice import MODES
+from retrain.sandbox.local import LocalSandbox
+
+WORKING = [mode for mode in MODES if not local.why_not(mode)]
+LIMITS = SandboxLimits(
+    seconds=30, cpu_seconds=1, memory=200, disk=8, files=100, processes=8, output=64
+)
+SYSCALL = """
+import ctypes, os, platform
+libc = ctypes.CDLL(None, use_errno=True)
+def denied(*numbers_of):
+    number = numbers_of[platform.machine() == "aarch64"]
+    return libc.syscall(number, *[0] * 6) < 0 and ctypes.get_errno() in (1, 38)
+"""
+ESCAPES = {
+    "loopback": "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
+    "network": "import socket; socket.create_connection(('1.1.1.1', 53), 2)",
+    "abstract socket": "import socket; socket.socket(socket.AF_UNIX).connect('\\0{secret}')",
+    "socket in a file": "import socket; socket.socket(socket.AF_UNIX).connect('{folder}/socket')",
+    "vsock": "import socket; socket.socket(40, socket.SOCK_STREAM)",
+    "netlink": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+    "file of the user": "open('{folder}/secret')",
+    "file of root": "open('/etc/shadow')",
+    "home": "import os; os.listdir(os.path.expanduser('~{user}/.ssh'))",
+    "environment": "import os; os.environ['SANDBOX_SECRET']",
+    "environment of init": "open('/proc/1/environ').read()",
+    "memory of init": "open('/proc/1/mem', 'rb')",
+    "processes of the host": "open('/proc/{pid}/status').read().index('{name}')",
+    "inherited descriptors": "import os; os.fstat(3)",
+    "writing to /": "open('/x', 'w')",
+    "writing to /usr": "open('/usr/x', 'w')",
+    "writing to Python": "import os; open(os.__file__, 'a')",
+    "writing to /dev": "open('/dev/x', 'w')",
+    "writing to sysctl": "open('/proc/sys/kernel/hostname', 'w').write('x')",
+    "device": "open('/dev/mem')",
+    "disk": "import os; [open('/dev/' + d) for d in ('sda', 'vda', 'nvme0n1')][0]",
+    "terminal": "open('/dev/tty')",
+    "making a device": "import os, stat; os.mknod('x', 0o600 | stat.S_IFCHR, os.makedev(1, 1))",
+    "being root": "import os; os.setresuid(0, 0, 0); open('/x', 'w')",
+    "set-uid": "import os; os.chmod('/usr/bin/su', 0o4755)",
+    "chroot": "import os; os.chroot('.')",
+    "signal to the run": "import os; os.kill({pid}, 9)",
+    "signal to everybody": "import os; os.kill(-1, 9)",
+    "oom score": "open('/proc/self/oom_score_adj', 'wb', 0).write(b'-1000')",
+    "file without limits": "import os; os.memfd_create('x')",
+    "growing the input": "open('/proc/self/fd/0', 'r+b').write(b'x' * 2**20)",
+    "raising a limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
+    "memory": "x = bytearray(2**30)",
+    "big file": "f = open('x', 'wb', 0)\nfor i in range(20): assert f.write(bytes(2**20)) == 2**20",
+    "disk in parts": "for i in range(20): open(str(i), 'wb').write(bytes(2**20))",
+    "disk in /dev/shm": "for i in range(20): open(f'/dev/shm/{{i}}', 'wb').write(bytes(2**20))",
+    "many files": "for i in range(200): open(str(i), 'w')",
+    "open files": "x = [open('/dev/null') for i in range(1000)]",
+    "fork bomb": "import os, time\nfor i in range(50): os.fork() or time.sleep(9)",
+    "thread bomb": "from threading import Timer\nfor i in range(50): Timer(0.5, print).start()",
+    "user namespace": SYSCALL + "assert libc.unshare(0x10000000) == 0",
+    "mount": SYSCALL + "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
+    "ptrace": SYSCALL + "assert libc.ptrace(16, os.getppid(), 0, 0) == 0",
+    "System V memory": SYSCALL + "assert libc.shmget(0, 2**20, 0o1600) >= 0",
+    "bpf": SYSCALL + "assert not denied(321, 280)",
+    "io_uring": SYSCALL + "assert not denied(425, 425)",
+    "keyctl": SYSCALL + "assert not denied(250, 219)",
+    "userfaultfd": SYSCALL + "assert not denied(323, 282)",
+    "clone3": SYSCALL + "assert not denied(435, 435)",
+    "clone with namespaces": SYSCALL + "assert libc.syscall({clone}, 0x10000011, 0, 0, 0, 0) >= 0",
+}
+"""What must raise an exception."""
+EXCEEDING = {
+    "time": "import time; time.sleep(60)",
+    "cpu": "while True: pass",
+    "memory": """
+import os, time
+for i in range(6):
+    if os.fork() == 0:
+        x = b'x' * 2**26
+        time.sleep(60)
+time.sleep(60)
+""",
+    "output": "while True: print('x' * 1000)",
+}
+"""What must be ended by the limit of this name."""
+SURVIVING = {
+    "killing the parent": "import os; os.kill(os.getppid(), 9)",
+    "stopping the parent": "import os; os.kill(os.getppid(), 19)",
+    "interrupting the parent": "import os; os.kill(os.getppid(), 2)",
+    "a daemon": """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', '{secret}'])
+    os._exit(0)
+os.wait()
+""",
+}
+"""What must not prevent a normal end."""
+
+
+@pytest.fixture(params=WORKING or [pytest.param("", marks=pytest.mark.skip("no namespaces here"))])
+async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    async with sandbox_of(SandboxChoice(request.param, processes=4)) as made:
+        yield made
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
+    """Things that a program must not reach; they exist."""
+    monkeypatch.setenv("SANDBOX_SECRET", "x")
+    (tmp_path / "secret").write_text("x")
+    secret = secrets.token_hex(8)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as abstract,
+        socket.socket(socket.AF_UNIX) as named,
+    ):
+        for listening, address in ((abstract, f"\0{secret}"), (named, f"{tmp_path}/socket")):
+            listening.bind(address)
+            listening.listen()
+        yield {
+            "port": server.getsockname()[1],
+            "secret": secret,
+            "folder": tmp_path,
+            "user": "root" if os.geteuid() == 0 else "",
+            "pid": os.getpid(),
+            "name": Path(f"/proc/{os.getpid()}/comm").read_text().strip(),
+            "clone": 220 if os.uname().machine == "aarch64" else 56,
+        }
+
+
+async def run_all(
+    sandbox: Sandbox, programs: dict[str, str], host: dict[str, object]
+) -> dict[str, SandboxResult]:
+    sources = {name: text.format_map(host) for name, text in programs.items()}
+    limits = {"time": replace(LIMITS, seconds=0.5)}
+    runs = [
+        sandbox.run(
+            ["python", "main.py"],
+            {"main.py": f"{text}\nprint('reached')"},
+            limits=limits.get(name, LIMITS),
+        )
+        for name, text in sources.items()
+    ]
+    return dict(zip(sources, await asyncio.gather(*runs), strict=True))
+
+
+@pytest.mark.slow(8)
+async def test_no_program_reaches_what_is_outside_or_more_than_its_limits(
+    sandbox: LocalSandbox, host: dict[str, object]
+) -> None:
+    escapes, exceeding, surviving = await asyncio.gather(
+        run_all(sandbox, ESCAPES, host),
+        run_all(sandbox, EXCEEDING, host),
+        run_all(sandbox, SURVIVING, host),
+    )
+    reached = {n for n, r in escapes.items() if "reached" in r.stdout or r.exit_code == 0}
+    assert reached <= ({"many files"} if sandbox.mode == "bubblewrap" else set())
+    unusual = ("SyntaxError", "NameError", "ModuleNotFoundError")
+    assert [(n, r.stderr) for n, r in escapes.items() if any(e in r.stderr for e in unusual)] == []
+    assert {name: result.limit for name, result in exceeding.items()} == {n: n for n in EXCEEDING}
+    assert all(len(result.stdout) <= 64 << 10 for result in exceeding.values())
+    assert [(n, r) for n, r in surviving.items() if r.stdout != "reached\n"] == []
+    assert str(host["secret"]) not in running()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - processes come and go without an event
+        await asyncio.sleep(0)
+
+
+def running() -> str:
+    """The command lines of all processes of this machine."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_text())
+        except OSError:
+            continue
+    return "\n".join(found)
+
+
+async def test_a_program_has_its_input_files_and_working_folder(sandbox: Sandbox) -> None:
+    program = "import pathlib; print(input(), pathlib.Path('a/b').read_text(), pathlib.Path.cwd())"
+    result = await sandbox.run(["python", "-c", program], {"a/b": "ü"}, stdin="é\n")
+    assert (result.stdout, result.exit_code, result.limit) == ("é ü /tmp\n", 0, "")
+    shell = await sandbox.run(["sh", "-c", "echo $0; exit 3"], {})
+    assert (shell.stdout, shell.exit_code) == ("sh\n", 3)
+    with pytest.raises(ValueError, match=r"got the file '\.\./x'"):
+        await sandbox.run(["python"], {"../x": ""})
+    with pytest.raises(SandboxError, match=r"FileNotFoundError.*nonsense"):
+        await sandbox.run(["nonsense"], {})
+
+
+async def test_a_cancelled_program_ends_with_all_it_started(sandbox: Sandbox) -> None:
+    secret = secrets.token_hex(8)
+    program = "import os, time; os.fork(); time.sleep(60)"
+    task = asyncio.create_task(sandbox.run(["python", "-c", program, secret], {}))
+    await until(lambda: running().count(secret) == 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: secret not in running())
+    assert (await sandbox.run(["python", "-c", "print(1)"], {})).stdout == "1\n"
+
+
+async def test_a_server_that_dies_fails_its_programs_and_is_replaced(sandbox: LocalSandbox) -> None:
+    secret = secrets.token_hex(8)
+    task = asyncio.create_task(
+        sandbox.run(["python", "-c", "import time; time.sleep(60)", secret], {})
+    )
+    await until(lambda: secret in running())
+    [server] = sandbox._servers
+    assert server._process is not None
+    server._process.kill()
+    with pytest.raises(SandboxError, match="the server of the sandboxes ended"):
+        await task
+    await until(lambda: secret not in running())
+    assert (await sandbox.run(["python", "-c", "print(1)"], {})).stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("test", "asked", "judged"),
+    [
+        ("assert f(1) == 2", ["f(1)"], ["_value0 == 2"]),
+        ("assert f(1)[0].x + 1 < 2", ["f(1)[0].x"], ["_value0 + 1 < 2"]),
+        ("assert not f(g(1), k=2)", ["f(g(1), k=2)"], ["not _value0"]),
+        ("import m\nassert m.near(f(1), 2, k=3)", ["f(1)"], ["m.near(_value0, 2, k=3)"]),
+        ("w = [1]\nassert f(2) == w", ["f(2)"], ["_value0 == w"]),
+        ("w = [1]\nassert f(w) == 2", ["f(w)"], ["_value0 == 2"]),
+        ("assert sorted(f(1)) == [f(2), 3]", ["sorted(f(1))", "f(2)"], ["_value0 == [_value1, 3]"]),
+        ("assert all(f(i) == i for i in [1])", ["all((f(i) == i for i in [1]))"], ["_value0"]),
+    ],
+)
+def test_an_assertion_is_split_into_calls_and_judgement(
+    test: str, asked: list[str], judged: list[str]
+) -> None:
+    [one] = code_tests(test)
+    assert (split(one).values, split(one).assertions) == (asked, judged)
+    assigned = ("exec", "w = [1]") in split(one).steps
+    assert assigned == ("f(w)" in asked)  # what the program need not see stays with the judge
+
+
+KILLED = """
+import asyncio, sys
+from retrain.sandbox import SandboxChoice, sandbox_of
+async def main():
+    async with sandbox_of(SandboxChoice(sys.argv[1])) as sandbox:
+        program = "import os, time; os.fork(); time.sleep(60)"
+        await sandbox.run(["python", "-c", program, sys.argv[2]], {})
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not WORKING, reason="no namespaces here")
+async def test_a_run_that_is_killed_leaves_no_program() -> None:
+    secret = secrets.token_hex(8)
+    run = await children.start([sys.executable, "-c", KILLED, WORKING[0], secret])
+    try:
+        await until(lambda: running().count(secret) == 3)
+        run.kill()
+        await until(lambda: secret not in running())
+    finally:
+        await children.end(run)
+
+
+FORGERIES = {
+    "exit with code 0": "import os; os._exit(0)",
+    "sys.exit": "import sys; sys.exit(0)",
+    "printing results": "print('pass\\n{\"values\": [true]}\\n' * 9)\nimport os; os._exit(0)",
+    "results in every descriptor": """
+import os
+for fd in range(3, 20):
+    try: os.write(fd, b'{"values": [true]}\\n' * 9)
+    except OSError: pass
+os._exit(0)
+""",
+    "equal to everything": """
+class Equal:
+    __eq__ = __lt__ = __contains__ = lambda *a: True
+    __hash__ = None
+def f(x): return Equal()
+""",
+    "an equal int": """
+class Equal(int):
+    __eq__ = __ne__ = lambda *a: True
+    __hash__ = None
+def f(x): return Equal()
+""",
+    "patched builtins": """
+import builtins
+builtins.all = builtins.any = builtins.isinstance = lambda *a: True
+builtins.AssertionError = KeyError
+def f(x): return 0
+""",
+    "patched codec": """
+import sys
+sys.modules['codec'].encode = lambda *a: True
+def f(x): return 0
+""",
+    "trace": """
+import sys
+sys.settrace(lambda frame, *a: frame.f_globals.update(all=lambda *a: True))
+def f(x): return 0
+""",
+    "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef f(x): return 0",
+    "editing the tests": "open('tests', 'w').write('[]')\ndef f(x): return 0",
+    "a module of its own": "open('json.py', 'w')\nopen('codec.py', 'w')\ndef f(x): return 0",
+    "a second process": "import os\nos.fork()\ndef f(x): return 0",
+    "killing the parent": "import os\nos.kill(os.getppid(), 9)\ndef f(x): return 0",
+    "searching the answer": """
+import gc, glob, os, re, sys
+def f(x):
+    frame = sys._getframe(1)
+    texts = [repr(gc.get_objects()), repr(frame.f_locals), repr(frame.f_globals)]
+    for path in glob.glob('/tmp/**', recursive=True) + glob.glob('/proc/*/*'):
+        try: texts.append(open(path, errors='replace').read())
+        except OSError: pass
+    found = [match for text in texts for match in re.findall(r'31415\\d+', text)]
+    return int(found[0]) if found else 0
+""",
+    "not equal to itself": "def f(x): return float('nan')",
+    "deep value": "def f(x):\n    v = []\n    for i in range(9999): v = [v]\n    return v",
+    "syntax error": "def f(x: return",
+    "nothing": "",
+}
+STRICT = [
+    "assert f(1) == 3141592",
+    "wanted = 3141593\nassert f(2) == wanted",
+    "import math\nassert math.isclose(f(3), 3141594.0)",
+    "assert abs(f(4) - 3141595) < 1",
+    "assert f(5) in (3141596, 3141597)",
+    "def near(a, b):\n    return abs(a - b) < 1\nassert near(f(6), 3141597)",
+    "def test_all():\n    x = f(7)\n    assert isinstance(x, int)\n    assert x == 3141598",
+]
+
+
+@pytest.mark.slow(5)
+async def test_no_program_passes_tests_without_their_results(sandbox: Sandbox) -> None:
+    tests = read_tests(STRICT)
+    honest = "def f(x):\n    return 3141591 + x"
+    graded = await asyncio.gather(
+        *(
+            grade(sandbox, program, tests, limits=LIMITS)
+            for program in (honest, *FORGERIES.values())
+        )
+    )
+    assert graded[0].passed == (True,) * 7
+    assert {
+        n: sum(g.passed) for n, g in zip(FORGERIES, graded[1:], strict=True) if any(g.passed)
+    } == {}
+    assert all("31415" not in result.feedback for result in graded)
+
+
+ADD = "def add(a, b=1):\n    return a + b\n"
+CLASS = "class Stack(list):\n    def push(self, x):\n        self.append(x)\n        return x\n"
+PUSH = "def test_push():\n    s = Stack()\n    assert s.push(1) == 1\n    assert s == [1]"
+TWICE = "def test_a():\n    x = add(1)\n    assert x == 2\n    x = add(x)\n    assert x == 3"
+CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 2"
+RAISES = "try:\n    add(None)\n    assert False\nexcept TypeError:\n    pass"
+PLAIN = "def f(): return {1: {2, 3}, b'x': (None, 1e400, 1j)}"
+DOUBLE = "print(int(input()) * 2)"
+CASES = [
+    (ADD, "assert add(1) == 2\nassert add(1, 2) == 4", (True, False)),
+    (ADD, "assert add(1) == 2 and not add(-1)", (True,)),
+    (ADD, "assert add('a', 'b') == 'ab', 'a message'", (True,)),
+    (ADD, "assert sorted([add(2), add(1)]) == [2, 3]\nassert str(add(1)) == '2'", (True, True)),
+    (ADD, "assert {add(1): (add(2), [add(3)])} == {2: (3, [4])}", (True,)),
+    (ADD, "assert all(add(i) == i + 1 for i in range(3))", (True,)),
+    (ADD, "for i in range(3):\n    assert add(i) == i + 1", (True,)),
+    (ADD, RAISES, (True,)),
+    (ADD, "def near(a, b):\n    return abs(a - b) < 1\nassert near(add(1), 2)", (True,)),
+    (ADD, "assert add(0, 10**5000) == 10**5000", (True,)),
+    (ADD, CHECK, (True, False)),
+    (ADD, TWICE, (True,)),
+    (ADD, '["assert add(1) == 2"]', (True,)),
+    (CLASS, PUSH, (True,)),
+    (CLASS, "assert Stack([1]) == [1]\nassert isinstance(Stack(), list)", (True, True)),
+    (PLAIN, "assert f() == {1: {3, 2}, b'x': (None, float('inf'), 1j)}", (True,)),
+    (DOUBLE, [{"input": "2", "output": "4\n"}, {"input": "x", "output": ""}], (True, False)),
+    ("print(1); print('2 ')", {"inputs": [""], "outputs": [["1", "2"]]}, (True,)),
+    ("while True: pass", [{"input": "", "output": ""}], (False,)),
+]
+
+
+@pytest.mark.slow(4)
+async def test_programs_pass_the_tests_that_hold(sandbox: Sandbox) -> None:
+    graded = await asyncio.gather(
+        *(
+            grade(sandbox, program, read_tests(tests, "add"), limits=LIMITS)
+            for program, tests, _ in CASES
+        )
+    )
+    assert [result.passed for result in graded] == [passed for _, _, passed in CASES]
+    assert graded[0].feedback == "`add(1, 2)` failed. It is false."
+    assert "exceeded the limit of 1 CPU seconds" in graded[-1].feedback
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        (None, "got the tests 'None', expected a list or code"),
+        ([], "expected a list or code"),
+        ("assert (", "the tests are no Python: .* in line 1"),
+        ("import os; def", "the tests are no Python"),
+        ([{"input": "1"}], "got tests such as .*; tests are code"),
+        ([1], "tests are code"),
+    ],
+)
+def test_wrong_tests_are_an_error(tests: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_tests(tests)
+
+
+@pytest.mark.parametrize(
+    ("reply", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("Sure:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
+        ("~~~~\n```\n~~~~", "```\n"),
+        ("```python\nx = 1", "x = 1"),
+    ],
+)
+def test_the_program_is_the_last_block_or_all_of_the_reply(reply: str, program: str) -> None:
+    assert program_in(reply) == program
+
+
+async def test_without_a_sandbox_only_limits_hold() -> None:
+    with pytest.warns(UserWarning, match="with your files, your network"):
+        made = SandboxChoice("none", processes=4).make()
+    programs = {
+        "memory": "x = bytearray(2**30)",
+        "environment": "import os; print(sorted(os.environ))",
+        "time": EXCEEDING["time"],
+        "cpu": EXCEEDING["cpu"],
+    }
+    runs = await run_all(made, programs, {})
+    graded = await grade(made, "def f(x): return x + 1", read_tests(["assert f(1) == 2"]))
+    assert "MemoryError" in runs["memory"].stderr
+    names = ["HOME", "LANG", "PATH", "RETRAIN_PROGRAM"]
+    assert runs["environment"].stdout == f"{names}\nreached\n"
+    assert (runs["time"].limit, runs["cpu"].limit) == ("time", "cpu")
+    assert graded.passed == (True,)
+
+
+OWN = """
+from retrain import Sandbox, SandboxResult
+class Own(Sandbox):
+    async def run(self, command, files, *, stdin="", limits=None):
+        return SandboxResult(0, stdin, "")
+"""
+
+
+async def test_a_class_of_the_users_is_a_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    choice = SandboxChoice("own.py:Own", base_dir=tmp_path)
+    async with sandbox_of(choice) as sandbox, sandbox_of(choice) as same:
+        assert sandbox is same
+        graded = await grade(sandbox, "", read_tests([{"input": "a", "output": "a"}]))
+    assert graded.passed == (True,)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SandboxChoice("nonsense"), "environment.sandbox: got 'nonsense', expected auto, "),
+        (lambda: SandboxChoice("none", processes=0), "processes: got 0, expected at least 1"),
+        (lambda: SandboxLimits.of({"ram": 1}, "x"), "x.ram: unknown; expected one of seconds, "),
+        (lambda: SandboxLimits.of({"memory": 0.5}, "x"), "x.memory: got 0.5, expected an integer"),
+    ],
+)
+def test_a_wrong_key_is_an_error(make: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_without_namespaces_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.sandbox.choice.why_not", lambda mode: f"{mode} fails")
+    with pytest.raises(ConfigError, match=r"no sandbox works here .*sandbox: none"):
+        SandboxChoice()
