@@ -11,6 +11,7 @@ import pytest
 from environments.calculator import Calculator, calculate
 from environments.guess_number import GuessNumber
 from retrain import Action, Prompt, StepResult
+from retrain.chat.formats.hermes import Hermes
 from retrain.chat.tools import parse_reply
 from retrain.check import check_subject
 
@@ -90,7 +91,7 @@ def test_a_game_that_cannot_be_played_is_refused(keys: dict[str, int]) -> None:
 
 def said(text: str) -> Action:
     """The action of a reply, as the pipe makes it."""
-    reply = parse_reply(text, Calculator.tools)
+    reply = parse_reply(text, Calculator.tools, Hermes())
     return Action(reply.text, reply.calls)
 
 

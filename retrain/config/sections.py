@@ -132,6 +132,9 @@ class ChatConfig(Section):
     """`auto`: the tokenizer's own template; `none`: concatenated contents; else a Jinja file."""
     arguments: dict[str, Any] = {}
     """Variables of the template, such as enable_thinking."""
+    tools: str = "auto"
+    """The format of tool calls: `auto` infers it from the template; else `hermes`, `qwen3_coder`,
+    `llama3_json`, `pythonic`, `mistral`, `deepseek`, `glm`, `gpt_oss`, or a Format of your own."""
 
 
 class RolloutConfig(Section):
