@@ -14,14 +14,6 @@ from typing import Any
 
 from tests import chat_kit
 
-HEAD = (
-    "{% if tools %}<|start_of_tools|>{{ tools | tojson }}<|end_of_tools|>{% endif %}"
-    "{% for m in messages %}"
-)
-TAIL = "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-TURN = "<|{{ m.role }}|>{{ m.content }}"
-END = "{% if m.role == 'assistant' %}<|end|>{% endif %}"
-
 MISTRAL = (
     "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
     "{% for m in messages %}{% if m.role == 'user' %}"
@@ -44,13 +36,39 @@ MISTRAL_NAMED = MISTRAL.replace(
     "{{ c.function.arguments | tojson }}{% endfor %}",
 ).replace("m == asked[-1]", "m == asked[0]")
 
-PYTHONIC = (
-    f"{HEAD}{TURN}"
-    "{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}("
-    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}"
-    "{{ '' if loop.last else ', ' }}{% endfor %}){{ '' if loop.last else ', ' }}{% endfor %}]"
-    f"{{% endif %}}{END}{TAIL}"
-)
+EACH = "{% for c in m.tool_calls %}"
+PAIRS = "{% for k, v in c.function.arguments.items() %}"
+SHORT = {
+    "hermes": EACH + "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}",
+    "qwen3_coder": EACH
+    + "<tool_call><function={{ c.function.name }}>"
+    + PAIRS
+    + "<parameter={{ k }}>{{ v }}</parameter>{% endfor %}</function></tool_call>{% endfor %}",
+    "glm": EACH
+    + "<tool_call>{{ c.function.name }}\n"
+    + PAIRS
+    + "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>"
+    "{% endfor %}",
+    "llama3_json": EACH + '{"name": {{ c.function.name | tojson }}, "parameters": '
+    "{{ c.function.arguments | tojson }}}{{ '' if loop.last else '; ' }}{% endfor %}",
+    "pythonic": "[" + EACH + "{{ c.function.name }}(" + PAIRS + "{{ k }}={{ v | tojson }}"
+    "{{ '' if loop.last else ', ' }}{% endfor %}){{ '' if loop.last else ', ' }}{% endfor %}]",
+    "mistral": EACH + "[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "{{ c.function.arguments | tojson }}{% endfor %}",
+}
+"""Synthetic: how each format's calls are written, for the tokens of the built-in model."""
+
+
+def short(form: str) -> str:
+    """A synthetic template of the built-in model's shape, with the calls of a format."""
+    return (
+        "{% if tools %}<|system|>{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}"
+        + SHORT[form]
+        + "{% endif %}{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
 
 DEEPSEEK_V31 = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
@@ -174,7 +192,7 @@ CASES = {
         special=TOOL_CALLS),
     "synthetic, Mistral with names": Case(
         "mistral", MISTRAL_NAMED, NAMED, NAMED * 2, "</s>", special=TOOL_CALLS),
-    "synthetic, Llama 4": Case("pythonic", PYTHONIC, "[add(a=1, b=2)]",
+    "synthetic, Llama 4": Case("pythonic", short("pythonic"), "[add(a=1, b=2)]",
                                "[add(a=1,b=2),add(b=2,a=1)]", "<|end|>"),
     "synthetic, DeepSeek-V3.1": Case("deepseek", DEEPSEEK_V31, *calls_of(V31), EOS),
     "synthetic, DeepSeek-V3 with tools": Case("deepseek", DEEPSEEK_V3, *calls_of(V3), EOS),

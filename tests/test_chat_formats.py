@@ -12,10 +12,13 @@ from retrain.chat import Chat, Conversation
 from retrain.chat.probing import format_named, formats
 from retrain.chat.tools import parse_reply
 from retrain.config import RunConfig
+from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import ToolSpec
 from retrain.errors import ConfigError, PluginError
+from retrain.rollout.calls import Calls
 from retrain.types import Completion, Message
 from tests import chat_kit, formats_kit
+from tests.calls_kit import Scripted, given_back
 from tests.formats_kit import CASES, Case
 
 ADD = ToolSpec(
@@ -106,6 +109,42 @@ def test_parallel_calls_are_read_in_order_and_kept(name: str) -> None:
     answers = [Message(role="tool", content="3", tool_call_id=c.id) for c in calls]
     extends, _ = replied(conversation, completion, answers)
     assert extends
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_an_agent_that_gives_the_history_back_continues_the_tokens(name: str) -> None:
+    case, tokenizer, chat, _ = opened(name)
+    texts = iter([case.one + case.ending, case.answer])
+    sampler = Scripted(lambda: say(tokenizer, next(texts)).token_ids, tokenizer.decode)
+    calls = Calls(chat, sampler, 9, None)
+    [first] = await calls.chat([SYSTEM, HI], (ADD,))
+    assert [(c.name, c.arguments) for c in first.tool_calls] == [("add", {"a": 1, "b": 2})]
+    assert (first.text.strip(), first.reasoning) == ("", case.reasoning)
+    said = given_back(first, 2)  # as reasoning_content
+    answer = Message(role="tool", content="3", tool_call_id=first.tool_calls[0].id)
+    [second] = await calls.chat([SYSTEM, HI, said, answer], (ADD,))
+    assert (second.text, second.tool_calls) == ("It is 3.", ())
+    assert calls.turns[1].parent == 0
+    assert calls.turns[0].is_start_of(calls.turns[1].prompt_ids) is case.extends
+    anew = Calls(chat, Scripted(lambda: [], tokenizer.decode), 9, None)
+    assert anew.count([SYSTEM, HI, said, answer], (ADD,)) > 0  # in another rollout
+
+
+@pytest.mark.parametrize("form", sorted(formats_kit.SHORT))
+def test_the_built_in_model_can_use_tools_in_each_format_of_ascii_markup(form: str) -> None:
+    tokenizer = tiny_tokenizer()
+    chat = Chat(tokenizer, template=formats_kit.short(form))
+    assert chat.format is format_named(form)
+    conversation = chat.begin([HI], [ADD])
+    said = next(case.two for case in CASES.values() if case.form == form and case.two)
+    said = said.rpartition("</think>")[2].strip()
+    completion = say(tokenizer, f"{said}<|end|>")
+    calls = conversation.reply(completion).tool_calls
+    assert [(c.name, c.error) for c in calls] == [("add", None)] * 2
+    answers = [Message(role="tool", content="3", tool_call_id=c.id) for c in calls]
+    extends, behind = replied(conversation, completion, answers)
+    assert extends
+    assert tokenizer.decode(behind) == "<|tool|>3<|tool|>3<|assistant|>"
 
 
 MALFORMED = {
