@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,10 +13,13 @@ from retrain.chat.probing import format_named, formats
 from retrain.chat.tools import parse_reply
 from retrain.config import RunConfig
 from retrain.engine.tiny import tiny_tokenizer
-from retrain.environment import ToolSpec
+from retrain.environment import Action, Environment, StepResult, ToolSpec
 from retrain.errors import ConfigError, PluginError
+from retrain.rewarding import Scorer, WeightedReward, reward
+from retrain.rollout import Slot
 from retrain.rollout.calls import Calls
-from retrain.types import Completion, Message
+from retrain.trial import Script, scripted
+from retrain.types import Completion, Message, Prompt, Trajectory
 from tests import chat_kit, formats_kit
 from tests.calls_kit import Scripted, given_back
 from tests.formats_kit import CASES, Case
@@ -302,6 +305,38 @@ def test_a_format_is_named_in_the_config() -> None:
     wrong = config.model_copy(update={"chat": config.chat.model_copy(update={"tools": "mistrl"})})
     with pytest.raises(PluginError, match=r"chat\.tools: .*'mistrl'"):
         tool_format(wrong)
+
+
+class Keeps(Environment):
+    """Two turns; keeps what the actions say."""
+
+    said: ClassVar[list[tuple[str, str]]] = []
+
+    async def step(self, action: Action) -> StepResult:
+        self.said.append((action.text, action.reasoning))
+        return StepResult([MORE], 0.0, len(self.said) > 1, False, {})
+
+
+@pytest.mark.parametrize("make", [Environment, Keeps])
+async def test_rewards_get_the_answer_as_completion_and_may_ask_for_the_reasoning(
+    make: type[Environment],
+) -> None:
+    asked: list[tuple[str, str, str]] = []
+
+    @reward
+    def judge(completion: str, reasoning: str, trajectory: Trajectory) -> float:
+        asked.append((completion, reasoning, trajectory.turns[-1].completion.text))
+        return 1.0
+
+    script = Script()
+    script.reply = "<think>Hm</think>4"
+    config = RunConfig(prompts=Plugin(type="list"))
+    slot = Slot(1, make, scripted(config, script), Scorer([WeightedReward("own", 1.0, judge)]))
+    await slot.play(Prompt("0.0.0", [HI]))
+    await slot.close()
+    assert asked == [("4", "Hm", script.reply)]
+    assert Keeps.said in ([], [("4", "Hm")] * 2)
+    Keeps.said.clear()
 
 
 GEMMA = (

@@ -25,16 +25,17 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from retrain.chat.formats.base import Format
+from retrain.chat.messages import checked_messages
 from retrain.chat.probing import format_named, formats, inferred, most_calls
 from retrain.chat.reasoning import reasoning_opener
 from retrain.chat.template import Template, after_reply
 from retrain.chat.tokens import TurnTokens
 from retrain.chat.tools import Reply, as_template, check_tools, parse_reply
 from retrain.environment import Action, ToolSpec
-from retrain.errors import ConfigError, UserCodeError, shown
+from retrain.errors import ConfigError, UserCodeError
 from retrain.sampler import Tokenizer
 from retrain.types import Completion, Message, Turn
 
@@ -311,29 +312,3 @@ class _Opening:
     tools: tuple[ToolSpec, ...]
     shown: tuple[Mapping[str, Any], ...]  # the tools in the template's form
     most_calls: int  # how many calls of a reply the template can show
-
-
-def checked_messages(messages: object, what: str) -> list[Message]:
-    """A copy of the messages that user code returned; raises TypeError or ValueError."""
-    if not isinstance(messages, list | tuple):
-        wanted = '[{"role": "user", "content": ...}]'
-        raise TypeError(
-            f"{what}: got {shown(messages)}, expected a list of messages such as {wanted}"
-        )
-    return [_checked_message(message, f"{what}[{i}]") for i, message in enumerate(messages)]
-
-
-def _checked_message(message: object, what: str) -> Message:
-    if not isinstance(message, Mapping):
-        wanted = '{"role": ..., "content": ...}'
-        raise TypeError(f"{what}: got {shown(message)}, expected a dict {wanted}")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise ValueError(f"{what}: got role {shown(role)}, expected user, tool or system")
-    if content is None and message.get("tool_calls"):  # recorded calls often have no text
-        content = ""
-    if content is None:
-        raise ValueError(f'{what} has no content; write "" for an empty one')
-    if not isinstance(content, str):
-        raise TypeError(f"{what}: got content {shown(content)}, expected a string")
-    return cast(Message, {**message, "role": role, "content": content})
