@@ -11,7 +11,7 @@ from retrain.assembly.build import tool_format
 from retrain.chat import Chat, Conversation
 from retrain.chat.probing import format_named, formats
 from retrain.chat.tools import parse_reply
-from retrain.config import RunConfig
+from retrain.config import Plugin, RunConfig
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import Action, Environment, StepResult, ToolSpec
 from retrain.errors import ConfigError, PluginError

@@ -292,6 +292,7 @@ async def test_p11_what_setup_opens_close_may_close(tmp_path: Path) -> None:
     config = mock_config(
         tmp_path,
         environment={"type": "tests.test_slots:Held"},
+        chat={"tools": "hermes"},
         rewards=[],
         eval={"prompts": {"type": "list", "rows": ["a=", "b="]}, "every": 2, "samples": 2},
     )
