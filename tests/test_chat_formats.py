@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from retrain.assembly.build import tool_format
 from retrain.chat import Chat, Conversation
@@ -201,6 +206,42 @@ def test_a_malformed_call_is_an_error_and_no_exception(name: str) -> None:
         assert any(call.error for call in reply.calls), text
 
 
+PIECES = sorted(
+    {piece for form in formats().values() for piece in (*form.tokens, *form.ends)}
+    | {*"[](){}<>'\"\\,;:= \n", "\x00", "\ud7ff", "<think>", "</think>", "[THINK]", "[/THINK]"}
+    | {"<function=add>", "</function>", "<parameter=a>", "</parameter>", "```json\n", "\n```"}
+    | {"add", '{"name": "add", ', '"parameters": {"a": 1}}', "[add(", "a=1", " to=functions.add"}
+)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(
+    text=st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=14).map("".join),
+    opener=st.sampled_from(["", "<think>\n", "[THINK]"]),
+)
+def test_nothing_that_a_model_writes_raises_in_any_format(text: str, opener: str) -> None:
+    for form in formats().values():
+        reply = parse_reply(text, [ADD], form, opener=opener)
+        form.split(reply.text, opener)
+        assert all(isinstance(call.arguments, Mapping) for call in reply.calls)
+        if not reply.calls:
+            assert reply.text == text
+
+
+@pytest.mark.parametrize("name", sorted(MALFORMED))
+def test_a_long_reply_of_markup_is_read_in_little_time(name: str) -> None:
+    form = format_named(name)
+    said = next(case.one for case in CASES.values() if case.form == name).rpartition("</think>")[2]
+    pieces = (*form.tokens, "<parameter=a>", "</parameter>", "<arg_key>", "[add(", "a", "'", "{",
+              '{"name": ', "\n", "\n```", "</think>")  # fmt: skip
+    for piece in pieces:
+        for at in (0, 1, len(said) // 2, len(said)):
+            text = f"{said[:at]}{piece * 4000}{said[at:]}"
+            started = time.process_time()
+            parse_reply(text, [ADD], form)
+            assert time.process_time() - started < 1.0, (piece, at)  # a quadratic one takes long
+
+
 @pytest.mark.parametrize("name", sorted(MALFORMED))
 def test_a_call_that_does_not_fit_the_schema_is_an_error_that_says_where(name: str) -> None:
     said = next(case.one for case in CASES.values() if case.form == name)
@@ -293,7 +334,18 @@ def test_tools_with_an_unknown_format_are_an_error_that_names_the_formats() -> N
         chat.begin([HI], [ADD])
 
 
-def test_a_format_is_named_in_the_config() -> None:
+PIPES = """
+import re
+from retrain.chat.formats.base import Format, named_call
+
+class Pipes(Format):
+    def find(self, text, start):
+        calls = re.finditer(r"[|](\\w+) (.*?)[|]", text[start:])
+        return [named_call(start + c.start(), start + c.end(), c[1], c[2]) for c in calls]
+"""
+
+
+def test_a_format_is_named_in_the_config_or_is_the_user_s_own(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         {"prompts": {"type": "list"}, "model": "tiny", "chat": {"tools": "mistral"}}
     )
@@ -302,6 +354,11 @@ def test_a_format_is_named_in_the_config() -> None:
     chat = Chat(chat_kit.byte_level(), tools=form)
     action = chat.begin([HI], [ADD]).reply(say(chat.tokens._tokenizer, formats_kit.NAMED))
     assert [call.name for call in action.tool_calls] == ["add"]
+    (tmp_path / "pipes.py").write_text(PIPES)
+    chats = config.chat.model_copy(update={"tools": "pipes.py:Pipes"})
+    own = tool_format(config.model_copy(update={"chat": chats, "base_dir": tmp_path}))
+    assert own is not None
+    assert [c.name for c in parse_reply('|add {"a": 1}|', [ADD], own).calls] == ["add"]
     wrong = config.model_copy(update={"chat": config.chat.model_copy(update={"tools": "mistrl"})})
     with pytest.raises(PluginError, match=r"chat\.tools: .*'mistrl'"):
         tool_format(wrong)

@@ -120,14 +120,18 @@ class Chat:
         prompt_ids = self.tokens.start + self.tokens.encode(text)
         if not prompt_ids:
             raise ValueError("got empty messages, expected at least one token to start a rollout")
-        return _Opening(text, prompt_ids, tuple(tools), shown, most_calls)
+        return _Opening(text, self.opener_of(text), prompt_ids, tuple(tools), shown, most_calls)
+
+    def opener_of(self, text: str) -> str:
+        """The start of reasoning with which a prompt ends, else ""."""
+        return "" if self.template.joins else reasoning_opener(text)
 
 
 class Conversation:
     """One rollout's history and the ids to sample from; made by `Chat.begin`."""
 
-    __slots__ = ("_calls", "_chat", "_completion", "_opening", "_reasoning", "_said", "_text",
-                 "answer", "messages", "prompt_ids")  # fmt: skip
+    __slots__ = ("_calls", "_chat", "_completion", "_opener", "_opening", "_reasoning", "_said",
+                 "_text", "answer", "messages", "prompt_ids")  # fmt: skip
 
     answer: str
     """The last reply without its reasoning, but with its tool calls as the model wrote them."""
@@ -143,6 +147,7 @@ class Conversation:
         self.messages = messages
         self.prompt_ids = opening.prompt_ids
         self._text = opening.text  # the rendering of the messages before the reply
+        self._opener = opening.opener  # the start of reasoning at its end
         self._completion: Completion | None = None
         self._said = self._reasoning = self.answer = ""
         self._calls = 0
@@ -155,7 +160,7 @@ class Conversation:
     def fork(self) -> Conversation:
         """An independent copy that shares what has been tokenized."""
         copy = Conversation(self._chat, self._opening, self.messages.copy())
-        copy.prompt_ids, copy._text = self.prompt_ids, self._text
+        copy.prompt_ids, copy._text, copy._opener = self.prompt_ids, self._text, self._opener
         copy._completion, copy._said, copy._calls = self._completion, self._said, self._calls
         copy._reasoning, copy.answer = self._reasoning, self.answer
         return copy
@@ -175,7 +180,7 @@ class Conversation:
         tools, chat = self._opening.tools, self._chat
         self._completion = completion
         self._said = said = chat.tokens.text_of(completion, bool(tools))
-        opener = "" if chat.template.joins else reasoning_opener(self._text)
+        opener = self._opener
         self._reasoning, self.answer = chat.format.split(said, opener)
         ids, stopped = completion.token_ids, completion.stop_reason
         if tools:
@@ -204,6 +209,8 @@ class Conversation:
     def _message(self, said: str, opener: str) -> Message:
         form = self._chat.format
         if not form.channels:
+            if not opener:  # the common case, fast
+                return {"role": "assistant", "content": said}
             return self._chat.template.reply_message(said, opener)
         reasoning, answer = form.split(said, opener)
         message = Message(role="assistant", content=answer)
@@ -250,8 +257,7 @@ class Conversation:
         text = chat.template.render([*self.messages, message], shown, generation=False)
         if text.startswith(self._text):
             return chat.tokens.encode_reply(text[len(self._text) :])
-        opener = reasoning_opener(self._text)
-        return chat.tokens.encode_reply(message["content"].removeprefix(opener))
+        return chat.tokens.encode_reply(message["content"].removeprefix(self._opener))
 
     def observe(self, observation: Sequence[Message]) -> None:
         """Append the environment's answer and compute the next `prompt_ids`.
@@ -274,6 +280,7 @@ class Conversation:
         else:
             prompt_ids = [*self.prompt_ids, *completion.token_ids, *following]
         self.messages, self.prompt_ids, self._text = messages, prompt_ids, text
+        self._opener = chat.opener_of(text)
         self._completion = None
 
     def _following(self, sampled: Sequence[int], text: str) -> list[int] | None:
@@ -291,8 +298,8 @@ class Conversation:
         The rendering must have the same number of calls, with the same text and reasoning before
         them, so that only the spelling of the calls differs.
         """
-        message, opener = self.messages[-1], reasoning_opener(self._text)
-        turn, end = text[len(self._text) - len(opener) :], 0
+        message = self.messages[-1]
+        turn, end = text[len(self._text) - len(self._opener) :], 0
         for part in (message.get("reasoning_content", ""), message["content"]):
             start = turn.find(part.strip(), end)
             if start < 0:
@@ -308,6 +315,7 @@ class _Opening:
     """What all rollouts of a prompt share."""
 
     text: str
+    opener: str
     prompt_ids: list[int]
     tools: tuple[ToolSpec, ...]
     shown: tuple[Mapping[str, Any], ...]  # the tools in the template's form

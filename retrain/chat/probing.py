@@ -10,7 +10,7 @@ from retrain.chat.formats.base import Format, Found
 from retrain.chat.template import PROBE_CALL, Template
 from retrain.config.plugins import PACKAGE, Kind, built_in_names, find_plugin
 
-KIND = Kind("tool_format", Format)
+KIND = Kind("tool format", Format)
 _VARIANTS = ((False, ""), (True, ""), (True, None), (False, None))
 """How templates take a call: arguments as text or not, with empty content or without any."""
 

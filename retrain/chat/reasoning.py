@@ -23,11 +23,9 @@ _TAIL: Final = 32
 def reasoning_opener(text: str) -> str:
     """The end of a prompt that starts the model's reasoning, else ""."""
     end = text[-_TAIL:]
-    for tag in _OPENINGS:
-        start = end.rfind(tag)
-        if start >= 0 and not end[start + len(tag) :].strip():
-            return end[start:]
-    return ""
+    if not end.rstrip().endswith(_OPENINGS):
+        return ""
+    return end[max(end.rfind(tag) for tag in _OPENINGS) :]
 
 
 def closing(opener: str) -> str:
@@ -49,9 +47,9 @@ def answer_start(text: str, opener: str = "") -> int:
 
 def split_reasoning(text: str, opener: str = "") -> tuple[str, str]:
     """The reasoning of a reply without its tags, and its answer."""
-    start = answer_start(text, opener)
-    if not start:
+    if not opener and not text.lstrip().startswith(_OPENINGS):  # the common case, fast
         return "", text
+    start = answer_start(text, opener)
     reasoning = text[:start].strip()
     for tag, close in TAGS.items():
         if reasoning.startswith(tag):

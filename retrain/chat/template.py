@@ -146,8 +146,6 @@ class Template:
         The opener belongs to the turn although it was not sampled: without it a template would
         take the reasoning for the answer. Reasoning that was cut off is closed.
         """
-        if not opener or self.joins:
-            return Message(role="assistant", content=said)
         close = closing(opener)
         reasoning, end, answer = said.partition(close)
         if self._separates_reasoning:

@@ -22,7 +22,7 @@ from retrain.chat.formats.base import (
 
 TAG: Final = "[TOOL_CALLS]"
 _CALL: Final = re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|</s>|\Z)", re.DOTALL)
-_NAMED: Final = re.compile(r"\s*([^\[\]{}\s]+)\s*(?:\[CALL_ID\](\w*))?\s*\[ARGS\]", re.DOTALL)
+_NAMED: Final = re.compile(r"\s*([^\[\]{}\s]+)(?:\s*\[CALL_ID\](\w*))?\s*\[ARGS\]")
 
 
 class Mistral(Format):

@@ -18,11 +18,10 @@ from typing import Final
 from retrain.chat.formats.base import Format, Found
 
 _CALL: Final = re.compile(
-    r"<tool_call>(?P<inside>.*?)(?P<end></tool_call>|\Z)"
-    r"|(?P<bare><function=.*?)(?P<bare_end></function>|\Z)",
-    re.DOTALL,
+    r"<tool_call>(.*?)(</tool_call>|\Z)|<function=.*?(?:(</function>)|\Z)", re.DOTALL
 )
-_FUNCTION: Final = re.compile(r"\s*<function=([^>\n]*)>(.*?)(</function>)?\s*\Z", re.DOTALL)
+_FUNCTION: Final = re.compile(r"<function=([^>\n]*)>")
+_CLOSE: Final = "</function>"
 _PARAMETER: Final = re.compile(
     r"<parameter=([^>\n]*)>\n?(.*?)(?:(\n?</parameter>)(?=\s*(?:<parameter=|\Z))|\Z)", re.DOTALL
 )
@@ -39,14 +38,14 @@ class Qwen3Coder(Format):
 
 
 def _read(match: re.Match[str]) -> Found:
-    start, end = match.span()
-    if not match["end"] and not match["bare_end"]:
-        missing = "<function=" if match["bare"] else "<tool_call>"
-        return Found(start, end, error=f"{missing} is not closed")
-    function = _FUNCTION.match(match["inside"] or match["bare"] + match["bare_end"])
-    if function is None or not function[3]:
+    (start, end), bare = match.span(), match[1] is None
+    if not (match[3] if bare else match[2]):
+        return Found(start, end, error=f"{'<function=' if bare else '<tool_call>'} is not closed")
+    inside = (match[0] if bare else match[1]).strip()
+    function = _FUNCTION.match(inside)
+    if function is None or not inside.endswith(_CLOSE):
         return Found(start, end, error="the call must be <function=NAME>...</function>")
-    name, body = function[1].strip(), function[2]
+    name, body = function[1].strip(), inside[function.end() : -len(_CLOSE)]
     parameters = list(_PARAMETER.finditer(body))
     open_ends = [parameter[1] for parameter in parameters if not parameter[3]]
     if open_ends:
