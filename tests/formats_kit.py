@@ -130,7 +130,6 @@ class Case:
     """Of the reply with one call."""
     extends: bool = True
     """Whether the prompt after the calls extends the reply; else the template rewrites it."""
-    inferred: bool = True
     shown: bool = True
     """Whether the history has the calls as calls."""
     special: Sequence[str] = ()
@@ -181,6 +180,9 @@ CASES = {
                    special=("<|tool_call_start|>", "<|tool_call_end|>")),
     "DeepSeek-V3": Case("deepseek", "deepseekv3", "Hm\n</think>\n\n" + calls_of(V3)[0],
                         "", EOS, reasoning="Hm", answer="It is 3.", shown=False, extends=False),
+    "DeepSeek-R1 distilled": Case(
+        "deepseek", "deepseek_r1_distill", "Hm\n</think>\n\n" + calls_of(V3)[0], "", EOS,
+        reasoning="Hm", shown=False, extends=False),
     "GLM-4.5": Case("glm", "glm4moe", f"\n<think>I add.</think>{GLM}",
                     f"\n<think>I add.</think>{GLM}{GLM}", "<|observation|>", reasoning="I add.",
                     answer="\n<think>Hm</think>\nIt is 3.", extends=True),

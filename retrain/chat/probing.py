@@ -28,13 +28,17 @@ def format_named(name: str) -> Format:
 
 
 def inferred(template: Template) -> Format | None:
-    """The format of the template's own calls; None if it shows no calls, or in no known format."""
+    """The format of the template's own calls; None if it is unknown.
+
+    A template that shows no calls, or not those of the probe, may still name the markup of one.
+    """
     for text, content in _VARIANTS:
         said = template.with_calls(1, text=text, content=content)
         for form in formats().values() if said else ():
             if _same(form, said, 1):
                 return form
-    return None
+    named = [form for form in formats().values() if form.tokens[0] in template.source]
+    return named[0] if len(named) == 1 else None
 
 
 def most_calls(template: Template, form: Format) -> int:

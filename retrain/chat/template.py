@@ -37,6 +37,9 @@ class Template:
     ) -> None:
         self._tokenizer = tokenizer
         self.joins = template == "none"
+        own = "" if self.joins else tokenizer.chat_template
+        self.source = str(own) if template == "auto" else template
+        """The Jinja template's text."""
         self._options = dict(arguments or {})
         self._heard: set[str] = set()
         self._check_options(template)

@@ -133,8 +133,7 @@ class ChatConfig(Section):
     arguments: dict[str, Any] = {}
     """Variables of the template, such as enable_thinking."""
     tools: str = "auto"
-    """The format of tool calls: `auto` infers it from the template; else `hermes`, `qwen3_coder`,
-    `llama3_json`, `pythonic`, `mistral`, `deepseek`, `glm`, `gpt_oss`, or a Format of your own."""
+    """The format of tool calls, such as `hermes`; `auto` infers it from the template."""
 
 
 class RolloutConfig(Section):

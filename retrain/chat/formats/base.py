@@ -36,7 +36,8 @@ class Format(ABC):
     """A way to write tool calls."""
 
     tokens: ClassVar[Sequence[str]] = ()
-    """Markup that may be special tokens, which plain decoding would drop."""
+    """Markup that may be special tokens, which plain decoding would drop. The first one tells a
+    template of this format from others, if no other built-in format has it."""
     ends: ClassVar[Sequence[str]] = ()
     """Tokens that end a turn, beside those of the chat template."""
     replaced: ClassVar[Sequence[str]] = ()

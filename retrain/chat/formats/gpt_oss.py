@@ -25,7 +25,7 @@ _OTHERS: Final = ("assistant", "all", "user")
 class GptOss(Format):
     """Harmony's channels."""
 
-    tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>",
+    tokens = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>",
               "<|return|>")  # fmt: skip
     ends = ("<|call|>", "<|return|>")
     replaced = ("<|return|>",)
