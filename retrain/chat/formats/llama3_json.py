@@ -23,7 +23,6 @@ class Llama3Json(Format):
 
     tokens = (TAG,)
     ends = ("<|eom_id|>",)
-    replaced = ()
 
     def find(self, text: str, start: int) -> Sequence[Found]:
         begin = _TAGGED.match(text, start) or _BARE.match(text, start)
