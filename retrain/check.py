@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.assembly import assemble, maker
-from retrain.chat.tools import CLOSE, OPEN
+from retrain.chat.formats.hermes import CLOSE, OPEN
 from retrain.concurrency.deadlines import cancelled, user_call
 from retrain.config import DeadlinesConfig, Plugin, RolloutConfig, RunConfig, load_config
 from retrain.config.plugins import built_in_names

@@ -57,12 +57,14 @@ class Action:
     """What the model did in one turn."""
 
     text: str
-    """The reply without special tokens and without the tool calls."""
+    """The answer: the reply without special tokens, reasoning and tool calls."""
     tool_calls: tuple[ToolCall, ...] = ()
     token_ids: Sequence[int] = ()
     stop_reason: StopReason = "stop"
     readable: bool = True
     """Whether each tool call has a name and an object of arguments."""
+    reasoning: str = ""
+    """What the model thought before the answer, such as the text between `<think>` tags."""
 
 
 class StepResult(NamedTuple):

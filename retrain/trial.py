@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from retrain.assembly import Parts
 from retrain.chat import Chat
+from retrain.chat.formats.hermes import Hermes
 from retrain.config import EndpointConfig, RunConfig
 from retrain.errors import RunError, UserCodeError, shown
 from retrain.rewarding import Reward, Scorer, WeightedReward, checked, compares
@@ -119,7 +120,8 @@ async def doorway(needed: bool) -> AsyncIterator[EndpointServer | None]:
 def scripted(config: RunConfig, script: Script, door: EndpointServer | None = None) -> Rollouts:
     """Rollouts whose model is a script, with one token per character and no limit of context."""
     letters = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
-    return Rollouts(config, script, Chat(letters, template="none"), sys.maxsize, door=door)
+    chat = Chat(letters, template="none", tools=Hermes())
+    return Rollouts(config, script, chat, sys.maxsize, door=door)
 
 
 class Script:

@@ -130,6 +130,15 @@ class Turn:
     """Only of an agent's calls: the messages since the parent's reply, and the reply."""
     reward: float = 0.0
     """The reward of this turn: of the environment's step, or posted by the agent."""
+    answer: str | None = None
+    """The reply without its reasoning, if that differs from `completion.text`."""
+    reasoning: str = ""
+    """What the model thought before the answer."""
+
+    @property
+    def text(self) -> str:
+        """The reply without its reasoning."""
+        return self.completion.text if self.answer is None else self.answer
 
     @property
     def length(self) -> int:
@@ -180,10 +189,19 @@ class Trajectory:
 
     @property
     def completion(self) -> str:
-        """What an agent returned, else the text of the last turn, empty if nothing was sampled."""
+        """What an agent returned, else the answer of the last turn, without its reasoning.
+
+        Empty if nothing was sampled, or the reasoning of the last turn never ended. The whole text
+        is `turns[-1].completion.text`.
+        """
         if self.result is not None:
             return self.result
-        return self.turns[-1].completion.text if self.turns else ""
+        return self.turns[-1].text if self.turns else ""
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of the last turn, without its tags."""
+        return self.turns[-1].reasoning if self.turns else ""
 
     @property
     def versions(self) -> list[int]:

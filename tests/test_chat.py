@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from retrain.chat import Chat, Conversation
+from retrain.chat.formats.hermes import Hermes
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import ToolSpec
 from retrain.errors import ConfigError, UserCodeError
@@ -440,7 +441,7 @@ def test_a_template_without_tools_is_shown_the_call_as_text_and_that_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tokenizer = chat_kit.byte_level()
-    chat = Chat(tokenizer)
+    chat = Chat(tokenizer, tools=Hermes())
     with caplog.at_level(logging.WARNING, "retrain"):
         conversation = chat.begin([HI], [ADD])
         chat.begin([user("Again")], [ADD])
@@ -616,10 +617,10 @@ def test_a_role_that_the_template_refuses_is_told_with_its_own_words() -> None:
 
 
 def test_a_role_that_the_template_drops_is_an_error() -> None:
-    dropping = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    dropping = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
     chat = Chat(chat_kit.byte_level(dropping))
-    with pytest.raises(UserCodeError, match="ignores messages of the role 'system'"):
-        chat.begin([{"role": "system", "content": "Be brief."}, HI])
+    with pytest.raises(UserCodeError, match="ignores messages of the role 'tool'"):
+        chat.begin([HI, {"role": "tool", "content": "3"}])
 
 
 @pytest.mark.parametrize(
@@ -666,7 +667,7 @@ WILD = sorted(
 def test_templates_in_the_wild_extend_the_sampled_ids_or_are_rendered_anew(path: Path) -> None:
     tokenizer = chat_kit.byte_level(path.read_text(encoding="utf-8"), eos="<|endoftext|>")
     tokenizer.bos_token = "<|begin|>"
-    chat = Chat(tokenizer)
+    chat = Chat(tokenizer, tools=Hermes())
     turns = [
         (f"<think>\nHm\n</think>\n\nI add.\n{CALL}", {"role": "tool", "content": "3"}),
         ("Hm\n</think>\n\nIt is 3.", user("More")),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrain.chat.formats.hermes import Hermes
 from retrain.chat.tools import as_template, check_tools, parse_reply
 from retrain.environment import ToolSpec
 
@@ -32,6 +33,7 @@ SEARCH = ToolSpec(
 )
 PING = ToolSpec("ping", "No arguments.")
 TOOLS = (SEARCH, PING)
+HERMES = Hermes()
 
 
 def call(arguments: object, name: str = "search") -> str:
@@ -48,7 +50,7 @@ def call(arguments: object, name: str = "search") -> str:
     ],
 )
 def test_arguments_that_fit_the_schema_are_passed_on(arguments: dict[str, Any]) -> None:
-    [read] = parse_reply(call(arguments), TOOLS).calls
+    [read] = parse_reply(call(arguments), TOOLS, HERMES).calls
     assert (read.name, read.arguments, read.error) == ("search", arguments, None)
 
 
@@ -73,7 +75,7 @@ def test_arguments_that_fit_the_schema_are_passed_on(arguments: dict[str, Any]) 
 def test_arguments_that_do_not_fit_are_an_error_that_says_where(
     arguments: dict[str, Any], error: str
 ) -> None:
-    reply = parse_reply(call(arguments), TOOLS)
+    reply = parse_reply(call(arguments), TOOLS, HERMES)
     [read] = reply.calls
     assert reply.readable
     assert read.arguments == arguments
@@ -97,7 +99,7 @@ def test_arguments_that_do_not_fit_are_an_error_that_says_where(
     ],
 )
 def test_a_call_that_cannot_be_read_is_an_error_and_no_exception(payload: str, error: str) -> None:
-    reply = parse_reply(f"<tool_call>{payload}</tool_call>", TOOLS)
+    reply = parse_reply(f"<tool_call>{payload}</tool_call>", TOOLS, HERMES)
     [read] = reply.calls
     assert not reply.readable
     assert read.error is not None
@@ -105,26 +107,26 @@ def test_a_call_that_cannot_be_read_is_an_error_and_no_exception(payload: str, e
 
 
 def test_a_call_without_its_end_is_an_error() -> None:
-    reply = parse_reply('Well <tool_call>{"name": "ping"}', TOOLS)
+    reply = parse_reply('Well <tool_call>{"name": "ping"}', TOOLS, HERMES)
     assert reply.text == "Well"
     assert reply.calls[0].error == "<tool_call> without </tool_call>"
 
 
 def test_a_tool_that_is_not_offered_is_named_with_those_that_are() -> None:
-    [read] = parse_reply(call({}, "pong"), TOOLS).calls
+    [read] = parse_reply(call({}, "pong"), TOOLS, HERMES).calls
     assert read.error == "there is no tool 'pong': the tools are search, ping"
 
 
 def test_a_tool_without_arguments_may_be_called_without_any() -> None:
-    [read] = parse_reply('<tool_call>{"name": "ping"}</tool_call>', TOOLS).calls
+    [read] = parse_reply('<tool_call>{"name": "ping"}</tool_call>', TOOLS, HERMES).calls
     assert (read.arguments, read.error) == ({}, None)
 
 
 def test_a_schema_may_allow_further_arguments() -> None:
     loose = ToolSpec("f", "", {"properties": {"a": {}}, "additionalProperties": True})
     strict = ToolSpec("f", "", {"properties": {}, "additionalProperties": False})
-    assert parse_reply(call({"b": 1}, "f"), [loose]).calls[0].error is None
-    assert parse_reply(call({"b": 1}, "f"), [strict]).calls[0].error is not None
+    assert parse_reply(call({"b": 1}, "f"), [loose], HERMES).calls[0].error is None
+    assert parse_reply(call({"b": 1}, "f"), [strict], HERMES).calls[0].error is not None
 
 
 @pytest.mark.parametrize(
@@ -146,20 +148,20 @@ def test_every_keyword_of_json_schema_is_checked_and_nothing_is_fetched(
     schema: dict[str, Any], value: object, error: str
 ) -> None:
     parameters = {"properties": {"a": schema}, "$defs": {"word": {"type": "string"}}}
-    [read] = parse_reply(call({"a": value}, "f"), [ToolSpec("f", "", parameters)]).calls
+    [read] = parse_reply(call({"a": value}, "f"), [ToolSpec("f", "", parameters)], HERMES).calls
     assert read.error is not None
     assert read.error.startswith(error)
 
 
 def test_several_calls_are_taken_out_of_the_text_in_order() -> None:
     text = f"First {call({}, 'ping')} then {call({'query': 'a'})} done.\n"
-    reply = parse_reply(text, TOOLS, first=7)
+    reply = parse_reply(text, TOOLS, HERMES, first=7)
     assert reply.text == "First  then  done."
     assert [(c.name, c.id) for c in reply.calls] == [("ping", "call00007"), ("search", "call00008")]
 
 
 def test_a_reply_without_calls_is_left_alone() -> None:
-    assert parse_reply(" Hi \n", TOOLS) == (" Hi \n", (), True)
+    assert parse_reply(" Hi \n", TOOLS, HERMES) == (" Hi \n", (), True)
 
 
 @pytest.mark.parametrize(
@@ -173,12 +175,12 @@ def test_a_reply_without_calls_is_left_alone() -> None:
     ],
 )
 def test_calls_in_the_reasoning_are_drafts(text: str, reasoning: bool, calls: list[str]) -> None:
-    reply = parse_reply(text, TOOLS, reasoning=reasoning)
+    reply = parse_reply(text, TOOLS, HERMES, opener="<think>\n" if reasoning else "")
     assert [c.name for c in reply.calls] == calls
 
 
 def test_a_call_in_the_template_s_form_has_id_type_and_function() -> None:
-    [read] = parse_reply(call({"query": "a"}), TOOLS).calls
+    [read] = parse_reply(call({"query": "a"}), TOOLS, HERMES).calls
     assert as_template(read) == {
         "id": "call00000",
         "type": "function",
@@ -225,6 +227,6 @@ JSON = st.recursive(
 @given(payload=JSON.map(json.dumps) | st.text(max_size=30), arguments=JSON, name=st.text())
 def test_nothing_that_a_model_writes_raises(payload: str, arguments: object, name: str) -> None:
     text = f"<tool_call>{payload}</tool_call>{call(arguments)}{call(arguments, name)}"
-    reply = parse_reply(text, TOOLS)
+    reply = parse_reply(text, TOOLS, HERMES)
     assert reply.calls
     assert all(isinstance(c.arguments, dict) for c in reply.calls)

@@ -116,6 +116,8 @@ KNOBS: dict[str, Knob] = {
     "sampling.stop": Knob(list(string.ascii_letters)),
     "chat.template": Knob("none"),
     "chat.arguments": Knob({"mark": "!"}, FILLED),
+    "chat.tools": Knob(
+        "hermes", elsewhere="test_slots.py::test_p11_what_setup_opens_close_may_close"),
     "rollout.max_turns": Knob(1, scene(turns=2)),
     "rollout.max_tokens": Knob(3,
         elsewhere="test_calls.py::"

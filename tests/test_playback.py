@@ -110,14 +110,14 @@ async def test_a_row_that_is_too_long_fails_whole_and_says_so():
 
 async def test_an_opening_that_the_template_refuses_fails_its_own_row():
     strict = chat_kit.byte_level(
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critic') }}"
         "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    opening = [{"role": "system", "content": "x"}, user("a")]
+    opening = [{"role": "critic", "content": "x"}, user("a")]
     [trajectory] = await played(Chat(strict), row(opening, [said("b")]))
     assert trajectory.outcome == "invalid"
-    assert "no system" in trajectory.info["error"]
+    assert "no critic" in trajectory.info["error"]
 
 
 CALC = {"name": "calc", "description": "", "parameters": {"properties": {"x": {"type": "string"}}}}

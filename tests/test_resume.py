@@ -440,7 +440,7 @@ async def test_finished_groups_that_no_step_has_taken_are_saved_and_trained_afte
 def test_a_group_survives_the_way_through_json():
     prompt = Prompt("1.2.3", [{"role": "user", "content": "?"}], "a", {"k": 1})
     completion = Completion([1, 2], [-0.1, -1 / 3], "x", "stop", 4, (4, 5))
-    turn = Turn([5, 6], completion, [{"role": "user", "content": "o"}])
+    turn = Turn([5, 6], completion, [{"role": "user", "content": "o"}], answer="", reasoning="x")
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     trajectory = Trajectory(
         prompt, [turn], {"r": 0.1}, {"n": 1}, "ok", 0.1, [{"role": "user", "content": "?"}], (tool,)

@@ -57,7 +57,7 @@ def right(completion, answer):
 
 @reward(name="long")
 async def length(completion, **rest):
-    assert set(rest) == {"prompt", "answer", "messages", "metadata", "trajectory"}
+    assert set(rest) == {"prompt", "reasoning", "answer", "messages", "metadata", "trajectory"}
     return Reward(
         len(completion), {"characters": len(completion), "level": rest["metadata"]["level"]}
     )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.mock_engine import CharacterTokenizer, MockAdapter, MockOptions, mock_config
 from retrain.chat import Chat
+from retrain.chat.formats.hermes import Hermes
 from retrain.check import check_environment
 from retrain.concurrency import deadlines
 from retrain.concurrency.deadlines import apart, is_theirs
@@ -152,7 +153,8 @@ def slot_of(
 ) -> Slot:
     """A slot whose first instances are made so, the others by `Faulty()`."""
     config = mock_config(Path("unused"), deadlines=limits, rollout={"max_turns": 5})
-    chat = Chat(CharacterTokenizer(), template="none")  # type: ignore[arg-type]  # as the engine's
+    characters: Any = CharacterTokenizer()  # as the engine's
+    chat = Chat(characters, template="none", tools=Hermes())
     coming = iter(makes)
     return Slot(
         SIZE,
@@ -290,6 +292,7 @@ async def test_p11_what_setup_opens_close_may_close(tmp_path: Path) -> None:
     config = mock_config(
         tmp_path,
         environment={"type": "tests.test_slots:Held"},
+        chat={"tools": "hermes"},
         rewards=[],
         eval={"prompts": {"type": "list", "rows": ["a=", "b="]}, "every": 2, "samples": 2},
     )

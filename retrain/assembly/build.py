@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -15,10 +16,12 @@ from retrain.assembly.kinds import make, maker, target_of
 from retrain.assembly.learner import Learner
 from retrain.assembly.packages import installed, missing_packages
 from retrain.assembly.parts import Given, Parts
+from retrain.chat.formats.base import Format
+from retrain.chat.probing import KIND
 from retrain.config import Plugin, RunConfig
 from retrain.config.foreign import HOMES
 from retrain.config.paths import find_file, find_model
-from retrain.config.plugins import built_in_names, construct
+from retrain.config.plugins import built_in_names, construct, find_plugin
 from retrain.config.problems import keys_of, problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, PromptError, UserCodeError, install_command
@@ -85,6 +88,7 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
         for index, plugin in enumerate(config.loggers)
     ]
     template = attempt(partial(chat_template, config), given.chat_template)
+    form = attempt(partial(tool_format, config))
     attempt(partial(find_model, config.model, config.base_dir))
     fit = attempt(
         lambda: check_compatible(algorithm(), options(), config, _class_made_by(environment()))
@@ -106,6 +110,7 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
         options=options(),
         capabilities=capabilities,
         chat_template=template(),
+        tool_format=form(),
         loggers=tuple(logger() for logger in loggers),
         learner=given.learner or Learner(),
         opponents=opponents()[0],
@@ -203,6 +208,15 @@ def chat_template(config: RunConfig) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}can't read {path}: {error}") from error
+
+
+def tool_format(config: RunConfig) -> Format | None:
+    """The format `chat.tools`; None if it is to be inferred. Raises PluginError."""
+    name = config.chat.tools
+    if name == "auto":
+        return None
+    found = find_plugin(KIND, name, "chat.tools", config.base_dir)
+    return cast(Format, construct("chat.tools", found) if inspect.isclass(found) else found)
 
 
 def _scorer(config: RunConfig) -> Scorer:

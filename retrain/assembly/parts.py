@@ -12,6 +12,7 @@ from typing import Any
 from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
 from retrain.assembly.learner import Learner
+from retrain.chat.formats.base import Format
 from retrain.config import Plugin, RunConfig
 from retrain.config.plugins import Kind, find_plugin
 from retrain.environment import Environment
@@ -44,6 +45,8 @@ class Parts:
     capabilities: Capabilities
     chat_template: str = "auto"
     """`auto`, `none`, or the text of the file that chat.template names."""
+    tool_format: Format | None = None
+    """None if it is to be inferred from the chat template."""
     loggers: tuple[Callback, ...] = ()
     opponents: Mapping[str, Opponent] = field(default_factory=dict)
     """Who speaks for the seats that are not trained."""

@@ -24,15 +24,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from functools import cached_property
+from typing import Any, Final
 
-from retrain.chat.template import Template, after_reply, reasoning_opener
+from retrain.chat.formats.base import Format
+from retrain.chat.messages import checked_messages
+from retrain.chat.probing import format_named, formats, inferred, most_calls
+from retrain.chat.reasoning import reasoning_opener
+from retrain.chat.template import Template, after_reply
 from retrain.chat.tokens import TurnTokens
-from retrain.chat.tools import as_template, check_tools, parse_reply
+from retrain.chat.tools import Reply, as_template, check_tools, parse_reply
 from retrain.environment import Action, ToolSpec
-from retrain.errors import UserCodeError, shown
+from retrain.errors import ConfigError, UserCodeError
 from retrain.sampler import Tokenizer
-from retrain.types import Completion, Message
+from retrain.types import Completion, Message, Turn
 
 _CACHED_TOKENS: Final = 1_000_000
 """Size of the cache of tokenized openings, about 40 MB: each prompt recurs every epoch."""
@@ -43,8 +48,12 @@ class Chat:
 
     `template` is `auto` (the tokenizer's own), `none` (for a base model: concatenate texts) or the
     source of a Jinja template. `arguments` are the template's variables, such as enable_thinking.
+    `tools` is the format of tool calls; by default it is inferred from the template.
     Raises ConfigError if there is no template or it can't render a user message.
     """
+
+    format: Format
+    """How replies are read."""
 
     stop_token_ids: tuple[int, ...]
     """The tokens that end a turn: eos and, if it differs, the template's end-of-turn token."""
@@ -55,19 +64,37 @@ class Chat:
         *,
         template: str = "auto",
         arguments: Mapping[str, Any] | None = None,
+        tools: Format | None = None,
     ) -> None:
         self.template = Template(tokenizer, template, arguments)
-        self.tokens = TurnTokens(tokenizer, self.template)
+        found = tools or inferred(self.template)
+        self._reads_calls = found is not None
+        self.format = found or format_named("hermes")  # for the reasoning
+        self.tokens = TurnTokens(tokenizer, self.template, self.format)
         self.stop_token_ids = self.tokens.stops
         self._openings: OrderedDict[object, _Opening] = OrderedDict()
         self._cached = 0  # tokens of the openings
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Conversation:
+    @cached_property
+    def most_calls(self) -> int:
+        """How many tool calls of a reply the template shows in the format of the replies."""
+        return most_calls(self.template, self.format) if self.template.shows_tools else 0
+
+    def begin(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, given: bool = False
+    ) -> Conversation:
         """Start a conversation with `messages`; equal openings are tokenized once.
 
-        Raises TypeError or ValueError if an argument is not a list of messages or tools, and
-        UserCodeError if the template rejects or ignores the messages.
+        `given` means that the replies are not sampled, so that no tool call has to be read.
+        Raises TypeError or ValueError if an argument is not a list of messages or tools,
+        UserCodeError if the template rejects or ignores the messages, and ConfigError if there are
+        tools, but the format of their calls is unknown.
         """
+        if tools and not self._reads_calls and not given:
+            raise ConfigError(
+                "chat.tools: can't infer the format of tool calls from the chat template; set "
+                f"chat.tools to the model's format: {', '.join(formats())}"
+            )
         checked = checked_messages(messages, "first messages")
         if not checked:
             raise ValueError("got no messages, expected at least one to start a rollout")
@@ -89,18 +116,25 @@ class Chat:
         shown = tuple(tool.as_template() for tool in tools)
         text = self.template.render(messages, shown)
         self.template.require_heard(messages, text, shown)
-        shows_calls = bool(tools) and self.template.shows_tools and self.template.shows_calls
+        most_calls = self.most_calls if tools else 0
         prompt_ids = self.tokens.start + self.tokens.encode(text)
         if not prompt_ids:
             raise ValueError("got empty messages, expected at least one token to start a rollout")
-        return _Opening(text, prompt_ids, tuple(tools), shown, shows_calls)
+        return _Opening(text, self.opener_of(text), prompt_ids, tuple(tools), shown, most_calls)
+
+    def opener_of(self, text: str) -> str:
+        """The start of reasoning with which a prompt ends, else ""."""
+        return "" if self.template.joins else reasoning_opener(text)
 
 
 class Conversation:
     """One rollout's history and the ids to sample from; made by `Chat.begin`."""
 
-    __slots__ = ("_calls", "_chat", "_completion", "_opening", "_said", "_text", "messages",
-                 "prompt_ids")  # fmt: skip
+    __slots__ = ("_calls", "_chat", "_completion", "_opener", "_opening", "_reasoning", "_said",
+                 "_text", "answer", "messages", "prompt_ids")  # fmt: skip
+
+    answer: str
+    """The last reply without its reasoning, but with its tool calls as the model wrote them."""
 
     messages: list[Message]
     """The whole history: opening, replies and observations."""
@@ -113,8 +147,9 @@ class Conversation:
         self.messages = messages
         self.prompt_ids = opening.prompt_ids
         self._text = opening.text  # the rendering of the messages before the reply
+        self._opener = opening.opener  # the start of reasoning at its end
         self._completion: Completion | None = None
-        self._said = ""
+        self._said = self._reasoning = self.answer = ""
         self._calls = 0
 
     @property
@@ -125,50 +160,86 @@ class Conversation:
     def fork(self) -> Conversation:
         """An independent copy that shares what has been tokenized."""
         copy = Conversation(self._chat, self._opening, self.messages.copy())
-        copy.prompt_ids, copy._text = self.prompt_ids, self._text
+        copy.prompt_ids, copy._text, copy._opener = self.prompt_ids, self._text, self._opener
         copy._completion, copy._said, copy._calls = self._completion, self._said, self._calls
+        copy._reasoning, copy.answer = self._reasoning, self.answer
         return copy
-
-    @property
-    def opens_reasoning(self) -> bool:
-        """Whether the prompt ends with the start of reasoning."""
-        return not self._chat.template.joins and bool(reasoning_opener(self._text))
-
-    @property
-    def said(self) -> str:
-        """The text of the last reply, with its tool calls."""
-        return self._said
 
     def reply(self, completion: Completion, first_call: int | None = None) -> Action:
         """Add the model's turn; if there are tools, parse the tool calls.
 
         The calls are numbered from `first_call`, by default across the conversation.
 
-        The Action's text is what was sampled. The message in the history also includes the start
-        of reasoning with which the prompt ended, since templates look for it.
+        The message in the history also includes the start of reasoning with which the prompt
+        ended, since templates look for it.
 
         Raises RuntimeError if `observe` has not answered the last reply.
         """
         if self._completion is not None:
             raise RuntimeError("reply() was called twice; call observe() after each reply")
-        tools, template = self._opening.tools, self._chat.template
+        tools, chat = self._opening.tools, self._chat
         self._completion = completion
-        self._said = said = self._chat.tokens.text_of(completion, bool(tools))
-        opener = reasoning_opener(self._text)
-        message = template.reply_message(said, opener)
-        if not tools:
-            self.messages.append(message)
-            return Action(said, (), completion.token_ids, completion.stop_reason)
-        first = self._calls if first_call is None else first_call
-        reply = parse_reply(said, tools, first=first, reasoning=bool(opener))
-        self._calls += len(reply.calls)
-        # A call that the template can't show as a call stays in the text.
-        if reply.calls and reply.readable and self._opening.shows_calls:
-            message = template.reply_message(reply.text, opener)
-            message["tool_calls"] = [as_template(call) for call in reply.calls]
+        self._said = said = chat.tokens.text_of(completion, bool(tools))
+        opener = self._opener
+        self._reasoning, self.answer = chat.format.split(said, opener)
+        ids, stopped = completion.token_ids, completion.stop_reason
+        if tools:
+            first = self._calls if first_call is None else first_call
+            found = parse_reply(said, tools, chat.format, first=first, opener=opener)
+            self._calls += len(found.calls)
+            if found.calls:
+                return self._called(found, opener, completion)
+        self.messages.append(self._message(said, opener))
+        return Action(self.answer, (), ids, stopped, True, self._reasoning)
+
+    def _called(self, found: Reply, opener: str, completion: Completion) -> Action:
+        """Add a turn with tool calls to the history."""
+        template, most = self._chat.template, self._opening.most_calls
+        reasoning, text = self._chat.format.split(found.text, opener)
+        # Calls that the template can't show as calls stay in the text, where it allows that.
+        if (found.readable and len(found.calls) <= most) or (most and template.needs_calls):
+            message = self._message(found.text, opener)
+            message["tool_calls"] = [as_template(call) for call in found.calls[:most]]
+        else:
+            message = self._message(self._said, opener)
         self.messages.append(message)
         ids, stopped = completion.token_ids, completion.stop_reason
-        return Action(reply.text, reply.calls, ids, stopped, reply.readable)
+        return Action(text, found.calls, ids, stopped, found.readable, reasoning)
+
+    def _message(self, said: str, opener: str) -> Message:
+        form = self._chat.format
+        if not form.channels:
+            if not opener:  # the common case, fast
+                return {"role": "assistant", "content": said}
+            return self._chat.template.reply_message(said, opener)
+        reasoning, answer = form.split(said, opener)
+        message = Message(role="assistant", content=answer)
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return message
+
+    def turn(
+        self,
+        observation: Sequence[Message] = (),
+        seat: str = "",
+        parent: int | None = None,
+        messages: Sequence[Message] = (),
+    ) -> Turn:
+        """The last reply as a turn, before `observe` answers it."""
+        said = self._completion
+        if said is None:
+            raise RuntimeError("there is no reply; call reply() before turn()")
+        answer = None if self.answer == said.text else self.answer
+        return Turn(
+            self.prompt_ids,
+            said,
+            observation,
+            seat,
+            parent,
+            messages,
+            answer=answer,
+            reasoning=self._reasoning,
+        )
 
     def spell(self, message: Message) -> list[int]:
         """The ids of a given (not sampled) reply, including the end of its turn.
@@ -186,8 +257,7 @@ class Conversation:
         text = chat.template.render([*self.messages, message], shown, generation=False)
         if text.startswith(self._text):
             return chat.tokens.encode_reply(text[len(self._text) :])
-        opener = reasoning_opener(self._text)
-        return chat.tokens.encode_reply(message["content"].removeprefix(opener))
+        return chat.tokens.encode_reply(message["content"].removeprefix(self._opener))
 
     def observe(self, observation: Sequence[Message]) -> None:
         """Append the environment's answer and compute the next `prompt_ids`.
@@ -204,47 +274,40 @@ class Conversation:
         messages = [*self.messages, *added]
         text = chat.template.render(messages, shown)
         chat.template.require_heard(messages, text, shown)
-        following = self._following(completion.token_ids, text, added)
+        following = self._following(completion.token_ids, text)
         if following is None:
             prompt_ids = chat.tokens.start + chat.tokens.encode(text)
         else:
             prompt_ids = [*self.prompt_ids, *completion.token_ids, *following]
         self.messages, self.prompt_ids, self._text = messages, prompt_ids, text
+        self._opener = chat.opener_of(text)
         self._completion = None
 
-    def _following(
-        self, sampled: Sequence[int], text: str, added: Sequence[Message]
-    ) -> list[int] | None:
+    def _following(self, sampled: Sequence[int], text: str) -> list[int] | None:
         """The ids that follow the sampled ones; None if `text` doesn't extend the conversation."""
         if not text.startswith(self._text):
             return None
         rest = after_reply(text[len(self._text) :], self._said)
         if rest is None and "tool_calls" in self.messages[-1]:
-            rest = self._after_calls(text, added)
+            rest = self._after_calls(text)
         return None if rest is None else self._chat.tokens.encode_after(sampled, rest)
 
-    def _after_calls(self, text: str, added: Sequence[Message]) -> str | None:
+    def _after_calls(self, text: str) -> str | None:
         """What follows a reply whose tool calls the template writes in its own way.
 
-        The rendering with the model's own text in place of the calls shows where the reply ends.
-        The real rendering must have the same end and the same text beside the calls, so that only
-        the spelling of the calls differs.
+        The rendering must have the same number of calls, with the same text and reasoning before
+        them, so that only the spelling of the calls differs.
         """
-        opener = reasoning_opener(self._text)
-        in_own_words = self._chat.template.reply_message(self._said, opener)
-        try:
-            plain = self._chat.template.render(
-                [*self.messages[:-1], in_own_words, *added], self._opening.shown
-            )
-        except UserCodeError:  # this template requires a call before a tool's answer
-            return None
-        if not plain.startswith(self._text):
-            return None
-        rest = after_reply(plain[len(self._text) :], self._said)
-        if rest is None or not text.endswith(rest):
-            return None
-        turn = text[len(self._text) - len(opener) : len(text) - len(rest)]
-        return rest if self.messages[-1]["content"].strip() in turn else None
+        message = self.messages[-1]
+        turn, end = text[len(self._text) - len(self._opener) :], 0
+        for part in (message.get("reasoning_content", ""), message["content"]):
+            start = turn.find(part.strip(), end)
+            if start < 0:
+                return None
+            end = start + len(part.strip())
+        calls = self._chat.format.find(turn, end)
+        count = len(message["tool_calls"])
+        return None if len(calls) < count else turn[calls[count - 1].end :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,33 +315,8 @@ class _Opening:
     """What all rollouts of a prompt share."""
 
     text: str
+    opener: str
     prompt_ids: list[int]
     tools: tuple[ToolSpec, ...]
     shown: tuple[Mapping[str, Any], ...]  # the tools in the template's form
-    shows_calls: bool
-
-
-def checked_messages(messages: object, what: str) -> list[Message]:
-    """A copy of the messages that user code returned; raises TypeError or ValueError."""
-    if not isinstance(messages, list | tuple):
-        wanted = '[{"role": "user", "content": ...}]'
-        raise TypeError(
-            f"{what}: got {shown(messages)}, expected a list of messages such as {wanted}"
-        )
-    return [_checked_message(message, f"{what}[{i}]") for i, message in enumerate(messages)]
-
-
-def _checked_message(message: object, what: str) -> Message:
-    if not isinstance(message, Mapping):
-        wanted = '{"role": ..., "content": ...}'
-        raise TypeError(f"{what}: got {shown(message)}, expected a dict {wanted}")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise ValueError(f"{what}: got role {shown(role)}, expected user, tool or system")
-    if content is None and message.get("tool_calls"):  # recorded calls often have no text
-        content = ""
-    if content is None:
-        raise ValueError(f'{what} has no content; write "" for an empty one')
-    if not isinstance(content, str):
-        raise TypeError(f"{what}: got content {shown(content)}, expected a string")
-    return cast(Message, {**message, "role": role, "content": content})
+    most_calls: int  # how many calls of a reply the template can show

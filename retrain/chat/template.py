@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, cast
 
+from retrain.chat.adapting import in_reasoning, system_in_user, with_text_arguments
+from retrain.chat.reasoning import closing
 from retrain.errors import ConfigError, UserCodeError, shown
 from retrain.sampler import Tokenizer
 from retrain.types import Message
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 _PROBE: Final = "retrainprobe"
 _ASK: Final = Message(role="user", content="Hi")
 _SAY: Final = Message(role="assistant", content=_PROBE)
+PROBE_CALL: Final = {"name": "probe", "arguments": {"probe": _PROBE}}
 _RESERVED: Final = frozenset(
     {"conversation", "tools", "chat_template", "add_generation_prompt", "tokenize"}
 )
@@ -34,6 +37,9 @@ class Template:
     ) -> None:
         self._tokenizer = tokenizer
         self.joins = template == "none"
+        own = "" if self.joins else tokenizer.chat_template
+        self.source = str(own) if template == "auto" else template
+        """The Jinja template's text."""
         self._options = dict(arguments or {})
         self._heard: set[str] = set()
         self._check_options(template)
@@ -78,6 +84,29 @@ class Template:
         """
         if self.joins:
             return "".join([message["content"] for message in messages])
+        return self._rendered(self._adapted(messages), tools, generation=generation)
+
+    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in the form that this template takes."""
+        if messages and messages[0]["role"] == "system" and not self._takes_system:
+            messages = system_in_user(messages)
+        return [self._written(m) if "tool_calls" in m else m for m in messages]
+
+    def _written(self, message: Message) -> Message:
+        if not message["tool_calls"]:
+            return message
+        if self.calls_as_text:
+            message = with_text_arguments(message)
+        both = "reasoning_content" in message and message["content"]
+        return message if not both or self._takes_preamble else in_reasoning(message)
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation: bool = False,
+    ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -120,16 +149,16 @@ class Template:
         The opener belongs to the turn although it was not sampled: without it a template would
         take the reasoning for the answer. Reasoning that was cut off is closed.
         """
-        if not opener or self.joins:
-            return Message(role="assistant", content=said)
-        reasoning, end, answer = said.partition("</think>")
+        close = closing(opener)
+        reasoning, end, answer = said.partition(close)
         if self._separates_reasoning:
             return Message(
                 role="assistant",
                 content=answer.lstrip("\n"),
                 reasoning_content=reasoning.strip("\n"),
             )
-        return Message(role="assistant", content=opener + said + ("" if end else "\n</think>\n\n"))
+        closed = opener + said + ("" if end else f"\n{close}\n\n")
+        return Message(role="assistant", content=closed)
 
     @cached_property
     def _separates_reasoning(self) -> bool:
@@ -142,12 +171,54 @@ class Template:
         )
 
     @cached_property
+    def _takes_system(self) -> bool:
+        """Whether system messages reach the model; logs a warning if not."""
+        takes = _PROBE in self._plain([Message(role="system", content=_PROBE), _ASK])
+        if not takes:
+            logger.warning(
+                "the chat template takes no system message: its text is put in front of the first "
+                "user message"
+            )
+        return takes
+
+    @cached_property
+    def calls_as_text(self) -> bool:
+        """Whether the template takes the arguments of tool calls as JSON text, not as objects."""
+        as_object, as_text = (self.with_calls(1, text=text) for text in (False, True))
+        if _PROBE in as_object and "'probe': 'retrainprobe'" not in as_object:
+            return False
+        return _PROBE in as_text
+
+    def with_calls(self, count: int, *, text: bool, content: str | None = "") -> str:
+        """What the template writes for a reply with `count` calls; empty if it rejects it."""
+        calls = [
+            {"id": f"call{number:05d}", "type": "function", "function": PROBE_CALL}
+            for number in range(count)
+        ]
+        reply = cast(Message, {"role": "assistant", "content": content, "tool_calls": calls})
+        whole = self._plain([_ASK, with_text_arguments(reply) if text else reply])
+        asked = self._plain([_ASK], generation=True)
+        pairs = zip(whole, asked, strict=False)
+        return whole[next((i for i, (a, b) in enumerate(pairs) if a != b), len(asked)) :]
+
+    @cached_property
     def shows_calls(self) -> bool:
         """Whether an assistant message's `tool_calls` reach the model."""
-        function = {"name": "probe", "arguments": {"probe": _PROBE}}
-        call = {"id": "call00000", "type": "function", "function": function}
-        reply = Message(role="assistant", content="", tool_calls=[call])
-        return _PROBE in self._tried([_ASK, reply])
+        return _PROBE in self.with_calls(1, text=self.calls_as_text)
+
+    @cached_property
+    def needs_calls(self) -> bool:
+        """Whether a tool's answer is rejected unless the message before has tool calls."""
+        answer = Message(role="tool", content=_PROBE, tool_call_id="call00000")
+        return not self._plain([_ASK, _SAY, answer])
+
+    @cached_property
+    def _takes_preamble(self) -> bool:
+        """Whether a message may have reasoning, text and tool calls."""
+        call = {"id": "call00000", "type": "function", "function": PROBE_CALL}
+        reply = Message(role="assistant", content=_PROBE, tool_calls=[call])
+        reply = with_text_arguments(reply) if self.calls_as_text else reply
+        return bool(self._plain([_ASK, Message(**{**reply, "reasoning_content": "Hm"})]))
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -190,12 +261,12 @@ class Template:
         except UserCodeError:
             return ""
 
-
-def reasoning_opener(text: str) -> str:
-    """The end of a prompt that starts the model's reasoning, else ""."""
-    end = text[-32:]
-    start = end.rfind("<think>")
-    return "" if start < 0 or end[start + len("<think>") :].strip() else end[start:]
+    def _plain(self, messages: Sequence[Message], *, generation: bool = False) -> str:
+        """The text of messages that are not adapted; empty if the template rejects them."""
+        try:
+            return "" if self.joins else self._rendered(messages, generation=generation)
+        except UserCodeError:
+            return ""
 
 
 def after_reply(rest: str, reply: str) -> str | None:

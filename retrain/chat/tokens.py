@@ -6,11 +6,12 @@ or added, never both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+from retrain.chat.formats.base import Format
+from retrain.chat.reasoning import TAGS
 from retrain.chat.template import Template
-from retrain.chat.tools import OPEN
 from retrain.sampler import Tokenizer
 from retrain.types import Completion, Turn
 
@@ -19,24 +20,33 @@ class TurnTokens:
     """Encodes the text around the sampled tokens."""
 
     stops: tuple[int, ...]
-    """The tokens at which sampling stops: eos, and the template's end-of-turn token."""
+    """The tokens at which sampling stops: eos, the template's end of turn and the format's."""
     start: list[int]
     """The tokens before every text (BOS), if no template writes them."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Template) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: Template, form: Format) -> None:
         self._tokenizer = tokenizer
         # SentencePiece models put a space before every text
         self._pads = tokenizer.decode([*self.encode("\n"), *self.encode("\n")]) != "\n\n"
         self.start = self._before_texts() if template.joins else []
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         ends = [] if template.joins else [self._end_token(text) for text in template.closers()]
-        self.stops = tuple(dict.fromkeys([*eos, *(token for token in ends if token is not None)]))
+        own = {} if template.joins else self._single(form.ends)
+        found = (*eos, *(token for token in ends if token is not None), *own)
+        self.stops = tuple(dict.fromkeys(found))
+        self._replaced = frozenset(t for t, text in own.items() if text in form.replaced)
+        """What the model may end a turn with, but no history has."""
+        self._instead = frozenset(own) - self._replaced - {*eos, *ends}
+        """What ends a turn in place of the template's end."""
         self._closers = frozenset[int]() if template.joins else frozenset(self.stops)
         decode = tokenizer.decode
         self._spelled = {
             t: s for t in self._closers if (s := decode([t], skip_special_tokens=True))
         }
-        self._hides_calls = OPEN not in decode(self.encode(OPEN), skip_special_tokens=True)
+        tags = [*TAGS, *TAGS.values(), *(form.tokens if form.channels else ())]
+        self._markup = frozenset(self._single(tags, hidden=True))
+        """Special tokens that a reply's text must show to be read."""
+        self._call_markup = self._markup | self._single(form.tokens, hidden=True).keys()
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text that begins a prompt; raises ValueError if it has no UTF-8 form."""
@@ -62,12 +72,19 @@ class TurnTokens:
         """The ids of `text`, without the end of the turn if the model has sampled it.
 
         None if `text` has other text before the end of the turn: then the template adds to the
-        model's reply.
+        model's reply. None, too, if the sampled end is one that the template replaces.
         """
         ids = self.encode_inside(text)
-        if not sampled or sampled[-1] not in self._closers or sampled[-1] not in ids:
+        last = sampled[-1] if sampled else None
+        if last in self._replaced:
+            return None
+        if last not in self._closers:
             return ids
-        end = ids.index(sampled[-1])
+        if last in self._instead and last not in ids:
+            last = next((token for token in ids if token in self.stops), last)
+        if last not in ids:
+            return ids
+        end = ids.index(last)
         return None if self._tokenizer.decode(ids[:end]).strip() else ids[end + 1 :]
 
     def extended(self, turn: Turn, text: str) -> list[int]:
@@ -95,7 +112,8 @@ class TurnTokens:
         """The text of a completion, with its markup if `calls` must be read from it."""
         ids, text = completion.token_ids, completion.text
         end = ids[-1] if ids else None
-        if calls and self._hides_calls:  # for this tokenizer, <tool_call> is a special token
+        markup = self._call_markup if calls else self._markup
+        if markup and not markup.isdisjoint(ids):
             return self._tokenizer.decode(ids[:-1] if end in self._closers else ids)
         return text.removesuffix(self._spelled[end]) if end in self._spelled else text
 
@@ -107,6 +125,17 @@ class TurnTokens:
                 if both[: len(before)] == before:
                     return both[len(before) :]
         return self.encode(text)
+
+    def _single(self, texts: Iterable[str], *, hidden: bool = False) -> dict[int, str]:
+        """The texts that are one token, by it; only those that decoding drops if `hidden`."""
+        decode, found = self._tokenizer.decode, {}
+        for text in texts:
+            ids = self.encode(text)
+            if len(ids) != 1 or decode(ids) != text:
+                continue
+            if not hidden or not decode(ids, skip_special_tokens=True):
+                found[ids[0]] = text
+        return found
 
     def _before_texts(self) -> list[int]:
         bare, full = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True)

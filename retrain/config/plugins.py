@@ -43,6 +43,7 @@ FILES = {
     "logger": "observe/loggers/*.py",
     "prompts": "prompts/sources/*.py",
     "reward": "rewards/*.py",
+    "tool format": "chat/formats/*.py",
 }
 """The files of each kind; what `*` stands for is the short name."""
 OWN = ("environment", "reward")

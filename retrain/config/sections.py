@@ -132,6 +132,8 @@ class ChatConfig(Section):
     """`auto`: the tokenizer's own template; `none`: concatenated contents; else a Jinja file."""
     arguments: dict[str, Any] = {}
     """Variables of the template, such as enable_thinking."""
+    tools: str = "auto"
+    """The format of tool calls, such as `hermes`; `auto` infers it from the template."""
 
 
 class RolloutConfig(Section):

@@ -194,6 +194,8 @@ ABSENT = {"backend.sharding": "none"}
 """What some of these keys mean when they are not set."""
 DATA = ("prompts", "train.seed", "train.shuffle")
 """Keys that the order of the prompts depends on."""
+TURN = ("seat", "parent", "reward", "answer", "reasoning")
+"""The plain values of a turn."""
 SCORING = ("environment", "opponents", "rewards", "algorithm", "chat")
 """Keys that the rewards of finished groups depend on."""
 
@@ -237,7 +239,7 @@ def group_to_json(group: Group) -> dict[str, Any]:
             "messages": plain(list(trajectory.messages)),
             "turns": [
                 {
-                    **{name: getattr(t, name) for name in ("seat", "parent", "reward")},
+                    **{name: getattr(t, name) for name in TURN},
                     "prompt_ids": list(t.prompt_ids),
                     "completion": asdict(t.completion),
                     "observation": plain(list(t.observation)),

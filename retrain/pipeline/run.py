@@ -118,7 +118,10 @@ class Run:
                 adapter.context_length,
             )
         self.chat = Chat(
-            adapter.tokenizer, template=self.parts.chat_template, arguments=config.chat.arguments
+            adapter.tokenizer,
+            template=self.parts.chat_template,
+            arguments=config.chat.arguments,
+            tools=self.parts.tool_format,
         )
         door = None
         if self.sampled and self.parts.runs_agent:

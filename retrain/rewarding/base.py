@@ -4,8 +4,8 @@
     def exact(completion: str, answer: str) -> float:
         return float(completion.strip() == answer)
 
-A function is called with the arguments that it declares, of `prompt completion answer messages
-metadata trajectory`; `**kwargs` receives all others.
+A function is called with the arguments that it declares, of `prompt completion reasoning
+answer messages metadata trajectory`; `**kwargs` receives all others.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from retrain.types import Outcome, Trajectory
 ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {
     "prompt": attrgetter("prompt.text"),
     "completion": attrgetter("completion"),
+    "reasoning": attrgetter("reasoning"),
     "answer": attrgetter("prompt.answer"),
     "messages": attrgetter("messages"),
     "metadata": attrgetter("prompt.metadata"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from retrain.chat.conversation import checked_messages
+from retrain.chat.messages import checked_messages
 from retrain.chat.tools import check_tools
 from retrain.concurrency.deadlines import is_theirs
 from retrain.environment import Environment, StepResult, ToolSpec

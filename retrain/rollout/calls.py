@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from retrain.chat import Chat, Conversation
-from retrain.chat.tools import as_template, split_reasoning
+from retrain.chat.tools import as_template
 from retrain.environment import Action, ToolCall, ToolSpec
 from retrain.errors import RetrainError, text_of
 from retrain.rollout.histories import Histories, Key, Said, Texts, renamed
@@ -151,14 +151,8 @@ class Calls:
             action = said.reply(completion, first_call=self._call_ids)
             self._call_ids += len(action.tool_calls)
             reply = self._reply(conversation, said, action, completion, options)
-            turn = Turn(
-                conversation.prompt_ids,
-                completion,
-                parent=parent,
-                seat=seat,
-                messages=(*asked, said.messages[-1]),
-            )
-            self.turns.append(turn)
+            added = (*asked, said.messages[-1])
+            self.turns.append(said.turn(seat=seat, parent=parent, messages=added))
             thoughts = {**before, len(messages): reply.reasoning}
             self._histories.add(place, reply.message, Said(reply.turn, said, thoughts))
             self.histories[seat] = said.messages, said.tools
@@ -328,11 +322,10 @@ class Calls:
         options: Mapping[str, Any],
     ) -> Reply:
         """What the agent gets. A reply with a malformed call is only text."""
-        whole = action.text if action.readable else said.said
-        reasoning, text = split_reasoning(whole, asked.opens_reasoning)
-        text = _before_stop(completion, text, options)
-        calls = action.tool_calls if action.readable else ()
-        return Reply(len(self.turns), text, reasoning, calls, completion, len(asked.prompt_ids))
+        text = _before_stop(completion, action.text if action.readable else said.answer, options)
+        calls, number = action.tool_calls if action.readable else (), len(self.turns)
+        given = len(asked.prompt_ids)
+        return Reply(number, text, action.reasoning, calls, completion, given)
 
 
 def _before_stop(completion: Completion, text: str, options: Mapping[str, Any]) -> str:

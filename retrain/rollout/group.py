@@ -24,7 +24,7 @@ from retrain.chat import Chat, Conversation
 from retrain.concurrency.deadlines import adapter_call, user_call
 from retrain.config import RunConfig
 from retrain.environment import Action, Endpoint, StepResult, ToolSpec
-from retrain.errors import AdapterError, UserCodeError, text_of
+from retrain.errors import AdapterError, ConfigError, UserCodeError, text_of
 from retrain.rewarding import fail
 from retrain.rollout.answers import UnusableError, opening_of, prepare, result_of, tools_of
 from retrain.rollout.calls import NOTHING, Calls, fitted
@@ -32,7 +32,7 @@ from retrain.rollout.instance import Instance, Job
 from retrain.rollout.opponents import Opponent
 from retrain.rollout.seats import SeatedCalls, Seats, seats_of
 from retrain.sampler import Sampler, SamplingParams
-from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory, Turn
+from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory
 
 T = TypeVar("T")
 
@@ -208,6 +208,8 @@ class _Rollout:
     def begin(self) -> None:
         try:
             self.conversation = self.shared.chat.begin(self.opening, self.tools)
+        except ConfigError:  # of chat.tools
+            raise
         except Exception as error:  # noqa: BLE001 - the environment's messages are at fault
             self._fail("invalid", f"{self._name('reset')}: {text_of(error)}")
 
@@ -233,11 +235,10 @@ class _Rollout:
                 seats.conversations[seats.speaker] = self.conversation
         while completion is not None:
             conversation, seat = self.conversation, seats.speaker
-            prompt_ids = conversation.prompt_ids
             action = conversation.reply(completion)
             result = await self._step(action)
             observation = () if result is None else result.observation
-            turns.append(Turn(prompt_ids, completion, observation, seat))
+            turns.append(conversation.turn(observation, seat))
             completion = None if result is None else await self._answer(result)
         if not seats.names:
             self.trajectory.messages = self.conversation.messages
@@ -303,8 +304,8 @@ class _Rollout:
     def end(self) -> None:
         """`play` of an environment without its own `step`: the first turn is the only one."""
         trajectory, conversation = self.trajectory, self.conversation
-        trajectory.turns.append(Turn(conversation.prompt_ids, self.first))
         conversation.reply(self.first)
+        trajectory.turns.append(conversation.turn())
         trajectory.messages = conversation.messages
 
     async def sample(self, n: int = 1, index: int | None = None) -> list[Completion]:

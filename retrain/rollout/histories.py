@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from retrain.chat import Conversation
+from retrain.chat.reasoning import split_reasoning
 from retrain.chat.tokens import TurnTokens
-from retrain.chat.tools import split_reasoning
 from retrain.types import Message, Turn
 
 Key = tuple[Any, ...]
@@ -109,7 +109,7 @@ def key_of(message: Message) -> Key:
         return role, content, "" if role == "tool" else message.get("name", "")
     calls = [call["function"] for call in message.get("tool_calls", ())]
     spelled = [(call["name"], _hashable(call["arguments"])) for call in calls]
-    return role, split_reasoning(content, False)[1].strip(), *spelled
+    return role, split_reasoning(content)[1].strip(), *spelled
 
 
 def renamed(added: Sequence[Message], given: Message, own: Message) -> list[Message]:
@@ -136,9 +136,7 @@ def _likeness(said: Said, given: Sequence[Message]) -> int | None:
 
 
 def _reasoning(message: Message) -> str:
-    return (
-        message.get("reasoning_content") or split_reasoning(message["content"], False)[0]
-    ).strip()
+    return (message.get("reasoning_content") or split_reasoning(message["content"])[0]).strip()
 
 
 def _ids(message: Message) -> list[str]:

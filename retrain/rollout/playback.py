@@ -45,7 +45,7 @@ class Playback:
         trajectory = Trajectory(prompt)
         try:
             tools = tools_of(prompt.metadata.get(TOOLS))
-            conversation = self._chat.begin(prompt.messages, tools)
+            conversation = self._chat.begin(prompt.messages, tools, given=True)
             trajectory.turns = list(self._turns(conversation, said))
             trajectory.messages = conversation.messages
             self._check(trajectory, paired=len(prompt.answer) > 1)

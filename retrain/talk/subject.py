@@ -9,7 +9,8 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from retrain.assembly import chat_template
+from retrain.assembly import chat_template, tool_format
+from retrain.chat.formats.base import Format
 from retrain.config import ChatConfig, RunConfig, SamplingConfig
 from retrain.config.paths import find_model
 from retrain.errors import ConfigError, NotFoundError, first_of
@@ -32,6 +33,8 @@ class Subject:
     template: str = "auto"
     """`auto`, `none`, or the source of a chat template."""
     chat: ChatConfig = field(default_factory=ChatConfig)
+    tools: Format | None = None
+    """The format of tool calls; None if it is to be inferred."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     base: Subject | None = None
     """What it was trained from."""
@@ -60,6 +63,7 @@ def _of_run(folder: Path) -> Subject:
         find_model(config.model, config.base_dir),
         template=chat_template(config),
         chat=config.chat,
+        tools=tool_format(config),
         sampling=config.sampling,
     )
     weights = _trained(folder, config)

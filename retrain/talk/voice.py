@@ -77,5 +77,6 @@ def _loaded(subject: Subject, device: str | None) -> tuple[Chat, Any, Tokenizer]
     if subject.base is None and template == "auto" and not tokenizer.chat_template:
         print(f"{subject.name} has no chat template: texts are concatenated", file=sys.stderr)
         template = "none"
-    chat = Chat(tokenizer, template=template, arguments=subject.chat.arguments)
+    arguments, tools = subject.chat.arguments, subject.tools
+    chat = Chat(tokenizer, template=template, arguments=arguments, tools=tools)
     return chat, load_for_sampling(source, own, device), tokenizer

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 from pydantic import ValidationError
 
 from retrain.adapters.base import Adapter, AdapterOptions, AdapterState
-from retrain.assembly import adapter_of, chat_template, target_of
+from retrain.assembly import adapter_of, chat_template, target_of, tool_format
 from retrain.batching import batch_of
 from retrain.chat import Chat
 from retrain.concurrency.deadlines import adapter_call
@@ -233,7 +233,8 @@ class TrainingService:
         """Converts messages to token ids."""
         if self._chat is None:
             template, arguments = chat_template(self.run), self.run.chat.arguments
-            self._chat = Chat(self.tokenizer, template=template, arguments=arguments)
+            tools = tool_format(self.run)
+            self._chat = Chat(self.tokenizer, template=template, arguments=arguments, tools=tools)
         return self._chat
 
     # --- the event loop

@@ -1,0 +1,1 @@
+"""The built-in tool-call formats: one file per format, found by its name."""

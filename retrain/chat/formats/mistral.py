@@ -1,0 +1,72 @@
+"""Mistral: `[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`.
+
+Models since Mistral Small 3.2 write `[TOOL_CALLS]add[ARGS]{"a": 1}`, once per call, some with an
+id: `[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from retrain.chat.formats.base import (
+    Format,
+    Found,
+    call_of,
+    named_call,
+    not_json,
+    read_json,
+    read_json_at,
+)
+
+TAG: Final = "[TOOL_CALLS]"
+_CALL: Final = re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|</s>|\Z)", re.DOTALL)
+_NAMED: Final = re.compile(r"\s*([^\[\]{}\s]+)(?:\s*\[CALL_ID\](\w*))?\s*\[ARGS\]")
+
+
+class Mistral(Format):
+    """A list in JSON, or a name with its arguments, behind `[TOOL_CALLS]`."""
+
+    tokens = (TAG, "[ARGS]", "[CALL_ID]")
+
+    def find(self, text: str, start: int) -> Sequence[Found]:
+        return [found for match in _CALL.finditer(text, start) for found in _read(text, match)]
+
+
+def _read(text: str, match: re.Match[str]) -> Iterator[Found]:
+    start, end = match.span()
+    named = _NAMED.match(match[1])
+    if named is not None:
+        at = match.start(1) + named.end()
+        at += len(text[at:end]) - len(text[at:end].lstrip())
+        try:
+            _, stop = read_json_at(text, at)
+        except ValueError:
+            stop = end
+        found = named_call(start, stop, named[1], text[at:stop])
+        yield found._replace(id=named[2] or "")
+        return
+    at = match.start(1) + len(match[1]) - len(match[1].lstrip())
+    try:
+        calls, stop = read_json_at(text, at)
+    except ValueError as error:
+        yield Found(start, end, error=not_json(error))
+        return
+    if not isinstance(calls, list):
+        calls = [calls]
+    for number, call in enumerate(calls):
+        own = str(call.get("id") or "") if isinstance(call, dict) else ""
+        yield call_of(stop if number else start, stop, _decoded(call))._replace(id=own)
+    if not calls:
+        yield Found(start, stop, error="got an empty list, expected calls")
+
+
+def _decoded(call: object) -> object:
+    """A call whose arguments may be a string of JSON."""
+    if isinstance(call, dict) and isinstance(text := call.get("arguments"), str):
+        try:
+            return {**call, "arguments": read_json(text)}
+        except ValueError:
+            return call
+    return call
