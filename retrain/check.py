@@ -83,7 +83,7 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
         return [fit, *findings, *rewards]
     arguments = {path[0]: value for path, value in map(parse_override, keys)}
     plugin = Plugin.model_validate({**arguments, "type": subject})
-    config = RunConfig(prompts=Plugin(type="list"), base_dir=Path.cwd())
+    config = RunConfig(base_dir=Path.cwd())
     return await check_environment(maker("environment", plugin, "environment", config))
 
 
@@ -186,9 +186,7 @@ def _limits() -> DeadlinesConfig:
 
 def _config() -> RunConfig:
     """Of rollouts that are played here."""
-    return RunConfig(
-        prompts=Plugin(type="list"), rollout=RolloutConfig(max_turns=TURNS), deadlines=_limits()
-    )
+    return RunConfig(rollout=RolloutConfig(max_turns=TURNS), deadlines=_limits())
 
 
 async def _tried(what: str, check: Awaitable[None]) -> Finding:

@@ -32,7 +32,6 @@ from retrain.config.plugins import Kind, built_in_names, find_plugin
 from retrain.config.yaml_text import parse_yaml
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError
-from retrain.prompts import ListPrompts
 from retrain.rewarding import FunctionReward
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
@@ -253,7 +252,7 @@ def test_a_run_is_put_together(folder: Path) -> None:
         algorithm={"type": "grpo", "baseline": "leave_one_out", "loss_config": {"epsilon": 0.1}},
         eval={"prompts": ["b", {"prompt": "c", "answer": "c"}]},
     )
-    assert isinstance(parts.prompts, ListPrompts)
+    assert len(parts.prompts) == 1
     assert parts.eval_prompts is not None
     assert len(parts.eval_prompts) == 2
     assert parts.environment() is not parts.environment()

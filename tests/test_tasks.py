@@ -75,8 +75,8 @@ def test_an_environment_may_have_its_own_tasks(tasks: Any, answers: list[Any]) -
     ("tasks", "message"),
     [
         (0, "is empty, expected at least one prompt"),
-        (True, "prompts: Own.prompts() returned True, expected rows, or the number of tasks"),
-        ("text", "expected rows, or the number of tasks"),
+        (True, "prompts: Own.prompts() returned True, expected rows"),
+        ("text", "returned 'text', expected rows"),
         ([{"answer": 1}, 5], "prompts: Own.prompts(), row 1: got int, expected a string, or a map"),
     ],
 )

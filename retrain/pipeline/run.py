@@ -32,7 +32,6 @@ from retrain.pipeline.mismatch import MismatchWatch
 from retrain.pipeline.outage import Outage
 from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import Signal
-from retrain.prompts import epoch_order
 from retrain.rollout import Playback, Rollouts, Slot
 from retrain.types import Group, Metrics, Prompt, Ticket
 
@@ -59,7 +58,7 @@ class Run:
         self, config: RunConfig, parts: Parts, run_dir: RunDirectory, callbacks: Callbacks
     ) -> None:
         self.config, self.parts, self.callbacks = config, parts, callbacks
-        train, rows = config.train, len(parts.prompts)
+        train = config.train
         self.sampled = parts.algorithm.source == "rollouts"
         """Whether the model plays rollouts; otherwise the rows of the data set are trained."""
         self.step = 0
@@ -79,7 +78,7 @@ class Run:
         """Where the exported model is."""
         self.record = Recorder(run_dir, parts.algorithm)
         self.checkpoints = Checkpoints(run_dir.checkpoints)
-        self.ledger = Ledger(lambda e: epoch_order(e, rows, train.seed, train.shuffle))
+        self.ledger = Ledger(lambda e: parts.prompts.order(e, train.seed, train.shuffle))
         self.kept: dict[Ticket, Group] = {}
         """Finished groups of the checkpoint, until their tickets are issued again."""
         most_open = (config.staleness.target + 1) * train.groups_per_step
@@ -184,13 +183,13 @@ class Run:
     @property
     def at_epoch_start(self) -> bool:
         """Whether the next step is the first of an epoch."""
-        per_step, rows = self.config.train.groups_per_step, max(1, len(self.parts.prompts))
+        per_step, rows = self.config.train.groups_per_step, self.parts.prompts.epoch_length
         return ((self.step - self.data_since) * per_step) % rows < per_step
 
     def epochs(self, step: int) -> int:
         """Epochs completed by `step`. In an epoch as many prompts are trained as there are rows."""
         trained = (step - self.data_since) * self.config.train.groups_per_step
-        return trained // max(1, len(self.parts.prompts))
+        return trained // self.parts.prompts.epoch_length
 
     def result(self, status: Status) -> TrainingResult:
         """The outcome of the run so far."""
