@@ -22,31 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "a",
-    "in",
-    "is",
-    "that",
-    "for",
-    "it",
-    "as",
-    "was",
-    "with",
-    "be",
-    "by",
-    "on",
-    "not",
-    "he",
-    "his",
-    "but",
-    "at",
-    "are",
-    "this",
-]
+WORDS = (
+    "the", "of", "and", "to", "a", "in", "is", "that", "for", "it", "was", "with", "be", "by",
+)  # fmt: skip
 MIB = 2**20
 
 
@@ -119,9 +97,8 @@ def main() -> None:
         )
         print(
             "{rows:,} rows, {size:.0f} MiB: read and checked in {check_s:.1f} s, shuffled in "
-            "{shuffle_s:.1f} s, {prompt_us:.0f} us per prompt, {memory_mib:.0f} MiB of memory".format(
-                **json.loads(done.stdout), size=path.stat().st_size / MIB
-            )
+            "{shuffle_s:.1f} s, {prompt_us:.0f} us per prompt, {memory_mib:.0f} MiB of "
+            "memory".format(**json.loads(done.stdout), size=path.stat().st_size / MIB)
         )
 
 

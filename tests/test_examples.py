@@ -81,7 +81,7 @@ def test_an_assistant_turn_in_the_prompt_is_context_where_an_answer_is_given():
     ],
 )
 def test_a_row_without_anything_to_imitate_is_an_error_that_names_it(row, message):
-    with pytest.raises(PromptError, match=r"the data set, row 1 \(from 0\): ") as caught:
+    with pytest.raises(PromptError, match="the list, row 1: ") as caught:
         demonstrations({"prompt": "a", "answer": "b"}, row)
     assert message in str(caught.value)
 

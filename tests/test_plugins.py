@@ -481,7 +481,7 @@ def test_rows_without_the_answer_that_a_reward_asks_for_are_warned_of(folder: Pa
     assert warning.startswith(f"prompts: no row of {folder / 'bare.txt'} has an answer, but the re")
     assert "the reward exact_match asks for one" in warning
     (warning,) = make(folder, eval={"prompts": ["b"]}).warnings
-    assert warning.startswith("eval.prompts: no row has an answer")
+    assert warning.startswith("eval.prompts: no row of the list has an answer")
     assert make(folder, prompts="bare.txt", rewards="mild.py").warnings == ()
 
 
@@ -525,7 +525,14 @@ def test_built_in_names_are_files() -> None:
     assert built_in_names("algorithm") == ["dpo", "grpo", "reinforce", "rloo", "sft"]
     assert built_in_names("backend") == ["tinker", "trl", "weaver"]
     assert built_in_names("logger") == ["tensorboard", "trackio", "wandb"]
-    assert built_in_names("prompts") == ["environment", "file", "hf", "list"]
+    assert built_in_names("prompts") == [
+        "environment",
+        "file",
+        "held_out",
+        "hf",
+        "list",
+        "mixture",
+    ]
     assert {"echo", "single_turn"} <= set(built_in_names("environment"))
     assert {"exact_match", "slot_match"} <= set(built_in_names("reward"))
     for kind, kind_of in KINDS.items():

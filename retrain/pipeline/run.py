@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -32,8 +32,9 @@ from retrain.pipeline.mismatch import MismatchWatch
 from retrain.pipeline.outage import Outage
 from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import Signal
+from retrain.prompts.lengths import long_prompts
 from retrain.rollout import Playback, Rollouts, Slot
-from retrain.types import Group, Metrics, Prompt, Ticket
+from retrain.types import Group, Message, Metrics, Prompt, Ticket
 
 if TYPE_CHECKING:
     from retrain.endpoint.server import EndpointServer
@@ -133,6 +134,7 @@ class Run:
             door,
             self.parts.opponents,
         )
+        self._warn_of_long_prompts()
         self.record.decode = adapter.tokenizer.decode
         self.parts.learner.attach(adapter)
         try:
@@ -142,6 +144,24 @@ class Run:
             for opponents in (self.parts.opponents, self.parts.eval_opponents):
                 for opponent in opponents.values():
                     await opponent.close()
+
+    def _warn_of_long_prompts(self) -> None:
+        """Warn of prompts that leave less than `sampling.max_tokens` of the context."""
+        most, context = self.config.sampling.max_tokens, self.rollouts.context_length
+
+        def tokens(messages: Sequence[Message]) -> int:
+            return len(self.chat.begin(messages).prompt_ids)
+
+        with suppress(Exception):  # of the template: a rollout reports it
+            if self.sampled and (text := long_prompts(self.parts.prompts, tokens, context - most)):
+                logger.warning(
+                    "prompts: %s. With sampling.max_tokens (%d) they exceed the context of %d "
+                    "tokens: their completions are cut off, or their rollouts are invalid. Shorten "
+                    "them, or leave them out by `filter`.",
+                    text,
+                    most,
+                    context,
+                )
 
     # --- what callbacks use
 

@@ -54,6 +54,8 @@ class PromptSource(ABC):
     """Whether to read and check all rows at the start, instead of the first and the last one."""
     warnings: Sequence[str] = ()
     """What was found when all rows were checked."""
+    sizes: Sequence[int] = ()
+    """The bytes of each row's messages, if all were read."""
     held_out: PromptSource | None = None
     """The rows that `prompts.held_out` keeps from training."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from inspect import isasyncgenfunction, isclass, iscoroutinefunction
+from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import Any
 
 from retrain.config import PromptsConfig
@@ -35,15 +33,11 @@ def built(
         beside=type(section).model_fields,
         known=known,
     )
-    made: Callable[[], PromptSource] = partial(_made, target, keys, section.type)
-    source = construct(where, made)
+    source = construct(where, lambda: _made(target, keys, section.type))
     return construct(where, lambda: prepared(source, section, origin.base_dir, where))
 
 
-def _made(target: Callable[..., Any], keys: dict[str, Any], name: str) -> PromptSource:
-    if isclass(target):
-        made: PromptSource = target(**keys)
-        return made
+def _made(target: Any, keys: dict[str, Any], name: str) -> PromptSource:
     if iscoroutinefunction(target) or isasyncgenfunction(target):
         raise PromptError(f"{name} is async, expected a plain function or generator")
-    return source_of(target(**keys), name)
+    return source_of(target(**keys), name)  # of a class: the source itself

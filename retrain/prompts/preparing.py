@@ -35,8 +35,6 @@ class PreparedPrompts(PromptSource):
         self._source, self._shape, self._kept = source, shape, kept
         self.name, self.opened = source.name, source.opened
         self.read_at_start = source.read_at_start
-        self.sizes: Sequence[int] = ()
-        """The bytes of each row's messages, if all were read."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -118,7 +116,7 @@ def _read(source: PromptSource, shape: Shape, keys: PromptsConfig) -> PromptSour
             _raise(source.place(index), error)
         found.kept.append(index)
         found.sizes.append(size)
-        found.hashes.append(hash(changed if type(changed) is str else repr(changed)))
+        found.hashes.append(_hash(changed))
         if keys.held_out is not None:
             found.sides.append(_side(row or shape.row(changed), index))
         if len(found.kept) == keys.limit:
@@ -165,13 +163,13 @@ def _warnings(source: PromptSource, found: _Reading, total: int) -> Iterator[str
     if found.empty:
         yield (
             f"skipped {len(found.empty)} of {total} rows, whose prompt is empty: "
-            f"{_named(source, found.empty)}"
+            f"{named(source, found.empty)}"
         )
     if again := repeated(found.hashes):
         rows = [found.kept[index] for index in again]
         yield (
             f"{len(rows)} of {len(found.kept)} rows repeat an earlier row, which is thus used more "
-            f"often than others: {_named(source, rows)}"
+            f"often than others: {named(source, rows)}"
         )
 
 
@@ -190,7 +188,8 @@ def repeated(hashes: array[int]) -> list[int]:
     return again
 
 
-def _named(source: PromptSource, rows: Sequence[int]) -> str:
+def named(source: PromptSource, rows: Sequence[int]) -> str:
+    """The places of the first of these rows."""
     first = ", ".join(source.location(row) for row in rows[:NAMED])
     more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
     return f"{source.name}, {first}{more}" if source.name else f"{first}{more}"
@@ -218,6 +217,14 @@ def size_of(row: Row) -> int:
     """The bytes of the messages of a row."""
     texts = [message["content"] for message in row.messages]
     return sum(len(t) if t.isascii() else len(t.encode(errors="replace")) for t in texts)
+
+
+def _hash(raw: Raw) -> int:
+    """Of all columns; only valid in this process."""
+    try:
+        return hash(tuple(raw.items()) if type(raw) is dict else raw)
+    except TypeError:  # a list of messages, for example
+        return hash(repr(raw))
 
 
 def _side(row: Row, index: int) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,6 +64,10 @@ class MixturePrompts(PromptSource):
         self._parts, self._weights, self._names = parts, weights, names
         self._starts = [0, *accumulate(map(len, parts))]
         self.opened = any(part.opened for part in parts)
+        self.sizes = array("Q", chain.from_iterable(part.sizes for part in parts))
+        if len(self.sizes) < len(self):
+            self.sizes = ()
+        self.read_at_start = all(part.read_at_start for part in parts)
         self.warnings = [f"{n}: {w}" for n, p in zip(names, parts, strict=True) for w in p.warnings]
         held = [(p.held_out, w, n) for p, w, n in zip(parts, weights, names, strict=True)]
         rest = [(source, w, n) for source, w, n in held if source is not None]
