@@ -263,14 +263,13 @@ class ParquetTable(Table):
 
     def __getitem__(self, index: int) -> Any:
         group = bisect_right(self._ends, index)
-        table = self._groups.pop(group, None)
-        if table is None:
-            table = self._file.read_row_group(group)
-        self._groups[group] = table
-        while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > CACHED:
-            self._groups.popitem(last=False)
+        if group not in self._groups:
+            self._groups[group] = self._file.read_row_group(group)
+            while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > CACHED:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end(group)
         start = self._ends[group - 1] if group else 0
-        return table.slice(index - start, 1).to_pylist()[0]
+        return self._groups[group].slice(index - start, 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._file.iter_batches(batch_size=1024):
