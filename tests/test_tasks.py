@@ -11,7 +11,7 @@ import pytest
 
 from retrain import Action, Environment, Prompt, PromptSource, Row, StepResult
 from retrain.assembly import Given, assemble
-from retrain.check import check_environment
+from retrain.check import check_environment, check_subject
 from retrain.config import parse_config
 from retrain.errors import ConfigError
 from retrain.pipeline.checkpoint import group_from_json, group_to_json
@@ -181,4 +181,9 @@ def test_siblings_share_the_task_and_a_resumed_run_rolls_the_same(tmp_path: Path
 
 async def test_the_kit_plays_an_environment_that_rolls_a_die_for_each_rollout() -> None:
     findings = await check_environment(Dice)
+    assert [str(finding) for finding in findings if not finding.good] == []
+
+
+async def test_the_kit_plays_an_environments_own_tasks() -> None:
+    findings = await check_subject("guess_number")  # the samples' answers are out of its range
     assert [str(finding) for finding in findings if not finding.good] == []
