@@ -256,6 +256,7 @@ def test_a_mixture_has_exact_shares(tmp_path: Path) -> None:
     assert len(source) == 37
     assert source.epoch_length == len(source.order(0, 0, True)) == 7 + 4
     assert source.checked_row(0).metadata == {"mixture": "letters"}
+    assert (source.place(0), source.place(9)) == ("the list, row 0", "own.py:rows, row 2")
     assert source.checked_row(36).metadata == {"mixture": "own.py:rows"}
     for shuffle in (True, False):
         epochs = [source.order(epoch, 5, shuffle) for epoch in range(15)]

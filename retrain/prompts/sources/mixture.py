@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
@@ -40,8 +41,6 @@ class MixturePrompts(PromptSource):
         sources: Sections like `prompts`, each with a `weight` (default 1) and a `name` (by default
             its path or type), which rollouts have as `mixture` in their metadata.
     """
-
-    name = "the mixture"
 
     def __init__(self, sources: list[Any], origin: Origin) -> None:
         parts = [
@@ -92,12 +91,24 @@ class MixturePrompts(PromptSource):
         return sum(self._shares)
 
     def row(self, index: int) -> Row:
-        number = next(n for n, start in enumerate(self._starts[1:]) if index < start)
-        row = self._parts[number].checked_row(index - self._starts[number])
+        number, within = self._at(index)
+        row = self._parts[number].checked_row(within)
         return row._replace(metadata={**row.metadata, COLUMN: self._names[number]})
 
     def checked_row(self, index: int) -> Row:
         return self.row(index)
+
+    def location(self, index: int) -> str:
+        return self.place(index)
+
+    def place(self, index: int) -> str:
+        number, within = self._at(index)
+        return self._parts[number].place(within)
+
+    def _at(self, index: int) -> tuple[int, int]:
+        """The number of the source of a row, and the row's index in it."""
+        number = bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]
 
     def order(self, epoch: int, seed: int, shuffle: bool) -> list[int]:
         rows = [
