@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+import weakref
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
@@ -86,6 +87,7 @@ class TextTable(Table):
         if self._state[0] <= IN_MEMORY:
             with self._file as file:
                 self._file = io.BytesIO(file.read())
+        weakref.finalize(self, self._file.close)
         self._starts = array("Q", self._found())
 
     def __len__(self) -> int:
