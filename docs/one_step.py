@@ -11,7 +11,6 @@ from itertools import count, islice
 from retrain.assembly import Parts
 from retrain.batching import batch_of, make_samples
 from retrain.chat import Chat
-from retrain.prompts import epoch_order
 from retrain.rollout import Rollouts, Slot
 from retrain.types import Metrics, Prompt, Ticket
 
@@ -47,5 +46,5 @@ def in_order(parts: Parts) -> Iterator[Prompt]:
     """The prompts in the order in which a run issues them, epoch after epoch."""
     train = parts.config.train
     for epoch in count():
-        for row in epoch_order(epoch, len(parts.prompts), train.seed, train.shuffle):
-            yield parts.prompts.prompt(Ticket(epoch, row))
+        for row in parts.prompts.order(epoch, train.seed, train.shuffle):
+            yield parts.prompts.prompt(Ticket(epoch, row), train.seed)

@@ -17,11 +17,20 @@ from typing import Any
 from retrain.assembly import assemble, maker
 from retrain.chat.formats.hermes import CLOSE, OPEN
 from retrain.concurrency.deadlines import cancelled, user_call
-from retrain.config import DeadlinesConfig, Plugin, RolloutConfig, RunConfig, load_config
-from retrain.config.plugins import built_in_names
+from retrain.config import (
+    DeadlinesConfig,
+    Plugin,
+    PromptsConfig,
+    RolloutConfig,
+    RunConfig,
+    load_config,
+)
+from retrain.config.plugins import built_in_names, construct
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment, ToolSpec
 from retrain.errors import UserCodeError, blame, shown
+from retrain.prompts import Origin
+from retrain.prompts.building import built
 from retrain.rewarding import Scorer
 from retrain.rollout import Slot
 from retrain.rollout.answers import tools_of
@@ -83,8 +92,19 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
         return [fit, *findings, *rewards]
     arguments = {path[0]: value for path, value in map(parse_override, keys)}
     plugin = Plugin.model_validate({**arguments, "type": subject})
-    config = RunConfig(prompts=Plugin(type="list"), base_dir=Path.cwd())
-    return await check_environment(maker("environment", plugin, "environment", config))
+    config = RunConfig(base_dir=Path.cwd())
+    make: Callable[[], Environment] = maker("environment", plugin, "environment", config)
+    return await check_environment(make, _own_tasks(make) or SAMPLES)
+
+
+def _own_tasks(make: Callable[[], Environment]) -> list[Prompt]:
+    """The first tasks of an environment that has any."""
+    environment = construct("environment", make)
+    if type(environment).prompts is Environment.prompts:
+        return []
+    origin = Origin("prompts", Path.cwd(), lambda: environment)
+    source = built(PromptsConfig(type="environment", limit=PROMPTS), origin)
+    return [source.prompt(Ticket(0, index)) for index in range(len(source))]
 
 
 async def check_environment(
@@ -186,9 +206,7 @@ def _limits() -> DeadlinesConfig:
 
 def _config() -> RunConfig:
     """Of rollouts that are played here."""
-    return RunConfig(
-        prompts=Plugin(type="list"), rollout=RolloutConfig(max_turns=TURNS), deadlines=_limits()
-    )
+    return RunConfig(rollout=RolloutConfig(max_turns=TURNS), deadlines=_limits())
 
 
 async def _tried(what: str, check: Awaitable[None]) -> Finding:

@@ -4,20 +4,26 @@ import pytest
 
 from retrain.algorithms.dpo import DPO
 from retrain.algorithms.sft import SFT
+from retrain.config import PromptsConfig
 from retrain.errors import PromptError
 from retrain.prompts import ListPrompts
 from retrain.prompts.examples import Demonstrations, Pairs
+from retrain.prompts.preparing import prepared
 
 ASK = {"role": "user", "content": "2+3?"}
 SAY = {"role": "assistant", "content": "5"}
 
 
+def source(rows, keys):
+    return prepared(ListPrompts(list(rows)), PromptsConfig(type="list", **keys))
+
+
 def demonstrations(*rows, **keys) -> Demonstrations:
-    return Demonstrations.of(ListPrompts(list(rows), **keys))
+    return Demonstrations.of(source(rows, keys))
 
 
 def pairs(*rows, pair_by=None, **keys) -> Pairs:
-    return Pairs.of(ListPrompts(list(rows), **keys), pair_by)
+    return Pairs.of(source(rows, keys), pair_by)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,7 @@ def test_an_assistant_turn_in_the_prompt_is_context_where_an_answer_is_given():
     ],
 )
 def test_a_row_without_anything_to_imitate_is_an_error_that_names_it(row, message):
-    with pytest.raises(PromptError, match=r"the data set, row 1 \(from 0\): ") as caught:
+    with pytest.raises(PromptError, match="the list, row 1: ") as caught:
         demonstrations({"prompt": "a", "answer": "b"}, row)
     assert message in str(caught.value)
 
@@ -130,7 +136,7 @@ def test_scored_responses_are_paired_best_with_worst_of_each_prompt():
     ],
 )  # fmt: skip
 def test_rows_that_make_no_pair_are_refused_with_the_columns_found(rows, pair_by, message):
-    with pytest.raises(PromptError, match=r"row 0 \(from 0\)") as caught:
+    with pytest.raises(PromptError, match="row 0: ") as caught:
         pairs(*rows, pair_by=pair_by)
     assert message in str(caught.value)
 
@@ -158,5 +164,5 @@ CALC = {"name": "calc", "parameters": {"type": "object", "properties": {"x": {"t
     ],
 )
 def test_tools_that_are_none_are_refused_with_their_row(tools, complaint):
-    with pytest.raises(PromptError, match=f"row 0 .*{complaint}"):
+    with pytest.raises(PromptError, match=f"row 0: .*{complaint}"):
         demonstrations({"messages": [ASK, SAY], "tools": tools})

@@ -344,10 +344,10 @@ class Cancels(ListPrompts):
 
     armed = False
 
-    def checked_row(self, index):
+    def row(self, index):
         if Cancels.armed:
             asyncio.current_task().cancel()
-        return super().checked_row(index)
+        return super().row(index)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from retrain.config.plugins import Kind, built_in_names, find_plugin
 from retrain.config.yaml_text import parse_yaml
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError
-from retrain.prompts import ListPrompts
 from retrain.rewarding import FunctionReward
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
@@ -253,7 +252,7 @@ def test_a_run_is_put_together(folder: Path) -> None:
         algorithm={"type": "grpo", "baseline": "leave_one_out", "loss_config": {"epsilon": 0.1}},
         eval={"prompts": ["b", {"prompt": "c", "answer": "c"}]},
     )
-    assert isinstance(parts.prompts, ListPrompts)
+    assert len(parts.prompts) == 1
     assert parts.eval_prompts is not None
     assert len(parts.eval_prompts) == 2
     assert parts.environment() is not parts.environment()
@@ -482,7 +481,7 @@ def test_rows_without_the_answer_that_a_reward_asks_for_are_warned_of(folder: Pa
     assert warning.startswith(f"prompts: no row of {folder / 'bare.txt'} has an answer, but the re")
     assert "the reward exact_match asks for one" in warning
     (warning,) = make(folder, eval={"prompts": ["b"]}).warnings
-    assert warning.startswith("eval.prompts: no row has an answer")
+    assert warning.startswith("eval.prompts: no row of the list has an answer")
     assert make(folder, prompts="bare.txt", rewards="mild.py").warnings == ()
 
 
@@ -526,7 +525,14 @@ def test_built_in_names_are_files() -> None:
     assert built_in_names("algorithm") == ["dpo", "grpo", "reinforce", "rloo", "sft"]
     assert built_in_names("backend") == ["tinker", "trl", "weaver"]
     assert built_in_names("logger") == ["tensorboard", "trackio", "wandb"]
-    assert built_in_names("prompts") == ["environment", "file", "hf", "list"]
+    assert built_in_names("prompts") == [
+        "environment",
+        "file",
+        "held_out",
+        "hf",
+        "list",
+        "mixture",
+    ]
     assert {"echo", "single_turn"} <= set(built_in_names("environment"))
     assert {"exact_match", "slot_match"} <= set(built_in_names("reward"))
     for kind, kind_of in KINDS.items():

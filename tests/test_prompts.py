@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.assembly import Given, assemble
-from retrain.config import Plugin, RunConfig
+from retrain.config import Plugin, PromptsConfig, RunConfig
 from retrain.errors import ConfigError, PromptError
 from retrain.prompts import (
     DatasetPrompts,
@@ -22,6 +22,7 @@ from retrain.prompts import (
     Row,
     epoch_order,
 )
+from retrain.prompts.preparing import prepared
 from retrain.types import Prompt, Ticket
 
 
@@ -33,19 +34,33 @@ def file(folder: Path, name: str, text: str) -> Path:
 
 def refused(path: Path, **keys: Any) -> str:
     with pytest.raises(PromptError) as caught:
-        FilePrompts(str(path), **keys)
+        read(str(path), **keys)
     return str(caught.value)
+
+
+def read(path: str, base_dir: Path | None = None, **keys: Any) -> PromptSource:
+    """A file as `prompts` of a config reads it."""
+    source = FilePrompts(path, keys.pop("format", None), base_dir)
+    return prepared(source, PromptsConfig(type="file", **keys))
+
+
+def hub(path: str, base_dir: Path, **keys: Any) -> PromptSource:
+    return prepared(DatasetPrompts(path, base_dir=base_dir), PromptsConfig(type="hf", **keys))
+
+
+def listed(rows: list[Any], **keys: Any) -> PromptSource:
+    return prepared(ListPrompts(rows), PromptsConfig(type="list", **keys))
 
 
 def test_a_tilde_that_names_no_user_is_a_letter(tmp_path: Path) -> None:
     assert "file not found: ~no-user" in refused(Path("~no-user-of-this-name/rows.jsonl"))
     (tmp_path / "~mine").mkdir()
     file(tmp_path / "~mine", "rows.txt", "a=")
-    assert len(FilePrompts("~mine/rows.txt", base_dir=tmp_path)) == 1
+    assert len(read("~mine/rows.txt", base_dir=tmp_path)) == 1
 
 
 def test_a_row_is_a_text_or_a_mapping() -> None:
-    source = ListPrompts(
+    source = listed(
         [
             "plain",
             {"prompt": "asked", "answer": 5, "level": "hard"},
@@ -61,13 +76,13 @@ def test_a_row_is_a_text_or_a_mapping() -> None:
 
 
 def test_a_system_prompt_comes_first() -> None:
-    source = ListPrompts(["a"], system="be brief")
+    source = listed(["a"], system="be brief")
     assert [m["role"] for m in source.row(0).messages] == ["system", "user"]
 
 
 def test_a_message_with_tool_calls_needs_no_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    source = ListPrompts([{"messages": [{"role": "user", "content": "u"}, call]}])
+    source = listed([{"messages": [{"role": "user", "content": "u"}, call]}])
     assert source.row(0).messages[1]["content"] == ""
 
 
@@ -75,15 +90,11 @@ def test_a_message_with_tool_calls_needs_no_content() -> None:
     ("row", "message"),
     [
         (5, "got int, expected a string, or a mapping with `prompt` or `messages`"),
-        ("  ", "the prompt is empty"),
-        ({"prompt": ""}, "the prompt is empty"),
-        ({"messages": []}, "the list of messages is empty"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "has both `prompt` and"),
         (
             {"question": "a"},
             "column `prompt` or `messages` is missing; its columns are question; name",
         ),
-        ({"prompt": None}, "`prompt` is null, expected a string or a list of messages"),
         ({}, "its columns are none"),
         ({"prompt": 5}, "got int, expected a string or a list of messages"),
         ({"messages": ["a"]}, "message 0: expected a mapping with `role` and `content`"),
@@ -96,7 +107,7 @@ def test_a_message_with_tool_calls_needs_no_content() -> None:
 )
 def test_a_bad_row_is_named(row: Any, message: str) -> None:
     with pytest.raises(PromptError) as caught:
-        ListPrompts(["good", row])
+        listed(["good", row])
     assert str(caught.value).startswith("the list, row 1: ")
     assert message in str(caught.value)
 
@@ -114,13 +125,13 @@ ROWS = [{"prompt": "one", "answer": "1"}, {"prompt": "two", "answer": "2"}]
     ],
 )
 def test_every_text_format_gives_the_same_rows(tmp_path: Path, name: str, text: str) -> None:
-    source = FilePrompts(str(file(tmp_path, name, text)))
+    source = read(str(file(tmp_path, name, text)))
     assert [source.prompt(Ticket(0, i)).text for i in range(len(source))] == ["one", "two"]
     assert [source.row(i).answer for i in range(len(source))] == ["1", "2"]
 
 
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
-    source = FilePrompts(str(file(tmp_path, "p.txt", "one \n\ntwo\r\n")))
+    source = read(str(file(tmp_path, "p.txt", "one \n\ntwo\r\n")))
     assert [source.prompt(Ticket(0, i)).text for i in range(len(source))] == ["one ", "two"]
 
 
@@ -130,16 +141,18 @@ def test_parquet_and_saved_data_sets_are_read(tmp_path: Path) -> None:
     data.to_parquet(tmp_path / "p.parquet")
     data.save_to_disk(tmp_path / "saved")
     keys = {"prompt_column": "q", "answer_column": "a"}
+    section = PromptsConfig(type="hf", limit=5, **keys)
     for source in (
-        FilePrompts("p.parquet", base_dir=tmp_path, **keys),
-        DatasetPrompts("saved", base_dir=tmp_path, **keys),
-        DatasetPrompts("saved", base_dir=tmp_path, limit=2, **keys),
+        read("p.parquet", base_dir=tmp_path, **keys),
+        hub("saved", tmp_path, **keys),
+        hub("saved", tmp_path, limit=2, **keys),
+        prepared(DatasetPrompts("saved", base_dir=tmp_path, streaming=True), section),
     ):
         assert [source.row(i).answer for i in range(len(source))] == ["1", "2"]
     with pytest.raises(
         PromptError, match=r"data set saved \(train\), row 0: column `x` is missing; its col"
     ):
-        DatasetPrompts("saved", base_dir=tmp_path, prompt_column="x")
+        hub("saved", tmp_path, prompt_column="x")
     file(tmp_path, "bad.parquet", "not parquet")
     assert "invalid parquet" in refused(tmp_path / "bad.parquet")
 
@@ -185,7 +198,7 @@ def test_a_bad_file_names_itself_and_the_line(
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     path = file(tmp_path, "p.jsonl", json.dumps({"question": "q", "solution": "s"}))
-    source = FilePrompts(str(path), prompt_column="question", answer_column="solution")
+    source = read(str(path), prompt_column="question", answer_column="solution")
     assert source.row(0).answer == "s"
     found = refused(path, prompt_column="question", answer_column="result")
     assert "line 1: column `result` is missing; its columns are question, solution" in found
@@ -201,30 +214,28 @@ def test_a_file_is_looked_up_beside_the_config_then_here(
     file(here, "both.txt", "here")
     file(beside, "both.txt", "beside")
     file(here, "one.txt", "here")
-    assert FilePrompts("both.txt", base_dir=beside).prompt(Ticket(0, 0)).text == "beside"
-    assert FilePrompts("one.txt", base_dir=beside).prompt(Ticket(0, 0)).text == "here"
+    assert read("both.txt", base_dir=beside).prompt(Ticket(0, 0)).text == "beside"
+    assert read("one.txt", base_dir=beside).prompt(Ticket(0, 0)).text == "here"
     with pytest.raises(PromptError, match=r"file not found: .*beside/no\.txt or .*here/no\.txt"):
-        FilePrompts("no.txt", base_dir=beside)
+        read("no.txt", base_dir=beside)
     with pytest.raises(PromptError, match="is a folder, expected a file"):
-        FilePrompts(str(beside))
+        read(str(beside))
     (beside / "link.txt").symlink_to("gone.txt")
     with pytest.raises(
         PromptError, match=r"link\.txt is a link to gone\.txt, which does not exist$"
     ):
-        FilePrompts("link.txt", base_dir=beside)
+        read("link.txt", base_dir=beside)
 
 
 def test_a_format_may_be_given(tmp_path: Path) -> None:
     path = file(tmp_path, "prompts", "one\ntwo")
-    assert len(FilePrompts(str(path), format="txt")) == 2
+    assert len(read(str(path), format="txt")) == 2
     (tmp_path / "latin").write_bytes(b"one\ntw\xe9\n")
     assert "latin, line 2, byte 3: not UTF-8" in refused(tmp_path / "latin", format="txt")
 
 
 def test_a_limit_takes_the_first_rows() -> None:
-    assert len(ListPrompts(["a", "b", "c"], limit=2)) == 2
-    with pytest.raises(PromptError, match="limit is 0, expected an integer >= 1"):
-        ListPrompts(["a"], limit=0)
+    assert len(listed(["a", "b", "c"], limit=2)) == 2
 
 
 def test_a_data_set_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from retrain import Action, Environment, Prompt, PromptSource, Row, StepResult
 from retrain.assembly import Given, assemble
-from retrain.check import check_environment
+from retrain.check import check_environment, check_subject
 from retrain.config import parse_config
 from retrain.errors import ConfigError
 from retrain.pipeline.checkpoint import group_from_json, group_to_json
@@ -75,8 +75,8 @@ def test_an_environment_may_have_its_own_tasks(tasks: Any, answers: list[Any]) -
     ("tasks", "message"),
     [
         (0, "is empty, expected at least one prompt"),
-        (True, "prompts: Own.prompts() returned True, expected rows, or the number of tasks"),
-        ("text", "expected rows, or the number of tasks"),
+        (True, "prompts: Own.prompts() returned True, expected rows"),
+        ("text", "returned 'text', expected rows"),
         ([{"answer": 1}, 5], "prompts: Own.prompts(), row 1: got int, expected a string, or a map"),
     ],
 )
@@ -181,4 +181,9 @@ def test_siblings_share_the_task_and_a_resumed_run_rolls_the_same(tmp_path: Path
 
 async def test_the_kit_plays_an_environment_that_rolls_a_die_for_each_rollout() -> None:
     findings = await check_environment(Dice)
+    assert [str(finding) for finding in findings if not finding.good] == []
+
+
+async def test_the_kit_plays_an_environments_own_tasks() -> None:
+    findings = await check_subject("guess_number")  # the samples' answers are out of its range
     assert [str(finding) for finding in findings if not finding.good] == []

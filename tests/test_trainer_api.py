@@ -259,7 +259,7 @@ def test_two_columns_that_could_be_the_response_are_refused_for_sft(nothing_load
     trainer = SFTTrainer.from_pretrained("tiny", backend=SMALL["backend"])
     with pytest.raises(PromptError, match="output, solution could each be the response"):
         trainer.fit([{"prompt": "a", "output": "b", "solution": "c"}])
-    with pytest.raises(ConfigError, match=r"row 0 .* no assistant tokens.* columns are topic: add"):
+    with pytest.raises(ConfigError, match=r"row 0: .* no assistant .* columns are topic: add"):
         trainer.fit([{"prompt": "a", "topic": "b"}])
 
 

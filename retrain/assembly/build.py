@@ -18,14 +18,15 @@ from retrain.assembly.packages import installed, missing_packages
 from retrain.assembly.parts import Given, Parts
 from retrain.chat.formats.base import Format
 from retrain.chat.probing import KIND
-from retrain.config import Plugin, RunConfig
+from retrain.config import Plugin, PromptsConfig, RunConfig
 from retrain.config.foreign import HOMES
 from retrain.config.paths import find_file, find_model
 from retrain.config.plugins import built_in_names, construct, find_plugin
 from retrain.config.problems import keys_of, problems_of
 from retrain.environment import Environment
 from retrain.errors import ConfigError, PluginError, PromptError, UserCodeError, install_command
-from retrain.prompts import FilePrompts, ListPrompts, Origin, PromptSource
+from retrain.prompts import Origin, PromptSource
+from retrain.prompts.building import built
 from retrain.prompts.examples import Pairs
 from retrain.rewarding import Scorer, WeightedReward, weighted_reward
 from retrain.rollout.opponents import Opponent, opponent_of
@@ -56,28 +57,30 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
         partial(make, "algorithm", config.algorithm, "algorithm", config), given.algorithm
     )
 
-    def rows_of(plugin: Plugin, where: str, source: PromptSource | None) -> PromptSource:
-        made = source
-        if made is None:
-            origin = Origin(where, config.base_dir, lambda: construct("environment", environment()))
-            made = make("prompts", plugin, where, config, origin=origin)
-        count = construct(where, lambda: len(made))
-        if not count:
-            raise PromptError(
-                f"{where}: {type(made).__name__} is empty, expected at least one prompt"
+    def source_of(section: PromptsConfig, where: str, source: PromptSource | None) -> PromptSource:
+        if source is None:
+            origin = Origin(
+                where,
+                config.base_dir,
+                lambda: construct("environment", environment()),
+                (lambda: training().held_out) if where != "prompts" else lambda: None,
             )
-        for index in {0, count - 1}:  # a source of the user's makes the others during the run
-            construct(where, partial(made.checked_row, index))
-        return construct(where, lambda: algorithm().rows(made))
+            source = built(section, origin, keys_of(RunConfig))
+        return _checked(where, source)
 
-    rows = attempt(lambda: rows_of(config.prompts, "prompts", given.prompts))
-    held_out: Callable[[], PromptSource | None] = attempt(
+    def rows_of(made: PromptSource, where: str) -> PromptSource:
+        return construct(where, lambda: made.each(algorithm().rows))
+
+    training = attempt(lambda: source_of(config.prompts, "prompts", given.prompts))
+    rows = attempt(lambda: rows_of(training(), "prompts"))
+    evaluated = attempt(
         lambda: (
             None
             if config.eval is None
-            else rows_of(config.eval.prompts, "eval.prompts", given.eval_prompts)
+            else source_of(config.eval.prompts, "eval.prompts", given.eval_prompts)
         )
     )
+    held_out = attempt(lambda: (made := evaluated()) and rows_of(made, "eval.prompts"))
     scorer = attempt(partial(_scorer, config), given.scorer)
     opponents = attempt(lambda: _opponents(config, environment(), scorer()))
     options = attempt(partial(_options, config))
@@ -119,11 +122,23 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
         warnings=(
             *warnings_about(config, loss, capabilities),
             *options().warnings(config),
+            *(f"prompts: {text}" for text in training().warnings),
             *_dropped(rows()),
             *_unanswered(scorer(), rows(), "prompts"),
             *_unanswered(scorer(), held_out(), "eval.prompts"),
         ),
     )
+
+
+def _checked(where: str, source: PromptSource) -> PromptSource:
+    """A source with rows, of which the first and the last one are good."""
+    count = construct(where, lambda: len(source))
+    if not count:
+        name = source.name or type(source).__name__
+        raise PromptError(f"{where}: {name} is empty, expected at least one prompt")
+    for index in {0, count - 1}:  # a source of the user's makes the others during the run
+        construct(where, partial(source.checked_row, index))
+    return source
 
 
 def _failed() -> NoReturn:
@@ -144,13 +159,14 @@ def _dropped(prompts: PromptSource) -> Iterator[str]:
 def _unanswered(scorer: Scorer, prompts: PromptSource | None, where: str) -> Iterator[str]:
     """A warning only, since a reward may work without an answer."""
     needy = [r.name for r in scorer.rewards if getattr(r.calculator, "needs_answer", False)]
-    if not needy or not isinstance(prompts, ListPrompts):  # whose rows are in memory
+    if not needy or prompts is None or not prompts.read_at_start:
         return
-    if all(prompts.row(index).answer is None for index in range(len(prompts))):
-        path = f" of {prompts.path}" if isinstance(prompts, FilePrompts) else ""
+    first = min(len(prompts), 1000)
+    if all(prompts.checked_row(index).answer is None for index in range(first)):
+        rows = "no row" if first == len(prompts) else f"none of the first {first} rows"
         yield (
-            f"{where}: no row{path} has an answer, but the reward {', '.join(needy)} asks for one: "
-            f"add an `answer` to the rows, or set {where}.answer_column"
+            f"{where}: {rows} of {prompts.name} has an answer, but the reward {', '.join(needy)} "
+            f"asks for one: add an `answer` to the rows, or set {where}.answer_column"
         )
 
 

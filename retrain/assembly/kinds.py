@@ -13,14 +13,14 @@ from retrain.config.plugins import Kind, construct, find_plugin
 from retrain.config.problems import keys_of
 from retrain.environment import Environment
 from retrain.observe.callbacks import Callback
-from retrain.prompts import PromptSource
+from retrain.prompts.building import PROMPTS
 from retrain.rewarding import REWARD
 
 KINDS = {
     "environment": Kind("environment", Environment),
     "reward": REWARD,
     "algorithm": Kind("algorithm", Algorithm),
-    "prompts": Kind("prompts", PromptSource),
+    "prompts": PROMPTS,
     "backend": Kind("backend", AdapterOptions),
     "logger": Kind("logger", Callback),
 }
@@ -31,22 +31,20 @@ def target_of(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
     return find_plugin(KINDS[kind], plugin.type, f"{where}.type", config.base_dir)
 
 
-def maker(
-    kind: str, plugin: Plugin, where: str, config: RunConfig, **given: object
-) -> partial[Any]:
-    """A section's class with its keys, checked and bound; `given` are further arguments."""
+def maker(kind: str, plugin: Plugin, where: str, config: RunConfig) -> partial[Any]:
+    """A section's class with its keys, checked and bound."""
     target = target_of(kind, plugin, where, config)
     keys = bind(
         target,
         plugin.arguments,
         where,
-        given={"base_dir": config.base_dir, **given},
+        given={"base_dir": config.base_dir},
         beside=type(plugin).model_fields,
         known=keys_of(RunConfig),
     )
     return partial(target, **keys)
 
 
-def make(kind: str, plugin: Plugin, where: str, config: RunConfig, **given: object) -> Any:
+def make(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
     """One instance of a section's class. Raises ConfigError."""
-    return construct(where, maker(kind, plugin, where, config, **given))
+    return construct(where, maker(kind, plugin, where, config))

@@ -17,8 +17,9 @@ from retrain.errors import PluginError
 from retrain.rewarding import NAMES, FunctionReward
 
 SECTIONS = {"AlgorithmConfig": "algorithm", "RewardConfig": "reward"}
-"""Models with declared keys, and their kinds; the other plug-in sections share the model Plugin."""
-SHARED = {"prompts": "prompts", "environment": "environment", "backend": "backend"}
+"""Models with declared keys, and their kinds."""
+SHARED = {"prompts": "PromptsConfig", "environment": "Plugin", "backend": "Plugin"}
+"""The sections of one plug-in, and their models."""
 Json = dict[str, Any]  # any: JSON values
 
 
@@ -33,9 +34,9 @@ def run_schema() -> Json:
             entry.setdefault("description", model["description"])
     for model, kind in SECTIONS.items():
         models[model] = _with_keys(models[model], kind, models)
-    for section, kind in SHARED.items():
+    for section, model in SHARED.items():
         about = {"description": sections[section]["description"]}
-        sections[section] = _with_keys(models["Plugin"], kind, models) | about
+        sections[section] = _with_keys(models[model], section, models) | about
     sections["loggers"]["items"] = _with_keys(models["Plugin"], "logger", models)
     sections["prompts"]["type"] = ["object", "string", "array"]
     held_out = models["EvalConfig"]["properties"]

@@ -91,7 +91,7 @@ def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(opponents := full.get("opponents"), Mapping):
         full["opponents"] = {seat: _typed(value) for seat, value in opponents.items()}
     if "prompts" in full:
-        full["prompts"] = _prompts(full["prompts"])
+        full["prompts"] = prompts_section(full["prompts"])
     if isinstance(held_out := full.get("eval"), dict):
         full["eval"] = _spelt_out(held_out)
     return full
@@ -101,7 +101,8 @@ def _typed(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-def _prompts(value: Any) -> Any:
+def prompts_section(value: Any) -> Any:
+    """Expand the short forms of `prompts`."""
     if isinstance(value, str) and _is_file(value):
         return {"type": "file", "path": value}
     return {"type": "list", "rows": value} if isinstance(value, list) else _typed(value)

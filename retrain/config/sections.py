@@ -40,6 +40,34 @@ class Plugin(BaseModel):
         return dict(self.model_extra or {})
 
 
+class PromptsConfig(Plugin):
+    """Where the rows come from, and what is made of them: first the rows are chosen by `filter`,
+    then changed by `map`, then counted by `limit`, then split by `held_out`."""
+
+    prompt_column: str | None = None
+    """The column of the prompt, if it is not `prompt` or `messages`."""
+    answer_column: str | None = None
+    """The column of the answer, if it is not `answer`."""
+    system: str | None = None
+    """A system message to put before every prompt."""
+    filter: str | dict[str, Any] | None = None
+    """The rows to use: a condition on columns, such as {level: 3}, {level: [3, 4]},
+    {level: {min: 3}} or {level: {not: 5}}, or a function of the row as path/file.py:name."""
+    map: str | dict[str, Any] | None = None
+    """New columns: {answer: {after: "####"}}, the name of a column, a template such as
+    "Question: {question}"; or a function that returns the new row, as path/file.py:name."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Use only the first rows, at most this many."""
+    held_out: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep this fraction of the rows from training, for `eval: {prompts: held_out}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_plugin(cls, value: Any) -> Any:  # of any type: not validated yet
+        given = type(value) is Plugin
+        return {"type": value.type, **value.arguments} if given else value
+
+
 class RewardConfig(Plugin):
     """What scores a rollout; the reward is the sum of all entries by weight."""
 
@@ -230,8 +258,9 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     """Rollouts on held-out prompts, reported and not trained."""
 
-    prompts: Plugin
-    """The held-out prompts, as in `prompts`."""
+    prompts: PromptsConfig
+    """The prompts to evaluate on, as in `prompts`; `held_out` for those that `prompts.held_out`
+    keeps from training."""
     every: Annotated[int, Field(ge=1)] = 50
     """Steps between evaluations."""
     samples: Annotated[int, Field(ge=1)] = 4
@@ -281,7 +310,7 @@ class RunConfig(Section):
     """The name of the run directory in `runs/`; by default the config file's name."""
     model: str = "tiny"
     """`tiny`, a local model folder, or a Hugging Face id."""
-    prompts: Plugin = Plugin(type="environment")
+    prompts: PromptsConfig = PromptsConfig(type="environment")
     """The prompts or examples to train on: a source, a file's path, or a list of rows. An
     environment with tasks of its own needs none."""
     environment: Plugin = Plugin(type="single_turn")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -32,9 +32,9 @@ from retrain.pipeline.mismatch import MismatchWatch
 from retrain.pipeline.outage import Outage
 from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import Signal
-from retrain.prompts import epoch_order
+from retrain.prompts.lengths import long_prompts
 from retrain.rollout import Playback, Rollouts, Slot
-from retrain.types import Group, Metrics, Prompt, Ticket
+from retrain.types import Group, Message, Metrics, Prompt, Ticket
 
 if TYPE_CHECKING:
     from retrain.endpoint.server import EndpointServer
@@ -59,7 +59,7 @@ class Run:
         self, config: RunConfig, parts: Parts, run_dir: RunDirectory, callbacks: Callbacks
     ) -> None:
         self.config, self.parts, self.callbacks = config, parts, callbacks
-        train, rows = config.train, len(parts.prompts)
+        train = config.train
         self.sampled = parts.algorithm.source == "rollouts"
         """Whether the model plays rollouts; otherwise the rows of the data set are trained."""
         self.step = 0
@@ -79,7 +79,7 @@ class Run:
         """Where the exported model is."""
         self.record = Recorder(run_dir, parts.algorithm)
         self.checkpoints = Checkpoints(run_dir.checkpoints)
-        self.ledger = Ledger(lambda e: epoch_order(e, rows, train.seed, train.shuffle))
+        self.ledger = Ledger(lambda e: parts.prompts.order(e, train.seed, train.shuffle))
         self.kept: dict[Ticket, Group] = {}
         """Finished groups of the checkpoint, until their tickets are issued again."""
         most_open = (config.staleness.target + 1) * train.groups_per_step
@@ -137,6 +137,7 @@ class Run:
             door,
             self.parts.opponents,
         )
+        self._warn_of_long_prompts()
         self.record.decode = adapter.tokenizer.decode
         self.parts.learner.attach(adapter)
         try:
@@ -146,6 +147,24 @@ class Run:
             for opponents in (self.parts.opponents, self.parts.eval_opponents):
                 for opponent in opponents.values():
                     await opponent.close()
+
+    def _warn_of_long_prompts(self) -> None:
+        """Warn of prompts that leave less than `sampling.max_tokens` of the context."""
+        most, context = self.config.sampling.max_tokens, self.rollouts.context_length
+
+        def tokens(messages: Sequence[Message]) -> int:
+            return len(self.chat.begin(messages).prompt_ids)
+
+        with suppress(Exception):  # of the template: a rollout reports it
+            if self.sampled and (text := long_prompts(self.parts.prompts, tokens, context - most)):
+                logger.warning(
+                    "prompts: %s. With sampling.max_tokens (%d) they exceed the context of %d "
+                    "tokens: their completions are cut off, or their rollouts are invalid. Shorten "
+                    "them, or leave them out by `filter`.",
+                    text,
+                    most,
+                    context,
+                )
 
     # --- what callbacks use
 
@@ -187,13 +206,13 @@ class Run:
     @property
     def at_epoch_start(self) -> bool:
         """Whether the next step is the first of an epoch."""
-        per_step, rows = self.config.train.groups_per_step, max(1, len(self.parts.prompts))
+        per_step, rows = self.config.train.groups_per_step, self.parts.prompts.epoch_length
         return ((self.step - self.data_since) * per_step) % rows < per_step
 
     def epochs(self, step: int) -> int:
         """Epochs completed by `step`. In an epoch as many prompts are trained as there are rows."""
         trained = (step - self.data_since) * self.config.train.groups_per_step
-        return trained // max(1, len(self.parts.prompts))
+        return trained // self.parts.prompts.epoch_length
 
     def result(self, status: Status) -> TrainingResult:
         """The outcome of the run so far."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +20,9 @@ from retrain.environment import Environment
 from retrain.errors import PromptError, blame
 from retrain.types import Message, Prompt, Row, Ticket
 
-Numbered = tuple[str, Any]
-"""A row's place, such as "line 3", and the row."""
+
+class EmptyPromptError(ValueError):
+    """The prompt of a row is empty: such a row is skipped."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Origin:
     """The config file's folder."""
     environment: Callable[[], Environment]
     """Makes an instance of the run's environment; raises ConfigError if that fails."""
+    held_out: Callable[[], PromptSource | None] = lambda: None
+    """What `prompts.held_out` keeps from training; only for evaluations."""
 
 
 class PromptSource(ABC):
@@ -43,8 +46,18 @@ class PromptSource(ABC):
     receives the config file's folder.
     """
 
+    name = ""
+    """What to call it in messages."""
     opened = False
     """Whether the environment writes the first messages, so that a row needs no prompt."""
+    read_at_start = False
+    """Whether to read and check all rows at the start, instead of the first and the last one."""
+    warnings: Sequence[str] = ()
+    """What was found when all rows were checked."""
+    sizes: Sequence[int] = ()
+    """The bytes of each row's messages, if all were read."""
+    held_out: PromptSource | None = None
+    """The rows that `prompts.held_out` keeps from training."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -57,9 +70,35 @@ class PromptSource(ABC):
         `messages`.
         """
 
+    def rows(self) -> Iterator[Row | Mapping[str, Any] | str]:
+        """All rows in their order; override it if that is faster than by `row`."""
+        return map(self.row, range(len(self)))
+
+    def order(self, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
+        """The rows of an epoch in the order in which they are issued, each at most once.
+
+        The same for the same arguments, so that a resumed run continues in the same order.
+        """
+        return epoch_order(epoch, len(self), seed, shuffle)
+
+    @property
+    def epoch_length(self) -> int:
+        """The number of rows in each `order`."""
+        return len(self)
+
+    def each(self, change: Callable[[PromptSource], PromptSource]) -> PromptSource:
+        """The changed source; a mixture changes each of its sources."""
+        return change(self)
+
+    def location(self, index: int) -> str:
+        """Where a row is in the source, such as "line 3"."""
+        return f"row {index}"
+
     def place(self, index: int) -> str:
         """What to call a row in messages."""
-        return f"{type(self).__name__}.row({index})"
+        if not self.name:
+            return f"{type(self).__name__}.row({index})"
+        return f"{self.name}, {self.location(index)}"
 
     def checked_row(self, index: int) -> Row:
         """What `row` returns, as a Row. Raises PromptError for anything else."""
@@ -90,33 +129,6 @@ def epoch_order(epoch: int, rows: int, seed: int, shuffle: bool) -> list[int]:
     if shuffle:
         random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
-
-
-def parse_rows(
-    rows: Sequence[Numbered],
-    source: str,
-    prompt_column: str | None,
-    answer_column: str | None,
-    system: str | None,
-    limit: int | None,
-) -> list[Row]:
-    """The first `limit` rows of `source`. Raises PromptError with the source and the row."""
-    if limit is not None and limit < 1:
-        raise PromptError(f"{source}: limit is {limit}, expected an integer >= 1")
-    taken = rows if limit is None else rows[:limit]
-    if not taken:
-        raise PromptError(f"{source} is empty, expected at least one prompt")
-    parsed = []
-    for where, raw in taken:
-        try:
-            row = parse_row(raw, prompt_column, answer_column)
-        except ValueError as error:
-            raise PromptError(f"{source}, {where}: {error}") from None
-        if system is not None:
-            first: Message = {"role": "system", "content": system}
-            row = row._replace(messages=(first, *row.messages))
-        parsed.append(row)
-    return parsed
 
 
 def as_row(raw: Any, *, opened: bool = False) -> Row:
@@ -158,7 +170,7 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise ValueError(f"got {type(value).__name__}, expected a string or a list of messages")
     if not value:
-        raise ValueError("the list of messages is empty")
+        raise EmptyPromptError("the list of messages is empty")
     return tuple(_message(index, message) for index, message in enumerate(value))
 
 
@@ -173,7 +185,7 @@ def _message(index: int, message: Any) -> Message:
 
 def _user(text: str) -> tuple[Message, ...]:
     if not text.strip():
-        raise ValueError("the prompt is empty")
+        raise EmptyPromptError("the prompt is empty")
     return ({"role": "user", "content": text},)
 
 
@@ -186,7 +198,7 @@ def _prompt_column(row: Mapping[str, Any], wanted: str | None) -> str:
         raise ValueError("has both `prompt` and `messages`: remove one, or set prompt_column")
     for name in usual:
         if name in row:
-            raise ValueError(f"`{name}` is null, expected a string or a list of messages")
+            raise EmptyPromptError(f"`{name}` is null, expected a string or a list of messages")
     raise ValueError(
         f"column `{'` or `'.join(usual)}` is missing; its columns are {_columns(row)}; name the "
         "right one by prompt_column (in a trainer: column_mapping)"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from retrain.chat.tools import tools_of
 from retrain.errors import PromptError, shown
 from retrain.prompts.base import PromptSource, parse_messages
-from retrain.prompts.sources.list import ListPrompts
+from retrain.prompts.sequences import SequencePrompts
 from retrain.types import Message, Row
 
 T = TypeVar("T")
@@ -29,11 +29,11 @@ TOOLS = "tools"
 EQUAL = "chosen equals rejected"
 
 
-class _Examples(ListPrompts):
+class _Examples(SequencePrompts):
     """The rows of a source in one form."""
 
-    def __init__(self, rows: Sequence[Row], dropped: Mapping[str, int]) -> None:
-        self._rows = [*rows]
+    def __init__(self, rows: list[Row], dropped: Mapping[str, int]) -> None:
+        super().__init__(rows, "the examples")
         self.dropped = dropped
         """The number of dropped rows or prompts per reason."""
 
@@ -160,7 +160,6 @@ def _paired(scored: Sequence[_Scored], column: str) -> tuple[list[Row], Counter[
 
 
 def _parsed(prompts: PromptSource, parse: Callable[[Row], T]) -> list[T]:
-    source = getattr(prompts, "path", "the data set")
     parsed = []
     for index in range(len(prompts)):
         row = prompts.checked_row(index)
@@ -168,7 +167,7 @@ def _parsed(prompts: PromptSource, parse: Callable[[Row], T]) -> list[T]:
             tools_of(row.metadata.get(TOOLS))
             parsed.append(parse(row))
         except (TypeError, ValueError) as error:
-            raise PromptError(f"{source}, row {index} (from 0): {error}") from None
+            raise PromptError(f"{prompts.place(index)}: {error}") from None
     return parsed
 
 

@@ -264,7 +264,7 @@ class BaseTrainer(ABC):
     def _finished_plan(self, plan: Plan) -> tuple[RunConfig, Parts]:
         """The plan's parts, and its config with a run directory and the number of steps."""
         parts = assemble(plan.config, plan.given)
-        steps = self._total_steps(plan, len(parts.prompts))
+        steps = self._total_steps(plan, parts.prompts.epoch_length)
         train_section = plan.config.train.model_copy(update={"total_train_steps": steps})
         update = {"train": train_section, "run_dir": unused_folder(plan.config)}
         config = plan.config.model_copy(update=update)

@@ -17,8 +17,10 @@ from pydantic import Field
 
 from retrain.config import Section
 from retrain.errors import NotFoundError, PromptError
-from retrain.prompts import ListPrompts, PromptSource, load_dataset
-from retrain.prompts.files import FORMATS, read_rows
+from retrain.prompts import PromptSource, load_dataset
+from retrain.prompts.files import FORMATS, table_of
+from retrain.prompts.preparing import prepared
+from retrain.prompts.sequences import SequencePrompts
 from retrain.trainer.columns import HELPSTEER, Wanted, mapping_of, renamed
 from retrain.types import Prompt
 
@@ -74,7 +76,7 @@ def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions
         raise PromptError(f"{source} is empty, expected at least one row")
     columns = list(map(str, rows[0])) if isinstance(rows[0], Mapping) else []
     mapping = mapping_of(columns, wanted, options.column_mapping, source) if columns else {}
-    prompts = ListPrompts([renamed(row, mapping) for row in rows])
+    prompts = prepared(SequencePrompts([renamed(row, mapping) for row in rows], source))
     label = {
         "type": "given",
         "source": source,
@@ -107,7 +109,7 @@ def _named(name: str, options: DataOptions) -> Sequence[Any]:
         raise PromptError("dataset: got an empty string, expected a path or a Hub id")
     path = Path(name).expanduser()
     if path.is_file():
-        return [row for _, row in read_rows(path)]
+        return list(table_of(path))
     if not path.is_dir() and _looks_like_a_path(name):
         raise NotFoundError(f"dataset: no file or folder {path}")
     return [dict(row) for row in load_dataset(name, options.name, options.split)]

@@ -1,36 +1,71 @@
-"""A file of rows."""
+"""Files of rows."""
 
 from __future__ import annotations
 
+import glob
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from retrain.config.paths import find_file
+from retrain.config.paths import find_file, places
 from retrain.errors import PromptError
-from retrain.prompts.base import parse_rows
-from retrain.prompts.files import Format, read_rows
-from retrain.prompts.sources.list import ListPrompts
+from retrain.prompts.base import PromptSource
+from retrain.prompts.files import Format, table_of
 
 
-class FilePrompts(ListPrompts):
-    """A file of rows: jsonl, json (a list), csv, txt (one prompt per line) or parquet.
+class FilePrompts(PromptSource):
+    """A file of rows, or several: jsonl, json (a list), csv, txt (one prompt per line) or parquet.
 
     Args:
-        path: The file, in the config's folder or else in the working folder.
+        path: The file, in the config's folder or else in the working folder. A pattern such as
+            data/*.jsonl stands for all files that match, in the order of their names.
         format: The format, if it can't be inferred from the file extension.
 
     Raises PromptError with the file and the line.
     """
 
+    read_at_start = True
+
     def __init__(
-        self,
-        path: str,
-        format: Format | None = None,
-        prompt_column: str | None = None,
-        answer_column: str | None = None,
-        system: str | None = None,
-        limit: int | None = None,
-        base_dir: Path | None = None,
+        self, path: str, format: Format | None = None, base_dir: Path | None = None
     ) -> None:
-        self.path = find_file(path, base_dir, error=PromptError)
-        rows = read_rows(self.path, format)
-        self._rows = parse_rows(rows, str(self.path), prompt_column, answer_column, system, limit)
+        self._tables = [table_of(file, format) for file in _files(path, base_dir)]
+        self._ends = array("Q")
+        for table in self._tables:
+            self._ends.append(len(table) + (self._ends[-1] if self._ends else 0))
+        self.name = path if len(self._tables) > 1 else str(self._tables[0].path)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def row(self, index: int) -> Any:  # checked by the caller
+        number, within = self._at(index)
+        return self._tables[number][within]
+
+    def rows(self) -> Iterator[Any]:
+        return chain.from_iterable(self._tables)
+
+    def location(self, index: int) -> str:
+        number, within = self._at(index)
+        where = self._tables[number].location(within)
+        return f"{self._tables[number].path.name}, {where}" if len(self._tables) > 1 else where
+
+    def _at(self, index: int) -> tuple[int, int]:
+        """The number of the file of a row, and the row's index in it."""
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)
+
+
+def _files(path: str, base_dir: Path | None) -> list[Path]:
+    """The file, or the files that match a pattern."""
+    tried = places(path, base_dir)
+    if not glob.has_magic(path) or any(map(os.path.isfile, tried)):
+        return [find_file(path, base_dir, error=PromptError)]
+    for pattern in tried:
+        if found := sorted(filter(os.path.isfile, glob.glob(str(pattern), recursive=True))):
+            return list(map(Path, found))
+    raise PromptError(f"no file matches {' or '.join(map(str, tried))}")

@@ -1,0 +1,252 @@
+"""The keys that every source has: which rows are used, and what is made of them.
+
+All rows of most sources are read once, at the start: bad ones are errors, empty ones are skipped,
+and equal ones are counted. What is kept is the index of each row, not the row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from retrain.config import PromptsConfig
+from retrain.errors import ConfigError, PromptError, blame
+from retrain.prompts.base import EmptyPromptError, PromptSource
+from retrain.prompts.shaping import Raw, Shape
+from retrain.types import Row
+
+T = TypeVar("T")
+NAMED = 5
+"""How many rows a warning names."""
+_SCALE = 2**64
+NOTHING = PromptsConfig(type="given")
+
+
+class PreparedPrompts(PromptSource):
+    """Some rows of a source, changed."""
+
+    def __init__(self, source: PromptSource, shape: Shape, kept: Sequence[int]) -> None:
+        self._source, self._shape, self._kept = source, shape, kept
+        self.name, self.opened = source.name, source.opened
+        self.read_at_start = source.read_at_start
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def row(self, index: int) -> Row:
+        shape = self._shape
+        return shape.row(shape.changed(self._source.row(self._kept[index])))
+
+    def checked_row(self, index: int) -> Row:
+        number = self._kept[index]
+        return _blamed(self._source.place, number, lambda: self.row(index))
+
+    def location(self, index: int) -> str:
+        return self._source.location(self._kept[index])
+
+    def place(self, index: int) -> str:
+        return self._source.place(self._kept[index])
+
+
+def prepared(
+    source: PromptSource, keys: PromptsConfig = NOTHING, base_dir: Path = Path(), where: str = ""
+) -> PromptSource:
+    """The source with its keys applied; of a mixture, to each of its sources.
+
+    Raises PromptError for the first invalid row, and if no row is left.
+    """
+    where = where or "prompts"
+    return source.each(partial(_prepared, keys=keys, base_dir=base_dir, where=where))
+
+
+def _prepared(
+    source: PromptSource, keys: PromptsConfig, base_dir: Path, where: str
+) -> PromptSource:
+    shape = Shape(keys, base_dir, where, source.opened)
+    if isinstance(source, PreparedPrompts) and keys.model_fields_set <= {"type"}:
+        return source
+    if source.read_at_start or keys.filter is not None or keys.held_out is not None:
+        return _read(source, shape, keys)
+    _count(len(source), source)
+    changed = keys.map or keys.system or keys.prompt_column or keys.answer_column
+    if not changed and keys.limit is None:
+        return source
+    made = PreparedPrompts(source, shape, range(min(len(source), keys.limit or len(source))))
+    made.warnings, made.held_out = source.warnings, source.held_out
+    return made
+
+
+@dataclass
+class _Reading:
+    """What is found in the rows."""
+
+    kept: array[int] = field(default_factory=lambda: array("Q"))
+    sizes: array[int] = field(default_factory=lambda: array("Q"))
+    hashes: array[int] = field(default_factory=lambda: array("q"))
+    sides: array[int] = field(default_factory=lambda: array("Q"))
+    """Where between 0 and 2**64 - 1 each row lies; the lowest ones are held out."""
+    empty: array[int] = field(default_factory=lambda: array("Q"))
+    why: str = ""
+    """Why the first empty row is empty."""
+
+
+def _read(source: PromptSource, shape: Shape, keys: PromptsConfig) -> PromptSource:
+    found, total = _Reading(), 0
+    for index, raw in enumerate(source.rows()):
+        total += 1
+        try:
+            if not shape.keeps(raw):
+                continue
+            changed = shape.changed(raw)
+            size = quick_size(changed) if shape.plain else 0
+            row = None if size else shape.row(changed)
+            if row is not None:
+                size = size_of(row)
+        except EmptyPromptError as error:
+            found.why = found.why or f"{source.place(index)}: {error}"
+            found.empty.append(index)
+            continue
+        except Exception as error:  # noqa: BLE001 - of a filter or map, raised with the row's place
+            _raise(source.place(index), error)
+        found.kept.append(index)
+        found.sizes.append(size)
+        found.hashes.append(_hash(changed))
+        if keys.held_out is not None:
+            found.sides.append(_side(row or shape.row(changed), index))
+        if len(found.kept) == keys.limit:
+            break
+    _count(total, source)
+    return _split(source, shape, keys, found, total)
+
+
+def _split(
+    source: PromptSource, shape: Shape, keys: PromptsConfig, found: _Reading, total: int
+) -> PromptSource:
+    if not found.kept:
+        name = source.name or type(source).__name__
+        raise PromptError(found.why or f"{name}: filter keeps none of its {total} rows")
+
+    def part(chosen: Callable[[int], bool]) -> PreparedPrompts:
+        if keys.held_out is None:
+            made = PreparedPrompts(source, shape, found.kept)
+            made.sizes = found.sizes
+            return made
+        indices = [i for i, side in enumerate(found.sides) if chosen(side)]
+        made = PreparedPrompts(source, shape, array("Q", (found.kept[i] for i in indices)))
+        made.sizes = array("Q", (found.sizes[i] for i in indices))
+        return made
+
+    least = min(found.sides, default=0)
+    limit = max(int((keys.held_out or 0) * _SCALE), least + 1)
+    made = part(lambda side: side >= limit)
+    made.warnings = source.warnings
+    if not isinstance(source, PreparedPrompts):  # else they are known
+        made.warnings = [*source.warnings, *_warnings(source, found, total)]
+    made.held_out = source.held_out
+    if keys.held_out is not None:
+        made.held_out = part(lambda side: side < limit)
+        if not len(made):
+            raise PromptError(
+                f"held_out: {keys.held_out:g} of {len(found.kept)} rows leaves none to train on; "
+                "use a smaller fraction, or more rows"
+            )
+    return made
+
+
+def _warnings(source: PromptSource, found: _Reading, total: int) -> Iterator[str]:
+    if found.empty:
+        yield (
+            f"skipped {len(found.empty)} of {total} rows, whose prompt is empty: "
+            f"{named(source, found.empty)}"
+        )
+    if again := repeated(found.hashes):
+        rows = [found.kept[index] for index in again]
+        yield (
+            f"{len(rows)} of {len(found.kept)} rows repeat an earlier row, which is thus used more "
+            f"often than others: {named(source, rows)}"
+        )
+
+
+def repeated(hashes: array[int]) -> list[int]:
+    """The indices of the values that occur earlier too."""
+    in_order = sorted(hashes)
+    twice = {a for a, b in pairwise(in_order) if a == b}
+    again: list[int] = []
+    if twice:
+        seen: set[int] = set()
+        for index, value in enumerate(hashes):
+            if value in twice:
+                if value in seen:
+                    again.append(index)
+                seen.add(value)
+    return again
+
+
+def named(source: PromptSource, rows: Sequence[int]) -> str:
+    """The places of the first of these rows."""
+    first = ", ".join(source.location(row) for row in rows[:NAMED])
+    more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+    return f"{source.name}, {first}{more}" if source.name else f"{first}{more}"
+
+
+def _count(total: int, source: PromptSource) -> None:
+    if not total:
+        name = source.name or type(source).__name__
+        raise PromptError(f"{name} is empty, expected at least one prompt")
+
+
+def quick_size(raw: Raw) -> int:
+    """The bytes of the prompt of a row that is obviously valid; 0 for all others."""
+    text = raw
+    if type(raw) is dict:
+        if raw.get("messages") is not None:
+            return 0
+        text = raw.get("prompt")
+    if type(text) is not str or text.isspace():
+        return 0
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
+
+
+def size_of(row: Row) -> int:
+    """The bytes of the messages of a row."""
+    texts = [message["content"] for message in row.messages]
+    return sum(len(t) if t.isascii() else len(t.encode(errors="replace")) for t in texts)
+
+
+def _hash(raw: Raw) -> int:
+    """Of all columns; only valid in this process."""
+    try:
+        return hash(tuple(raw.items()) if type(raw) is dict else raw)
+    except TypeError:  # a list of messages, for example
+        return hash(repr(raw))
+
+
+def _side(row: Row, index: int) -> int:
+    """A number by the prompt only: equal prompts are on the same side, whatever their place."""
+    parts: object = [(message["role"], message["content"]) for message in row.messages]
+    if not parts:
+        parts = (row.answer, sorted(row.metadata.items())) if row.metadata else (row.answer, index)
+    digest = hashlib.blake2b(repr(parts).encode(errors="replace"), digest_size=8)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _blamed(place: Callable[[int], str], index: int, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - of a filter or map, raised with the row's place
+        _raise(place(index), error)
+
+
+def _raise(place: str, error: Exception) -> NoReturn:
+    """Raise what a row raised as a PromptError that names its place."""
+    if isinstance(error, ConfigError):
+        raise error
+    if type(error) is ValueError or isinstance(error, EmptyPromptError):
+        raise PromptError(f"{place}: {error}") from None
+    raise PromptError(str(blame(place, error))) from error

@@ -1,0 +1,149 @@
+"""What the keys `filter`, `map`, `system`, `prompt_column` and `answer_column` make of a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from retrain.config import PromptsConfig
+from retrain.config.plugins import find_function
+from retrain.errors import PromptError, shown
+from retrain.prompts.base import as_row, parse_row
+from retrain.types import Message, Row
+
+Raw = Any  # a string, a mapping or a Row, or a user's mistake
+_NAMED = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
+"""{{name}}, for the braces themselves, or {name}."""
+RANGE = {"min", "max", "not"}
+
+
+class Shape:
+    """Chooses and changes rows by the keys of a source."""
+
+    def __init__(self, keys: PromptsConfig, base_dir: Path, where: str, opened: bool) -> None:
+        self._keys, self._opened = keys, opened
+        self._keeps, self._changed = (
+            find_function(key, base_dir, f"{where}.{name}") if isinstance(key, str) else key
+            for name, key in (("filter", keys.filter), ("map", keys.map))
+        )
+        first: Message = {"role": "system", "content": keys.system or ""}
+        self._first = (first,) if keys.system is not None else ()
+        self.plain = not (opened or self._first or keys.prompt_column or keys.answer_column)
+        """Whether a row is used as it is, so that `quick_size` can check it."""
+
+    def keeps(self, raw: Raw) -> bool:
+        """Whether `filter` keeps the row. Raises ValueError for a column that it lacks."""
+        keeps = self._keeps
+        if keeps is None:
+            return True
+        if callable(keeps):
+            return bool(keeps(_columns(raw)))
+        columns = _columns(raw)
+        return all(_holds(_column(columns, name), wanted) for name, wanted in keeps.items())
+
+    def changed(self, raw: Raw) -> Raw:
+        """What `map` makes of the row."""
+        if self._changed is None:
+            return raw
+        columns = _columns(raw)
+        if callable(self._changed):
+            return self._changed(columns)
+        new = {name: _made(columns, name, what) for name, what in self._changed.items()}
+        replaced = {"prompt": "messages", "messages": "prompt"}
+        dropped = {replaced[name] for name in new if name in replaced}
+        return {**{k: v for k, v in columns.items() if k not in dropped}, **new}
+
+    def row(self, raw: Raw) -> Row:
+        """The Row of a changed row. Raises ValueError that says what was expected."""
+        keys = self._keys
+        if isinstance(raw, Row) or self._opened:
+            row = as_row(raw, opened=self._opened)
+        else:
+            row = parse_row(raw, keys.prompt_column, keys.answer_column)
+        return row._replace(messages=(*self._first, *row.messages)) if self._first else row
+
+
+def _columns(raw: Raw) -> dict[str, Any]:
+    """A row as a mapping."""
+    if isinstance(raw, Row):
+        return {"messages": list(raw.messages), "answer": raw.answer, **raw.metadata}
+    if isinstance(raw, Mapping):
+        return dict(raw)
+    if isinstance(raw, str):
+        return {"prompt": raw}
+    raise ValueError(f"got {type(raw).__name__}, expected a string or a mapping")
+
+
+def _column(columns: Mapping[str, Any], name: str) -> Any:
+    if name not in columns:
+        names = ", ".join(map(str, columns)) or "none"
+        raise ValueError(f"column `{name}` is missing; its columns are {names}")
+    return columns[name]
+
+
+def _holds(value: Any, wanted: Any) -> bool:
+    """Whether a column fits its condition: a value, a list of them, or {min, max, not}."""
+    if not isinstance(wanted, Mapping):
+        return any(_same(value, one) for one in (wanted if isinstance(wanted, list) else [wanted]))
+    if not wanted or not wanted.keys() <= RANGE:
+        raise PromptError(
+            f"filter: got {shown(dict(wanted))}, expected a value, a list of values, or a mapping "
+            "of min, max and not"
+        )
+    low, high, other = wanted.get("min"), wanted.get("max"), wanted.get("not")
+    if low is None and high is None:
+        return not _holds(value, other)
+    number = _number(value)
+    if number is None:
+        return False
+    fits = (low is None or number >= low) and (high is None or number <= high)
+    return fits and ("not" not in wanted or not _holds(value, other))
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """Equal, or the same number: csv has strings only."""
+    if isinstance(value, str) and type(wanted) in (int, float):
+        return bool(_number(value) == wanted)
+    return bool(value == wanted) and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _made(columns: Mapping[str, Any], name: str, what: Any) -> Any:
+    """The new column `name`: another column, a template, or a part of a column."""
+    if isinstance(what, str):
+        if what in columns:
+            return columns[what]
+        if not _NAMED.search(what):
+            return _column(columns, what)
+        return _filled(what, columns)
+    if isinstance(what, list):  # messages
+        return [{key: _filled(text, columns) for key, text in message.items()} for message in what]
+    if not isinstance(what, Mapping) or not {"after"} <= what.keys() <= {"after", "column"}:
+        raise PromptError(
+            f"map.{name}: got {shown(what)}, expected a column, a template such as "
+            '"Question: {question}", or {after: "####"}'
+        )
+    text = _column(columns, what.get("column", name))
+    if not isinstance(text, str):
+        raise ValueError(f"column `{what.get('column', name)}` is {shown(text)}, expected a string")
+    _, mark, tail = text.rpartition(what["after"])
+    if not mark:
+        raise ValueError(f"{what['after']!r} is not in {shown(text)} (map.{name})")
+    return tail.strip()
+
+
+def _filled(text: str, columns: Mapping[str, Any]) -> str:
+    """A template with the columns in place of their {names}."""
+
+    def value(match: re.Match[str]) -> str:
+        return f"{{{match[1]}}}" if match[1] else str(_column(columns, match[2]))
+
+    return _NAMED.sub(value, text)
