@@ -20,8 +20,9 @@ _HOMES = {
     "retrain.config.plugins": "find_function",
     "retrain.environment": "Action Endpoint Environment StepResult ToolCall ToolSpec",
     "retrain.errors": (
-        "AdapterError CheckpointError ConfigError DeadlineError NoSignalError NonFiniteError "
-        "OutageError PluginError PromptError RetrainError RunError StallError UserCodeError"
+        "AdapterError BudgetError CheckpointError ConfigError DeadlineError NoSignalError "
+        "NonFiniteError OutageError PluginError PromptError RetrainError RunError StallError "
+        "UserCodeError"
     ),
     "retrain.observe.callbacks": "Callback TrainingResult",
     "retrain.observe.loggers": "Logger",
@@ -65,7 +66,8 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.environment import Environment as Environment
     from retrain.environment import StepResult as StepResult, ToolCall as ToolCall
     from retrain.environment import ToolSpec as ToolSpec
-    from retrain.errors import AdapterError as AdapterError, CheckpointError as CheckpointError
+    from retrain.errors import AdapterError as AdapterError, BudgetError as BudgetError
+    from retrain.errors import CheckpointError as CheckpointError
     from retrain.errors import ConfigError as ConfigError, DeadlineError as DeadlineError
     from retrain.errors import NoSignalError as NoSignalError, NonFiniteError as NonFiniteError
     from retrain.errors import OutageError as OutageError

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from retrain.concurrency.deadlines import is_theirs
-from retrain.errors import UserCodeError, blame
+from retrain.errors import BudgetError, UserCodeError, blame
 from retrain.rewarding.base import RewardCalculator, Verdict
 from retrain.types import Trajectory
 
@@ -18,7 +18,7 @@ _THREADS = re.compile(r"main thread|threaded environment|event loop in thread")
 
 
 async def judged(owner: str, call: Callable[[], Awaitable[Any]]) -> Any:
-    """What the call returns, or its UserCodeError.
+    """What the call returns, or its UserCodeError. Raises BudgetError.
 
     Run it as a task: code that cancels its own task ends only that one, and `result_of` names it.
     """
@@ -27,7 +27,7 @@ async def judged(owner: str, call: Callable[[], Awaitable[Any]]) -> Any:
         if not hasattr(awaitable, "__await__"):
             return UserCodeError(f"{owner} is a plain function. Write `async def`.")
         return await awaitable
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, BudgetError):
         raise
     except BaseException as error:
         if not is_theirs(error):

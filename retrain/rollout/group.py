@@ -233,8 +233,8 @@ class _Rollout:
             prompt_ids = conversation.prompt_ids
             action = conversation.reply(completion)
             result = await self._step(action)
-            observation = () if result is None else result.observation
-            turns.append(Turn(prompt_ids, completion, observation, seat))
+            observation, reward = ((), 0.0) if result is None else result[:2]
+            turns.append(Turn(prompt_ids, completion, observation, seat, reward=reward))
             completion = None if result is None else await self._answer(result)
         if not seats.names:
             self.trajectory.messages = self.conversation.messages
