@@ -30,6 +30,7 @@ _HOMES = {
     "retrain.prompts": "PromptSource Row",
     "retrain.rewarding": "Reward RewardCalculator reward",
     "retrain.sampler": "Sampler SamplingParams Tokenizer",
+    "retrain.transport.chat": "ChatClient ChatReply",
     "retrain.types": "Batch Completion Group Message Metrics Prompt Sample Ticket Trajectory Turn",
 }
 """The public names of each module."""
@@ -82,6 +83,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.rewarding import reward as reward
     from retrain.sampler import Sampler as Sampler, SamplingParams as SamplingParams
     from retrain.sampler import Tokenizer as Tokenizer
+    from retrain.transport.chat import ChatClient as ChatClient, ChatReply as ChatReply
     from retrain.types import Batch as Batch, Completion as Completion, Group as Group
     from retrain.types import Message as Message, Metrics as Metrics, Prompt as Prompt
     from retrain.types import Sample as Sample, Ticket as Ticket, Trajectory as Trajectory

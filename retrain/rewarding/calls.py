@@ -64,8 +64,12 @@ def judged_here(owner: str, call: Callable[[], Any]) -> Any:
 
 
 def compares(calculator: RewardCalculator) -> bool:
-    """Whether it scores the rollouts of a group in one call."""
-    return type(calculator).calculate_group is not RewardCalculator.calculate_group
+    """Whether it scores the rollouts of a group in one call.
+
+    An instance may decide that itself, by setting its own `calculate_group`.
+    """
+    call = calculator.calculate_group
+    return getattr(call, "__func__", call) is not RewardCalculator.calculate_group
 
 
 async def group_verdicts(
