@@ -132,10 +132,14 @@ class Judge(RewardCalculator):
             raise ValueError(
                 "template: has no {completion} or {conversation}, so it judges nothing"
             )
-        if (self.mode == "pairwise") != ("other" in used):
+        pairwise = self.mode == "pairwise"
+        if pairwise != ("other" in used):
             raise ValueError("template: {other}, the second reply, belongs to mode pairwise only")
-        if self.mode == "pairwise" and self.criteria:
+        if pairwise and self.criteria:
             raise ValueError("criteria: mode pairwise asks for the better reply; use a rubric")
+        self._check_numbers(weights)
+
+    def _check_numbers(self, weights: Mapping[str, float]) -> None:
         if unknown := sorted(set(weights) - set(self.criteria)):
             raise ValueError(f"weights: got {unknown[0]!r}, which is not in criteria")
         if not self.scale[0] < self.scale[1]:
@@ -234,10 +238,10 @@ class Judge(RewardCalculator):
         found = last_object(text)
         names = self.criteria or ("score",)
         try:
-            scores = [self._scaled(float(found[name])) for name in names]
-        except (KeyError, TypeError):
+            scores = [float(found[name]) for name in names]
+        except (KeyError, TypeError, ValueError):
             return no_score(text)
-        return dict(zip(self.criteria or ("",), scores, strict=True))
+        return dict(zip(self.criteria or ("",), map(self._scaled, scores), strict=True))
 
     def _scaled(self, score: float) -> float:
         low, high = self.scale

@@ -93,6 +93,10 @@ KNOBS: dict[str, Knob] = {
     "rewards.0.type": Knob({"type": "exact_match"}),
     "rewards.0.weight": Knob(0.5),
     "rewards.0.name": Knob("spelling"),
+    "rewards.0.clip": Knob([0.0, 0.1]),
+    "rewards.0.only_if": Knob({"name": "environment"}),
+    "rewards.0.of": Knob([{"type": "exact_match"}], elsewhere="test_composition.py::"
+        "test_a_mistake_is_an_error_at_the_start"),
     "rewards.0.processes": Knob(
         1, elsewhere="test_reward_processes.py::test_a_run_uses_the_workers_and_ends_them"),
     "algorithm.type": Knob("rloo"),
@@ -184,6 +188,7 @@ KNOBS: dict[str, Knob] = {
 PIPE = {
     *("name", "run_dir", "base_dir", "loggers.0.type", "prompts.type", "environment.type"),
     *("rewards.0.type", "rewards.0.weight", "rewards.0.name", "algorithm.type"),
+    *("rewards.0.clip", "rewards.0.only_if"),
     *("rollout.max_turns", "rollout.setup_concurrency", "rollout.reward_concurrency"),
     *("train.shuffle", "train.no_signal", "train.max_refill", "train.stop_after_flat_steps"),
     *("train.max_failed_groups", "eval.prompts.type", "eval.every", "eval.samples"),
