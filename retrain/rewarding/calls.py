@@ -18,7 +18,7 @@ _THREADS = re.compile(r"main thread|threaded environment|event loop in thread")
 
 
 async def judged(owner: str, call: Callable[[], Awaitable[Any]]) -> Any:
-    """What the call returns, or its UserCodeError. Raises BudgetError.
+    """What the call returns, or its UserCodeError or BudgetError.
 
     Run it as a task: code that cancels its own task ends only that one, and `result_of` names it.
     """
@@ -27,8 +27,10 @@ async def judged(owner: str, call: Callable[[], Awaitable[Any]]) -> Any:
         if not hasattr(awaitable, "__await__"):
             return UserCodeError(f"{owner} is a plain function. Write `async def`.")
         return await awaitable
-    except (asyncio.CancelledError, BudgetError):
+    except asyncio.CancelledError:
         raise
+    except BudgetError as error:
+        return error
     except BaseException as error:
         if not is_theirs(error):
             raise

@@ -214,7 +214,7 @@ class Scorer:
     ) -> list[Any]:
         """All calls at once; one that fails or is late affects only its rollout.
 
-        Each has its own task, so that code that cancels its task cancels nothing else. A late call
+        Raises BudgetError. Each has its own task, so that code that cancels its task cancels nothing else. A late call
         is cancelled, but not awaited.
         """
         owner = f"reward '{part.name}'"
@@ -231,7 +231,11 @@ class Scorer:
             raise
         for task in late:
             task.end()
-        return [self._late(part) if task in late else result_of(owner, task) for task in tasks]
+        results = [self._late(part) if task in late else result_of(owner, task) for task in tasks]
+        for used_up in results:
+            if isinstance(used_up, BudgetError):
+                raise used_up
+        return results
 
     async def _in_threads(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
