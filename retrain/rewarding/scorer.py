@@ -214,8 +214,8 @@ class Scorer:
     ) -> list[Any]:
         """All calls at once; one that fails or is late affects only its rollout.
 
-        Raises BudgetError. Each has its own task, so that code that cancels its task cancels nothing else. A late call
-        is cancelled, but not awaited.
+        Each has its own task, so that code that cancels its task cancels nothing else. A late call
+        is cancelled, but not awaited. Raises BudgetError.
         """
         owner = f"reward '{part.name}'"
         tasks = [own_task(judged(owner, call)) for call in calls]
