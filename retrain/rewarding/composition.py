@@ -68,6 +68,8 @@ class Composition:
         self._by_name = {term.name: term for term in named}
         self._gates = {term.name: gates for term, gates in _walk(terms)}
         self._check_gates()
+        self.gated = any(self.is_gated(reward.name) for reward in self.rewards)
+        """Whether some reward is not called for every rollout."""
         self.scheduled = any(isinstance(term.weight, ScheduleConfig) for term in named)
         self.weights = _plain_weights(self.terms)
         """The name and weight of each entry after the environment's reward, if that has the weight
@@ -77,11 +79,6 @@ class Composition:
     def names(self) -> tuple[str, ...]:
         """Those of all entries."""
         return tuple(self._by_name)
-
-    @property
-    def gated(self) -> bool:
-        """Whether some reward is not called for every rollout."""
-        return any(map(self.is_gated, [reward.name for reward in self.rewards]))
 
     def is_gated(self, name: str) -> bool:
         """Whether this reward is not called for every rollout."""

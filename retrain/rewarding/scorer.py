@@ -87,17 +87,19 @@ class Scorer:
             self._pool.close()
 
     async def score(self, group: Group) -> None:
-        """Set `rewards` and `reward` of the rollouts that are `ok`, or their new outcome."""
+        """Set `rewards` and `reward` of the rollouts that are `ok`, or their new outcome.
+
+        Raises BudgetError when a reward has used up its budget.
+        """
         trajectories = group.scored
         if not trajectories:
             return
         started = time.perf_counter()
         step = group.oldest_version or 0 if self.composition.scheduled else 0
-        try:
-            columns = await self._columns(trajectories, step)
-        except BaseExceptionGroup as group_of:
-            used_up = group_of.subgroup(BudgetError)
-            raise used_up.exceptions[0] if used_up else group_of from None
+        if self.composition.gated:
+            columns = await self._gated_columns(trajectories, step)
+        else:
+            columns = await together([self.verdicts(p, trajectories) for p in self.rewards])
         seconds = round(time.perf_counter() - started, 6)
         for index, trajectory in enumerate(trajectories):
             trajectory.seconds["reward"] = seconds
@@ -121,16 +123,14 @@ class Scorer:
                 fault(str(blame(owner, error)))
         return found
 
-    async def _columns(
+    async def _gated_columns(
         self, trajectories: Sequence[Trajectory], step: int
-    ) -> Sequence[Sequence[Any]]:
-        """The verdicts of each reward, one per trajectory."""
-        if not self.composition.gated:
-            return await together([self.verdicts(p, trajectories) for p in self.rewards])
+    ) -> list[Sequence[Any]]:
+        """The verdicts of each reward, called once those that its gates read are known."""
         known: list[dict[str, float]] = [dict(t.rewards) for t in trajectories]
         done = {part.name: asyncio.Event() for part in self.rewards}
 
-        async def column(part: WeightedReward) -> list[Any]:
+        async def column(part: WeightedReward) -> Sequence[Any]:
             for name in self.composition.needs(part.name):
                 await done[name].wait()
             admits = [self.composition.admits(part.name, values, step) for values in known]
@@ -148,7 +148,8 @@ class Scorer:
 
     def _add_up(self, trajectory: Trajectory, row: Sequence[Any], step: int) -> None:
         """Set `rewards` and `reward`, or another outcome; raises UserCodeError."""
-        rewards, divided = trajectory.rewards, dict[str, Reward]()
+        rewards = trajectory.rewards
+        divided: dict[str, Reward] = {}
         largest = abs(rewards.get(ENVIRONMENT, 0.0))
         for part, verdict in zip(self.rewards, row, strict=True):
             if type(verdict) is float and abs(verdict) <= LARGEST:  # the common case, fast
@@ -203,7 +204,7 @@ class Scorer:
                 [verdicts] = await self._in_tasks(
                     part, [partial(group_verdicts, calculator, trajectories)]
                 )
-                failed = isinstance(verdicts, UserCodeError)
+                failed = isinstance(verdicts, UserCodeError | BudgetError)
                 return [verdicts] * len(trajectories) if failed else verdicts
             # an async function needs no `calculate` around it
             call = calculator.call if type(calculator) is FunctionReward else calculator.calculate
@@ -215,7 +216,7 @@ class Scorer:
         """All calls at once; one that fails or is late affects only its rollout.
 
         Each has its own task, so that code that cancels its task cancels nothing else. A late call
-        is cancelled, but not awaited. Raises BudgetError.
+        is cancelled, but not awaited.
         """
         owner = f"reward '{part.name}'"
         tasks = [own_task(judged(owner, call)) for call in calls]
@@ -231,11 +232,7 @@ class Scorer:
             raise
         for task in late:
             task.end()
-        results = [self._late(part) if task in late else result_of(owner, task) for task in tasks]
-        for used_up in results:
-            if isinstance(used_up, BudgetError):
-                raise used_up
-        return results
+        return [self._late(part) if task in late else result_of(owner, task) for task in tasks]
 
     async def _in_threads(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
@@ -293,6 +290,6 @@ def _value(name: str, verdict: Any) -> dict[str, float]:
         return {}
     try:
         judged = checked(name, verdict)
-    except UserCodeError:  # `_add_up` raises it again
+    except (UserCodeError, BudgetError):  # `_add_up` raises it again
         return {}
     return {name: judged.value} if judged.outcome == "ok" else {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from retrain.concurrency.outages import is_outage
-from retrain.errors import LateError, UserCodeError, blame, shown
+from retrain.errors import BudgetError, LateError, UserCodeError, blame, shown
 from retrain.rewarding.base import Reward
 from retrain.types import Outcome, Trajectory
 
@@ -31,10 +31,10 @@ def as_number(value: Any) -> float | None:
 
 
 def checked(name: str, verdict: Any) -> Reward:
-    """The verdict as a Reward of floats; raises UserCodeError."""
+    """The verdict as a Reward of floats; raises UserCodeError, or the verdict if it is an error."""
     if type(verdict) is float and math.isfinite(verdict):  # the common case, fast
         return Reward(verdict)
-    if isinstance(verdict, UserCodeError):
+    if isinstance(verdict, UserCodeError | BudgetError):
         raise verdict
     judged = verdict if isinstance(verdict, Reward) else Reward(verdict)
     if judged.outcome not in OUTCOMES:
