@@ -2,13 +2,19 @@
 
 import pytest
 
+from retrain import Environment, StepResult
 from retrain.algorithms.credit import returns_of
 from retrain.algorithms.grpo import GRPO
 from retrain.algorithms.reinforce import Reinforce
 from retrain.algorithms.rloo import RLOO
 from retrain.batching import make_samples
+from retrain.config import parse_config
+from retrain.rewarding import Scorer, Term
+from retrain.rollout import Slot
+from retrain.trial import Script, scripted
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
+HALF = Term("environment", 0.5)
 PROMPT = Prompt("0.0.0", [{"role": "user", "content": "?"}])
 
 
@@ -104,3 +110,29 @@ def test_only_credit_per_turn_finds_a_signal_in_groups_with_equal_rewards():
     assert GRPO(credit="turns").compares == "batch"
     equal = Group(PROMPT, [rollout(1.0, (1, 1), [1, 0]), rollout(1.0, (1, 1), [0, 1])])
     assert GRPO(credit="turns", scale="none").advantages([equal]) == [[[0, -0.5], [0, 0.5]]]
+
+
+class Steps(Environment):
+    """Pays 1 for the first turn, and 0.5 for the second."""
+
+    async def reset(self, prompt):
+        self.left = [1.0, 0.5]
+        return prompt.messages
+
+    async def step(self, action):
+        reward = self.left.pop(0)
+        return StepResult([{"role": "user", "content": "on"}], reward, not self.left, False, {})
+
+
+async def test_the_reward_of_each_step_reaches_its_turn_with_the_environments_weight():
+    script = Script()
+    script.reply = "ab"
+    slot = Slot(1, Steps, scripted(parse_config({"prompts": ["a"]}), script), Scorer([HALF]))
+    try:
+        group = await slot.play(PROMPT)
+    finally:
+        await slot.close()
+    [trajectory] = group.trajectories
+    assert [turn.reward for turn in trajectory.turns] == [1.0, 0.5]
+    assert (trajectory.reward, trajectory.turn_rewards) == (0.75, [0.5, 0.25])
+    assert returns_of(trajectory, "turns", 1.0) == [[0.75], [0.25]]
