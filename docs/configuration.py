@@ -87,11 +87,12 @@ def _built_in(kind: str, name: str, keys: Json, models: Json) -> Iterator[str]:
 def _inner_tables(owner: str, properties: Json, models: Json) -> Iterator[str]:
     """The tables of the keys that hold a mapping with keys of its own."""
     for key, entry in properties.items():
-        options = [_model(option, models) for option in entry.get("oneOf", ())]  # by their `type`
+        options = [_model(option, models) for option in entry.get("oneOf", ())]
         for model in options or [_model(entry, models)]:
             if model is None:
                 continue
-            kind = f" with the type `{model['properties']['type']['const']}`" if options else ""
+            by_type = "const" in model["properties"].get("type", {})
+            kind = f" with the type `{model['properties']['type']['const']}`" if by_type else ""
             yield f"\n`{key}` of {owner}{kind}: {model['description']}\n"
             yield from _table(model["properties"], model.get("required", ()))
 
@@ -144,7 +145,8 @@ def _default(entry: Json) -> str:
 
 def _kind(entry: Json) -> str:
     """What a value may be, in words."""
-    options = [o for o in entry.get("anyOf", ()) if o.get("type") != "null"]
+    every = entry.get("anyOf") or entry.get("oneOf") or ()
+    options = [o for o in every if o.get("type") != "null"]
     if options:
         return " or ".join(dict.fromkeys(map(_kind, options)))
     if "enum" in entry or "const" in entry:

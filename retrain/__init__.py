@@ -21,9 +21,9 @@ _HOMES = {
     "retrain.config.plugins": "find_function find_object",
     "retrain.environment": "Action Endpoint Environment StepResult ToolCall ToolSpec",
     "retrain.errors": (
-        "AdapterError CheckpointError ConfigError DeadlineError NoSignalError NonFiniteError "
-        "OutageError PluginError PromptError RetrainError RunError StallError UserCodeError "
-        "install_command"
+        "AdapterError BudgetError CheckpointError ConfigError DeadlineError NoSignalError "
+        "NonFiniteError OutageError PluginError PromptError RetrainError RunError StallError "
+        "UserCodeError install_command"
     ),
     "retrain.observe.callbacks": "Callback TrainingResult",
     "retrain.observe.loggers": "Logger",
@@ -36,6 +36,7 @@ _HOMES = {
     ),
     "retrain.sampler": "Sampler SamplingParams Tokenizer",
     "retrain.tools": "FunctionTool ToolEnvironment ToolError",
+    "retrain.transport.chat": "ChatClient ChatReply",
     "retrain.types": (
         "Batch Completion Group Message Metrics Prompt Row Sample Ticket Trajectory Turn"
     ),
@@ -76,7 +77,8 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.environment import Environment as Environment
     from retrain.environment import StepResult as StepResult, ToolCall as ToolCall
     from retrain.environment import ToolSpec as ToolSpec
-    from retrain.errors import AdapterError as AdapterError, CheckpointError as CheckpointError
+    from retrain.errors import AdapterError as AdapterError, BudgetError as BudgetError
+    from retrain.errors import CheckpointError as CheckpointError
     from retrain.errors import ConfigError as ConfigError, DeadlineError as DeadlineError
     from retrain.errors import NoSignalError as NoSignalError, NonFiniteError as NonFiniteError
     from retrain.errors import OutageError as OutageError
@@ -99,6 +101,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.sandbox import SandboxLimits as SandboxLimits, SandboxResult as SandboxResult
     from retrain.sandbox import grade as grade, program_in as program_in
     from retrain.sandbox import sandbox_of as sandbox_of, read_tests as read_tests
+    from retrain.transport.chat import ChatClient as ChatClient, ChatReply as ChatReply
     from retrain.types import Batch as Batch, Completion as Completion, Group as Group
     from retrain.types import Message as Message, Metrics as Metrics, Prompt as Prompt
     from retrain.types import Sample as Sample, Ticket as Ticket, Trajectory as Trajectory

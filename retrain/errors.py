@@ -12,6 +12,7 @@
     │   │   └── StallError                    there was no progress for `deadlines.stall` seconds
     │   ├── NoSignalError                     nothing to learn: all rollouts fail or have no credit
     │   ├── OutageError                       a reward or environment stays out of reach
+    │   ├── BudgetError                       a reward has used up its budget
     │   └── CheckpointError                   a checkpoint can't be written, read or resumed
     └── UserCodeError                         an environment or reward failed in one rollout
         ├── LateError                         it exceeded its deadline
@@ -96,6 +97,10 @@ class NoSignalError(RunError):
 
 class OutageError(RunError):
     """A reward or an environment that worked before can't be reached for `deadlines.outage`."""
+
+
+class BudgetError(RunError):
+    """A reward has used up its budget; raised by an async reward, it ends the run."""
 
 
 class CheckpointError(RunError):

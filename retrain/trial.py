@@ -13,7 +13,7 @@ from retrain.assembly import Parts
 from retrain.chat import Chat
 from retrain.chat.formats.hermes import Hermes
 from retrain.config import EndpointConfig, RunConfig
-from retrain.errors import RunError, UserCodeError, shown
+from retrain.errors import BudgetError, RunError, UserCodeError, shown
 from retrain.rewarding import Reward, Scorer, WeightedReward, checked, compares
 from retrain.rewarding.processes import ProcessReward
 from retrain.rollout import Rollouts, Slot
@@ -88,7 +88,7 @@ async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) ->
         for (label, _), verdict in zip(call, verdicts, strict=True):
             try:
                 judged = checked(part.name, verdict)
-            except UserCodeError as error:  # which is often the same for every reply
+            except (UserCodeError, BudgetError) as error:  # which is often the same for every reply
                 failed.setdefault(str(error), []).append(label)
                 continue
             good = good and judged.outcome in ("ok", "invalid")

@@ -171,7 +171,7 @@ class Trajectory:
     """The merged `info` of the environment's steps; `error` is the cause of a failure."""
     outcome: Outcome = "ok"
     reward: float = 0.0
-    """The weighted sum of the components; only valid if the outcome is `ok`."""
+    """By default the weighted sum of the components; only valid if the outcome is `ok`."""
     messages: Sequence[Message] = ()
     """The whole conversation, with the model's replies and the observations."""
     tools: Sequence[Mapping[str, Any]] = ()
@@ -186,6 +186,10 @@ class Trajectory:
     """The number of its rollout in the group, from 0."""
     result: str | None = None
     """What an agent returned."""
+    turn_rewards: Sequence[float] = ()
+    """The part of `reward` that each turn earned; the last one also earned what they leave."""
+    token_rewards: Sequence[float] = ()
+    """The part of `reward` that each sampled token earned."""
 
     @property
     def completion(self) -> str:

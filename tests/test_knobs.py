@@ -81,6 +81,9 @@ RATIO = {"algorithm": {"loss": "importance_sampling"}}
 WATCHDOG = "test_watchdog.py::test_p4_"
 REMOTE_MERGE = dict.fromkeys(("tinker", "weaver"), "merge_lora has no effect")
 
+WEIGHTS = "test_the_weight_at_each_step"
+TOTALS = "test_the_total_and_how_it_grows_with_each_reward"
+
 KNOBS: dict[str, Knob] = {
     "name": Knob("other"),
     "model": Knob(ANOTHER),
@@ -91,8 +94,21 @@ KNOBS: dict[str, Knob] = {
         elsewhere="test_seats.py::"
         "test_an_opponent_speaks_for_its_seat_and_is_not_trained"),
     "rewards.0.type": Knob({"type": "exact_match"}),
-    "rewards.0.weight": Knob(0.5),
     "rewards.0.name": Knob("spelling"),
+    **{
+        f"rewards.0.{key}": Knob(value, elsewhere=f"test_composition.py::{test}")
+        for key, value, test in (
+            ("weight.start", 0.5, WEIGHTS),
+            ("weight.end", 0.5, WEIGHTS),
+            ("weight.steps", 2, WEIGHTS),
+            ("weight.begin", 1, WEIGHTS),
+            ("weight.shape", "step", WEIGHTS),
+            ("clip", [0.0, 0.1], TOTALS),
+            ("only_if.name", "environment", TOTALS),
+            ("only_if.at_least", 0.5, TOTALS),
+            ("of", [], TOTALS),
+        )
+    },
     "rewards.0.processes": Knob(
         1, elsewhere="test_reward_processes.py::test_a_run_uses_the_workers_and_ends_them"),
     "algorithm.type": Knob("rloo"),
@@ -185,7 +201,7 @@ KNOBS: dict[str, Knob] = {
 """The keys of RunConfig."""
 PIPE = {
     *("name", "run_dir", "base_dir", "loggers.0.type", "prompts.type", "environment.type"),
-    *("rewards.0.type", "rewards.0.weight", "rewards.0.name", "algorithm.type"),
+    *("rewards.0.type", "rewards.0.name", "algorithm.type"),
     *("rollout.max_turns", "rollout.setup_concurrency", "rollout.reward_concurrency"),
     *("train.shuffle", "train.no_signal", "train.max_refill", "train.stop_after_flat_steps"),
     *("train.max_failed_groups", "eval.prompts.type", "eval.every", "eval.samples"),
@@ -282,7 +298,7 @@ BACKEND_KNOBS: dict[str, dict[str, Knob]] = {
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Dotted, those of nested models included; an item of a list is number 0."""
     for name, info in model.model_fields.items():
-        parts = [t for t in _types(info.annotation) if issubclass(t, BaseModel)]
+        parts = [t for t in _types(info.annotation) if issubclass(t, BaseModel) and t is not model]
         item = "0." if get_origin(info.annotation) is tuple else ""
         for part in parts:
             yield from keys_of(part, f"{prefix}{name}.{item}")

@@ -631,7 +631,9 @@ def test_the_schema_has_the_built_ins_keys() -> None:
     assert files["then"]["required"] == ["path"]
     assert "base_dir" not in files["then"]["properties"]
     rewards = schema["$defs"]["RewardConfig"]
-    assert {"type", "weight", "name", "processes"} == set(rewards["properties"])
+    assert {"type", "weight", "name", "processes", "clip", "only_if", "of"} == set(
+        rewards["properties"]
+    )
 
 
 def test_the_schema_is_valid_and_takes_the_repository_s_configs() -> None:

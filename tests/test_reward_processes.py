@@ -14,7 +14,7 @@ from retrain.concurrency import children
 from retrain.config import DeadlinesConfig, RewardConfig
 from retrain.errors import ConfigError, RunError
 from retrain.pipeline import train
-from retrain.rewarding import Scorer, processes, weighted_reward, wire
+from retrain.rewarding import Scorer, processes, term_of, wire
 from tests.pipe_kit import rollouts_of
 from tests.test_rewarding import played
 
@@ -116,7 +116,7 @@ def folder(tmp_path, monkeypatch):
 def of(folder, *sections, **seconds) -> Scorer:
     deadlines = DeadlinesConfig(**seconds)
     parts = [
-        weighted_reward(RewardConfig(**section), f"rewards.{index}", folder, deadlines)
+        term_of(RewardConfig(**section), f"rewards.{index}", folder, deadlines)
         for index, section in enumerate(sections)
     ]
     return Scorer(parts, deadlines=deadlines)

@@ -28,9 +28,9 @@ class Algorithm(ABC):
     source: ClassVar[Source] = "rollouts"
     """What it trains on: rollouts of the model, or the answers in the rows of the data set. Rows
     need no environment, no reward and no sampler, and a group holds the answers of one row."""
-    compares: ClassVar[Literal["group", "batch"]] = "group"
-    """What its baseline is computed over. Nothing is learned from a group with equal rewards,
-    unless the baseline is the batch's."""
+    compares: Literal["group", "batch"] = "group"
+    """`group`: it learns nothing from a group whose rollouts have equal rewards. `batch`: it does,
+    because its baseline is the batch's, or the credit is that of turns."""
     max_length: int | None = None
     """Rows with more tokens are dropped and counted; None: the model's context is the limit."""
 

@@ -5,14 +5,17 @@
 `baseline: leave_one_out` subtracts the mean of the other rewards, so the noise of r_i is not in its
 own baseline. `scale: batch` divides by the std of the whole batch. `scale: none` does not divide
 (Dr. GRPO, Liu et al. 2025: the group's std favours prompts that are very easy or very hard).
+`credit` gives turns or tokens an advantage of their own (`credit.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
-from retrain.algorithms.base import Algorithm
+from retrain.algorithms.base import Algorithm, Credit
+from retrain.algorithms.credit import CreditUnit, Relative, check_credit, per_token, returns_of
 from retrain.algorithms.functional import Baseline, centred, check_finite, group_relative, std
 from retrain.types import Group
 
@@ -24,6 +27,8 @@ class GRPO(Algorithm):
         baseline: What a reward is compared with: the group's mean, or the mean of the others.
         scale: Divide by the standard deviation of the group, of the batch, or by 1 (`none`).
         eps: Added to the standard deviation, to avoid a division by zero.
+        credit: What gets an advantage of its own: the rollout (`whole`), each turn, or each token.
+        discount: How much a reward counts for the turn, or token, before the one that earned it.
     """
 
     def __init__(
@@ -31,18 +36,45 @@ class GRPO(Algorithm):
         baseline: Baseline = "mean",
         scale: Literal["group", "batch", "none"] = "group",
         eps: float = 1e-4,
+        credit: CreditUnit = "whole",
+        discount: float = 1.0,
     ) -> None:
+        check_credit(credit, discount)
         self.baseline = baseline
         self.scale = scale
         self.eps = eps
+        self.credit = credit
+        self.discount = discount
+        if credit != "whole":
+            self.compares = "batch"
 
-    def advantages(self, groups: Sequence[Group]) -> list[list[float]]:
+    def advantages(self, groups: Sequence[Group]) -> Sequence[Sequence[Credit]]:
         rewards = [[t.reward for t in group.trajectories] for group in groups]
         for group, values in zip(groups, rewards, strict=True):
             check_finite(values, group.prompt.id)
+        if self.credit != "whole":
+            return self._per_token(groups)
         if self.scale == "group":
             return [group_relative(r, baseline=self.baseline, eps=self.eps) for r in rewards]
         divisor = 1.0
         if self.scale == "batch":
             divisor = std([value for values in rewards for value in values]) + self.eps
         return [[a / divisor for a in centred(r, self.baseline)] for r in rewards]
+
+    def _per_token(self, groups: Sequence[Group]) -> list[list[list[float]]]:
+        returns = [
+            [returns_of(t, self.credit, self.discount) for t in group.trajectories]
+            for group in groups
+        ]
+        relative: Relative = partial(centred, baseline=self.baseline)
+        divisor = 1.0
+        if self.scale == "group":
+            relative = partial(group_relative, baseline=self.baseline, eps=self.eps)
+        elif self.scale == "batch":
+            every = [g for rows in returns for turns in rows for own in turns for g in own]
+            divisor = std(every) + self.eps
+        credit = [
+            per_token(group.trajectories, rows, relative)
+            for group, rows in zip(groups, returns, strict=True)
+        ]
+        return [[[a / divisor for a in tokens] for tokens in rows] for rows in credit]

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from retrain.algorithms.base import Algorithm
+from retrain.algorithms.base import Algorithm, Credit
+from retrain.algorithms.credit import CreditUnit, check_credit, per_token, returns_of
 from retrain.algorithms.functional import centred, check_finite, std
 from retrain.types import Group
 
@@ -29,18 +30,39 @@ class Reinforce(Algorithm):
 
     Args:
         scale: `batch` divides by the standard deviation of the batch's rewards.
+        credit: What gets an advantage of its own: the rollout (`whole`), each turn, or each token.
+        discount: How much a reward counts for the turn, or token, before the one that earned it.
     """
 
     min_group_size: ClassVar[int] = 1
-    compares: ClassVar[Literal["group", "batch"]] = "batch"
+    compares: Literal["group", "batch"] = "batch"
 
-    def __init__(self, scale: Literal["batch", "none"] = "none") -> None:
+    def __init__(
+        self,
+        scale: Literal["batch", "none"] = "none",
+        credit: CreditUnit = "whole",
+        discount: float = 1.0,
+    ) -> None:
+        check_credit(credit, discount)
         self.scale = scale
+        self.credit = credit
+        self.discount = discount
 
-    def advantages(self, groups: Sequence[Group]) -> list[list[float]]:
+    def advantages(self, groups: Sequence[Group]) -> Sequence[Sequence[Credit]]:
         for group in groups:
             check_finite([t.reward for t in group.trajectories], group.prompt.id)
+        if self.credit != "whole":
+            return self._per_token(groups)
         rewards = [t.reward for group in groups for t in group.trajectories]
         divisor = std(rewards) + EPS if self.scale == "batch" else 1.0
         credit = iter([delta / divisor for delta in centred(rewards)])
         return [[next(credit) for _ in group.trajectories] for group in groups]
+
+    def _per_token(self, groups: Sequence[Group]) -> list[list[list[float]]]:
+        every = [t for group in groups for t in group.trajectories]
+        returns = [returns_of(t, self.credit, self.discount) for t in every]
+        divisor = 1.0
+        if self.scale == "batch":
+            divisor = std([g for turns in returns for own in turns for g in own]) + EPS
+        credit = iter(per_token(every, returns, centred))
+        return [[[a / divisor for a in next(credit)] for _ in g.trajectories] for g in groups]

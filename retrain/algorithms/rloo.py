@@ -10,6 +10,7 @@ charges each token for its own share.
 
 from __future__ import annotations
 
+from retrain.algorithms.credit import CreditUnit
 from retrain.algorithms.grpo import GRPO
 
 
@@ -17,7 +18,11 @@ class RLOO(GRPO):
     """Leave-one-out credit: a reward is compared with the mean of the group's other rewards.
 
     The loss is dapo unless set; `loss: reinforce` is that of the RLOO paper.
+
+    Args:
+        credit: What gets an advantage of its own: the rollout (`whole`), each turn, or each token.
+        discount: How much a reward counts for the turn, or token, before the one that earned it.
     """
 
-    def __init__(self) -> None:
-        super().__init__(baseline="leave_one_out", scale="none")
+    def __init__(self, credit: CreditUnit = "whole", discount: float = 1.0) -> None:
+        super().__init__("leave_one_out", "none", credit=credit, discount=discount)

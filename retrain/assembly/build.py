@@ -28,7 +28,7 @@ from retrain.errors import ConfigError, PluginError, PromptError, UserCodeError,
 from retrain.prompts import Origin, PromptSource
 from retrain.prompts.building import built
 from retrain.prompts.examples import Pairs
-from retrain.rewarding import Scorer, WeightedReward, weighted_reward
+from retrain.rewarding import Scorer, Term, term_of
 from retrain.rollout.opponents import Opponent, opponent_of
 from retrain.rollout.seats import seats_of
 
@@ -194,8 +194,7 @@ def _opponents(
         names = seats_of("environment", construct("environment", make))
     except UserCodeError as error:
         raise PluginError(str(error)) from error
-    taken = {part.name for part in scorer.rewards} | {"environment"}
-    if both := sorted(taken.intersection(names)):
+    if both := sorted(set(scorer.composition.names).intersection(names)):
         raise PluginError(f"environment: the seat {both[0]} has the name of a reward: rename one")
     found: list[dict[str, Opponent]] = []
     for where, section in (("opponents", config.opponents), ("eval.opponents", held_out)):
@@ -236,24 +235,17 @@ def tool_format(config: RunConfig) -> Format | None:
 
 
 def _scorer(config: RunConfig) -> Scorer:
-    parts: list[WeightedReward] = []
+    terms: list[Term] = []
     problems: list[str] = []
     for index, reward in enumerate(config.rewards):
         try:
-            parts.append(
-                weighted_reward(reward, f"rewards.{index}", config.base_dir, config.deadlines)
-            )
+            terms.append(term_of(reward, f"rewards.{index}", config.base_dir, config.deadlines))
         except ConfigError as error:
             problems += _lines(error)
-    if "environment" in [part.name for part in parts]:
-        problems.append(
-            "rewards: the name 'environment' is reserved for the reward of the environment's "
-            "steps: set another `name`"
-        )
     if problems:
         raise PluginError(*problems)
     concurrency = config.rollout.reward_concurrency
-    return Scorer(parts, deadlines=config.deadlines, concurrency=concurrency)
+    return Scorer(terms, deadlines=config.deadlines, concurrency=concurrency)
 
 
 def _check_installed(options: AdapterOptions, config: RunConfig) -> None:

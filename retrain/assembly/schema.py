@@ -45,6 +45,8 @@ def run_schema() -> Json:
     opponent = {"anyOf": [{"$ref": "#/$defs/Plugin"}, {"type": "string"}]}
     for opponents in (sections["opponents"], held_out["opponents"]["anyOf"][0]):
         opponents["additionalProperties"] = opponent
+    for model, key in (("RewardConfig", "only_if"), ("AlgorithmConfig", "mismatch")):
+        models[model]["properties"][key]["anyOf"].append({"type": "string"})
     models["ChatConfig"]["type"] = ["object", "string"]
     for section in ("rewards", "loggers"):
         sections[section]["type"] = ["array", "object", "string"]

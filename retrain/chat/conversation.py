@@ -222,6 +222,8 @@ class Conversation:
         self,
         observation: Sequence[Message] = (),
         seat: str = "",
+        reward: float = 0.0,
+        *,
         parent: int | None = None,
         messages: Sequence[Message] = (),
     ) -> Turn:
@@ -237,6 +239,7 @@ class Conversation:
             seat,
             parent,
             messages,
+            reward,
             answer=answer,
             reasoning=self._reasoning,
         )

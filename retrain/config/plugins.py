@@ -50,7 +50,7 @@ OWN = ("environment", "reward")
 """Kinds that a user's own folder adds names to."""
 _PREFIX = "_retrain_"
 """What the names of the packages begin with that are made of users' folders."""
-SHARED = frozenset({"base", "functional", "remote"})
+SHARED = frozenset({"base", "credit", "functional", "remote"})
 """Code that the built-ins of the other kinds share: not a plug-in, like `_name`."""
 
 

@@ -166,7 +166,8 @@ def _place(
         elif tagged := [model for model in models if len(models) > 1 and _tag(model) == part]:
             models = tagged
             continue
-        elif isinstance(part, str) and union and not models:
+        elif isinstance(part, str) and union and len(models) < 2:
+            union = not models
             continue
         path.append(part)
     return path, models

@@ -98,6 +98,9 @@ def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(value: Any) -> Any:
+    """A plug-in's section, with those of the rewards that it combines."""
+    if isinstance(value, Mapping) and isinstance(value.get("of"), list):
+        return {**value, "of": [_typed(inner) for inner in value["of"]]}
     return {"type": value} if isinstance(value, str) else value
 
 

@@ -6,10 +6,19 @@ The strings below the fields are the keys' documentation, in docs/configuration.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from retrain.losses import Normalisation
 
@@ -68,16 +77,75 @@ class PromptsConfig(Plugin):
         return {"type": value.type, **value.arguments} if given else value
 
 
+class ScheduleConfig(Section):
+    """A weight that changes over the run: `start` until the step `begin`, `end` from `steps` steps
+    later. A rollout's step is the version of the weights that sampled it, which is the number of
+    optimizer steps before it; of a group that several versions sampled, it is the oldest."""
+
+    start: Annotated[float, Field(allow_inf_nan=False)]
+    """The weight at the beginning."""
+    end: Annotated[float, Field(allow_inf_nan=False)]
+    """The weight at the end."""
+    steps: Annotated[int, Field(ge=1)]
+    """Steps from one to the other."""
+    begin: Annotated[int, Field(ge=0)] = 0
+    """The step at which the change begins."""
+    shape: Literal["linear", "cosine", "step"] = "linear"
+    """`step` keeps `start` until the last step, and then is `end`."""
+
+
+class GateConfig(Section):
+    """Which rollouts a reward counts for."""
+
+    name: str
+    """The reward that decides, by its name. Its value is the one without weight and clip."""
+    at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The lowest value that opens the gate; by default any above 0."""
+
+
+def _kind_of_weight(value: Any) -> str:
+    return "schedule" if isinstance(value, Mapping | ScheduleConfig) else "number"
+
+
+Weight = Annotated[
+    Annotated[float, Field(allow_inf_nan=False), Tag("number")]
+    | Annotated[ScheduleConfig, Tag("schedule")],
+    Discriminator(_kind_of_weight),
+]
+
+
 class RewardConfig(Plugin):
     """What scores a rollout; the reward is the sum of all entries by weight."""
 
-    weight: float = 1.0
-    """The factor of this reward in the sum."""
+    type: str
+    """A built-in name, `module:Class` or `path/file.py:Class`. `environment` is the reward of the
+    environment's steps; `sum`, `product` and `min` combine the rewards in `of`."""
+    weight: Weight = 1.0
+    """The factor of this reward, or a schedule of it."""
     name: str | None = None
     """The name in metrics and rollouts; by default the last part of the type."""
     processes: Annotated[int, Field(ge=1)] | None = None
     """Run it in this many worker processes; by default in a thread, or on the event loop if it is
     async."""
+    clip: Annotated[tuple[float, float], Listed] | None = None
+    """Limit its value to [low, high], before the weight."""
+    only_if: GateConfig | None = None
+    """Call it only for rollouts for which another reward is above 0, or `at_least` a value, and
+    leave it out for others. A string is that reward's name."""
+    of: Annotated[tuple[RewardConfig, ...], Listed] = ()
+    """The rewards that `sum`, `product` or `min` combines, each with its weight."""
+
+    @field_validator("only_if", mode="before")
+    @classmethod
+    def _short_gate(cls, value: Any) -> Any:  # of any type: not validated yet
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("clip")
+    @classmethod
+    def _ordered(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] < value[1]:
+            raise ValueError("expected [low, high], with low below high")
+        return value
 
 
 class MismatchConfig(Section):

@@ -29,6 +29,8 @@ MAIN = (
     ("Unused groups", ("groups/zero_signal", "groups/dropped_stale")),
     ("Failed rollouts", ("rollouts/failed",)),
 )
+SPREAD = ("min", "max", "std")
+"""What a chart of a component shows beside its mean."""
 
 
 def charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, Any]]:
@@ -37,11 +39,18 @@ def charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, An
     components = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")]
     rewards = list(dict.fromkeys(["reward/mean", *components]))
     used = {"step", "version", *rewards, *(name for _, names in MAIN for name in names)}
+    spreads = {
+        component.removesuffix("/mean"): [component, *spread]
+        for component in components
+        if (spread := [key for end in SPREAD if (key := component[:-4] + end) in keys])
+    }
+    used |= {key for names in spreads.values() for key in names}
     others = [key for key in keys if key not in used and not key.startswith("eval/")]
     drawn = [
         _chart("Reward", rewards, rows, "wide"),
         _evaluation(evaluations),
         *(_chart(title, names, rows, "main") for title, names in MAIN),
+        *(_chart(name, names, rows, "further") for name, names in spreads.items()),
         *(_chart(key, [key], rows, "further") for key in others),
     ]
     return [chart for chart in drawn if chart["series"]]

@@ -79,6 +79,9 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
         "findings": findings(rows, outcomes, samples.stop_reasons, wasted, groups_per_step),
         "history": _history(every_event),
         "charts": charts(rows, [event for event in events if event["event"] == "eval"]),
+        "components": [
+            {"name": name, **values.drawn()} for name, values in samples.components.items()
+        ][:MAX_CAUSES],
         "timeline": timeline(events, found),
         "waste": wasted,
         "outcomes": _counted(outcomes),

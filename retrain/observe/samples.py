@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from retrain.observe.charts import known
+from retrain.observe.histogram import Histogram
 
 PICKED = 6
 """Rollouts of each kind that a report shows."""
@@ -40,6 +41,8 @@ class Samples:
         """Turns, by stop reason."""
         self.seconds: Counter[str] = Counter()
         """Summed over rollouts, by stage."""
+        self.components: dict[str, Histogram] = {}
+        """The values of each component of the scored rollouts."""
         self._kept: dict[str, list[Ranked]] = {kind: [] for kind in KINDS}
         for rollout in rollouts:
             self._add(rollout)
@@ -72,6 +75,9 @@ class Samples:
         elif reward is not None and known(reward):
             self._keep("best", rollout, float(reward))
             self._keep("worst", rollout, -float(reward))
+            for name, value in (rollout.get("rewards") or {}).items():
+                if known(value):
+                    self.components.setdefault(name, Histogram()).add(float(value))
 
     def _keep(self, kind: str, rollout: Rollout, rank: float | None = None) -> None:
         """Keep the highest ranks; of equal ones the latest, since it shows the current model."""

@@ -229,12 +229,16 @@ def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
     )
 
 
+PARTS = ("turn_rewards", "token_rewards")
+
+
 def group_to_json(group: Group) -> dict[str, Any]:
     """A finished group as JSON values. Of the prompt it holds the ticket only."""
     names = ("rewards", "outcome", "reward", "seconds", "tools", "seat", "index", "result")
     trajectories = [
         {
             **{name: getattr(trajectory, name) for name in names},
+            **{name: list(parts) for name in PARTS if (parts := getattr(trajectory, name))},
             "info": plain(trajectory.info),  # an environment may put anything there
             "messages": plain(list(trajectory.messages)),
             "turns": [

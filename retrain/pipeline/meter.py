@@ -125,7 +125,11 @@ class Meter:
         return {
             "reward/mean": fmean(self._rewards) if self._rewards else math.nan,
             "reward/std": std(self._rewards, ddof=0) if self._rewards else math.nan,
-            **{f"reward/{name}/mean": fmean(v) for name, v in self._components.items()},
+            **{
+                f"reward/{name}/{key}": value
+                for name, values in self._components.items()
+                for key, value in spread(values).items()
+            },
             "kl/sampler_trainer": math.nan,
             "entropy": math.nan,
             **adapter,
@@ -138,6 +142,16 @@ class Meter:
         self._rewards: list[float] = []
         self._components: defaultdict[str, list[float]] = defaultdict(list)
         self._counts: Counter[str] = Counter()
+
+
+def spread(values: Sequence[float]) -> Metrics:
+    """How the values of a component are distributed."""
+    return {
+        "mean": fmean(values),
+        "std": std(values, ddof=0),
+        "min": min(values),
+        "max": max(values),
+    }
 
 
 def _unsampled(adapter: Mapping[str, float]) -> Metrics:

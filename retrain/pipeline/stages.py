@@ -279,7 +279,7 @@ async def _evaluate(run: Run, beside: asyncio.TaskGroup) -> None:
 
 async def step(run: Run) -> bool:
     """Take one optimizer step and publish the weights; False when the run stops instead."""
-    number, trained = run.step + 1, run.version
+    number, trained, scorer = run.step + 1, run.version, run.parts.scorer
     run.record.meter.start()
     groups = await take(run)
     if groups is None:
@@ -294,7 +294,7 @@ async def step(run: Run) -> bool:
     row = run.record.step(
         number,
         groups,
-        {**noted, **metrics, **run.endpoint_metrics()},
+        {**noted, **metrics, **run.endpoint_metrics(), **scorer.metrics(run.record.fault)},
         trained=trained,
         version=run.version,
         evaluation=run.evaluation.take_row(),

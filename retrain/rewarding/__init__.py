@@ -8,9 +8,10 @@ from retrain.rewarding.base import (
     is_async,
     reward,
 )
-from retrain.rewarding.building import REWARD, weighted_reward
+from retrain.rewarding.building import REWARD, term_of
 from retrain.rewarding.calls import compares
-from retrain.rewarding.scorer import Scorer, WeightedReward
+from retrain.rewarding.composition import Term, WeightedReward
+from retrain.rewarding.scorer import Scorer
 from retrain.rewarding.verdicts import as_number, checked, fail
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Reward",
     "RewardCalculator",
     "Scorer",
+    "Term",
     "WeightedReward",
     "as_number",
     "checked",
@@ -27,5 +29,5 @@ __all__ = [
     "fail",
     "is_async",
     "reward",
-    "weighted_reward",
+    "term_of",
 ]

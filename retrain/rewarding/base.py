@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, cast, overload
 
 from retrain.errors import PluginError
-from retrain.types import Outcome, Trajectory
+from retrain.types import Metrics, Outcome, Trajectory
 
 ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {
     "prompt": attrgetter("prompt.text"),
@@ -36,11 +36,19 @@ NAMES = tuple(ARGUMENTS)
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward with its components, or an `outcome` other than `ok` where there is no reward."""
+    """A reward with its components, or an `outcome` other than `ok` where there is no reward.
+
+    `turns` and `tokens` say where in the rollout the value was earned; what they leave of it was
+    earned by the last turn. Only an algorithm whose `credit` is not `whole` reads them.
+    """
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome = "ok"
+    turns: Sequence[float] = ()
+    """One part per turn of the trajectory, or none."""
+    tokens: Sequence[float] = ()
+    """One part per sampled token, turn after turn, or none."""
 
 
 Verdict = float | Reward
@@ -69,6 +77,11 @@ class RewardCalculator(ABC):
     async def calculate_group(self, group: Sequence[Trajectory]) -> Sequence[Verdict]:
         """The rewards of all rollouts of a prompt; override this to compare them."""
         return await asyncio.gather(*map(self.calculate, group))
+
+    def metrics(self) -> Metrics:
+        """What to report of this step, such as its cost; called once per step, and not in worker
+        processes. The row of the step has each as `reward/NAME/KEY`."""
+        return {}
 
 
 class FunctionReward(RewardCalculator):

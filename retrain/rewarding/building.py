@@ -4,29 +4,79 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast, get_args
 
-from retrain.config import DeadlinesConfig, RewardConfig, RunConfig
+from retrain.config import DeadlinesConfig, GateConfig, RewardConfig, RunConfig
 from retrain.config.binding import bind
 from retrain.config.plugins import Kind, construct, find_plugin
 from retrain.config.problems import keys_of
+from retrain.errors import ConfigError, PluginError
 from retrain.rewarding.base import NAMES, FunctionReward, RewardCalculator
+from retrain.rewarding.composition import (
+    ENVIRONMENT,
+    Combination,
+    Combined,
+    Term,
+    WeightedReward,
+)
 from retrain.rewarding.processes import ProcessReward
-from retrain.rewarding.scorer import WeightedReward
 
 REWARD = Kind("reward", RewardCalculator, accepts=callable)
+
+
+def term_of(section: RewardConfig, where: str, base_dir: Path, deadlines: DeadlinesConfig) -> Term:
+    """The entry of a section at the path `where`, with those in its `of`.
+
+    Raises PluginError with every wrong key.
+    """
+    weight, rules = section.weight, Rules(clip=section.clip, gate=section.only_if)
+    combines = section.type in get_args(Combination)
+    if not combines and section.type != ENVIRONMENT:
+        return weighted_reward(section, where, base_dir, deadlines)
+    beside = {"type", "weight", "clip", "only_if"} | ({"name", "of"} if combines else set())
+    wrong = [
+        f"{where}.{key}: not a key of {section.type}, which calls no reward of its own; remove it"
+        for key in sorted((section.model_fields_set | section.arguments.keys()) - beside)
+    ]
+    if combines and not section.of:
+        wrong.append(f"{where}.of: missing; expected the list of rewards to combine")
+    parts: list[Term] = []
+    for index, inner in enumerate(section.of):
+        try:
+            parts.append(term_of(inner, f"{where}.of.{index}", base_dir, deadlines))
+        except ConfigError as error:
+            wrong += error.problems
+    if wrong:
+        raise PluginError(*wrong)
+    if not combines:
+        return Term(ENVIRONMENT, weight, **rules)
+    how = cast(Combination, section.type)
+    return Combined(section.name or how, weight, how, tuple(parts), **rules)
+
+
+class Rules(TypedDict):
+    """The keys that every entry has."""
+
+    clip: tuple[float, float] | None
+    gate: GateConfig | None
 
 
 def weighted_reward(
     section: RewardConfig, where: str, base_dir: Path, deadlines: DeadlinesConfig
 ) -> WeightedReward:
     """The reward of a section at the path `where`. Raises PluginError with every wrong key."""
+    if section.of:
+        raise PluginError(
+            f"{where}.of: {section.type} combines no rewards; remove it, or set {where}.type to "
+            "sum, product or min"
+        )
     calculator = calculator_of(section, where, base_dir)
     own_name = section.type.replace("/", ":").rpartition(":")[2].removesuffix(".py")
     name = section.name or calculator.name or own_name
     if section.processes is not None:
         calculator = ProcessReward(name, calculator, section, where, base_dir, deadlines)
-    return WeightedReward(name, section.weight, calculator)
+    rules = Rules(clip=section.clip, gate=section.only_if)
+    return WeightedReward(name, section.weight, calculator, **rules)
 
 
 def calculator_of(section: RewardConfig, where: str, base_dir: Path) -> RewardCalculator:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from retrain.concurrency.deadlines import is_theirs
-from retrain.errors import UserCodeError, blame
+from retrain.errors import BudgetError, UserCodeError, blame
 from retrain.rewarding.base import RewardCalculator, Verdict
 from retrain.types import Trajectory
 
@@ -18,7 +18,7 @@ _THREADS = re.compile(r"main thread|threaded environment|event loop in thread")
 
 
 async def judged(owner: str, call: Callable[[], Awaitable[Any]]) -> Any:
-    """What the call returns, or its UserCodeError.
+    """What the call returns, or its UserCodeError or BudgetError.
 
     Run it as a task: code that cancels its own task ends only that one, and `result_of` names it.
     """
@@ -29,6 +29,8 @@ async def judged(owner: str, call: Callable[[], Awaitable[Any]]) -> Any:
         return await awaitable
     except asyncio.CancelledError:
         raise
+    except BudgetError as error:
+        return error
     except BaseException as error:
         if not is_theirs(error):
             raise
@@ -64,8 +66,12 @@ def judged_here(owner: str, call: Callable[[], Any]) -> Any:
 
 
 def compares(calculator: RewardCalculator) -> bool:
-    """Whether it scores the rollouts of a group in one call."""
-    return type(calculator).calculate_group is not RewardCalculator.calculate_group
+    """Whether it scores the rollouts of a group in one call.
+
+    An instance may decide that itself, by setting its own `calculate_group`.
+    """
+    call = calculator.calculate_group
+    return getattr(call, "__func__", call) is not RewardCalculator.calculate_group
 
 
 async def group_verdicts(

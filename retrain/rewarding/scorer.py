@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from retrain.algorithms.functional import LARGEST
 from retrain.concurrency.deadlines import STUCK_SECONDS, OwnTask, own_task
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import DeadlinesConfig
-from retrain.errors import LateError, PluginError, RunError, UserCodeError, first_of, shown
-from retrain.rewarding.base import FunctionReward, RewardCalculator
+from retrain.errors import BudgetError, LateError, RunError, UserCodeError, blame, first_of, shown
+from retrain.rewarding.base import FunctionReward, Reward, RewardCalculator
 from retrain.rewarding.calls import (
     compares,
     group_verdicts,
@@ -30,48 +30,44 @@ from retrain.rewarding.calls import (
     result_of,
     together,
 )
+from retrain.rewarding.composition import ENVIRONMENT, Composition, Term, WeightedReward, added
 from retrain.rewarding.processes import ProcessReward
 from retrain.rewarding.tenure import Tenure
-from retrain.rewarding.verdicts import checked, fail
-from retrain.types import Group, Trajectory
+from retrain.rewarding.verdicts import check_parts, checked, fail
+from retrain.types import Group, Metrics, Trajectory
 
 _log = logging.getLogger(__name__)
 SLOW = 0.02
 """Seconds. A plain function that is slower gets one thread per rollout instead of per group."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedReward:
-    """One of the rewards of a run."""
-
-    name: str
-    weight: float
-    calculator: RewardCalculator
+NOT_CALLED: Any = object()
+"""In place of the verdict on a rollout for which a gate was closed."""
 
 
 class Scorer:
-    """The rewards of a run. The reward of a rollout is their weighted sum.
+    """The rewards of a run. The reward of a rollout is what `Composition` makes of them.
 
     Each reward scores at most `concurrency` groups at once. Raises PluginError when two rewards
-    have the same name.
+    have the same name, or their gates make no sense.
     """
 
     def __init__(
         self,
-        rewards: Sequence[WeightedReward],
+        rewards: Sequence[Term],
         *,
         deadlines: DeadlinesConfig = DeadlinesConfig(),  # noqa: B008 - it is frozen
         concurrency: int = 64,
     ) -> None:
-        names = [part.name for part in rewards]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise PluginError(f"several rewards have the name {twice}: give each its own `name`")
-        self.rewards = tuple(rewards)
+        self.composition = Composition(rewards)
+        self.rewards = self.composition.rewards
+        """Those that call a calculator."""
         self.deadlines = deadlines
-        self._bounds = {part.name: asyncio.Semaphore(concurrency) for part in rewards}
+        self._bounds = {part.name: asyncio.Semaphore(concurrency) for part in self.rewards}
         self._pool = DaemonPool(4 * concurrency)
         self._slow: set[str] = set()
+        self._gates: dict[str, list[bool]] = {}
+        """For each gated reward, whether it was called for the rollouts since the last step."""
 
     @asynccontextmanager
     async def serving(self, fault: Callable[[str], None] = _log.warning) -> AsyncIterator[None]:
@@ -91,46 +87,108 @@ class Scorer:
             self._pool.close()
 
     async def score(self, group: Group) -> None:
-        """Set `rewards` and `reward` of the rollouts that are `ok`, or their new outcome."""
+        """Set `rewards` and `reward` of the rollouts that are `ok`, or their new outcome.
+
+        Raises BudgetError when a reward has used up its budget.
+        """
         trajectories = group.scored
         if not trajectories:
             return
         started = time.perf_counter()
-        columns = await together([self.verdicts(p, trajectories) for p in self.rewards])
+        step = group.oldest_version or 0 if self.composition.scheduled else 0
+        if self.composition.gated:
+            columns = await self._gated_columns(trajectories, step)
+        else:
+            columns = await together([self.verdicts(p, trajectories) for p in self.rewards])
         seconds = round(time.perf_counter() - started, 6)
         for index, trajectory in enumerate(trajectories):
             trajectory.seconds["reward"] = seconds
             try:
-                self._add_up(trajectory, [column[index] for column in columns])
+                self._add_up(trajectory, [column[index] for column in columns], step)
             except UserCodeError as error:
                 fail(trajectory, error)
 
-    def _add_up(self, trajectory: Trajectory, row: Sequence[Any]) -> None:
+    def metrics(self, fault: Callable[[str], None] = _log.warning) -> Metrics:
+        """What the rewards report of a step; `fault` is called with the error of one that fails."""
+        gates, self._gates = self._gates, {}
+        found = {f"reward/{name}/called": fmean(passed) for name, passed in gates.items()}
+        for part in self.rewards:
+            if type(part.calculator).metrics is RewardCalculator.metrics:
+                continue
+            owner = f"reward '{part.name}': metrics"
+            try:
+                for key, value in part.calculator.metrics().items():
+                    found[f"reward/{part.name}/{key}"] = float(value)
+            except Exception as error:  # noqa: BLE001 - of user code, and no rollout is affected
+                fault(str(blame(owner, error)))
+        return found
+
+    async def _gated_columns(
+        self, trajectories: Sequence[Trajectory], step: int
+    ) -> list[Sequence[Any]]:
+        """The verdicts of each reward, called once those that its gates read are known."""
+        known: list[dict[str, float]] = [dict(t.rewards) for t in trajectories]
+        done = {part.name: asyncio.Event() for part in self.rewards}
+
+        async def column(part: WeightedReward) -> Sequence[Any]:
+            for name in self.composition.needs(part.name):
+                await done[name].wait()
+            admits = [self.composition.admits(part.name, values, step) for values in known]
+            if self.composition.is_gated(part.name):
+                self._gates.setdefault(part.name, []).extend(admits)
+            called = [t for t, admitted in zip(trajectories, admits, strict=True) if admitted]
+            verdicts = iter(await self.verdicts(part, called) if called else ())
+            whole = [next(verdicts) if admitted else NOT_CALLED for admitted in admits]
+            for values, verdict in zip(known, whole, strict=True):
+                values |= _value(part.name, verdict)
+            done[part.name].set()
+            return whole
+
+        return await together([column(part) for part in self.rewards])
+
+    def _add_up(self, trajectory: Trajectory, row: Sequence[Any], step: int) -> None:
+        """Set `rewards` and `reward`, or another outcome; raises UserCodeError."""
         rewards = trajectory.rewards
-        total = rewards.get("environment", 0.0)
-        largest = abs(total)
+        divided: dict[str, Reward] = {}
+        largest = abs(rewards.get(ENVIRONMENT, 0.0))
         for part, verdict in zip(self.rewards, row, strict=True):
             if type(verdict) is float and abs(verdict) <= LARGEST:  # the common case, fast
                 rewards[part.name] = verdict
-                total += part.weight * verdict
-                continue
-            judged = checked(part.name, verdict)
-            if judged.outcome != "ok":
-                trajectory.outcome = judged.outcome
-                error = f"reward '{part.name}' returned the outcome {judged.outcome}"
-                trajectory.info.setdefault("error", error)
-                return
-            rewards[part.name] = judged.value
-            for component, value in judged.components.items():
-                rewards[f"{part.name}.{component}"] = value
-            total += part.weight * judged.value
-            largest = max(largest, *map(abs, (judged.value, *judged.components.values())))
+            elif verdict is not NOT_CALLED:
+                judged = _recorded(part.name, verdict, trajectory)
+                if judged.outcome != "ok":
+                    return
+                largest = max(largest, *map(abs, (judged.value, *judged.components.values())))
+                if judged.turns or judged.tokens:
+                    divided[part.name] = judged
+        total = self.composition.total(rewards, step)
         if largest > LARGEST or abs(total) > LARGEST:
             raise UserCodeError(
                 f"the rewards {shown(rewards, 200)} sum to {total}, expected numbers "
                 f"of at most {LARGEST:g}, for a loss in float32. Scale the reward down."
             )
         trajectory.reward = total
+        if divided or len(trajectory.turns) > 1:
+            self._divide(trajectory, divided, step)
+        if self.composition.combined:
+            rewards |= self.composition.values_of_combined(rewards, step)
+
+    def _divide(self, trajectory: Trajectory, divided: Mapping[str, Reward], step: int) -> None:
+        """Set what each turn and each token earned, as far as the total is a sum of it."""
+        own = [turn.reward for turn in trajectory.turns]
+        parts = dict(divided) | ({ENVIRONMENT: Reward(0.0, turns=own)} if any(own) else {})
+        if not parts:
+            return
+        factors = self.composition.factors(trajectory.rewards, step)
+        scaled = [(factors.get(name, 0.0), reward) for name, reward in parts.items()]
+        trajectory.turn_rewards = added([(f, r.turns) for f, r in scaled if r.turns])
+        trajectory.token_rewards = added([(f, r.tokens) for f, r in scaled if r.tokens])
+        if any(
+            abs(part) > LARGEST for part in (*trajectory.turn_rewards, *trajectory.token_rewards)
+        ):
+            raise UserCodeError(
+                f"a turn or token has a reward above {LARGEST:g}. Scale the reward down."
+            )
 
     async def verdicts(
         self, part: WeightedReward, trajectories: Sequence[Trajectory]
@@ -146,7 +204,7 @@ class Scorer:
                 [verdicts] = await self._in_tasks(
                     part, [partial(group_verdicts, calculator, trajectories)]
                 )
-                failed = isinstance(verdicts, UserCodeError)
+                failed = isinstance(verdicts, UserCodeError | BudgetError)
                 return [verdicts] * len(trajectories) if failed else verdicts
             # an async function needs no `calculate` around it
             call = calculator.call if type(calculator) is FunctionReward else calculator.calculate
@@ -209,3 +267,29 @@ class Scorer:
         return LateError(
             f"reward '{part.name}' took longer than deadlines.reward = {self.deadlines.reward} s"
         )
+
+
+def _recorded(name: str, verdict: Any, trajectory: Trajectory) -> Reward:
+    """The verdict, with its components or its outcome set; raises UserCodeError."""
+    judged = checked(name, verdict)
+    if judged.outcome != "ok":
+        trajectory.outcome = judged.outcome
+        error = f"reward '{name}' returned the outcome {judged.outcome}"
+        trajectory.info.setdefault("error", error)
+        return judged
+    check_parts(name, judged, trajectory)
+    trajectory.rewards[name] = judged.value
+    for component, value in judged.components.items():
+        trajectory.rewards[f"{name}.{component}"] = value
+    return judged
+
+
+def _value(name: str, verdict: Any) -> dict[str, float]:
+    """What gates know of a verdict: nothing if there is no value."""
+    if verdict is NOT_CALLED:
+        return {}
+    try:
+        judged = checked(name, verdict)
+    except (UserCodeError, BudgetError):  # `_add_up` raises it again
+        return {}
+    return {name: judged.value} if judged.outcome == "ok" else {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from retrain.concurrency.outages import is_outage
-from retrain.errors import LateError, UserCodeError, blame, shown
+from retrain.errors import BudgetError, LateError, UserCodeError, blame, shown
 from retrain.rewarding.base import Reward
 from retrain.types import Outcome, Trajectory
 
@@ -31,10 +31,10 @@ def as_number(value: Any) -> float | None:
 
 
 def checked(name: str, verdict: Any) -> Reward:
-    """The verdict as a Reward of floats; raises UserCodeError."""
+    """The verdict as a Reward of floats; raises UserCodeError, or the verdict if it is an error."""
     if type(verdict) is float and math.isfinite(verdict):  # the common case, fast
         return Reward(verdict)
-    if isinstance(verdict, UserCodeError):
+    if isinstance(verdict, UserCodeError | BudgetError):
         raise verdict
     judged = verdict if isinstance(verdict, Reward) else Reward(verdict)
     if judged.outcome not in OUTCOMES:
@@ -44,17 +44,49 @@ def checked(name: str, verdict: Any) -> Reward:
         )
     if judged.outcome != "ok":
         return Reward(0.0, outcome=judged.outcome)
-    numbers: dict[str, float] = {}
-    for component, given in {"": judged.value, **_components(name, judged)}.items():
-        number = as_number(given)
-        if number is None:
-            where = f"reward '{name}'" + (f", component '{component}'" if component else "")
+    owner = f"reward '{name}'"
+    components = {
+        component: _number(f"{owner}, component '{component}'", given)
+        for component, given in _components(name, judged).items()
+    }
+    parts = [
+        [_number(f"{owner}, {kind}", given) for given in _listed(owner, kind, parts)]
+        for kind, parts in (("turns", judged.turns), ("tokens", judged.tokens))
+    ]
+    return Reward(_number(owner, judged.value), components, "ok", *parts)
+
+
+def check_parts(name: str, judged: Reward, trajectory: Trajectory) -> None:
+    """Raises UserCodeError unless `turns` and `tokens` fit the trajectory."""
+    for kind, parts, count in (
+        ("turns", judged.turns, len(trajectory.turns)),
+        ("tokens", judged.tokens, trajectory.sampled_tokens),
+    ):
+        if parts and len(parts) != count:
+            what = "turn" if kind == "turns" else "sampled token"
             raise UserCodeError(
-                f"{where} returned {shown(given)}, expected a finite number. To exclude a rollout, "
-                "return Reward(0.0, outcome='invalid')."
+                f"reward '{name}' returned {len(parts)} {kind}, expected one number for each "
+                f"{what} of the rollout: {count}"
             )
-        numbers[component] = number
-    return Reward(numbers.pop(""), numbers)
+
+
+def _number(owner: str, given: Any) -> float:
+    number = as_number(given)
+    if number is None:
+        raise UserCodeError(
+            f"{owner} returned {shown(given)}, expected a finite number. To exclude a rollout, "
+            "return Reward(0.0, outcome='invalid')."
+        )
+    return number
+
+
+def _listed(owner: str, kind: str, parts: Any) -> list[Any]:
+    try:
+        return list(parts)
+    except Exception as error:
+        raise UserCodeError(
+            f"{owner} returned the {kind} {shown(parts)}, expected a list of numbers"
+        ) from error
 
 
 def _components(name: str, judged: Reward) -> dict[str, Any]:

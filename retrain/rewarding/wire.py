@@ -51,7 +51,8 @@ def decoded(answer: bytes) -> list[Judged]:
 def _item(verdict: Judged) -> Any:
     if isinstance(verdict, UserCodeError):
         return {"error": str(verdict), "outage": is_outage(verdict)}
-    return [verdict.value, dict(verdict.components), verdict.outcome]
+    parts = [list(verdict.turns), list(verdict.tokens)]
+    return [verdict.value, dict(verdict.components), verdict.outcome, *parts]
 
 
 def _verdict(item: Any) -> Judged:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from retrain.config.plugins import restore_package
-from retrain.errors import ConfigError, UserCodeError
+from retrain.errors import BudgetError, ConfigError, UserCodeError
 from retrain.rewarding.base import FunctionReward, Reward, RewardCalculator
 from retrain.rewarding.building import calculator_of
 from retrain.rewarding.calls import compares, group_verdicts, judged, judged_here, result_of
@@ -99,7 +99,7 @@ class _Serving:
         """One verdict per rollout of the request, or one error for all of them."""
         asked = judged_here(self.owner, lambda: self.unpickle(request))
         result = asked if isinstance(asked, UserCodeError) else await self._call(asked)
-        if isinstance(result, UserCodeError) or not compares(self.calculator):
+        if isinstance(result, UserCodeError | BudgetError) or not compares(self.calculator):
             return [self._checked(result)]
         return [self._checked(verdict) for verdict in result]
 
@@ -121,6 +121,8 @@ class _Serving:
             return checked(self.name, verdict)
         except UserCodeError as error:
             return error
+        except BudgetError as error:  # of this worker: the others continue
+            return UserCodeError(str(error))
 
 
 class _Unpickler(pickle.Unpickler):

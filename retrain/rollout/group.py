@@ -237,8 +237,8 @@ class _Rollout:
             conversation, seat = self.conversation, seats.speaker
             action = conversation.reply(completion)
             result = await self._step(action)
-            observation = () if result is None else result.observation
-            turns.append(conversation.turn(observation, seat))
+            observation, reward = ((), 0.0) if result is None else result[:2]
+            turns.append(conversation.turn(observation, seat, reward))
             completion = None if result is None else await self._answer(result)
         if not seats.names:
             self.trajectory.messages = self.conversation.messages

@@ -11,10 +11,8 @@ like any user code.
 from __future__ import annotations
 
 import inspect
-import json
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,8 @@ from retrain.config import Plugin
 from retrain.config.binding import bind
 from retrain.config.plugins import construct, find_function
 from retrain.errors import ConfigError, PluginError, shown
-from retrain.transport.client import Call, HttpClient
+from retrain.transport.chat import ChatClient
 from retrain.types import Message
-
-SECONDS = 600.0
-"""The most that one attempt of a remote call takes; `deadlines.step` limits the whole call."""
 
 
 class Opponent(ABC):
@@ -90,20 +85,16 @@ class ChatServer(Opponent):
         temperature: float = 1.0,
     ) -> None:
         """Raises ValueError if the variable is not set, ConfigError for a wrong URL."""
-        key = os.environ.get(api_key_env) if api_key_env else None
-        if api_key_env and not key:
-            raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
         self.name = f"{model} at {url}"
-        self._asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
-        self._http = HttpClient(url, secrets={"Authorization": f"Bearer {key}"} if key else {})
+        self._client = ChatClient(
+            url, model, api_key_env=api_key_env, max_tokens=max_tokens, temperature=temperature
+        )
 
     async def reply(self, messages: Sequence[Message], seed: int) -> str:
-        asked = {**self._asked, "messages": [_on_the_wire(m) for m in messages], "seed": seed}
-        call = Call.json("POST", "chat/completions", asked, timeout=SECONDS)
-        return await self._http.send(call, lambda response: _text(response.json()))
+        return (await self._client.ask(messages, seed=seed)).text
 
     async def close(self) -> None:
-        await self._http.close()
+        await self._client.close()
 
 
 def opponent_of(plugin: Plugin, where: str, base_dir: Path) -> Opponent:
@@ -127,30 +118,3 @@ def opponent_of(plugin: Plugin, where: str, base_dir: Path) -> Opponent:
         raise
     except ConfigError as error:
         raise PluginError(f"{where}: {error}") from error
-
-
-def _on_the_wire(message: Message) -> Mapping[str, Any]:
-    """A message with the arguments of its tool calls as text, as OpenAI's API has them."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _as_text(call["function"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
-
-
-def _as_text(function: Mapping[str, Any]) -> str:
-    arguments = function["arguments"]
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
-
-
-def _text(answer: Any) -> str:
-    """The content of a chat completion; raises ValueError if there is none."""
-    try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        content = None
-    if not isinstance(content, str):
-        raise ValueError(f"got {shown(answer)}, expected a chat completion with text")
-    return content

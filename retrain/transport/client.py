@@ -105,7 +105,7 @@ class HttpClient:
             from retrain.transport import network
         except ImportError as error:
             raise ConfigError(
-                f"a remote backend needs {error.name}, which is not installed: "
+                f"calling a service needs {error.name}, which is not installed: "
                 f"{install_command('remote')}"
             ) from error
         self._owns_http = not isinstance(http, httpx.AsyncClient)
