@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ class Scorer:
     """The rewards of a run. The reward of a rollout is their weighted sum.
 
     Each reward scores at most `concurrency` groups at once. Raises PluginError when two rewards
-    have the same name.
+    have the same name, or one comes `after` a reward that does not come before it.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Scorer:
         if twice:
             raise PluginError(f"several rewards have the name {twice}: give each its own `name`")
         self.rewards = tuple(rewards)
+        self._first, self._last = _stages(self.rewards)
         self.deadlines = deadlines
         self._bounds = {part.name: asyncio.Semaphore(concurrency) for part in rewards}
         self._pool = DaemonPool(4 * concurrency)
@@ -96,7 +97,12 @@ class Scorer:
         if not trajectories:
             return
         started = time.perf_counter()
-        columns = await together([self.verdicts(p, trajectories) for p in self.rewards])
+        verdicts = await self._verdicts_of(self._first, trajectories)
+        if self._last:
+            for part in self._first:
+                _show(part.name, trajectories, verdicts[part.name])
+            verdicts |= await self._verdicts_of(self._last, trajectories)
+        columns = [verdicts[part.name] for part in self.rewards]
         seconds = round(time.perf_counter() - started, 6)
         for index, trajectory in enumerate(trajectories):
             trajectory.seconds["reward"] = seconds
@@ -105,14 +111,22 @@ class Scorer:
             except UserCodeError as error:
                 fail(trajectory, error)
 
+    async def _verdicts_of(
+        self, parts: Sequence[WeightedReward], trajectories: Sequence[Trajectory]
+    ) -> dict[str, Sequence[Any]]:
+        """The verdicts of these rewards, by name."""
+        columns = await together([self.verdicts(part, trajectories) for part in parts])
+        return {part.name: column for part, column in zip(parts, columns, strict=True)}
+
     def _add_up(self, trajectory: Trajectory, row: Sequence[Any]) -> None:
         rewards = trajectory.rewards
         total = rewards.get("environment", 0.0)
-        largest = abs(total)
+        largest, applied = abs(total), "environment" in rewards or not row
         for part, verdict in zip(self.rewards, row, strict=True):
             if type(verdict) is float and abs(verdict) <= LARGEST:  # the common case, fast
                 rewards[part.name] = verdict
                 total += part.weight * verdict
+                applied = True
                 continue
             judged = checked(part.name, verdict)
             if judged.outcome != "ok":
@@ -120,11 +134,17 @@ class Scorer:
                 error = f"reward '{part.name}' returned the outcome {judged.outcome}"
                 trajectory.info.setdefault("error", error)
                 return
+            if not judged.applies:
+                continue
+            applied = True
             rewards[part.name] = judged.value
             for component, value in judged.components.items():
                 rewards[f"{part.name}.{component}"] = value
             total += part.weight * judged.value
             largest = max(largest, *map(abs, (judged.value, *judged.components.values())))
+        if not applied:
+            trajectory.outcome = "invalid"
+            trajectory.info.setdefault("error", "no reward applies to this rollout")
         if largest > LARGEST or abs(total) > LARGEST:
             raise UserCodeError(
                 f"the rewards {shown(rewards, 200)} sum to {total}, expected numbers "
@@ -209,3 +229,28 @@ class Scorer:
         return LateError(
             f"reward '{part.name}' took longer than deadlines.reward = {self.deadlines.reward} s"
         )
+
+
+def _stages(
+    rewards: Sequence[WeightedReward],
+) -> tuple[list[WeightedReward], list[WeightedReward]]:
+    """The rewards that need no other one, and those that come after some of them."""
+    last = [part for part in rewards if part.calculator.after]
+    first = [part for part in rewards if not part.calculator.after]
+    names = [part.name for part in first]
+    for part in last:
+        if unknown := [name for name in part.calculator.after if name not in names]:
+            raise PluginError(
+                f"reward '{part.name}' reads the reward {unknown[0]!r}, but there is none: the "
+                f"others are {', '.join(names) or 'none'}"
+            )
+    return first, last
+
+
+def _show(name: str, trajectories: Sequence[Trajectory], verdicts: Sequence[Any]) -> None:
+    """Let the rewards of the last stage find this one; `_add_up` reports an error in it."""
+    for trajectory, verdict in zip(trajectories, verdicts, strict=True):
+        with suppress(UserCodeError):
+            judged = checked(name, verdict)
+            if judged.outcome == "ok" and judged.applies:
+                trajectory.rewards[name] = judged.value

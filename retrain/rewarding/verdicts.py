@@ -54,7 +54,7 @@ def checked(name: str, verdict: Any) -> Reward:
                 "return Reward(0.0, outcome='invalid')."
             )
         numbers[component] = number
-    return Reward(numbers.pop(""), numbers)
+    return Reward(numbers.pop(""), numbers, applies=judged.applies)
 
 
 def _components(name: str, judged: Reward) -> dict[str, Any]:

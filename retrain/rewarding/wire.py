@@ -51,7 +51,7 @@ def decoded(answer: bytes) -> list[Judged]:
 def _item(verdict: Judged) -> Any:
     if isinstance(verdict, UserCodeError):
         return {"error": str(verdict), "outage": is_outage(verdict)}
-    return [verdict.value, dict(verdict.components), verdict.outcome]
+    return [verdict.value, dict(verdict.components), verdict.outcome, verdict.applies]
 
 
 def _verdict(item: Any) -> Judged:
