@@ -14,8 +14,9 @@ class Format(RewardCalculator):
     """1 if the reply of the last turn has the form of the template, else 0.
 
     The reply is read with its reasoning. It has the form if the fixed parts of the template appear
-    once each and in order, with some text in each gap and only white space elsewhere. With `partial`,
-    the reward is the fraction of the fixed parts that are right, the rest counting as one of them.
+    once each and in order, with some text in each gap, and only white space elsewhere. With
+    `partial`, the reward is the fraction of the fixed parts that are right, where the text around
+    them counts as one more.
 
     Args:
         tags: Tags in order: `[think, answer]` is `<think>...</think><answer>...</answer>`.

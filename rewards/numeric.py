@@ -15,7 +15,7 @@ _NUMBER = re.compile(
     rf"(?:\\[dt]?frac\{{({_DIGITS})\}}\{{({_DIGITS})\}}"
     rf"|({_DIGITS})({_POWER})?(?:\s*/\s*({_DIGITS}))?)\s*(%)?"
 )
-_LATEX = {"\\%": "%", "\\$": "$", "{,}": ",", "\\,": "", "\\!": "", "−": "-"}
+_LATEX = {"\\%": "%", "\\$": "$", "{,}": ",", "\\,": ",", "\\!": "", "−": "-"}
 Number = tuple[float, bool]
 """A value, and whether it is in percent."""
 
