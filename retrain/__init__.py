@@ -21,7 +21,8 @@ _HOMES = {
     "retrain.environment": "Action Endpoint Environment StepResult ToolCall ToolSpec",
     "retrain.errors": (
         "AdapterError CheckpointError ConfigError DeadlineError NoSignalError NonFiniteError "
-        "OutageError PluginError PromptError RetrainError RunError StallError UserCodeError"
+        "OutageError PluginError PromptError RetrainError RunError StallError UserCodeError "
+        "install_command"
     ),
     "retrain.observe.callbacks": "Callback TrainingResult",
     "retrain.observe.loggers": "Logger",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.errors import PluginError as PluginError, PromptError as PromptError
     from retrain.errors import RetrainError as RetrainError, RunError as RunError
     from retrain.errors import StallError as StallError, UserCodeError as UserCodeError
+    from retrain.errors import install_command as install_command
     from retrain.observe.callbacks import Callback as Callback, TrainingResult as TrainingResult
     from retrain.observe.loggers import Logger as Logger
     from retrain.pipeline import train as train

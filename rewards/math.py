@@ -6,8 +6,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-from retrain import PluginError, Reward, RewardCalculator, Trajectory
-from retrain.errors import install_command
+from retrain import PluginError, Reward, RewardCalculator, Trajectory, install_command
 
 
 class Math(RewardCalculator):

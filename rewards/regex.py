@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from retrain import PluginError, Reward, RewardCalculator, Trajectory, in_thread
-from retrain.errors import install_command
+from retrain import PluginError, Reward, RewardCalculator, Trajectory, in_thread, install_command
 
 
 class Regex(RewardCalculator):

@@ -255,7 +255,7 @@ async def test_functions_run_in_processes_and_are_made_of_keys(folder: Path) -> 
         ({"type": "mine.py:short", "completions": "lists"}, "expected text or messages"),
         (
             {"type": "mine.py:some", "bonous": 2.0},
-            "bonous: unknown key; did you mean rewards.0.bonus",
+            "bonous: unknown key; did you mean rewards.0.bo",
         ),
         ({"type": "mine.py:made"}, "size: missing"),
         ({"type": "mine.py:short", "prompts": []}, "prompts: the run sets this argument"),

@@ -12,7 +12,7 @@ from retrain.config import DeadlinesConfig, RewardConfig, RunConfig
 from retrain.config.binding import bind
 from retrain.config.plugins import Kind, construct, find_plugin
 from retrain.config.problems import keys_of
-from retrain.rewarding.base import NAMES, FunctionReward, RewardCalculator
+from retrain.rewarding.base import NAMES, FunctionReward, RewardCalculator, is_async
 from retrain.rewarding.columns import ColumnReward, called_by_column
 from retrain.rewarding.processes import ProcessReward
 from retrain.rewarding.scorer import WeightedReward
@@ -62,8 +62,15 @@ def _undecorated(
     if called_by_column(function):
         return ColumnReward.bound_to(section.arguments, function, where)
     names = inspect.signature(function).parameters
-    if names.keys().isdisjoint(NAMES) and not any(p.kind is p.VAR_KEYWORD for p in names.values()):
-        keys = bind(function, section.arguments, where, beside=RewardConfig.model_fields)
+    scores = any(name in NAMES or p.kind is p.VAR_KEYWORD for name, p in names.items())
+    if not scores and not is_async(function):
+        keys = bind(
+            function,
+            section.arguments,
+            where,
+            provided=NAMES,
+            beside=RewardConfig.model_fields,
+        )
         made = construct(where, partial(function, **keys))
         if isinstance(made, RewardCalculator):
             return made
