@@ -20,8 +20,8 @@ class LengthCosine(RewardCalculator):
         of: The name of another reward of the run. The reply is correct if it is more than 0.5. Its
             weight may be 0.
         max: The length of the second values; longer replies get them too.
-        correct: The rewards of a correct reply at length 0 and at `max`.
-        wrong: The rewards of a wrong reply at length 0 and at `max`.
+        correct: The rewards of a correct reply at length 0 and at `max`; by default [1, 0.5].
+        wrong: The rewards of a wrong reply at length 0 and at `max`; by default [-1, -0.5].
         exceeded: The reward at length `max` and above, correct or not; by default the second value.
         unit: Tokens that the model sampled in all turns, or characters or words of the completion.
     """

@@ -15,7 +15,8 @@ class Math(RewardCalculator):
     The package math-verify reads both and compares them: LaTeX, `\\boxed`, fractions, sets,
     intervals, matrices, equations. The answer may be given with or without `$` or `\\boxed`. An
     answer that can't be read fails the rollout. A comparison that takes longer than `timeout`
-    seconds gives it the outcome `timeout`, and no reward.
+    seconds gives it the outcome `timeout`, and no reward. It runs in worker processes, 4 unless
+    `processes` is set.
 
     Args:
         boxed: Read only `\\boxed{...}` in the completion.
