@@ -14,11 +14,11 @@ class LengthCosine(RewardCalculator):
 
     It falls or rises on a cosine from the first value of a range, at length 0, to the second one,
     at length `max`. With the default ranges, correct replies should be short, and wrong ones need
-    not be: appendix C.1. A rollout to which the reward `of` does not apply gets none of this one.
+    not be: appendix C.1. It does not apply to a rollout to which that other reward does not.
 
     Args:
-        of: The name of another reward of the run. The reply is correct if it is more than 0.5. Its
-            weight may be 0.
+        correct_if: The name of another reward of the run. The reply is correct if that is more than
+            0.5. Its weight may be 0.
         max: The length of the second values; longer replies get them too.
         correct: The rewards of a correct reply at length 0 and at `max`; by default [1, 0.5].
         wrong: The rewards of a wrong reply at length 0 and at `max`; by default [-1, -0.5].
@@ -28,7 +28,7 @@ class LengthCosine(RewardCalculator):
 
     def __init__(
         self,
-        of: str,
+        correct_if: str,
         max: int,
         correct: tuple[float, float] = (1.0, 0.5),
         wrong: tuple[float, float] = (-1.0, -0.5),
@@ -37,12 +37,12 @@ class LengthCosine(RewardCalculator):
     ) -> None:
         if max < 1:
             raise ValueError(f"max is {max}, expected an integer >= 1")
-        self.of, self.max, self.unit = of, max, unit
+        self.correct_if, self.max, self.unit = correct_if, max, unit
         self.correct, self.wrong, self.exceeded = correct, wrong, exceeded
-        self.after = (of,)
+        self.after = (correct_if,)
 
     async def calculate(self, trajectory: Trajectory) -> float | Reward:
-        value = trajectory.rewards.get(self.of)
+        value = trajectory.rewards.get(self.correct_if)
         if value is None:
             return Reward(0.0, applies=False)
         length = length_of(trajectory, self.unit)

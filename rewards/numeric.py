@@ -11,7 +11,7 @@ from retrain import RewardCalculator, Trajectory
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _POWER = r"[eE][-+]?\d+|\s*(?:×|x|\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?[-+]?\d+\}?"
 _NUMBER = re.compile(
-    r"((?<![\w)\]}.])[-+])?\s?\$?"
+    r"((?<![\w)\]}.])[-+])?\$?"
     rf"(?:\\[dt]?frac\{{({_DIGITS})\}}\{{({_DIGITS})\}}"
     rf"|({_DIGITS})({_POWER})?(?:\s*/\s*({_DIGITS}))?)\s*(%)?"
 )

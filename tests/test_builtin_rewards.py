@@ -71,6 +71,8 @@ CASES: dict[str, list[tuple[dict[str, Any], str, Any, float]]] = {
         ({}, "it costs $-5", -5, 1),
         ({}, "it costs -$5", "-5", 1),
         ({}, "10-3", 3, 1),
+        ({}, "10 - 3", 3, 1),
+        ({}, "- 5 apples", 5, 1),
         ({}, "x = −3", -3, 1),
         ({}, "3/4", 0.75, 1),
         ({}, r"\frac{3}{4}", "0.75", 1),
@@ -228,7 +230,7 @@ async def test_each_case_of_a_reward(name: str) -> None:
         ({"type": "format", "template": "Answer:"}, "expected a template such as"),
         ({"type": "length", "target": 0}, "expected an integer >= 1"),
         ({"type": "length_overlong", "max": 4, "cache": 8}, "0 < cache <= max"),
-        ({"type": "length_cosine", "max": 4}, "of: missing"),
+        ({"type": "length_cosine", "max": 4}, "correct_if: missing"),
         ({"type": "repetition", "ngram": 0}, "expected an integer >= 1"),
         ({"type": "repetition", "n": 4}, "n"),
     ],
@@ -320,7 +322,7 @@ async def test_cosine_overlong_and_repetition_agree_with_trl() -> None:
     group = Group(rollout("", 4).prompt, [rollout(text, 4) for text in texts])
     ours = await scored(
         group,
-        {"type": "length_cosine", "max": 40, "of": "numeric"},
+        {"type": "length_cosine", "max": 40, "correct_if": "numeric"},
         {"type": "numeric", "marker": "\\boxed"},
         {"type": "length_overlong", "max": 40, "cache": 30},
         {"type": "repetition", "ngram": 2},
@@ -336,13 +338,13 @@ async def test_cosine_has_a_reward_for_the_limit_and_needs_the_other_reward() ->
     [late] = await scored(
         Group(rollout("", 4).prompt, [rollout("4" * 9, 4)]),
         {"type": "numeric"},
-        {"type": "length_cosine", "max": 9, "of": "numeric", "exceeded": -10},
+        {"type": "length_cosine", "max": 9, "correct_if": "numeric", "exceeded": -10},
     )
     assert late.rewards["length_cosine"] == -10
     with pytest.raises(ConfigError, match="reads the reward 'numeric', but there is none"):
         await scored(
             Group(rollout("").prompt, []),
-            {"type": "length_cosine", "max": 9, "of": "numeric"},
+            {"type": "length_cosine", "max": 9, "correct_if": "numeric"},
         )
 
 
