@@ -43,15 +43,16 @@ class Math(RewardCalculator):
         answer = trajectory.prompt.answer
         if answer is None:
             raise ValueError("the prompt has no answer: add an `answer` to its row")
-        right, said = self.expected(str(answer)), trajectory.completion
-        if not right:
-            raise ValueError(f"the prompt's answer {answer!r} is no mathematical expression")
+        said, started = trajectory.completion, time.perf_counter()
         if self.boxed:
             said = said[said.rfind("\\boxed") :] if "\\boxed" in said else ""
-        started = time.perf_counter()
+        right = self.expected(str(answer))
         equal = self.library.verify(right, self.parsed(said), timeout_seconds=self.timeout)
-        late = not equal and time.perf_counter() - started >= self.timeout
-        return Reward(0.0, outcome="timeout") if late else float(equal)
+        if not equal and time.perf_counter() - started >= self.timeout:
+            return Reward(0.0, outcome="timeout")
+        if not right:
+            raise ValueError(f"the prompt's answer {answer!r} is no mathematical expression")
+        return float(equal)
 
     def expected(self, answer: str) -> list[Any]:
         """The answer's expression; one without delimiters is all of the text."""
