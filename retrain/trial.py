@@ -85,12 +85,13 @@ async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) ->
         started = time.perf_counter()
         verdicts = await scorer.verdicts(part, [trajectory for _, trajectory in call])
         took = f"in {1000 * (time.perf_counter() - started):.1f} ms"
-        for (label, _), verdict in zip(call, verdicts, strict=True):
+        for (label, trajectory), verdict in zip(call, verdicts, strict=True):
             try:
                 judged = checked(part.name, verdict)
             except (UserCodeError, BudgetError) as error:  # which is often the same for every reply
                 failed.setdefault(str(error), []).append(label)
                 continue
+            trajectory.rewards[part.name] = judged.value  # for those that come after it
             good = good and judged.outcome in ("ok", "invalid")
             lines.append(f"{label}: {_described(judged)} {took}")
     lines += [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]

@@ -49,6 +49,9 @@ class Reward:
     """One part per turn of the trajectory, or none."""
     tokens: Sequence[float] = ()
     """One part per sampled token, turn after turn, or none."""
+    applies: bool = True
+    """False leaves this reward out of the rollout's sum. A rollout to which no reward applies is
+    `invalid`."""
 
 
 Verdict = float | Reward
@@ -63,6 +66,12 @@ class RewardCalculator(ABC):
 
     name: str = ""
     """The name of the component; by default that of the class."""
+    processes: int | None = None
+    """In how many worker processes it runs, unless its section says otherwise."""
+    needs_answer: bool = False
+    """Whether it requires an answer in the prompt's row; a data set without any is warned of."""
+    after: Sequence[str] = ()
+    """The names of rewards that are calculated before: it finds them in `trajectory.rewards`."""
 
     async def setup(self) -> None:  # noqa: B027 - a default, not a forgotten body
         """Connect or load, within `deadlines.setup`. If this raises, the run ends."""
@@ -97,6 +106,7 @@ class FunctionReward(RewardCalculator):
         self.bound = bound
         self.is_async = is_async(function)
         self._wants = [(wanted, ARGUMENTS[wanted]) for wanted in self._declared()]
+        self.needs_answer = requires_answer(function, bound)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **{**self.bound, **kwargs})
@@ -116,12 +126,6 @@ class FunctionReward(RewardCalculator):
     def call_with(self, arguments: Mapping[str, Any]) -> Any:
         """What the function returns for these arguments."""
         return self.function(**arguments, **self.bound)
-
-    @property
-    def needs_answer(self) -> bool:
-        """Whether it requires the argument `answer`."""
-        answer = inspect.signature(self.function).parameters.get("answer")
-        return answer is not None and answer.default is answer.empty and "answer" not in self.bound
 
     def _declared(self) -> tuple[str, ...]:
         """The arguments to call it with, less the bound ones."""
@@ -153,6 +157,12 @@ def reward(function: Callable[..., Any] | None = None, *, name: str = "", **boun
     if function is not None:
         return FunctionReward(function, name, **bound)
     return lambda wrapped: FunctionReward(wrapped, name, **bound)
+
+
+def requires_answer(function: Callable[..., Any], bound: Mapping[str, Any]) -> bool:
+    """Whether it requires the argument `answer`."""
+    answer = inspect.signature(function).parameters.get("answer")
+    return answer is not None and answer.default is answer.empty and "answer" not in bound
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_args
@@ -11,7 +13,8 @@ from retrain.config.binding import bind
 from retrain.config.plugins import Kind, construct, find_plugin
 from retrain.config.problems import keys_of
 from retrain.errors import ConfigError, PluginError
-from retrain.rewarding.base import NAMES, FunctionReward, RewardCalculator
+from retrain.rewarding.base import NAMES, FunctionReward, RewardCalculator, is_async
+from retrain.rewarding.columns import ColumnReward, called_by_column
 from retrain.rewarding.composition import (
     ENVIRONMENT,
     Combination,
@@ -73,7 +76,8 @@ def weighted_reward(
     calculator = calculator_of(section, where, base_dir)
     own_name = section.type.replace("/", ":").rpartition(":")[2].removesuffix(".py")
     name = section.name or calculator.name or own_name
-    if section.processes is not None:
+    if processes := section.processes or calculator.processes:
+        section = section.model_copy(update={"processes": processes})
         calculator = ProcessReward(name, calculator, section, where, base_dir, deadlines)
     rules = Rules(clip=section.clip, gate=section.only_if)
     return WeightedReward(name, section.weight, calculator, **rules)
@@ -96,7 +100,33 @@ def calculator_of(section: RewardConfig, where: str, base_dir: Path) -> RewardCa
     if isinstance(found, RewardCalculator) and not isinstance(found, FunctionReward):
         bind(lambda: None, section.arguments, where)  # an instance takes no keys
         return found
-    return _function(found, section, where)
+    if isinstance(found, FunctionReward):
+        return _function(found, section, where)
+    return _undecorated(found, section, where)
+
+
+def _undecorated(
+    function: Callable[..., Any], section: RewardConfig, where: str
+) -> RewardCalculator:
+    """A reward function of retrain or of TRL, or a function that makes one of its keys."""
+    if called_by_column(function):
+        return ColumnReward.bound_to(section.arguments, function, where)
+    names = inspect.signature(function).parameters
+    scores = any(name in NAMES or p.kind is p.VAR_KEYWORD for name, p in names.items())
+    if not scores and not is_async(function):
+        keys = bind(
+            function,
+            section.arguments,
+            where,
+            provided=NAMES,
+            beside=RewardConfig.model_fields,
+        )
+        made = construct(where, partial(function, **keys))
+        if isinstance(made, RewardCalculator):
+            return made
+        if callable(made):
+            return _undecorated(made, RewardConfig(type=section.type), where)
+    return _function(function, section, where)
 
 
 def _function(found: Any, section: RewardConfig, where: str) -> FunctionReward:

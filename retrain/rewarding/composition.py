@@ -67,9 +67,9 @@ class Composition:
         self.combined = tuple(term for term in named if isinstance(term, Combined))
         self._by_name = {term.name: term for term in named}
         self._gates = {term.name: gates for term, gates in _walk(terms)}
-        self._check_gates()
-        self.gated = any(self.is_gated(reward.name) for reward in self.rewards)
-        """Whether some reward is not called for every rollout."""
+        self._check_order()
+        self.ordered = any(self._gates[r.name] or r.calculator.after for r in self.rewards)
+        """Whether some reward waits for others, or is not called for every rollout."""
         self.scheduled = any(isinstance(term.weight, ScheduleConfig) for term in named)
         self.weights = _plain_weights(self.terms)
         """The name and weight of each entry after the environment's reward, if that has the weight
@@ -85,9 +85,11 @@ class Composition:
         return bool(self._gates[name])
 
     def needs(self, name: str) -> set[str]:
-        """The rewards whose values decide whether this one is called."""
-        gates = self._gates[name]
-        return {need for gate in gates for need in _leaves(self._by_name[gate.name])}
+        """The rewards that are calculated before this one: those of its gates, and `after`."""
+        term = self._by_name[name]
+        after = term.calculator.after if isinstance(term, WeightedReward) else ()
+        gates = [gate.name for gate in self._gates[name]]
+        return {need for one in (*gates, *after) for need in _leaves(self._by_name[one])}
 
     def admits(self, name: str, values: Values, step: int) -> bool:
         """Whether the gates of an entry, and of those that contain it, are open."""
@@ -122,7 +124,7 @@ class Composition:
         if self.weights is not None:  # the common case, fast
             total = values.get(ENVIRONMENT, 0.0)
             for name, weight in self.weights:
-                total += weight * values[name]
+                total += weight * values.get(name, 0.0)  # missing: it does not apply
             return total
         parts = [self.contribution(term, values, step) for term in self.terms]
         return combined("sum", [part for part in parts if part is not None])
@@ -151,7 +153,15 @@ class Composition:
             elif term.how == "sum":
                 yield from self._factors(term.of, factor, values, step)
 
-    def _check_gates(self) -> None:
+    def _check_order(self) -> None:
+        names = [reward.name for reward in self.rewards]
+        for reward in self.rewards:
+            if unknown := [name for name in reward.calculator.after if name not in names]:
+                others = ", ".join(name for name in names if name != reward.name) or "none"
+                raise PluginError(
+                    f"rewards: '{reward.name}' reads the reward '{unknown[0]}', expected one of "
+                    f"{others}"
+                )
         for name, gates in self._gates.items():
             for gate in gates:
                 if gate.name not in self._by_name:
@@ -166,7 +176,7 @@ class Composition:
         except CycleError as error:
             circle = " -> ".join(reversed(error.args[1]))
             raise PluginError(
-                f"rewards: only_if goes in a circle: {circle}; remove one of them"
+                f"rewards: these wait for each other: {circle}; remove one of their only_if"
             ) from None
 
 

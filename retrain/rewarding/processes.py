@@ -64,14 +64,11 @@ class ProcessReward(RewardCalculator):
                 f"{where}.processes, or use plain values"
             ) from error
         self.name, self.inner = name, inner
+        self.needs_answer, self.after = inner.needs_answer, inner.after
         self._workers = [_Worker(name, spec, deadlines) for _ in range(section.processes)]
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in self._workers:
             self._free.put_nowait(worker)
-
-    @property
-    def needs_answer(self) -> bool:
-        return bool(getattr(self.inner, "needs_answer", False))
 
     async def setup(self) -> None:
         """Start all workers; raises the error of one that can't import or set up the reward."""

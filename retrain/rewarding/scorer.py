@@ -49,7 +49,7 @@ class Scorer:
     """The rewards of a run. The reward of a rollout is what `Composition` makes of them.
 
     Each reward scores at most `concurrency` groups at once. Raises PluginError when two rewards
-    have the same name, or their gates make no sense.
+    have the same name, or they wait for each other in a way that makes no sense.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Scorer:
             return
         started = time.perf_counter()
         step = group.oldest_version or 0 if self.composition.scheduled else 0
-        if self.composition.gated:
-            columns = await self._gated_columns(trajectories, step)
+        if self.composition.ordered:
+            columns = await self._ordered_columns(trajectories, step)
         else:
             columns = await together([self.verdicts(p, trajectories) for p in self.rewards])
         seconds = round(time.perf_counter() - started, 6)
@@ -123,10 +123,10 @@ class Scorer:
                 fault(str(blame(owner, error)))
         return found
 
-    async def _gated_columns(
+    async def _ordered_columns(
         self, trajectories: Sequence[Trajectory], step: int
     ) -> list[Sequence[Any]]:
-        """The verdicts of each reward, called once those that its gates read are known."""
+        """The verdicts of each reward, called once those that it needs are known."""
         known: list[dict[str, float]] = [dict(t.rewards) for t in trajectories]
         done = {part.name: asyncio.Event() for part in self.rewards}
 
@@ -136,6 +136,8 @@ class Scorer:
             admits = [self.composition.admits(part.name, values, step) for values in known]
             if self.composition.is_gated(part.name):
                 self._gates.setdefault(part.name, []).extend(admits)
+            for trajectory, values in zip(trajectories, known, strict=True):
+                trajectory.rewards |= {n: values[n] for n in part.calculator.after if n in values}
             called = [t for t, admitted in zip(trajectories, admits, strict=True) if admitted]
             verdicts = iter(await self.verdicts(part, called) if called else ())
             whole = [next(verdicts) if admitted else NOT_CALLED for admitted in admits]
@@ -151,16 +153,25 @@ class Scorer:
         rewards = trajectory.rewards
         divided: dict[str, Reward] = {}
         largest = abs(rewards.get(ENVIRONMENT, 0.0))
+        applies = ENVIRONMENT in rewards or not row
         for part, verdict in zip(self.rewards, row, strict=True):
             if type(verdict) is float and abs(verdict) <= LARGEST:  # the common case, fast
                 rewards[part.name] = verdict
-            elif verdict is not NOT_CALLED:
+                applies = True
+            elif verdict is NOT_CALLED:
+                applies = True
+            else:
                 judged = _recorded(part.name, verdict, trajectory)
                 if judged.outcome != "ok":
                     return
+                applies = applies or judged.applies
                 largest = max(largest, *map(abs, (judged.value, *judged.components.values())))
                 if judged.turns or judged.tokens:
                     divided[part.name] = judged
+        if not applies:
+            trajectory.outcome = "invalid"
+            trajectory.info.setdefault("error", "no reward applies to this rollout")
+            return
         total = self.composition.total(rewards, step)
         if largest > LARGEST or abs(total) > LARGEST:
             raise UserCodeError(
@@ -277,6 +288,8 @@ def _recorded(name: str, verdict: Any, trajectory: Trajectory) -> Reward:
         error = f"reward '{name}' returned the outcome {judged.outcome}"
         trajectory.info.setdefault("error", error)
         return judged
+    if not judged.applies:
+        return judged
     check_parts(name, judged, trajectory)
     trajectory.rewards[name] = judged.value
     for component, value in judged.components.items():
@@ -292,4 +305,4 @@ def _value(name: str, verdict: Any) -> dict[str, float]:
         judged = checked(name, verdict)
     except (UserCodeError, BudgetError):  # `_add_up` raises it again
         return {}
-    return {name: judged.value} if judged.outcome == "ok" else {}
+    return {name: judged.value} if judged.outcome == "ok" and judged.applies else {}

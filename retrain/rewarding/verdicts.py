@@ -49,11 +49,11 @@ def checked(name: str, verdict: Any) -> Reward:
         component: _number(f"{owner}, component '{component}'", given)
         for component, given in _components(name, judged).items()
     }
-    parts = [
+    turns, tokens = (
         [_number(f"{owner}, {kind}", given) for given in _listed(owner, kind, parts)]
         for kind, parts in (("turns", judged.turns), ("tokens", judged.tokens))
-    ]
-    return Reward(_number(owner, judged.value), components, "ok", *parts)
+    )
+    return Reward(_number(owner, judged.value), components, "ok", turns, tokens, judged.applies)
 
 
 def check_parts(name: str, judged: Reward, trajectory: Trajectory) -> None:

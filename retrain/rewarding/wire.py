@@ -51,7 +51,7 @@ def decoded(answer: bytes) -> list[Judged]:
 def _item(verdict: Judged) -> Any:
     if isinstance(verdict, UserCodeError):
         return {"error": str(verdict), "outage": is_outage(verdict)}
-    parts = [list(verdict.turns), list(verdict.tokens)]
+    parts = [list(verdict.turns), list(verdict.tokens), verdict.applies]
     return [verdict.value, dict(verdict.components), verdict.outcome, *parts]
 
 

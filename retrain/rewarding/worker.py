@@ -25,6 +25,7 @@ from retrain.errors import BudgetError, ConfigError, UserCodeError
 from retrain.rewarding.base import FunctionReward, Reward, RewardCalculator
 from retrain.rewarding.building import calculator_of
 from retrain.rewarding.calls import compares, group_verdicts, judged, judged_here, result_of
+from retrain.rewarding.columns import ColumnReward
 from retrain.rewarding.verdicts import checked
 from retrain.rewarding.wire import HEADER, Judged, encoded, framed
 
@@ -106,6 +107,8 @@ class _Serving:
     async def _call(self, asked: Any) -> Any:
         """What the calculator returns for a function's arguments, or a list of trajectories."""
         calculator = self.calculator
+        if isinstance(calculator, ColumnReward) and not calculator.is_async:
+            return judged_here(self.owner, lambda: calculator.call(asked))  # in the main thread
         if isinstance(calculator, FunctionReward):
             call: Callable[[], Awaitable[Any]] = partial(calculator.call_with, asked)
         elif compares(calculator):

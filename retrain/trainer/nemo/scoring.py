@@ -168,10 +168,7 @@ class PairReward(_Wrapped, FunctionReward):
         asynchronous = getattr(of, "is_async", False) or is_async(of) or is_async(ask)
         super().__init__(judged_later if asynchronous else judged, NAME)
         self.of = of
-
-    @property
-    def needs_answer(self) -> bool:
-        return bool(getattr(self.of, "needs_answer", False))
+        self.needs_answer = bool(getattr(of, "needs_answer", False))
 
 
 class GroupReward(_Wrapped):

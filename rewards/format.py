@@ -1,0 +1,72 @@
+"""1 if the reply has the form of a template, else 0."""
+
+from __future__ import annotations
+
+import re
+
+from retrain import RewardCalculator, Trajectory
+
+_PIECE = re.compile(r"\.\.\.|<[^<>]*>|(?:(?!\.\.\.)[^<])+|<")
+"""A gap, a tag, or other text of a template."""
+
+
+class Format(RewardCalculator):
+    """1 if the reply of the last turn has the form of the template, else 0.
+
+    The reply is read with its reasoning. It has the form if the fixed parts of the template appear
+    once each and in order, with some text in each gap, and only white space elsewhere. With
+    `partial`, the reward is the fraction of the fixed parts that are right, where the text around
+    them counts as one more.
+
+    Args:
+        tags: Tags in order: `[think, answer]` is `<think>...</think><answer>...</answer>`.
+        template: In place of tags, a text in which each `...` stands for any text.
+        partial: Give partial credit.
+        opened: The prompt already ends with the first fixed part, as the chat templates of some
+            thinking models do.
+    """
+
+    def __init__(
+        self,
+        tags: list[str] | None = None,
+        template: str | None = None,
+        partial: bool = False,
+        opened: bool = False,
+    ) -> None:
+        if (tags is None) == (template is None):
+            raise ValueError("expected either tags or template")
+        given = template or "".join(f"<{tag}>...</{tag}>" for tag in tags or ())
+        pieces = [piece.strip() for piece in _PIECE.findall(given)]
+        self.pieces = [piece for piece in pieces if piece]
+        self.fixed = [piece for piece in self.pieces if piece != "..."]
+        if "..." not in pieces or not self.fixed:
+            raise ValueError(f"got {given!r}, expected a template such as '<think>...</think>'")
+        self.partial, self.opened = partial, opened
+
+    async def calculate(self, trajectory: Trajectory) -> float:
+        turns = trajectory.turns
+        text = turns[-1].completion.text if turns else trajectory.completion
+        held = self.conditions(self.fixed[0] + text if self.opened else text)
+        return sum(held) / len(held) if self.partial else float(all(held))
+
+    def conditions(self, text: str) -> list[bool]:
+        """Whether each fixed part appears once and in order, and if so, what is between them."""
+        held, end, between = list[bool](), 0, list[str]()
+        for part in self.fixed:
+            start = text.find(part, end)
+            held.append(start >= 0 and text.count(part) == 1)
+            if held[-1]:
+                between.append(text[end:start])
+                end = start + len(part)
+        between.append(text[end:])
+        return [*held, all(held) and self.fits(between)]
+
+    def fits(self, between: list[str]) -> bool:
+        """Whether there is text in the gaps of the template, and nowhere else."""
+        wanted = [False]
+        for piece in self.pieces:
+            if piece == "...":
+                wanted[-1] = True
+            else:
+                wanted.append(False)
+        return [bool(text.strip()) for text in between] == wanted

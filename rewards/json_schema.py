@@ -1,0 +1,84 @@
+"""1 if the completion is JSON that fits a schema, else 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+from referencing import Registry
+
+from retrain import RewardCalculator, Trajectory
+
+
+class JsonSchema(RewardCalculator):
+    """1 if the completion is one JSON value that fits the schema, else 0.
+
+    References to other documents are not loaded. Set `processes` if the schema has a `pattern` that
+    may backtrack for long.
+
+    Args:
+        schema: The schema, or a JSON file with it.
+        column: The column of the row that contains the schema, as a mapping or as JSON.
+        fenced: Read the last block between ``` fences, if there is one.
+    """
+
+    def __init__(
+        self,
+        schema: dict[str, Any] | str | None = None,
+        column: str | None = None,
+        fenced: bool = False,
+        base_dir: Path = Path(),
+    ) -> None:
+        if (schema is None) == (column is None):
+            raise ValueError("expected either schema or column")
+        if isinstance(schema, str):
+            file = next((f for f in (base_dir / schema, Path(schema)) if f.is_file()), None)
+            if file is None:
+                raise ValueError(f"schema: there is no file {schema} in {base_dir} or {Path.cwd()}")
+            schema = json.loads(file.read_text(encoding="utf-8"))
+        self.validator = None if schema is None else _validator(schema)
+        self.column, self.fenced = column, fenced
+
+    async def calculate(self, trajectory: Trajectory) -> float:
+        validator = self.validator or self.of_row(trajectory.prompt.metadata)
+        text = trajectory.completion
+        try:
+            value = json.loads(
+                _last_block(text) if self.fenced else text, parse_constant=_no_constant
+            )
+            return float(validator.is_valid(value))
+        except (ValueError, RecursionError):
+            return 0.0
+
+    def of_row(self, row: Mapping[str, Any]) -> Any:
+        if self.column not in row:
+            raise ValueError(f"the row has no column {self.column}, only {', '.join(row)}")
+        schema = row[self.column]
+        return _validator(json.loads(schema) if isinstance(schema, str) else schema)
+
+
+def _validator(schema: Any) -> Any:
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"the schema is invalid at {error.json_path}: {error.message}") from None
+    return kind(schema, registry=Registry())
+
+
+def _last_block(text: str) -> str:
+    """The content of the last closed block between fences, else the whole text."""
+    blocks = text.split("```")  # those inside have odd numbers
+    if len(blocks) < 3:
+        return text
+    block = blocks[(len(blocks) - 3) // 2 * 2 + 1]
+    language, _, rest = block.partition("\n")
+    return rest if language.strip().isalnum() or not language.strip() else block
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")

@@ -1,0 +1,64 @@
+"""1 if the completion's mathematical expression equals the answer, else 0."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from typing import Any
+
+from retrain import PluginError, Reward, RewardCalculator, Trajectory, install_command
+
+
+class Math(RewardCalculator):
+    """1 if the expression in the completion equals the answer, else 0.
+
+    The package math-verify reads both and compares them: LaTeX, `\\boxed`, fractions, sets,
+    intervals, matrices, equations. The answer may be given with or without `$` or `\\boxed`. An
+    answer that can't be read fails the rollout. A comparison that takes longer than `timeout`
+    seconds gives it the outcome `timeout`, and no reward. It runs in worker processes, 4 unless
+    `processes` is set.
+
+    Args:
+        boxed: Read only `\\boxed{...}` in the completion.
+        timeout: Seconds for reading a text, and for a comparison.
+    """
+
+    processes = 4  # its timeouts are signals, which only a main thread gets
+    needs_answer = True
+
+    def __init__(self, boxed: bool = False, timeout: int = 5) -> None:
+        if find_spec("math_verify") is None:
+            command = install_command("math")
+            raise PluginError(f"the reward math needs the package math-verify: {command}")
+        if timeout < 1:
+            raise ValueError(f"timeout is {timeout}, expected an integer >= 1")
+        self.boxed, self.timeout = boxed, timeout
+
+    async def setup(self) -> None:
+        import math_verify
+
+        self.library = math_verify
+
+    async def calculate(self, trajectory: Trajectory) -> float | Reward:
+        answer = trajectory.prompt.answer
+        if answer is None:
+            raise ValueError("the prompt has no answer: add an `answer` to its row")
+        said, started = trajectory.completion, time.perf_counter()
+        if self.boxed:
+            said = said[said.rfind("\\boxed") :] if "\\boxed" in said else ""
+        right = self.expected(str(answer))
+        equal = self.library.verify(right, self.parsed(said), timeout_seconds=self.timeout)
+        if not equal and time.perf_counter() - started >= self.timeout:
+            return Reward(0.0, outcome="timeout")
+        if not right:
+            raise ValueError(f"the prompt's answer {answer!r} is no mathematical expression")
+        return float(equal)
+
+    def expected(self, answer: str) -> list[Any]:
+        """The answer's expression; one without delimiters is all of the text."""
+        delimited = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
+        return self.parsed(answer if delimited else f"\\boxed{{{answer}}}") or self.parsed(answer)
+
+    def parsed(self, text: str) -> list[Any]:
+        found: list[Any] = self.library.parse(text, parsing_timeout=self.timeout)
+        return found

@@ -1,0 +1,110 @@
+"""1 if the completion's number is the answer, else 0."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from retrain import RewardCalculator, Trajectory
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_POWER = r"[eE][-+]?\d+|\s*(?:×|x|\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?[-+]?\d+\}?"
+_NUMBER = re.compile(
+    r"((?<![\w)\]}.])[-+])?\$?"
+    rf"(?:\\[dt]?frac\{{({_DIGITS})\}}\{{({_DIGITS})\}}"
+    rf"|({_DIGITS})({_POWER})?(?:\s*/\s*({_DIGITS}))?)\s*(%)?"
+)
+_LATEX = {"\\%": "%", "\\$": "$", "{,}": ",", "\\,": ",", "\\!": "", "−": "-"}
+Number = tuple[float, bool]
+"""A value, and whether it is in percent."""
+
+
+class Numeric(RewardCalculator):
+    """1 if the last number of the completion is the answer, else 0.
+
+    Numbers may have a sign, thousands separators (1,234.5), a power of ten (1e3, 2 \\times 10^3), a
+    fraction (3/4, \\frac{3}{4}) and a percent sign. A number in percent is the answer if its value
+    or a hundredth of it is. The answer is a number or a text, which is read in the same way.
+
+    Args:
+        marker: Read the first number after the last occurrence of this string, such as "####", or
+            the last one in the braces that follow it, as of `\\boxed`. Without it, the reward is 0.
+        absolute: The largest difference from the answer.
+        relative: The largest difference, as a fraction of the answer.
+    """
+
+    needs_answer = True
+
+    def __init__(
+        self, marker: str | None = None, absolute: float = 1e-9, relative: float = 1e-9
+    ) -> None:
+        if marker == "" or not min(absolute, relative) >= 0:
+            raise ValueError("expected a marker that is not empty, and tolerances >= 0")
+        self.marker = marker
+        self.absolute, self.relative = absolute, relative
+
+    async def calculate(self, trajectory: Trajectory) -> float:
+        answer = trajectory.prompt.answer
+        text = repr(answer) if isinstance(answer, float) else str(answer)
+        right = number_in(text, self.marker if self.marker and self.marker in text else None)
+        if right is None:
+            raise ValueError(f"the prompt's answer is {text!r}, expected one with a number")
+        said = number_in(trajectory.completion, self.marker)
+        return float(said is not None and self.equal(said, right))
+
+    def equal(self, said: Number, right: Number) -> bool:
+        """Whether the numbers are equal; if one is in percent, as a hundredth too."""
+        scales = (1.0,) if said[1] == right[1] else (1.0, 0.01 if said[1] else 100.0)
+        return any(
+            math.isclose(said[0] * s, right[0], rel_tol=self.relative, abs_tol=self.absolute)
+            for s in scales
+        )
+
+
+def number_in(text: str, marker: str | None = None) -> Number | None:
+    """The number of a text, the last one or that of the marker."""
+    if marker is None:
+        return _last(text)
+    _, found, rest = text.rpartition(marker)
+    if not found:
+        return None
+    if rest.startswith("{"):
+        return _last(_braced(rest))
+    return next(_numbers(rest), None)
+
+
+def _last(text: str) -> Number | None:
+    found = None
+    for found in _numbers(text):  # noqa: B007 - the last one
+        pass
+    return found
+
+
+def _braced(text: str) -> str:
+    """The content of the braces that the text begins with; empty if they don't close."""
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[1:index]
+    return ""
+
+
+def _numbers(text: str) -> Iterator[Number]:
+    for latex, plain in _LATEX.items():
+        text = text.replace(latex, plain)
+    for sign, above, below, digits, power, divisor, percent in _NUMBER.findall(text):
+        value = _float(above or digits) * _power(power)
+        under = _float(below or divisor or "1")
+        if under and math.isfinite(value):
+            yield (-value if sign == "-" else value) / under, bool(percent)
+
+
+def _float(digits: str) -> float:
+    return float(digits.replace(",", ""))
+
+
+def _power(text: str) -> float:
+    exponent = re.search(r"[-+]?\d+\}?$", text)
+    return float(f"1e{exponent[0].rstrip('}')}") if exponent else 1.0
