@@ -23,12 +23,22 @@ line, and the pipe records that as the outcome of the rollout.
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+_OWN = re.compile(
+    r"""-?\d+\.\d+\.\d+(?=[\s,:)'"]|$)   # a ticket
+    | 0x[0-9a-f]+                       # <object at ...>
+    | retrain-agent-\w+                 # the working folder of an agent
+    | /r/[0-9a-f]{16} | sk-[\w-]{20,}   # the endpoint of a rollout
+    | \b(?:pid|process)[ =]\d+
+    """,
+    re.VERBOSE,
+)
 LIBRARIES = (
     str(Path(__file__).parent),
     str(Path(traceback.__file__).parent),
@@ -127,6 +137,14 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
     wrapped = UserCodeError(f"{owner} raised {type(error).__name__}{text}{where}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def alike(error: str) -> str:
+    """The text without what differs from rollout to rollout: errors with equal ones are one kind.
+
+    These are tickets, addresses of objects, temporary folders, processes, and endpoints' URLs.
+    """
+    return _OWN.sub("...", error)
 
 
 def text_of(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from environments.agent import Agent
-from retrain import find_function, parse_config, run_program
+from retrain import find_function, parse_config, run_program, trial
 from retrain.assembly import assemble, build
 from retrain.check import check_environment
 from retrain.concurrency import deadlines
@@ -24,7 +25,7 @@ from retrain.errors import AdapterError, ConfigError
 from retrain.observe.run_dir import read_metrics
 from retrain.rollout import instance
 from retrain.types import Trajectory
-from tests.agent_kit import Echo, played, written
+from tests.agent_kit import PROMPT, Echo, config_of, played, written
 
 ROOT = Path(__file__).parent.parent
 AGENTS = """
@@ -45,6 +46,15 @@ def in_process(prompt, folder):
 
 def picky(prompt, base_url, api_key):
     return 1 / (call(prompt, base_url, api_key) == "hello")
+
+def never(prompt):
+    return ""
+
+def lost(folder):
+    (Path(folder) / "notes").read_text()
+
+def second(prompt, metadata, base_url, api_key):
+    return {1: call}[metadata["n"]](prompt, base_url, api_key)
 
 def thing(prompt, base_url, api_key):
     return object()
@@ -323,15 +333,41 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
     good = await check_environment(partial(Agent, run=f"{agents}:solve"))
     assert [finding.what for finding in good if finding.good] == [
         "setup",
-        "the agent plays a rollout",
-        "the agent ends without an error for 6 of 6 replies",
+        "the agent plays 2 of 2 rows",
+        "the agent ends without an error in 7 of 7 rollouts",
         "no task is leaked",
     ]
     picky = await check_environment(partial(Agent, run=f"{agents}:picky"))
     [bad] = [finding for finding in picky if not finding.good]
-    assert "for 1 of 6 replies" in bad.what
-    assert "ZeroDivisionError" in bad.advice
-    assert "'', '42'" in bad.advice
+    assert bad.what.endswith("in 2 of 7 rollouts")
+    assert bad.advice.count("ZeroDivisionError") == 1
+    assert "the model says '' in row 0, the model says '42' in row 0" in bad.advice
+    assert "catch the error, and return what there is" in bad.advice
+
+
+@pytest.mark.parametrize(
+    ("agent", "advice"),
+    [
+        ("never", "plays 0 of 2?never called the model?in every rollout?call the model at `base"),
+        ("lost", "own.py:?in every rollout?fix the agent"),
+        ("second", "plays 1 of 2 rows?KeyError?if the model says 'hello' in row 1?catch the error"),
+        ("hangs", "0.3 s?in every rollout?raise deadlines.agent?6 further rollouts were not tried"),
+    ],
+)
+async def test_the_check_advises_by_the_error_and_says_what_it_waits_for(
+    agents: Path, monkeypatch: pytest.MonkeyPatch, agent: str, advice: str
+) -> None:
+    monkeypatch.setattr(trial, "PATIENCE", 0.0)
+    config, said = config_of(deadlines={"agent": 0.3}), list[str]()
+    prompts = [PROMPT, replace(PROMPT, metadata={"n": 2})]
+    make = partial(Agent, run=f"{agents}:{agent}")
+    findings = await check_environment(make, prompts, config, said.append)
+    text = "\n".join(str(finding) for finding in findings if not finding.good)
+    for part in advice.split("?"):
+        assert part in text
+    assert text.count("\n  ") == 3 + (agent == "hangs"), "equal errors are one"
+    waits = "waiting for the agent, where the model says 'hello' in row 0: at most 0.3 s"
+    assert agent != "hangs" or any(waits in line for line in said)
 
 
 QUICK = (
