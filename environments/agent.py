@@ -32,6 +32,7 @@ from retrain import (
     Environment,
     Finished,
     StepResult,
+    UserCodeError,
     find_function,
     in_thread,
     run_program,
@@ -42,6 +43,8 @@ VALUES = ("prompt", "messages", "answer", "metadata", *ENDPOINT, "folder")
 """What a function may declare and a command may name as {prompt}, {messages}, ..."""
 NAMED = re.compile(r"(?<!\$)(?:\{\{([a-z_]+)\}\}|\{([a-z_]+)\})")
 """{{name}}, for the braces themselves, or {name}; not the ${name} of a shell."""
+TRACED = re.compile(r'File "(.+?)", line (\d+)')
+"""A line of a Python traceback."""
 TAIL = 2000
 """Characters of a command's other output that are kept."""
 
@@ -103,13 +106,13 @@ class Agent(Environment):
             **{name: getattr(endpoint, name) for name in ENDPOINT},
         }
         if self.path is not None and not self.process and "folder" not in self.wanted:
-            return _result(await self._call(values))
+            return self._result(await self._call(values))
         async with _folder() as folder:
             values["folder"] = str(folder)
             if self.path is None:
                 return await self._start(folder, values)
             call = self._in_process(folder, values) if self.process else self._call(values)
-            return _result(await call)
+            return self._result(await call)
 
     async def _call(self, values: Mapping[str, Any]) -> Any:
         call = partial(self.function, **{name: values[name] for name in self.wanted})
@@ -128,7 +131,7 @@ class Agent(Environment):
             env=_variables(values),
         )
         if done.exit_code:
-            raise RuntimeError(_failure("the process of the function", done))
+            raise UserCodeError(_failure(f"the process of {self.path}", done))
         return json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
     async def _start(self, folder: Path, values: Mapping[str, Any]) -> StepResult:
@@ -145,17 +148,38 @@ class Agent(Environment):
         )
         program = Path(self.command[0]).name
         if done.exit_code not in self.exit_codes:
-            raise RuntimeError(_failure(program, done))
+            raise UserCodeError(_failure(program, done, self.command))
         info: dict[str, Any] = {"exit_code": done.exit_code, "stderr": done.stderr[-TAIL:]}
         if self.output == "stdout":
-            return _result({**info, "completion": done.stdout.strip()})
+            return self._result({**info, "completion": done.stdout})
         try:
             text = (folder / self.output).read_text(encoding="utf-8", errors="replace")
         except OSError as error:
-            raise RuntimeError(
-                _failure(f"{program} wrote no file {self.output}: it", done)
-            ) from error
-        return _result({**info, "stdout": done.stdout[-TAIL:], "completion": text.strip()})
+            what = f"{program} wrote no file {self.output}: it"
+            raise UserCodeError(_failure(what, done, self.command)) from error
+        return self._result({**info, "stdout": done.stdout[-TAIL:], "completion": text})
+
+    def _result(self, answer: Any) -> StepResult:
+        """What an agent returned: a StepResult, a dict of `info`, or the completion.
+
+        The completion has no whitespace at its ends, whether a function or a command returns it.
+        """
+        if isinstance(answer, StepResult):
+            info, result = dict(answer.info), answer
+        elif isinstance(answer, Mapping):
+            info = dict(answer)
+            result = StepResult([], info.pop("reward", 0.0), True, False, info)
+        elif answer is None or isinstance(answer, str | int | float):
+            info = {} if answer is None else {"completion": answer}
+            result = StepResult([], 0.0, True, False, info)
+        else:
+            raise UserCodeError(
+                f"{self.path} returned a value of type {type(answer).__name__}, expected a string "
+                "(the completion), a dict (`completion`, `reward`, and more for `info`) or nothing"
+            )
+        if info.get("completion") is not None:
+            info["completion"] = str(info["completion"]).strip()
+        return result._replace(info=info)
 
 
 def _only(key: str, given: Mapping[str, Any]) -> None:
@@ -228,21 +252,6 @@ async def _folder() -> AsyncIterator[Path]:
         await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
-def _result(answer: Any) -> StepResult:
-    """What an agent returned: a StepResult, a dict of `info`, or the completion."""
-    if isinstance(answer, StepResult):
-        return answer
-    if isinstance(answer, Mapping):
-        info = dict(answer)
-        return StepResult([], info.pop("reward", 0.0), True, False, info)
-    if answer is not None and not isinstance(answer, str | int | float):
-        raise TypeError(
-            f"the agent returned a {type(answer).__name__}, expected a string (the completion), "
-            "a dict (`completion`, `reward`, and more for `info`) or nothing"
-        )
-    return StepResult([], 0.0, True, False, {} if answer is None else {"completion": str(answer)})
-
-
 def _variables(values: Mapping[str, Any]) -> dict[str, str]:
     """Where SDKs find the endpoint; `python` is the interpreter of the run."""
     return {
@@ -273,7 +282,16 @@ def _filled(text: str, values: Mapping[str, Any]) -> str:
     return NAMED.sub(value, text)
 
 
-def _failure(what: str, done: Finished) -> str:
+def _failure(what: str, done: Finished, files: Sequence[str] = ()) -> str:
+    """How a program ended: the last line of its output first, which has the error, then the rest.
+
+    The last line of `files` in a traceback is named with it.
+    """
     ending = f"{what} ended with exit code {done.exit_code}"
     tail = (done.stderr.strip() or done.stdout.strip())[-TAIL:]
-    return f"{ending}: {tail}" if tail else ending
+    if not tail:
+        return ending
+    last = tail.splitlines()[-1].strip()
+    lines = [f"{Path(file).name}:{n}" for file, n in TRACED.findall(tail) if file in files]
+    where = f" ({lines[-1]})" if lines else ""
+    return f"{ending}: {last}{where}" + (f"\n{tail}" if tail != last else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from retrain.errors import AdapterError, ConfigError
 from retrain.observe.run_dir import read_metrics
 from retrain.rollout import instance
 from retrain.types import Trajectory
-from tests.agent_kit import PROMPT, Echo, config_of, played, written
+from tests.agent_kit import CALL, PROMPT, Echo, config_of, played, written
 
 ROOT = Path(__file__).parent.parent
 AGENTS = """
@@ -33,7 +34,7 @@ import asyncio, sys, threading
 from pathlib import Path
 
 async def solve(prompt, base_url, api_key, model, extra=3):
-    return await asyncio.to_thread(call, prompt, base_url, api_key) + model
+    return await asyncio.to_thread(call, prompt, base_url, api_key) + model + "\\n"
 
 def plain(messages, metadata, **rest):
     said = call(messages[0]["content"], rest["base_url"], rest["api_key"])
@@ -49,6 +50,10 @@ def picky(prompt, base_url, api_key):
 
 def never(prompt):
     return ""
+
+def uses_sdk():
+    import an_sdk
+    an_sdk.post()
 
 def lost(folder):
     (Path(folder) / "notes").read_text()
@@ -113,9 +118,11 @@ if __name__ == "__main__":
         Path("out.txt").write_text(text + os.environ["OWN"])
         print("log"); print("warned", file=sys.stderr)
         raise SystemExit(7)
+    if what == "sdk":
+        uses_sdk()
     if what == "crash":
         raise SystemExit("the model " + call("said"))
-    print(call(rest[0]))
+    print(call(rest[0]), "\\n")
 """
 
 
@@ -143,7 +150,7 @@ async def test_a_function_gets_what_it_declares_and_returns_what_rewards_see(
     assert (apart.completion, apart.info) == ("a=", {"here": True})
     wrong = await one({"run": f"{agents}:thing"})
     assert wrong.outcome == "infra_error"
-    assert "the agent returned a object, expected a string" in wrong.info["error"]
+    assert "own.py:thing returned a value of type object, expected a string" in wrong.info["error"]
 
 
 async def test_a_command_runs_in_its_own_folder_with_the_endpoint_in_its_environment(
@@ -199,10 +206,36 @@ def test_a_mistake_in_the_config_is_an_error_before_the_run(
         Agent(**keys, base_dir=agents.parent)
 
 
-async def test_a_crash_is_an_outcome_with_the_tail_of_stderr(agents: Path) -> None:
-    crashed = await one({"command": [sys.executable, str(agents), "crash"]})
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"run": "own.py:uses_sdk"}, r"^Agent.run raised ConnectionError: no \(own.py:LINE\)$"),
+        (
+            {"run": "own.py:uses_sdk", "process": True},
+            r"exit code 1: own.py:uses_sdk raised ConnectionError: no \(own.py:LINE\)\nTraceback",
+        ),
+        (
+            {"command": ["python", "own.py", "sdk"]},
+            r"^Agent.run: python ended with exit code 1: ConnectionError: no \(own.py:LINE\)\nT",
+        ),
+        (
+            {"command": ["python", "own.py", "crash"]},
+            "^Agent.run: python ended with exit code 1: the model said$",
+        ),
+    ],
+)
+async def test_a_crash_is_an_outcome_that_names_the_line_of_the_users_file(
+    agents: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], error: str
+) -> None:
+    sdk = agents.parent / "other" / "site-packages"  # not the run's own packages
+    sdk.mkdir(parents=True)
+    (sdk / "an_sdk.py").write_text("def post():\n    raise ConnectionError('no')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{sdk}{os.pathsep}{ROOT}")
+    monkeypatch.syspath_prepend(sdk)
+    line = 1 + (CALL + AGENTS).splitlines().index("    an_sdk.post()")
+    crashed = await one(keys, base_dir=agents.parent)
     assert crashed.outcome == "infra_error"
-    assert "ended with exit code 1: the model said" in crashed.info["error"]
+    assert re.search(error.replace("LINE", str(line)), crashed.info["error"])
 
 
 @pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_tokens": 3}])

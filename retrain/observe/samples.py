@@ -6,10 +6,12 @@ The file is read once, in bounded memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, groupby
 from operator import itemgetter
 from typing import Any
 
+from retrain.observe.causes import Causes
 from retrain.observe.charts import known
 
 PICKED = 6
@@ -28,21 +30,26 @@ Ranked = tuple[float, int, Rollout]
 class Samples:
     """The first, last, best, worst and failed rollouts.
 
-    Rollouts of evaluations, whose tickets have the epoch -1, are counted and shown separately.
+    Rollouts of evaluations, whose tickets have the epoch -1, are counted and shown separately. The
+    seats of one rollout are counted one by one and shown together: their lines follow each other.
     """
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         self.count = 0
         self.evaluated = 0
-        self.errors: Counter[str] = Counter()
+        self.errors = Causes()
         """Failed rollouts, by the first line of their error."""
         self.stop_reasons: Counter[str] = Counter()
         """Turns, by stop reason."""
         self.seconds: Counter[str] = Counter()
         """Summed over rollouts, by stage."""
         self._kept: dict[str, list[Ranked]] = {kind: [] for kind in KINDS}
-        for rollout in rollouts:
-            self._add(rollout)
+        numbers = count()
+        for _, lines in groupby(
+            rollouts,
+            lambda line: (line["ticket"], line["index"]) if line.get("seat") else next(numbers),
+        ):
+            self._add(list(lines))
 
     def picked(self) -> dict[str, list[dict[str, Any]]]:
         """Shortened rollouts, by why they are shown."""
@@ -52,26 +59,30 @@ class Samples:
             if kept
         }
 
-    def _add(self, rollout: Rollout) -> None:
-        if str(rollout.get("ticket")).startswith("-"):
-            self.evaluated += 1
-            self._keep("eval", rollout)
-            if rollout.get("outcome") != "ok":
-                self.errors[f"eval: {_cause(rollout)}"] += 1
+    def _add(self, seats: Sequence[Rollout]) -> None:
+        """Add a rollout: one line, or one of each of its seats."""
+        whole = seats[0] if len(seats) == 1 else {**seats[0], "seats": seats}
+        failed = [seat for seat in seats if seat.get("outcome") != "ok"]
+        if str(whole.get("ticket")).startswith("-"):
+            self.evaluated += len(seats)
+            self._keep("eval", whole)
+            for seat in failed:
+                self.errors.add(f"eval: {_cause(seat)}")
             return
-        self.count += 1
-        self.stop_reasons.update(rollout.get("stop_reasons") or ())
-        self.seconds.update(rollout.get("seconds") or {})
-        if self.count <= PICKED:
-            self._keep("first", rollout)
-        self._keep("last", rollout)
-        reward = rollout.get("reward")
-        if rollout.get("outcome") != "ok":
-            self.errors[_cause(rollout)] += 1
-            self._keep("failed", rollout)
-        elif reward is not None and known(reward):
-            self._keep("best", rollout, float(reward))
-            self._keep("worst", rollout, -float(reward))
+        self.count += len(seats)
+        for seat in seats:
+            self.stop_reasons.update(seat.get("stop_reasons") or ())
+            self.seconds.update(seat.get("seconds") or {})
+        if len(self._kept["first"]) < PICKED:
+            self._keep("first", whole)
+        self._keep("last", whole)
+        for seat in failed:
+            self.errors.add(_cause(seat))
+        if failed:
+            self._keep("failed", whole)
+        elif rewards := [float(r) for s in seats if known(r := s.get("reward"))]:
+            self._keep("best", whole, max(rewards))
+            self._keep("worst", whole, -min(rewards))
 
     def _keep(self, kind: str, rollout: Rollout, rank: float | None = None) -> None:
         """Keep the highest ranks; of equal ones the latest, since it shows the current model."""
@@ -82,7 +93,7 @@ class Samples:
 
 
 def _cause(rollout: Rollout) -> str:
-    return str(rollout.get("error") or rollout.get("outcome")).partition("\n")[0][:300]
+    return str(rollout.get("error") or rollout.get("outcome"))
 
 
 def _shortened(rollout: Rollout) -> dict[str, Any]:
@@ -92,6 +103,8 @@ def _shortened(rollout: Rollout) -> dict[str, Any]:
             {**call, "messages": _texts_cut(call.get("messages"))} for call in calls[:MAX_CALLS]
         ]
         short["calls_left_out"] = max(0, len(calls) - MAX_CALLS)
+    if seats := rollout.get("seats"):
+        short["seats"] = [_shortened(seat) for seat in seats]
     return short
 
 
