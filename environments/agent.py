@@ -20,9 +20,10 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,16 @@ from retrain import (
 ENDPOINT = ("base_url", "anthropic_url", "api_key", "model")
 VALUES = ("prompt", "messages", "answer", "metadata", *ENDPOINT, "folder")
 """What a function may declare and a command may name as {prompt}, {messages}, ..."""
-NAMED = re.compile(r"(?<!\$)(?:\{\{([a-z_]+)\}\}|\{([a-z_]+)\})")
-"""{{name}}, for the braces themselves, or {name}; not the ${name} of a shell."""
+NAME = rf"(?:{'|'.join(VALUES)})[.\[][\w.\[\]]*|[a-z_]+"
+NAMED = re.compile(rf"(?<!\$)(?:\{{\{{({NAME})\}}\}}|\{{({NAME})\}})")
+"""{{name}}, for the braces themselves, or {name}; not the ${name} of a shell. A part of a value,
+such as {metadata.kind}, is matched to be rejected."""
+NUMBERED = re.compile(r"\{(\{\d*\})\}|(?<!\$)\{\d*\}")
+"""{} or {0}, which nothing fills, or {{}} for the braces themselves."""
+INTERPRETERS = re.compile(r"(python[\d.]*|node|ruby|perl|(ba|z|da)?sh)$")
+CODE = ("-c", "-m", "-e", "-p", "--eval", "--print")
+"""Options of interpreters that stand for the file of a program."""
+SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl")
 TRACED = re.compile(r'File "(.+?)", line (\d+)')
 """A line of a Python traceback."""
 TAIL = 2000
@@ -79,7 +88,11 @@ class Agent(Environment):
         base_dir: Path = Path(),
     ) -> None:
         if (run is None) == (command is None):
-            raise ConfigError("environment: expected either `run` (a function) or `command`")
+            got = "neither `run` nor `command`" if run is None else "both `run` and `command`"
+            raise ConfigError(
+                f"environment: got {got}, expected one of them: `run` (a function, such as "
+                "my_agent.py:solve) or `command` (a program and its arguments)"
+            )
         self.seats = tuple(seats or ())
         self.path, self.process, self.base_dir = run, process, base_dir.resolve()
         self.stdin, self.files, self.env = stdin, files or {}, env or {}
@@ -91,8 +104,11 @@ class Agent(Environment):
             self.wanted = _wanted(self.function)
         else:
             _only("run", {"process": process})
-            self.command = _found(command or [], self.base_dir)
+            self.command = _found(command or [], self.base_dir, self.files)
             _check_names({"command": command, "stdin": [stdin]})
+            for part in _texts(self.command):
+                if wrong := next((m[0] for m in NUMBERED.finditer(part) if not m[1]), ""):
+                    raise ConfigError(_unknown("command", wrong))
             _check_names({"files": self.files.values(), "env": self.env.values()})
             for name in (*self.files, output):
                 _check_inside(name)
@@ -140,8 +156,9 @@ class Agent(Environment):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_filled(text, values), encoding="utf-8")
         env = {name: _filled(text, values) for name, text in self.env.items()}
+        texts = _texts(self.command)
         done = await run_program(
-            [_filled(part, values) for part in self.command],
+            [_filled(NUMBERED.sub(r"\1", p) if p in texts else p, values) for p in self.command],
             stdin=_filled(self.stdin, values),
             cwd=folder,
             env={**_variables(values), **env},
@@ -203,11 +220,11 @@ def _wanted(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in named if p.name in VALUES)
 
 
-def _found(command: Sequence[str], base_dir: Path) -> list[str]:
+def _found(command: Sequence[str], base_dir: Path, files: Collection[str]) -> list[str]:
     """A command whose program and files are absolute paths: it runs in another folder.
 
     A relative path is resolved in the config's folder, then in the working folder. Raises
-    ConfigError if there is no such program.
+    ConfigError if there is no such program, or its interpreter has no such file.
     """
     if not command:
         raise ConfigError("environment.command: got an empty list, expected a program")
@@ -221,7 +238,33 @@ def _found(command: Sequence[str], base_dir: Path) -> list[str]:
         raise ConfigError(
             f"environment.command: there is no program {program!r}. Install it, or give its path."
         )
+    script = _script(program, command[1:])
+    if script and script not in files and not (Path(parts[command.index(script, 1)]).is_file()):
+        tried = " or ".join(dict.fromkeys(str(place / script) for place in places))
+        raise ConfigError(
+            f"environment.command: file not found: {tried}. `files` can write it into the working "
+            "folder of each rollout."
+        )
     return parts
+
+
+def _script(program: str, arguments: Sequence[str]) -> str:
+    """The file that an interpreter is to execute; empty if none is certain."""
+    named = next((part for part in arguments if not part.startswith("-")), "")
+    if not INTERPRETERS.match(Path(program).name) or "{" in named:
+        return ""
+    options = arguments[: arguments.index(named)] if named else ()
+    certain = not options or named.endswith(SCRIPTS)
+    return named if certain and not set(CODE).intersection(options) else ""
+
+
+def _texts(command: Sequence[str]) -> list[str]:
+    """The arguments of a command that are no code or JSON, in which {} has a meaning."""
+    return [
+        part
+        for before, part in pairwise(command)
+        if before not in CODE and '"' not in part and "\n" not in part
+    ]
 
 
 def _check_names(texts: Mapping[str, Any]) -> None:
@@ -229,11 +272,15 @@ def _check_names(texts: Mapping[str, Any]) -> None:
     for key, parts in texts.items():
         for match in (m for part in parts or () for m in NAMED.finditer(part)):
             if match[2] and match[2] not in VALUES:
-                raise ConfigError(
-                    f"environment.{key}: got {match[0]}, expected one of "
-                    f"{', '.join('{' + name + '}' for name in VALUES)}; "
-                    f"write {{{match[0]}}} for the braces themselves"
-                )
+                raise ConfigError(_unknown(key, match[0]))
+
+
+def _unknown(key: str, found: str) -> str:
+    return (
+        f"environment.{key}: got {found}, expected one of "
+        f"{', '.join('{' + name + '}' for name in VALUES)}; "
+        f"write {{{found}}} for the braces themselves"
+    )
 
 
 def _check_inside(name: str) -> None:
@@ -274,7 +321,7 @@ def _filled(text: str, values: Mapping[str, Any]) -> str:
     """The text with its {names} replaced in one pass: a prompt may have such names itself."""
 
     def value(match: re.Match[str]) -> str:
-        if match[1]:
+        if match[2] is None:
             return f"{{{match[1]}}}"
         found = values[match[2]]
         return found if isinstance(found, str) else json.dumps(found)

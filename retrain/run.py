@@ -273,10 +273,16 @@ def config_file(text: str) -> Path:
 
 
 async def _train(config: RunConfig, console: Console, *, resume: bool) -> TrainingResult:
+    from retrain.config.paths import is_hub_id
     from retrain.pipeline import train
 
     parts = _assembled(config)
-    _print(f"loading model {config.model} on the {config.backend.type} backend")
+    hub = (
+        f"; there is no folder {config.model}, so it is read from the Hugging Face Hub or its cache"
+        if is_hub_id(config.model, config.base_dir)
+        else ""
+    )
+    _print(f"loading model {config.model} on the {config.backend.type} backend{hub}")
     return await train(config, callbacks=[console], resume=resume, parts=parts)
 
 

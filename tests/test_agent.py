@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -187,7 +188,15 @@ async def test_a_program_needs_no_python() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, "either `run` .* or `command`"),
+        ({}, "got neither `run` nor `command`, expected one of them"),
+        ({"run": "own.py:solve", "command": ["sh"]}, "got both `run` and `command`, expected one"),
+        ({"command": ["python", "no.py"]}, "command: file not found: .*no.py"),
+        ({"command": ["python", "-u", "no.py", "{prompt}"]}, "command: file not found: .*no.py"),
+        (
+            {"command": ["sh", "{metadata.kind}"]},
+            r"got \{metadata.kind\}, expected one of",
+        ),
+        ({"command": ["sh", "-c", "x", "{}"]}, r"got \{\}, .*write \{\{\}\} for the braces"),
         ({"run": "own.py:nothing"}, "environment.run: there is no nothing in"),
         ({"run": "own.py:question"}, "requires question, expected any of prompt, messages"),
         ({"run": "own.py:solve", "stdin": "x"}, "environment.stdin: only for `command`"),
@@ -199,11 +208,24 @@ async def test_a_program_needs_no_python() -> None:
         ({"command": ["sh"], "files": {"../x": ""}}, "got the file '../x', expected one in"),
     ],
 )
-def test_a_mistake_in_the_config_is_an_error_before_the_run(
+def test_a_mistake_in_the_agents_keys_is_an_error_before_the_run(
     agents: Path, keys: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Agent(**keys, base_dir=agents.parent)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"command": ["python", "-m", "no.py"]},
+        {"command": ["python", "-c", "{}"]},
+        {"command": ["python", "-X", "dev", "own.py", "-o", "out.py", "{{}}", '{"a": {}}']},
+        {"command": ["python", "new.py"], "files": {"new.py": "f'{x.y} {{metadata.z}}'"}},
+    ],
+)
+def test_code_and_files_to_come_are_no_mistakes(agents: Path, keys: dict[str, Any]) -> None:
+    Agent(**keys, base_dir=agents.parent)
 
 
 @pytest.mark.parametrize(
@@ -428,6 +450,25 @@ def test_the_included_agent_trains_on_every_backend(tmp_path: Path, backend: str
     if backend == "trl":
         means = [row["reward/mean"] for row in rows]
         assert sum(means[-4:]) / 4 > sum(means[:4]) / 4 + 0.05
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"endpoint": {"public_url": "host:80"}}, "endpoint.public_url: .*begins with http://"),
+        ({"model": "tinny"}, "model: got 'tinny', no folder of this name; did you mean tiny"),
+        ({"endpoint": {"port": "taken"}}, r"endpoint: can't listen on 127.0.0.1:\d+: Address alr"),
+    ],
+)
+def test_a_mistake_in_the_run_of_an_agent_is_an_error_before_a_model_loads(
+    sections: dict[str, Any], message: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if sections.get("endpoint", {}).get("port"):
+            sections = {"endpoint": {"port": taken.getsockname()[1]}}
+        agent = {"type": "agent", "command": ["sh"]}
+        with pytest.raises(ConfigError, match=message):
+            assemble(config_of(**{"environment": agent, **sections}))
 
 
 def test_a_config_of_an_agent_needs_no_rewards_but_the_extra(

@@ -56,9 +56,16 @@ def find_model(model: str, base_dir: Path) -> str:
     for folder in tried:
         if folder.exists() and (_is_path(model) or "/" not in model):
             raise ConfigError(f"model: {folder} {_no_model(folder)}")
+    if "/" not in model and difflib.get_close_matches(model.lower(), [TINY], cutoff=0.7):
+        raise ConfigError(f"model: got {model!r}, no folder of this name; did you mean {TINY}?")
     if _is_path(model):
         raise NotFoundError(f"model: folder not found: {' or '.join(map(str, tried))}; {_MODEL}")
     return model
+
+
+def is_hub_id(model: str, base_dir: Path) -> bool:
+    """Whether a model that `find_model` accepts is read from the Hub or its cache."""
+    return model != TINY and find_model(model, base_dir) == model and not Path(model).is_absolute()
 
 
 def broken_link(path: Path) -> str:
