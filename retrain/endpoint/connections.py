@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import resource
 import socket
 from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
@@ -19,9 +18,9 @@ from retrain.config import EndpointConfig
 from retrain.endpoint.api import Event, invalid
 from retrain.errors import RunError
 from retrain.rollout.calls import CallError
+from retrain.transport.serving import BACKLOG, allow_files
 
 T = TypeVar("T")
-BACKLOG = 2048
 OPEN_FILES = 8192
 """What the process may open, if the system allows it: agents in it have a socket per call too."""
 MAX_BODY = 16 * 2**20
@@ -81,10 +80,7 @@ def listen(config: EndpointConfig) -> socket.socket:
         found.close()
         raise _unavailable(config, error) from error
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    allow_files(OPEN_FILES)
     return found
 
 
