@@ -62,6 +62,8 @@ class Tally:
     """Rollouts of evaluations, by outcome."""
     errors: Causes = field(default_factory=Causes)
     """Failed rollouts, and what else failed, by the first line of the error."""
+    seats: set[str] = field(default_factory=set)
+    """Of rollouts with several."""
     announce: Callable[[str], object] = lambda text: None
     """Called with the first error of each kind."""
 
@@ -155,6 +157,8 @@ class RunDirectory:
         outcomes = self.tally.evaluated if evaluated else self.tally.outcomes
         for trajectory in group.trajectories:
             outcomes[trajectory.outcome] += 1
+            if trajectory.seat:
+                self.tally.seats.add(trajectory.seat)
             if trajectory.outcome != "ok":
                 self._count_error(trajectory, "eval: " if evaluated else "")
 
