@@ -121,25 +121,39 @@ async def tried_agent(
                     break
         finally:
             await slot.close()
-    good = [(row, t) for row, t in played if t.outcome == "ok"]
-    rows, lines = {row for row, _ in good}, crashes.lines(len(played))
+    lines = crashes.lines(len(played))
     if left := len(plays) - len(played):
         lines = (*lines, f"{left} further rollouts were not tried after the timeout")
+    good = [(row, t) for row, t in played if t.outcome == "ok"]
+    return _agents_trials(good, len(prompts), len(plays), lines, faults)
+
+
+def _agents_trials(
+    good: Sequence[tuple[int, Trajectory]],
+    prompts: int,
+    plays: int,
+    lines: Sequence[str],
+    faults: Sequence[str],
+) -> list[Trial]:
+    """Whether each row was played, and whether all rollouts were; `lines` are about those that
+    were not."""
+    rows = len({row for row, _ in good})
     trials = [
         Trial(
-            len(rows) == len(prompts),
-            f"the agent plays {len(rows)} of {len(prompts)} rows",
-            lines if len(rows) < len(prompts) else (),
+            rows == prompts,
+            f"the agent plays {rows} of {prompts} rows",
+            tuple(lines) if rows < prompts else (),
         ),
         Trial(
-            len(good) == len(plays) and not faults,
-            f"the agent ends without an error in {len(good)} of {len(plays)} rollouts",
-            (*(lines if len(rows) == len(prompts) else ()), *faults),
+            len(good) == plays and not faults,
+            f"the agent ends without an error in {len(good)} of {plays} rollouts",
+            (*(lines if rows == prompts else ()), *faults),
         ),
     ]
-    limits = [f"rollout.{t.info['truncated']}" for _, t in good if "truncated" in t.info]
+    limits = [str(t.info["truncated"]) for _, t in good if "truncated" in t.info]
     if limits:
-        met = f"{len(limits)} rollouts met {', '.join(sorted(set(limits)))}, and count as they are"
+        names = ", ".join(sorted(set(limits)))
+        met = f"{len(limits)} rollouts met the limit {names}, and count as they are"
         trials.append(Trial(True, met))
     return trials
 
