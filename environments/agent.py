@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from retrain import (
     Environment,
     Finished,
     StepResult,
+    UserCodeError,
     find_command,
     find_function,
     in_thread,
@@ -41,8 +43,16 @@ from retrain import (
 ENDPOINT = ("base_url", "anthropic_url", "api_key", "model")
 VALUES = ("prompt", "messages", "answer", "metadata", "seed", "index", *ENDPOINT, "folder")
 """What a function may declare and a command may name as {prompt}, {messages}, ..."""
-NAMED = re.compile(r"(?<!\$)(?:\{\{([a-z_]+)\}\}|\{([a-z_]+)\})")
-"""{{name}}, for the braces themselves, or {name}; not the ${name} of a shell."""
+NAME = rf"(?:{'|'.join(VALUES)})[.\[][\w.\[\]]*|[a-z_]+"
+NAMED = re.compile(rf"(?<!\$)(?:\{{\{{({NAME})\}}\}}|\{{({NAME})\}})")
+"""{{name}}, for the braces themselves, or {name}; not the ${name} of a shell. A part of a value,
+such as {metadata.kind}, is matched to be rejected."""
+NUMBERED = re.compile(r"\{(\{\d*\})\}|(?<!\$)\{\d*\}")
+"""{} or {0}, which nothing fills, or {{}} for the braces themselves."""
+CODE = ("-c", "-m", "-e", "-p", "--eval", "--print")
+"""Options of interpreters that stand for the file of a program."""
+TRACED = re.compile(r'File "(.+?)", line (\d+)')
+"""A line of a Python traceback."""
 TAIL = 2000
 """Characters of a command's other output that are kept."""
 
@@ -77,7 +87,11 @@ class Agent(Environment):
         base_dir: Path = Path(),
     ) -> None:
         if (run is None) == (command is None):
-            raise ConfigError("environment: expected either `run` (a function) or `command`")
+            got = "neither `run` nor `command`" if run is None else "both `run` and `command`"
+            raise ConfigError(
+                f"environment: got {got}, expected one of them: `run` (a function, such as "
+                "my_agent.py:solve) or `command` (a program and its arguments)"
+            )
         self.seats = tuple(seats or ())
         self.path, self.process, self.base_dir = run, process, base_dir.resolve()
         self.stdin, self.files, self.env = stdin, files or {}, env or {}
@@ -89,8 +103,13 @@ class Agent(Environment):
             self.wanted = _wanted(self.function)
         else:
             _only("run", {"process": process})
-            self.command = find_command(command or [], self.base_dir, "environment.command")
+            self.command = find_command(
+                command or [], self.base_dir, "environment.command", self.files
+            )
             _check_names({"command": command, "stdin": [stdin]})
+            for part in _texts(self.command):
+                if wrong := next((m[0] for m in NUMBERED.finditer(part) if not m[1]), ""):
+                    raise ConfigError(_unknown("command", wrong))
             _check_names({"files": self.files.values(), "env": self.env.values()})
             for name in (*self.files, output):
                 _check_inside(name)
@@ -106,13 +125,13 @@ class Agent(Environment):
             **{name: getattr(endpoint, name) for name in ENDPOINT},
         }
         if self.path is not None and not self.process and "folder" not in self.wanted:
-            return _result(await self._call(values))
+            return self._result(await self._call(values))
         async with _folder() as folder:
             values["folder"] = str(folder)
             if self.path is None:
                 return await self._start(folder, values)
             call = self._in_process(folder, values) if self.process else self._call(values)
-            return _result(await call)
+            return self._result(await call)
 
     async def _call(self, values: Mapping[str, Any]) -> Any:
         call = partial(self.function, **{name: values[name] for name in self.wanted})
@@ -131,7 +150,7 @@ class Agent(Environment):
             env=_variables(values),
         )
         if done.exit_code:
-            raise RuntimeError(_failure("the process of the function", done))
+            raise UserCodeError(_failure(f"the process of {self.path}", done))
         return json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
     async def _start(self, folder: Path, values: Mapping[str, Any]) -> StepResult:
@@ -140,25 +159,47 @@ class Agent(Environment):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_filled(text, values), encoding="utf-8")
         env = {name: _filled(text, values) for name, text in self.env.items()}
+        texts = _texts(self.command)
         done = await run_program(
-            [_filled(part, values) for part in self.command],
+            [_filled(NUMBERED.sub(r"\1", p) if p in texts else p, values) for p in self.command],
             stdin=_filled(self.stdin, values),
             cwd=folder,
             env={**_variables(values), **env},
         )
         program = Path(self.command[0]).name
         if done.exit_code not in self.exit_codes:
-            raise RuntimeError(_failure(program, done))
+            raise UserCodeError(_failure(program, done, self.command))
         info: dict[str, Any] = {"exit_code": done.exit_code, "stderr": done.stderr[-TAIL:]}
         if self.output == "stdout":
-            return _result({**info, "completion": done.stdout.strip()})
+            return self._result({**info, "completion": done.stdout})
         try:
             text = (folder / self.output).read_text(encoding="utf-8", errors="replace")
         except OSError as error:
-            raise RuntimeError(
-                _failure(f"{program} wrote no file {self.output}: it", done)
-            ) from error
-        return _result({**info, "stdout": done.stdout[-TAIL:], "completion": text.strip()})
+            what = f"{program} wrote no file {self.output}: it"
+            raise UserCodeError(_failure(what, done, self.command)) from error
+        return self._result({**info, "stdout": done.stdout[-TAIL:], "completion": text})
+
+    def _result(self, answer: Any) -> StepResult:
+        """What an agent returned: a StepResult, a dict of `info`, or the completion.
+
+        The completion has no whitespace at its ends, whether a function or a command returns it.
+        """
+        if isinstance(answer, StepResult):
+            info, result = dict(answer.info), answer
+        elif isinstance(answer, Mapping):
+            info = dict(answer)
+            result = StepResult([], info.pop("reward", 0.0), True, False, info)
+        elif answer is None or isinstance(answer, str | int | float):
+            info = {} if answer is None else {"completion": answer}
+            result = StepResult([], 0.0, True, False, info)
+        else:
+            raise UserCodeError(
+                f"{self.path} returned a value of type {type(answer).__name__}, expected a string "
+                "(the completion), a dict (`completion`, `reward`, and more for `info`) or nothing"
+            )
+        if info.get("completion") is not None:
+            info["completion"] = str(info["completion"]).strip()
+        return result._replace(info=info)
 
 
 def _only(key: str, given: Mapping[str, Any]) -> None:
@@ -182,16 +223,29 @@ def _wanted(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in named if p.name in VALUES)
 
 
+def _texts(command: Sequence[str]) -> list[str]:
+    """The arguments of a command that are no code or JSON, in which {} has a meaning."""
+    return [
+        part
+        for before, part in pairwise(command)
+        if before not in CODE and '"' not in part and "\n" not in part
+    ]
+
+
 def _check_names(texts: Mapping[str, Any]) -> None:
     """Raises ConfigError for a {name} that is not known."""
     for key, parts in texts.items():
         for match in (m for part in parts or () for m in NAMED.finditer(part)):
             if match[2] and match[2] not in VALUES:
-                raise ConfigError(
-                    f"environment.{key}: got {match[0]}, expected one of "
-                    f"{', '.join('{' + name + '}' for name in VALUES)}; "
-                    f"write {{{match[0]}}} for the braces themselves"
-                )
+                raise ConfigError(_unknown(key, match[0]))
+
+
+def _unknown(key: str, found: str) -> str:
+    return (
+        f"environment.{key}: got {found}, expected one of "
+        f"{', '.join('{' + name + '}' for name in VALUES)}; "
+        f"write {{{found}}} for the braces themselves"
+    )
 
 
 def _check_inside(name: str) -> None:
@@ -208,21 +262,6 @@ async def _folder() -> AsyncIterator[Path]:
         yield folder
     finally:
         await in_thread(partial(shutil.rmtree, folder, ignore_errors=True))
-
-
-def _result(answer: Any) -> StepResult:
-    """What an agent returned: a StepResult, a dict of `info`, or the completion."""
-    if isinstance(answer, StepResult):
-        return answer
-    if isinstance(answer, Mapping):
-        info = dict(answer)
-        return StepResult([], info.pop("reward", 0.0), True, False, info)
-    if answer is not None and not isinstance(answer, str | int | float):
-        raise TypeError(
-            f"the agent returned a {type(answer).__name__}, expected a string (the completion), "
-            "a dict (`completion`, `reward`, and more for `info`) or nothing"
-        )
-    return StepResult([], 0.0, True, False, {} if answer is None else {"completion": str(answer)})
 
 
 def _variables(values: Mapping[str, Any]) -> dict[str, str]:
@@ -247,7 +286,7 @@ def _filled(text: str, values: Mapping[str, Any]) -> str:
     """The text with its {names} replaced in one pass: a prompt may have such names itself."""
 
     def value(match: re.Match[str]) -> str:
-        if match[1]:
+        if match[2] is None:
             return f"{{{match[1]}}}"
         found = values[match[2]]
         return found if isinstance(found, str) else json.dumps(found)
@@ -255,7 +294,16 @@ def _filled(text: str, values: Mapping[str, Any]) -> str:
     return NAMED.sub(value, text)
 
 
-def _failure(what: str, done: Finished) -> str:
+def _failure(what: str, done: Finished, files: Sequence[str] = ()) -> str:
+    """How a program ended: the last line of its output first, which has the error, then the rest.
+
+    The last line of `files` in a traceback is named with it.
+    """
     ending = f"{what} ended with exit code {done.exit_code}"
     tail = (done.stderr.strip() or done.stdout.strip())[-TAIL:]
-    return f"{ending}: {tail}" if tail else ending
+    if not tail:
+        return ending
+    last = tail.splitlines()[-1].strip()
+    lines = [f"{Path(file).name}:{n}" for file, n in TRACED.findall(tail) if file in files]
+    where = f" ({lines[-1]})" if lines else ""
+    return f"{ending}: {last}{where}" + (f"\n{tail}" if tail != last else "")

@@ -81,7 +81,7 @@ async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
 
     never, tell = math.inf, partial(print, "FAIL ", flush=True)
     with Watchdog(stall=never, blocked=DEADLINE, grace=never, fail=print, last_words=tell):
-        return await check_subject(subject, keys)
+        return await check_subject(subject, keys, partial(print, file=sys.stderr, flush=True))
 
 
 def _report(argv: Sequence[str]) -> int:

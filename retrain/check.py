@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,22 @@ from retrain.config import (
 from retrain.config.plugins import built_in_names, construct
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment, ToolSpec
-from retrain.errors import UserCodeError, blame, shown
+from retrain.errors import UserCodeError, blame
 from retrain.prompts import Origin
 from retrain.prompts.building import built
-from retrain.rewarding import Scorer
-from retrain.rollout import Slot
 from retrain.rollout.answers import tools_of
 from retrain.rollout.instance import Instance, Job, closed
 from retrain.run import config_file
-from retrain.trial import Script, doorway, scripted, tried_rewards
+from retrain.trial import (
+    NO_ROLLOUT,
+    Say,
+    Script,
+    Trial,
+    scripted,
+    tried_agent,
+    tried_rewards,
+    waiting,
+)
 from retrain.types import Prompt, Ticket
 
 Transcript = list[Any]  # what an environment replied: only compared
@@ -44,7 +51,7 @@ PROMPTS = 3
 TURNS = 8
 INSTANCES = 8
 DEADLINE = 30.0
-"""Seconds that one call may take."""
+"""Seconds that one call may take, unless the config's `deadlines` say otherwise."""
 SOON = 5.0
 """Seconds that a cancelled step may take to end, with `close`."""
 SAMPLES = (
@@ -69,16 +76,19 @@ class Finding:
         return f"{'ok  ' if self.good else 'FAIL'}  {self.what}{advice}"
 
 
-async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]:
+async def check_subject(
+    subject: str, keys: Sequence[str] = (), say: Say = lambda text: None
+) -> list[Finding]:
     """Check a config's environment and rewards with its prompts, or an environment on its own.
 
-    `keys` are overrides of the config, or `key=value` of the environment. Raises ConfigError if it
-    can't be loaded.
+    `keys` are overrides of the config, or `key=value` of the environment. `say` is called with what
+    is being waited for, if it takes long. Raises ConfigError if it can't be loaded.
     """
     own = subject in built_in_names("environment")  # some included configs have such a name
     file = Path(subject) if own else config_file(subject)
     if file.suffix in (".yaml", ".yml"):
-        parts = assemble(load_config(file, keys))
+        loaded = assemble(load_config(file, keys))
+        parts = replace(loaded, config=_limited(loaded.config))
         count = min(PROMPTS, len(parts.prompts))
         seed = parts.config.train.seed
         prompts = [parts.prompts.prompt(Ticket(0, index), seed) for index in range(count)]
@@ -86,10 +96,12 @@ async def check_subject(subject: str, keys: Sequence[str] = ()) -> list[Finding]
         if (source := parts.algorithm.source) != "rollouts":
             unused = f"the rows are {source}: no environment and no reward is used"
             return [fit, Finding(True, unused)]
-        findings = await check_environment(parts.environment, prompts)
-        trials = await tried_rewards(parts, prompts)
-        rewards = [Finding(t.good, t.what, "\n      ".join(t.lines)) for t in trials]
-        return [fit, *findings, *rewards]
+        findings = await check_environment(parts.environment, prompts, parts.config, say)
+        if any(finding.what.startswith(NO_ROLLOUT) for finding in findings):
+            return [fit, *findings, Finding(False, "rewards: not tried, as no rollout succeeds")]
+        with waiting(say, "the rewards, called for three rollouts"):
+            trials = await tried_rewards(parts, prompts)
+        return [fit, *findings, *map(_finding, trials)]
     arguments = {path[0]: value for path, value in map(parse_override, keys)}
     plugin = Plugin.model_validate({**arguments, "type": subject})
     config = RunConfig(base_dir=Path.cwd())
@@ -108,16 +120,24 @@ def _own_tasks(make: Callable[[], Environment]) -> list[Prompt]:
 
 
 async def check_environment(
-    make: Callable[[], Environment], prompts: Sequence[Prompt] = SAMPLES
+    make: Callable[[], Environment],
+    prompts: Sequence[Prompt] = SAMPLES,
+    config: RunConfig | None = None,
+    say: Say = lambda text: None,
 ) -> list[Finding]:
     """Check an environment's contract; `make` returns a new instance.
 
-    As in a run, each instance has one task, in which all its methods are called.
+    As in a run, each instance has one task, in which all its methods are called. The deadlines are
+    those of `config`, and DEADLINE for those that it leaves out. `say` is called with what is being
+    waited for, if it takes long.
     """
+    config = _limited(config or RunConfig())
+    limits = config.deadlines
     before = asyncio.all_tasks()
     faults: list[str] = []
-    [instance] = _instances(make, faults)
-    await asyncio.wait([instance.ready])
+    [instance] = _instances(make, limits, faults)
+    with waiting(say, f"{instance.name}.setup: at most {limits.setup:g} s (deadlines.setup)"):
+        await asyncio.wait([instance.ready])
     if instance.error is not None:
         await closed([instance], DEADLINE)
         close = [Finding(False, "close", faults[0])] if faults else []
@@ -129,11 +149,13 @@ async def check_environment(
         return [Finding(False, "tools are valid", str(error))]
     if instance.overrides("run"):
         await closed([instance], DEADLINE)
-        return [Finding(True, "setup"), *await _played_by_agent(make, prompts[0]), *_leaks(before)]
+        replies = [*_replies(()), *_calls(())]
+        trials = await tried_agent(make, prompts, replies, config, say)
+        return [Finding(True, "setup"), *map(_finding, trials), *_leaks(before)]
     alone: Transcript = []
 
     async def play() -> None:
-        alone.extend(*await _played([instance], prompts))
+        alone.extend(*await _played([instance], prompts, limits))
 
     findings = [Finding(True, f"tools: {', '.join(tool.name for tool in tools)}")] if tools else []
     findings += [
@@ -143,44 +165,19 @@ async def check_environment(
     good = findings[-1].good
     if good:
         more = (
-            ("a reused instance behaves like a new one", _again(instance, prompts, alone)),
-            (f"{INSTANCES} concurrent instances play like one", _at_once(make, prompts, alone)),
+            ("a reused instance behaves like a new one", _again(instance, prompts, limits, alone)),
+            (
+                f"{INSTANCES} concurrent instances play like one",
+                _at_once(make, prompts, limits, alone),
+            ),
         )
         findings += [await _tried(what, check) for what, check in more]
     await closed([instance], DEADLINE)
     if good and not faults:
-        cancel = _cancelled(make, prompts[0])
+        cancel = _cancelled(make, prompts[0], limits)
         findings.append(await _tried("a cancelled step ends immediately", cancel))
     findings.append(Finding(not faults, "close", "".join(faults[:1])))
     return [*findings, *_leaks(before)]
-
-
-async def _played_by_agent(
-    make: Callable[[], Environment], prompt: Prompt
-) -> tuple[Finding, Finding]:
-    """Let an agent play against an endpoint whose model says right and wrong things."""
-    script, faults = Script(), list[str]()
-    crashes = dict[str, list[str]]()
-    replies = [*_replies(()), *_calls(())]
-    async with doorway(True) as door:
-        slot = Slot(1, make, scripted(_config(), script, door), Scorer([]), fault=faults.append)
-        try:
-            for script.reply in replies:
-                played = (await slot.play(prompt)).trajectories[0]  # all seats fail together
-                if played.outcome != "ok":
-                    crashes.setdefault(played.info["error"], []).append(shown(script.reply, 24))
-        finally:
-            await slot.close()
-    tried = sum(map(len, crashes.values()))
-    works = Finding(tried < len(replies), "the agent plays a rollout")
-    advice = [f"{error}\n        if the model says {', '.join(r)}" for error, r in crashes.items()]
-    remedy = "such a rollout is not trained: catch the error, and return what there is"
-    robust = Finding(
-        not crashes and not faults,
-        f"the agent ends without an error for {len(replies) - tried} of {len(replies)} replies",
-        "\n      ".join([*advice, *faults, remedy]) if crashes or faults else "",
-    )
-    return works, robust
 
 
 def _leaks(before: set[asyncio.Task[Any]]) -> list[Finding]:
@@ -191,22 +188,22 @@ def _leaks(before: set[asyncio.Task[Any]]) -> list[Finding]:
 
 
 def _instances(
-    make: Callable[[], Environment], faults: list[str], count: int = 1
+    make: Callable[[], Environment], limits: DeadlinesConfig, faults: list[str], count: int = 1
 ) -> list[Instance]:
     """New instances, as a slot of a run makes them; errors of `close` are added to `faults`."""
     setups = asyncio.Semaphore(INSTANCES)
-    return [Instance(make, _limits(), setups, faults.append) for _ in range(count)]
+    return [Instance(make, limits, setups, faults.append) for _ in range(count)]
 
 
-def _limits() -> DeadlinesConfig:
-    return DeadlinesConfig(
-        setup=DEADLINE, reset=DEADLINE, step=DEADLINE, agent=DEADLINE, close=DEADLINE
-    )
+def _limited(config: RunConfig) -> RunConfig:
+    """`config` with DEADLINE for the calls of user code that it sets no deadline for."""
+    calls = dict.fromkeys(("setup", "reset", "step", "agent", "close", "reward"), DEADLINE)
+    given = {name: getattr(config.deadlines, name) for name in config.deadlines.model_fields_set}
+    return config.model_copy(update={"deadlines": DeadlinesConfig(**{**calls, **given})})
 
 
-def _config() -> RunConfig:
-    """Of rollouts that are played here."""
-    return RunConfig(rollout=RolloutConfig(max_turns=TURNS), deadlines=_limits())
+def _finding(trial: Trial) -> Finding:
+    return Finding(trial.good, trial.what, "\n      ".join(trial.lines))
 
 
 async def _tried(what: str, check: Awaitable[None]) -> Finding:
@@ -219,8 +216,10 @@ async def _tried(what: str, check: Awaitable[None]) -> Finding:
     return Finding(True, what)
 
 
-async def _again(instance: Instance, prompts: Sequence[Prompt], alone: Transcript) -> None:
-    if await _played([instance], prompts) != [alone]:
+async def _again(
+    instance: Instance, prompts: Sequence[Prompt], limits: DeadlinesConfig, alone: Transcript
+) -> None:
+    if await _played([instance], prompts, limits) != [alone]:
         raise UserCodeError(
             "the same prompt and replies gave another rollout: clear the state of the last rollout "
             "in reset(), and seed random numbers by self.prompt.seed, so that a resumed run "
@@ -229,12 +228,15 @@ async def _again(instance: Instance, prompts: Sequence[Prompt], alone: Transcrip
 
 
 async def _at_once(
-    make: Callable[[], Environment], prompts: Sequence[Prompt], alone: Transcript
+    make: Callable[[], Environment],
+    prompts: Sequence[Prompt],
+    limits: DeadlinesConfig,
+    alone: Transcript,
 ) -> None:
-    instances = _instances(make, [], INSTANCES)
+    instances = _instances(make, limits, [], INSTANCES)
     try:
         await asyncio.wait([instance.ready for instance in instances])
-        found = await _played(instances, prompts)
+        found = await _played(instances, prompts, limits)
     finally:  # close is checked separately
         await closed(instances, DEADLINE)
     if found != [alone] * INSTANCES:
@@ -243,10 +245,12 @@ async def _at_once(
         )
 
 
-async def _cancelled(make: Callable[[], Environment], prompt: Prompt) -> None:
+async def _cancelled(
+    make: Callable[[], Environment], prompt: Prompt, limits: DeadlinesConfig
+) -> None:
     """Cancel a step as the end of a run does: it must end, and `close` must work after it."""
     faults: list[str] = []
-    [instance] = _instances(make, faults)
+    [instance] = _instances(make, limits, faults)
     swallowed = False
 
     async def step() -> None:
@@ -270,13 +274,17 @@ async def _cancelled(make: Callable[[], Environment], prompt: Prompt) -> None:
         raise UserCodeError(f"after it: {faults[0]}")
 
 
-async def _played(instances: Sequence[Instance], prompts: Sequence[Prompt]) -> list[Transcript]:
+async def _played(
+    instances: Sequence[Instance], prompts: Sequence[Prompt], limits: DeadlinesConfig
+) -> list[Transcript]:
     """What each environment replies to every prompt and script, all environments at once.
 
     Raises UserCodeError for a rollout that fails.
     """
     script = Script()
-    rollouts = scripted(_config(), script)
+    turns = RolloutConfig(max_turns=TURNS)
+    config = RunConfig(rollout=turns, deadlines=limits)
+    rollouts = scripted(config, script)
     transcripts: list[Transcript] = [[] for _ in instances]
     for prompt in prompts:
         for script.reply in _replies(instances[0].environment.tools):

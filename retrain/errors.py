@@ -24,12 +24,22 @@ line, and the pipe records that as the outcome of the rollout.
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+_OWN = re.compile(
+    r"""-?\d+\.\d+\.\d+(?=[\s,:)'"]|$)   # a ticket
+    | 0x[0-9a-f]+                       # <object at ...>
+    | retrain-agent-\w+                 # the working folder of an agent
+    | /r/[0-9a-f]{16} | sk-[\w-]{20,}   # the endpoint of a rollout
+    | \b(?:pid|process)[ =]\d+
+    """,
+    re.VERBOSE,
+)
 LIBRARIES = (
     str(Path(__file__).parent),
     str(Path(traceback.__file__).parent),
@@ -37,6 +47,8 @@ LIBRARIES = (
     sysconfig.get_path("platlib"),
 )
 """The folders of retrain, of the standard library and of installed packages."""
+INCLUDED = tuple(str(Path(__file__).parent.parent / name) for name in ("environments", "rewards"))
+"""Those of the included environments and rewards, in a checkout."""
 
 
 class RetrainError(Exception):
@@ -122,16 +134,36 @@ class RewardError(UserCodeError):
 def blame(owner: str, error: BaseException) -> UserCodeError:
     """The error of user code, `owner` ("reward 'slot_match'"), with the line of it that raised.
 
-    A line of an installed library is only named if the user's code has none.
+    That is the deepest line of the user's files. One of an included environment or reward is only
+    named if there is none, and one of an installed library if there is neither. A UserCodeError
+    says itself what failed, so that no line is added.
     """
-    stack = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in stack if not f.filename.startswith(LIBRARIES)] or list(stack)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     said = text_of(error)
+    if isinstance(error, UserCodeError):
+        wrapped = UserCodeError(f"{owner}: {said}")
+        wrapped.__cause__ = error
+        return wrapped
+    stack = traceback.extract_tb(error.__traceback__)
+    known = [frame for frame in stack if not _is_library(frame.filename)]
+    frames = [f for f in known if not f.filename.startswith(INCLUDED)] or known or stack
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = f": {said}" if said else ""
     wrapped = UserCodeError(f"{owner} raised {type(error).__name__}{text}{where}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def _is_library(file: str) -> bool:
+    """Also of another environment's packages, which PYTHONPATH may add."""
+    return file.startswith((*LIBRARIES, "<frozen ")) or "/site-packages/" in file
+
+
+def alike(error: str) -> str:
+    """The text without what differs from rollout to rollout: errors with equal ones are one kind.
+
+    These are tickets, addresses of objects, temporary folders, processes, and endpoints' URLs.
+    """
+    return _OWN.sub("...", error)
 
 
 def text_of(error: BaseException) -> str:

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import logging
 import os
-import re
 import select
 import signal
 import sys
@@ -29,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from retrain.engine.ranks.contract import ignore_signals, launched
-from retrain.errors import ConfigError, RetrainError, RunError
+from retrain.errors import ConfigError, RetrainError, RunError, alike
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ STUCK_SECONDS = 3.0
 """How long threads may take to end after the run."""
 REPORT_SECONDS = 2.0
 """How long another rank waits with its exit code while rank 0 reports a wrong config."""
-_TICKET = re.compile(r"-?\d+\.\d+\.\d+")
 T = TypeVar("T")
 
 
@@ -275,10 +273,16 @@ def config_file(text: str) -> Path:
 
 
 async def _train(config: RunConfig, console: Console, *, resume: bool) -> TrainingResult:
+    from retrain.config.paths import is_hub_id
     from retrain.pipeline import train
 
     parts = _assembled(config)
-    _print(f"loading model {config.model} on the {config.backend.type} backend")
+    hub = (
+        f"; there is no folder {config.model}, so it is read from the Hugging Face Hub or its cache"
+        if is_hub_id(config.model, config.base_dir)
+        else ""
+    )
+    _print(f"loading model {config.model} on the {config.backend.type} backend{hub}")
     return await train(config, callbacks=[console], resume=resume, parts=parts)
 
 
@@ -365,14 +369,14 @@ def _announce(console: Console | None) -> None:
 
 
 def _print_causes(error: BaseException, causes: Sequence[BaseException]) -> None:
-    """One message per cause, with its notes; causes that differ only by a ticket are counted."""
+    """One message per cause, with its notes; causes of one kind are counted."""
     from retrain.observe import failure
 
-    alike: dict[str, list[list[str]]] = {}
+    kinds: dict[str, list[list[str]]] = {}
     for cause in causes:
         text = _message(cause)
-        alike.setdefault(_TICKET.sub("", text), []).append([text, *failure.notes_of(cause)])
-    for (text, *notes), *others in alike.values():
+        kinds.setdefault(alike(text), []).append([text, *failure.notes_of(cause)])
+    for (text, *notes), *others in kinds.values():
         more = f" (and {len(others)} more like it)" if others else ""
         _print("\n  ".join([f"error: {text}{more}", *notes]))
     for note in () if error in causes else failure.notes_of(error):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from retrain.assembly import Parts
 from retrain.chat import Chat
 from retrain.chat.formats.hermes import Hermes
 from retrain.config import EndpointConfig, RunConfig
-from retrain.errors import BudgetError, RunError, UserCodeError, shown
+from retrain.environment import Environment
+from retrain.errors import BudgetError, RunError, UserCodeError, alike, shown
 from retrain.rewarding import Reward, Scorer, WeightedReward, checked, compares
 from retrain.rewarding.processes import ProcessReward
 from retrain.rollout import Rollouts, Slot
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 GARBAGE = "]]}> \\boxed{ </think> 1e999 \x00 \ufffd \U0001f642 {{ ((" + "x" * 200
 """No answer to anything, and a trap for parsers."""
 Case = tuple[str, Trajectory]
+Say = Callable[[str], object]
+"""Tells the user what takes long, at once."""
+NO_ROLLOUT = "the agent plays 0 "
+"""How the trial of an agent begins that plays no rollout."""
+PATIENCE = 2.0
+"""Seconds until the user gets to know what is being waited for."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,120 @@ class Trial:
     good: bool
     what: str
     lines: tuple[str, ...] = ()
+
+
+@contextmanager
+def waiting(say: Say, what: str) -> Iterator[None]:
+    """Say what is being waited for, if it takes long."""
+    timer = asyncio.get_running_loop().call_later(PATIENCE, say, f"waiting for {what}")
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@dataclass
+class _Crashes:
+    """The failed rollouts of an agent; errors that differ only by the rollout are one."""
+
+    errors: dict[str, tuple[str, str, list[str]]] = field(default_factory=dict)
+    """The text of an error, its outcome, and the cases that it ended."""
+
+    def add(self, played: Trajectory, case: str) -> None:
+        error = played.info["error"]
+        self.errors.setdefault(alike(error), (error, played.outcome, []))[2].append(case)
+
+    def lines(self, tried: int) -> tuple[str, ...]:
+        """Each error with its cases, and what to do about it."""
+        lines: list[str] = []
+        for error, outcome, cases in self.errors.values():
+            always = len(cases) == tried
+            lines.append(error)
+            lines.append(f"  {'in every rollout' if always else 'if ' + ', '.join(cases)}")
+            lines.append(f"  {_advice(error, outcome, always=always)}")
+        return tuple(lines)
+
+
+def _advice(error: str, outcome: str, *, always: bool) -> str:
+    if outcome == "timeout":
+        return "end earlier, or raise deadlines.agent"
+    if "never called the model" in error:
+        return (
+            "call the model at `base_url` with `api_key`; a command finds them in OPENAI_BASE_URL "
+            "and OPENAI_API_KEY"
+        )
+    if always:
+        return "it doesn't depend on what the model says: fix the agent"
+    return (
+        "such a rollout is not trained: catch the error, and return what there is. To train it "
+        "with a low reward, return that"
+    )
+
+
+async def tried_agent(
+    make: Callable[[], Environment],
+    prompts: Sequence[Prompt],
+    replies: Sequence[str],
+    config: RunConfig,
+    say: Say,
+) -> list[Trial]:
+    """Let an agent play the first prompt with each reply, and the others with the first reply.
+
+    It ends with the first rollout that exceeds its deadline.
+    """
+    script, faults, crashes = Script(), list[str](), _Crashes()
+    plays = [(0, reply) for reply in replies] + [(n, replies[0]) for n in range(1, len(prompts))]
+    played: list[tuple[int, Trajectory]] = []
+    async with doorway(True) as door:
+        slot = Slot(1, make, scripted(config, script, door), Scorer([]), fault=faults.append)
+        try:
+            for row, script.reply in plays:
+                case = f"the model says {shown(script.reply, 24)} in row {row}"
+                limit = f"at most {config.deadlines.agent:g} s (deadlines.agent)"
+                with waiting(say, f"the agent, where {case}: {limit}"):
+                    trajectory = (await slot.play(prompts[row])).trajectories[0]  # all fail alike
+                played.append((row, trajectory))
+                if trajectory.outcome != "ok":
+                    crashes.add(trajectory, case)
+                if trajectory.outcome == "timeout":
+                    break
+        finally:
+            await slot.close()
+    lines = crashes.lines(len(played))
+    if left := len(plays) - len(played):
+        lines = (*lines, f"{left} further rollouts were not tried after the timeout")
+    good = [(row, t) for row, t in played if t.outcome == "ok"]
+    return _agents_trials(good, len(prompts), len(plays), lines, faults)
+
+
+def _agents_trials(
+    good: Sequence[tuple[int, Trajectory]],
+    prompts: int,
+    plays: int,
+    lines: Sequence[str],
+    faults: Sequence[str],
+) -> list[Trial]:
+    """Whether each row was played, and whether all rollouts were; `lines` are about those that
+    were not."""
+    rows = len({row for row, _ in good})
+    trials = [
+        Trial(
+            rows == prompts,
+            f"the agent plays {rows} of {prompts} rows",
+            tuple(lines) if rows < prompts else (),
+        ),
+        Trial(
+            len(good) == plays and not faults,
+            f"the agent ends without an error in {len(good)} of {plays} rollouts",
+            (*(lines if rows == prompts else ()), *faults),
+        ),
+    ]
+    limits = [str(t.info["truncated"]) for _, t in good if "truncated" in t.info]
+    if limits:
+        names = ", ".join(sorted(set(limits)))
+        met = f"{len(limits)} rollouts met the limit {names}, and count as they are"
+        trials.append(Trial(True, met))
+    return trials
 
 
 async def tried_rewards(parts: Parts, prompts: Sequence[Prompt]) -> list[Trial]:

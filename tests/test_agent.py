@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 
 from environments.agent import Agent
-from retrain import find_function, parse_config, run_program
+from retrain import find_function, parse_config, run_program, trial
 from retrain.assembly import assemble, build
 from retrain.check import check_environment
 from retrain.concurrency import deadlines
@@ -24,7 +27,7 @@ from retrain.errors import AdapterError, ConfigError
 from retrain.observe.run_dir import read_metrics
 from retrain.rollout import instance
 from retrain.types import Trajectory
-from tests.agent_kit import Echo, played, written
+from tests.agent_kit import CALL, PROMPT, Echo, config_of, played, written
 
 ROOT = Path(__file__).parent.parent
 AGENTS = """
@@ -32,7 +35,7 @@ import asyncio, sys, threading
 from pathlib import Path
 
 async def solve(prompt, base_url, api_key, model, extra=3):
-    return await asyncio.to_thread(call, prompt, base_url, api_key) + model
+    return await asyncio.to_thread(call, prompt, base_url, api_key) + model + "\\n"
 
 def plain(messages, metadata, **rest):
     said = call(messages[0]["content"], rest["base_url"], rest["api_key"])
@@ -45,6 +48,19 @@ def in_process(prompt, folder):
 
 def picky(prompt, base_url, api_key):
     return 1 / (call(prompt, base_url, api_key) == "hello")
+
+def never(prompt):
+    return ""
+
+def uses_sdk():
+    import an_sdk
+    an_sdk.post()
+
+def lost(folder):
+    (Path(folder) / "notes").read_text()
+
+def second(prompt, metadata, base_url, api_key):
+    return {1: call}[metadata["n"]](prompt, base_url, api_key)
 
 def thing(prompt, base_url, api_key):
     return object()
@@ -103,9 +119,11 @@ if __name__ == "__main__":
         Path("out.txt").write_text(text + os.environ["OWN"])
         print("log"); print("warned", file=sys.stderr)
         raise SystemExit(7)
+    if what == "sdk":
+        uses_sdk()
     if what == "crash":
         raise SystemExit("the model " + call("said"))
-    print(call(rest[0]))
+    print(call(rest[0]), "\\n")
 """
 
 
@@ -133,7 +151,7 @@ async def test_a_function_gets_what_it_declares_and_returns_what_rewards_see(
     assert (apart.completion, apart.info) == ("a=", {"here": True})
     wrong = await one({"run": f"{agents}:thing"})
     assert wrong.outcome == "infra_error"
-    assert "the agent returned a object, expected a string" in wrong.info["error"]
+    assert "own.py:thing returned a value of type object, expected a string" in wrong.info["error"]
 
 
 async def test_a_command_runs_in_its_own_folder_with_the_endpoint_in_its_environment(
@@ -170,7 +188,15 @@ async def test_a_program_needs_no_python() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, "either `run` .* or `command`"),
+        ({}, "got neither `run` nor `command`, expected one of them"),
+        ({"run": "own.py:solve", "command": ["sh"]}, "got both `run` and `command`, expected one"),
+        ({"command": ["python", "no.py"]}, "command: file not found: .*no.py"),
+        ({"command": ["python", "-u", "no.py", "{prompt}"]}, "command: file not found: .*no.py"),
+        (
+            {"command": ["sh", "{metadata.kind}"]},
+            r"got \{metadata.kind\}, expected one of",
+        ),
+        ({"command": ["sh", "-c", "x", "{}"]}, r"got \{\}, .*write \{\{\}\} for the braces"),
         ({"run": "own.py:nothing"}, "environment.run: there is no nothing in"),
         ({"run": "own.py:question"}, "requires question, expected any of prompt, messages"),
         ({"run": "own.py:solve", "stdin": "x"}, "environment.stdin: only for `command`"),
@@ -182,17 +208,56 @@ async def test_a_program_needs_no_python() -> None:
         ({"command": ["sh"], "files": {"../x": ""}}, "got the file '../x', expected one in"),
     ],
 )
-def test_a_mistake_in_the_config_is_an_error_before_the_run(
+def test_a_mistake_in_the_agents_keys_is_an_error_before_the_run(
     agents: Path, keys: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Agent(**keys, base_dir=agents.parent)
 
 
-async def test_a_crash_is_an_outcome_with_the_tail_of_stderr(agents: Path) -> None:
-    crashed = await one({"command": [sys.executable, str(agents), "crash"]})
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"command": ["python", "-m", "no.py"]},
+        {"command": ["python", "-c", "{}"]},
+        {"command": ["python", "-X", "dev", "own.py", "-o", "out.py", "{{}}", '{"a": {}}']},
+        {"command": ["python", "new.py"], "files": {"new.py": "f'{x.y} {{metadata.z}}'"}},
+    ],
+)
+def test_code_and_files_to_come_are_no_mistakes(agents: Path, keys: dict[str, Any]) -> None:
+    Agent(**keys, base_dir=agents.parent)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"run": "own.py:uses_sdk"}, r"^Agent.run raised ConnectionError: no \(own.py:LINE\)$"),
+        (
+            {"run": "own.py:uses_sdk", "process": True},
+            r"exit code 1: own.py:uses_sdk raised ConnectionError: no \(own.py:LINE\)\nTraceback",
+        ),
+        (
+            {"command": ["python", "own.py", "sdk"]},
+            r"^Agent.run: python ended with exit code 1: ConnectionError: no \(own.py:LINE\)\nT",
+        ),
+        (
+            {"command": ["python", "own.py", "crash"]},
+            "^Agent.run: python ended with exit code 1: the model said$",
+        ),
+    ],
+)
+async def test_a_crash_is_an_outcome_that_names_the_line_of_the_users_file(
+    agents: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], error: str
+) -> None:
+    sdk = agents.parent / "other" / "site-packages"  # not the run's own packages
+    sdk.mkdir(parents=True)
+    (sdk / "an_sdk.py").write_text("def post():\n    raise ConnectionError('no')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{sdk}{os.pathsep}{ROOT}")
+    monkeypatch.syspath_prepend(sdk)
+    line = 1 + (CALL + AGENTS).splitlines().index("    an_sdk.post()")
+    crashed = await one(keys, base_dir=agents.parent)
     assert crashed.outcome == "infra_error"
-    assert "ended with exit code 1: the model said" in crashed.info["error"]
+    assert re.search(error.replace("LINE", str(line)), crashed.info["error"])
 
 
 @pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_tokens": 3}])
@@ -323,15 +388,41 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
     good = await check_environment(partial(Agent, run=f"{agents}:solve"))
     assert [finding.what for finding in good if finding.good] == [
         "setup",
-        "the agent plays a rollout",
-        "the agent ends without an error for 6 of 6 replies",
+        "the agent plays 2 of 2 rows",
+        "the agent ends without an error in 7 of 7 rollouts",
         "no task is leaked",
     ]
     picky = await check_environment(partial(Agent, run=f"{agents}:picky"))
     [bad] = [finding for finding in picky if not finding.good]
-    assert "for 1 of 6 replies" in bad.what
-    assert "ZeroDivisionError" in bad.advice
-    assert "'', '42'" in bad.advice
+    assert bad.what.endswith("in 2 of 7 rollouts")
+    assert bad.advice.count("ZeroDivisionError") == 1
+    assert "the model says '' in row 0, the model says '42' in row 0" in bad.advice
+    assert "catch the error, and return what there is" in bad.advice
+
+
+@pytest.mark.parametrize(
+    ("agent", "advice"),
+    [
+        ("never", "plays 0 of 2?never called the model?in every rollout?call the model at `base"),
+        ("lost", "own.py:?in every rollout?fix the agent"),
+        ("second", "plays 1 of 2 rows?KeyError?if the model says 'hello' in row 1?catch the error"),
+        ("hangs", "0.3 s?in every rollout?raise deadlines.agent?6 further rollouts were not tried"),
+    ],
+)
+async def test_the_check_advises_by_the_error_and_says_what_it_waits_for(
+    agents: Path, monkeypatch: pytest.MonkeyPatch, agent: str, advice: str
+) -> None:
+    monkeypatch.setattr(trial, "PATIENCE", 0.0)
+    config, said = config_of(deadlines={"agent": 0.3}), list[str]()
+    prompts = [PROMPT, replace(PROMPT, metadata={"n": 2})]
+    make = partial(Agent, run=f"{agents}:{agent}")
+    findings = await check_environment(make, prompts, config, said.append)
+    text = "\n".join(str(finding) for finding in findings if not finding.good)
+    for part in advice.split("?"):
+        assert part in text
+    assert text.count("\n  ") == 3 + (agent == "hangs"), "equal errors are one"
+    waits = "waiting for the agent, where the model says 'hello' in row 0: at most 0.3 s"
+    assert agent != "hangs" or any(waits in line for line in said)
 
 
 QUICK = (
@@ -359,6 +450,25 @@ def test_the_included_agent_trains_on_every_backend(tmp_path: Path, backend: str
     if backend == "trl":
         means = [row["reward/mean"] for row in rows]
         assert sum(means[-4:]) / 4 > sum(means[:4]) / 4 + 0.05
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"endpoint": {"public_url": "host:80"}}, "endpoint.public_url: .*begins with http://"),
+        ({"model": "tinny"}, "model: got 'tinny', no folder of this name; did you mean tiny"),
+        ({"endpoint": {"port": "taken"}}, r"endpoint: can't listen on 127.0.0.1:\d+: Address alr"),
+    ],
+)
+def test_a_mistake_in_the_run_of_an_agent_is_an_error_before_a_model_loads(
+    sections: dict[str, Any], message: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if sections.get("endpoint", {}).get("port"):
+            sections = {"endpoint": {"port": taken.getsockname()[1]}}
+        agent = {"type": "agent", "command": ["sh"]}
+        with pytest.raises(ConfigError, match=message):
+            assemble(config_of(**{"environment": agent, **sections}))
 
 
 def test_a_config_of_an_agent_needs_no_rewards_but_the_extra(

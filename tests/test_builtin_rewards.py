@@ -341,7 +341,7 @@ async def test_cosine_has_a_reward_for_the_limit_and_needs_the_other_reward() ->
         {"type": "length_cosine", "max": 9, "correct_if": "numeric", "exceeded": -10},
     )
     assert late.rewards["length_cosine"] == -10
-    with pytest.raises(ConfigError, match="reads the reward 'numeric', but there is none"):
+    with pytest.raises(ConfigError, match="reads the reward 'numeric', expected one of none"):
         await scored(
             Group(rollout("").prompt, []),
             {"type": "length_cosine", "max": 9, "correct_if": "numeric"},

@@ -15,6 +15,7 @@ from retrain.errors import RunError
 from retrain.observe.rollout_lines import encoded, with_fate
 from retrain.observe.samples import MAX_CALLS, MAX_TEXT, Samples
 from retrain.pipeline.meter import Meter
+from retrain.rollout import histories
 from retrain.rollout.calls import CallError, Calls
 from retrain.types import Group, Prompt, Trajectory
 from tests import chat_kit
@@ -92,6 +93,27 @@ async def test_a_history_that_says_the_same_continues_the_tokens(form: str) -> N
     assert len(second.messages) == (2 if continues else 5)
     if continues and "tool_calls" in message:  # templates that show ids see those of the reply
         assert second.messages[0]["tool_call_id"] == reply.tool_calls[0].id
+
+
+async def test_a_call_compares_what_is_new_and_no_edit_of_the_rest_is_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[Any] = []
+    key_of = histories.key_of
+    monkeypatch.setattr(histories, "key_of", lambda m: compared.append(m) or key_of(m))
+    desk = Desk("4<|im_end|>", CALL + "<|im_end|>", *["4<|im_end|>"] * 60)
+    history: list[Any] = [user("Hi")]
+    for number in range(50):
+        [reply] = await desk.calls.chat(history, (ADD,))
+        compared.clear()
+        history = [*history, given_back(reply, 0), user(f"{number}?")]
+    await desk.calls.chat(json.loads(json.dumps(history)), (ADD,))
+    assert desk.calls.turns[-1].parent == 49
+    assert len(compared) == 4, "the first message, the two new ones and the reply"
+    edited = json.loads(json.dumps(history))
+    edited[3]["tool_calls"][0]["function"]["arguments"]["b"]["c"] = [1, 2]  # was [true, 2]
+    await desk.calls.chat(edited, (ADD,))
+    assert desk.calls.turns[-1].parent is None
 
 
 async def test_what_changes_besides_the_messages_branches() -> None:

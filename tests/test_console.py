@@ -169,6 +169,22 @@ async def test_a_dumb_terminal_gets_lines(
     assert "\x1b[?25" not in out.getvalue()
 
 
+async def test_the_first_error_of_a_kind_is_shown_at_once(run: ObservedRun) -> None:
+    out = io.StringIO()
+    Console(out).on_train_begin(run)
+    for _ in range(2):
+        run.run_dir.tally.failed("Agent.run raised KeyError: 'x' (my_agent.py:3)\nTraceback")
+    assert out.getvalue().count("failed  Agent.run raised KeyError: 'x' (my_agent.py:3)\n") == 1
+
+
+async def test_each_seat_has_its_reward(run: ObservedRun) -> None:
+    out = io.StringIO()
+    run.run_dir.tally.seats.update(("X", "O"))
+    scored = [{**row, "reward/X/mean": 0.75, "reward/O/mean": -0.75} for row in rows(1)]
+    await run.play(Callbacks([Console(out)]), scored)
+    assert "reward 1.000  reward O -0.750  reward X 0.750  loss" in out.getvalue()
+
+
 async def test_markup_in_an_error_is_shown_as_it_is(run: ObservedRun) -> None:
     out = io.StringIO()
     run.run_dir.tally.errors["reward 'x' raised KeyError: '[/bold]'"] = 3

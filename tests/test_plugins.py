@@ -425,6 +425,10 @@ class Options(AdapterOptions):
             },
             "importance_sampling does not clip its ratio",
         ),
+        (
+            {"endpoint": {"honour": ["stop"]}},
+            "endpoint.honour: got stop, but the limited.py backend does not support it; remove it",
+        ),
     ],
 )
 def test_what_the_backend_cannot_honour_is_refused(

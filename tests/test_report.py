@@ -310,6 +310,26 @@ def test_the_best_and_worst_rollouts_are_found_in_bounded_memory() -> None:
     assert "failed" not in picked
 
 
+def test_the_seats_of_a_rollout_are_shown_together() -> None:
+    def line(index: int, **more: object) -> dict[str, object]:
+        return {"ticket": "0.0.0", "index": index, "outcome": "ok", "messages": [], **more}
+
+    games = [
+        line(0, seat="X", reward=1.0),
+        line(0, seat="O", reward=-1.0),
+        line(1, seat="X", outcome="timeout"),
+        line(1, seat="O", outcome="timeout"),
+    ]
+    samples = Samples([*games, line(2, reward=0.0), line(2, reward=0.5)])
+    picked = samples.picked()
+    assert (samples.count, samples.errors) == (6, {"timeout": 2})
+    [won, *others] = picked["best"]
+    assert [seat["reward"] for seat in won["seats"]] == [1.0, -1.0]
+    assert [rollout["reward"] for rollout in others] == [0.5, 0.0]
+    assert picked["worst"][0] == won
+    assert [seat["seat"] for seat in picked["failed"][0]["seats"]] == ["X", "O"]
+
+
 def test_a_very_long_message_is_cut(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", config()) as run_dir:
         run_dir.event("issued", ticket="0.0.0")

@@ -32,7 +32,7 @@ from retrain.observe.run_dir import (
     surviving,
 )
 from retrain.observe.voided import cut
-from retrain.types import Completion, Group, Prompt, Trajectory, Turn
+from retrain.types import Completion, Group, Message, Prompt, Trajectory, Turn
 
 
 def config(**sections: Any) -> RunConfig:
@@ -106,6 +106,18 @@ def test_a_rollout_shows_which_weights_sampled_each_part_of_a_turn() -> None:
     assert "spans" not in lines_of(trajectory)[0]
 
 
+def test_a_rollout_without_a_turn_shows_its_prompt_and_an_agents_has_its_result() -> None:
+    asked: list[Message] = [{"role": "user", "content": "2+2"}]
+    failed = Trajectory(Prompt("0.1.0", asked), outcome="infra_error")
+    [line] = lines_of(failed)
+    assert (line["prompt"], line["messages"]) == ({"text": "2+2"}, asked)
+    said = Completion([7], [-1.0], "4", "stop", 0)
+    own: list[Message] = [{"role": "user", "content": "add"}]
+    agents = Trajectory(failed.prompt, [Turn([1], said, messages=own)], messages=own, result="5")
+    [line] = lines_of(agents)
+    assert (line["prompt"]["text"], line["messages"], line["result"]) == ("2+2", own, "5")
+
+
 def lines_of(*trajectories: Trajectory) -> list[dict[str, Any]]:
     group = Group(trajectories[0].prompt, list(trajectories))
     return [json.loads(line) for line in with_fate(encoded(group), 1)]
@@ -123,6 +135,8 @@ def lines_of(*trajectories: Trajectory) -> list[dict[str, Any]]:
         {"turns": [], "seconds": {}, "info": {"a": 1}},
         {"outcome": "timeout", "info": {"error": "late"}},
         {"seat": "X"},
+        {"result": "4"},
+        {"messages": []},
     ],
 )
 def test_a_line_is_the_same_however_it_is_encoded(change: dict[str, Any]) -> None:
@@ -154,6 +168,20 @@ def test_ever_new_error_texts_do_not_fill_the_memory(tmp_path: Path) -> None:
             run_dir.count(broken)
         assert len(run_dir.tally.errors) < 100
         assert run_dir.tally.errors.total() == 200
+
+
+def test_errors_that_differ_by_the_rollout_are_one_kind_and_announced_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        run_dir.tally.announce = said.append
+        for ticket, folder in (("0.1.0", "retrain-agent-a1"), ("0.2.0", "retrain-agent-b2")):
+            broken = group("infra_error")
+            error = f"prompt {ticket}: no file /tmp/{folder}/x of <A object at 0x7f{folder[-2:]}>"
+            broken.trajectories[0].info["error"] = error
+            run_dir.count(broken)
+        run_dir.tally.failed("another")
+        assert list(run_dir.tally.errors.values()) == [2, 1]
+    assert [text.split()[0] for text in said] == ["prompt", "another"]
 
 
 def test_the_resolved_configuration_is_a_configuration_again(tmp_path: Path) -> None:

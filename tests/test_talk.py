@@ -83,6 +83,9 @@ def test_the_config_of_the_run_counts_and_its_checkpoint_replaces_a_missing_expo
     run_dir: Path, tmp_path: Path
 ) -> None:
     found = find_subject(str(run_dir))
+    step = find_subject(str(run_dir / "checkpoints/step_1"))
+    assert step.adapter == run_dir / "checkpoints/step_1/adapter/checkpoint-1"
+    assert step.sampling.max_tokens == 6
     assert (found.model, found.adapter) == ("tiny", run_dir / "final")
     assert find_subject(str(run_dir / "final")) == found
     assert found.sampling.max_tokens == 6
@@ -101,6 +104,9 @@ def test_the_config_of_the_run_counts_and_its_checkpoint_replaces_a_missing_expo
     adapter = find_subject(str(copied)).adapter
     assert adapter == copied / "checkpoints/step_1/adapter/checkpoint-1"
     shutil.rmtree(adapter)
+    (copied / "checkpoints/step_2").mkdir()
+    with pytest.raises(ConfigError, match="step_2 is not a complete checkpoint"):
+        find_subject(str(copied / "checkpoints/step_2"))
     with pytest.raises(ConfigError, match=r"neither an exported .* nor a complete checkpoint"):
         find_subject(str(copied))
     config.write_text(given.replace("type: trl", "type: tinker"))
@@ -155,7 +161,9 @@ def test_a_conversation_in_a_pipe_is_one_reply_a_line(run_dir: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert [line.partition("> ")[0] for line in said] == ["base", "trained"] * 4
+    assert len(said) == 8, "the base model's reply, then the trained one's"
+    assert not any(line.startswith(("base>", "trained>")) for line in said)
+    assert said[0] != said[1]
     assert said[:4] == said[4:]  # the second conversation begins like the first
     assert f"loading {run_dir / 'final'}" in done.stderr
 

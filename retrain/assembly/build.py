@@ -24,7 +24,14 @@ from retrain.config.paths import find_file, find_model
 from retrain.config.plugins import built_in_names, construct, find_plugin
 from retrain.config.problems import keys_of, problems_of
 from retrain.environment import Environment
-from retrain.errors import ConfigError, PluginError, PromptError, UserCodeError, install_command
+from retrain.errors import (
+    ConfigError,
+    PluginError,
+    PromptError,
+    RunError,
+    UserCodeError,
+    install_command,
+)
 from retrain.prompts import Origin, PromptSource
 from retrain.prompts.building import built
 from retrain.prompts.examples import Pairs
@@ -260,6 +267,13 @@ def _check_endpoint(config: RunConfig, needed: bool) -> None:
             f"environment.type: {config.environment.type} runs an agent, which needs what is not "
             f"installed ({', '.join(missing)}): {install_command('agents')}"
         )
+    if needed and config.endpoint.port:
+        from retrain.endpoint.connections import bound
+
+        try:
+            bound(config.endpoint).close()  # the model has not loaded yet
+        except RunError as error:
+            raise PluginError(str(error)) from error
 
 
 def _options(config: RunConfig) -> AdapterOptions:

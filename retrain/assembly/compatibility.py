@@ -79,6 +79,13 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             "trainer's probability to the sampler's. This backend's trainer does not apply these "
             "settings, so the ratio is not 1 even for fresh samples; watch kl/sampler_trainer"
         )
+    own = sorted(SHAPING.intersection(config.endpoint.honour))
+    if own and row_of(loss).reads == "ratio":
+        yield (
+            f"endpoint.honour: with an agent's own {', '.join(own)}, the ratio of the trainer's "
+            f"probability to the sampler's, by which {loss} weighs tokens, is not 1 even for fresh "
+            "samples; watch kl/sampler_trainer"
+        )
     stale = config.staleness.bound > 0 and config.algorithm.mismatch is None
     if row_of(loss).reads == "rewards" and stale:
         yield (
@@ -137,6 +144,12 @@ def _backend(config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
             yield (
                 f"sampling.{name}: got {shown(value)}, but the {config.backend.type} backend does "
                 "not support it; remove it"
+            )
+    for name in config.endpoint.honour:
+        if name not in capabilities.sampling:
+            yield (
+                f"endpoint.honour: got {name}, but the {config.backend.type} backend does not "
+                "support it; remove it"
             )
     limit = capabilities.max_staleness
     if limit is not None and config.staleness.bound > limit:

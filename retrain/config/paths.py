@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from retrain.errors import ConfigError, NotFoundError, first_of
@@ -16,6 +17,10 @@ _MODEL = (
     f"expected {TINY}, a Hugging Face model folder (config.json, *.safetensors, tokenizer.json) as "
     "written by save_pretrained, or a Hugging Face id such as Qwen/Qwen3-0.6B"
 )
+_INTERPRETER = re.compile(r"(python[\d.]*|node|ruby|perl|(ba|z|da)?sh)$")
+_CODE = ("-c", "-m", "-e", "-p", "--eval", "--print")
+"""Options of interpreters that stand for the file of a program."""
+_SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl")
 
 
 def places(text: str, base_dir: Path | None) -> list[Path]:
@@ -43,12 +48,15 @@ def find_file(
     raise error(f"{where}file not found: {' or '.join(map(str, tried))}{_similar(tried)}")
 
 
-def find_command(command: Sequence[str], base_dir: Path, where: str) -> list[str]:
+def find_command(
+    command: Sequence[str], base_dir: Path, where: str, written: Collection[str] = ()
+) -> list[str]:
     """A command whose program and files are absolute paths, so that it runs in any folder.
 
     A relative path is resolved in the config's folder, then in the working folder; `python` is the
-    interpreter of the run. A program with a {name} is filled in later. Raises ConfigError, headed
-    by `where`, if there is no such program.
+    interpreter of the run. A program with a {name} is filled in later, and the files `written` do
+    not exist yet. Raises ConfigError, headed by `where`, if there is no such program, or its
+    interpreter has no such file.
     """
     if not command:
         raise ConfigError(f"{where}: got an empty list, expected a program")
@@ -63,7 +71,21 @@ def find_command(command: Sequence[str], base_dir: Path, where: str) -> list[str
         raise ConfigError(
             f"{where}: there is no program {parts[0]!r}. Install it, or give its path."
         )
+    script = _script(command)
+    if script and script not in written and not Path(parts[command.index(script, 1)]).is_file():
+        looked = " or ".join(map(str, places(script, base_dir)))
+        raise ConfigError(f"{where}: file not found: {looked}")
     return [program or parts[0], *parts[1:]]
+
+
+def _script(command: Sequence[str]) -> str:
+    """The file that an interpreter is to execute; empty if none is certain."""
+    named = next((part for part in command[1:] if not part.startswith("-")), "")
+    if not _INTERPRETER.match(Path(command[0]).name) or "{" in named:
+        return ""
+    options = command[1 : command.index(named, 1)] if named else ()
+    certain = not options or named.endswith(_SCRIPTS)
+    return named if certain and not set(_CODE).intersection(options) else ""
 
 
 def find_model(model: str, base_dir: Path) -> str:
@@ -82,9 +104,16 @@ def find_model(model: str, base_dir: Path) -> str:
     for folder in tried:
         if folder.exists() and (_is_path(model) or "/" not in model):
             raise ConfigError(f"model: {folder} {_no_model(folder)}")
+    if "/" not in model and difflib.get_close_matches(model.lower(), [TINY], cutoff=0.7):
+        raise ConfigError(f"model: got {model!r}, no folder of this name; did you mean {TINY}?")
     if _is_path(model):
         raise NotFoundError(f"model: folder not found: {' or '.join(map(str, tried))}; {_MODEL}")
     return model
+
+
+def is_hub_id(model: str, base_dir: Path) -> bool:
+    """Whether a model that `find_model` accepts is read from the Hub or its cache."""
+    return model != TINY and find_model(model, base_dir) == model and not Path(model).is_absolute()
 
 
 def broken_link(path: Path) -> str:

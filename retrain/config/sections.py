@@ -6,6 +6,7 @@ The strings below the fields are the keys' documentation, in docs/configuration.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -259,12 +260,19 @@ class EndpointConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """The port; 0 chooses a free one."""
     public_url: str | None = None
-    """The URL under which agents in containers or on other machines reach it; by default
-    http://HOST:PORT."""
+    """The URL under which agents in containers or on other machines reach it, such as
+    http://trainer.internal:8600; by default http://HOST:PORT."""
     honour: Annotated[
         tuple[Literal["max_tokens", "temperature", "top_p", "top_k", "stop", "seed"], ...], Listed
     ] = ()
     """Sampling arguments of the agent that count, instead of those in `sampling`."""
+
+    @field_validator("public_url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        if url is not None and not re.match(r"https?://[^/\s]+", url):
+            raise ValueError("expected a URL that begins with http:// or https://")
+        return url
 
 
 class StalenessConfig(Section):

@@ -96,13 +96,13 @@ class Api(Protocol):
     def events(self, request: Request, answer: dict[str, Any]) -> Iterable[Event]: ...
 
 
-def parse(kind: type[Body], body: Mapping[str, Any]) -> Body:
-    """A request body; raises CallError 400 that names the first wrong field."""
+def parse(kind: type[Body], body: Mapping[str, Any], below: str = "") -> Body:
+    """A request body, or what is `below` in it; raises CallError 400 with the first wrong field."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in (below, *first["loc"]) if part != "")
         got = shown(first["input"])
         raise invalid(f"{where}: {first['msg'].lower()}, got {got}") from None
 

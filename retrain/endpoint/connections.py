@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import resource
 import socket
 from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
@@ -19,9 +18,9 @@ from retrain.config import EndpointConfig
 from retrain.endpoint.api import Event, invalid
 from retrain.errors import RunError
 from retrain.rollout.calls import CallError
+from retrain.transport.serving import BACKLOG, allow_files
 
 T = TypeVar("T")
-BACKLOG = 2048
 OPEN_FILES = 8192
 """What the process may open, if the system allows it: agents in it have a socket per call too."""
 MAX_BODY = 16 * 2**20
@@ -57,22 +56,39 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._check = self.loop.call_later(IDLE_SECONDS, self._close_if_stuck)
 
 
+def bound(config: EndpointConfig) -> socket.socket:
+    """A socket with the endpoint's address; raises RunError if that is not available.
+
+    Several processes may hold it, as the ranks of a run do at their start, until one listens.
+    """
+    found = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((config.host, config.port))
+    except OSError as error:
+        found.close()
+        raise _unavailable(config, error) from error
+    return found
+
+
 def listen(config: EndpointConfig) -> socket.socket:
     """A listening socket; raises RunError if the address is not available."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    found = bound(config)
     try:
-        found = socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        found.listen(BACKLOG)
     except OSError as error:
-        raise RunError(
-            f"endpoint: can't listen on {config.host}:{config.port}: "
-            f"{error.strerror or error}. Set endpoint.port to 0 for a free port."
-        ) from error
+        found.close()
+        raise _unavailable(config, error) from error
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    allow_files(OPEN_FILES)
     return found
+
+
+def _unavailable(config: EndpointConfig, error: OSError) -> RunError:
+    return RunError(
+        f"endpoint: can't listen on {config.host}:{config.port}: "
+        f"{error.strerror or error}. Set endpoint.port to 0 for a free port."
+    )
 
 
 def url_of(listening: socket.socket) -> str:

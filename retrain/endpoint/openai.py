@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import Field
 
@@ -48,6 +48,8 @@ UNUSED = (
     "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
     "min_tokens", "response_format", "reasoning_effort", "best_of", "suffix",
 )  # fmt: skip
+TEXTS = frozenset({"role", "content", "tool_call_id", "name", "reasoning_content"})
+"""The fields of a message that are strings."""
 DONE: Event = ("", "[DONE]")
 Count = Annotated[int, Field(ge=1, le=128)]
 
@@ -91,7 +93,7 @@ class Sampling(Wire):
 
 
 class _Chat(Sampling):
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -120,7 +122,10 @@ class Chat:
 
     def read(self, body: Mapping[str, Any]) -> Request:
         asked = parse(_Chat, body)
-        messages = [_message(m, f"messages.{i}") for i, m in enumerate(asked.messages)]
+        messages = [
+            _plain(raw) or _message(parse(_Message, raw, f"messages.{i}"), f"messages.{i}")
+            for i, raw in enumerate(asked.messages)
+        ]
         only_sampled("top_logprobs", asked.top_logprobs, most=0)
         tools = offered(asked.tools or asked.functions or (), function_of)
         choice = asked.tool_choice or asked.function_call
@@ -179,6 +184,15 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if tool.get("type", "function") != "function":
         raise ValueError(f"got a tool of type {tool['type']!r}, expected type 'function'")
     return tool
+
+
+def _plain(raw: Mapping[str, Any]) -> Message | None:
+    """A message of strings only, which most are: each call repeats its whole history."""
+    given = {key: value for key, value in raw.items() if value is not None and value != ""}
+    if not TEXTS.issuperset(given) or {*map(type, given.values())} != {str}:
+        return None
+    role = ROLES.get(given.get("role", ""))
+    return None if role is None else cast(Message, {"content": "", **given, "role": role})
 
 
 def _message(message: _Message, where: str) -> Message:

@@ -31,7 +31,6 @@ from retrain.config import EndpointConfig
 from retrain.endpoint import anthropic, completions, openai, responses
 from retrain.endpoint.api import Api, Decode, Request, invalid, message_of
 from retrain.endpoint.connections import (
-    BACKLOG,
     LOOPBACK,
     Protocol,
     as_json,
@@ -45,6 +44,7 @@ from retrain.endpoint.connections import (
 from retrain.endpoint.guests import Answer, Guest
 from retrain.environment import Endpoint
 from retrain.rollout.calls import CallError, Calls, Reply
+from retrain.transport.serving import settings_of
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -79,22 +79,7 @@ class EndpointServer:
                 "of its rollout, which is sent unencrypted",
                 config.host,
             )
-        server = uvicorn.Server(
-            uvicorn.Config(
-                self._app(),
-                http=Protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        server = uvicorn.Server(settings_of(self._app(), Protocol, shutdown=1))
         server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
         task = asyncio.create_task(server.serve(sockets=[listening]), name="endpoint")
         try:

@@ -80,6 +80,7 @@ class Console(Callback):
             self._say(f"changed since the checkpoint: {first_of(changed)}")
         for fault in trainer.run_dir.tally.errors:  # found by the resume
             self._say(fault)
+        trainer.run_dir.tally.announce = self._failed
         self._say(f"run directory: {near(trainer.run_dir.path)}")
         if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
             self._live = Live(
@@ -113,6 +114,10 @@ class Console(Callback):
             result, folder.tally, self._progress.seconds, resumed=folder.resumed
         ):
             self._say(f"{label:<{LABEL_WIDTH}} {text}", LABEL_WIDTH)
+
+    def _failed(self, error: str) -> None:
+        """The first error of a kind, as soon as it happens; the summary has their number."""
+        self._say(f"failed  {error}", len("failed"))
 
     def _print_step(self, now: float) -> None:
         self._printed_step, self._printed_at = self._progress.step, now

@@ -141,6 +141,10 @@ class Progress:
     def _facts(self) -> list[tuple[str, str]]:
         known = [
             ("reward", "reward/mean", number),
+            *(
+                (f"reward {seat}", f"reward/{seat}/mean", number)
+                for seat in sorted(self.tally.seats)
+            ),
             ("loss", "loss", number),
             ("grad norm", "grad_norm", number),
             ("entropy", "entropy", number),

@@ -55,9 +55,12 @@ def _shared(trajectory: Trajectory) -> dict[str, Any]:
     """The keys that are the same for rollouts with an equal `_opening`."""
     prompt, turns = trajectory.prompt, trajectory.turns
     ids = turns[0].prompt_ids if turns else ()
+    opening = {"tokens": len(ids), "hash": hash_of(ids)} if turns else {}
+    if not turns or turns[0].messages:  # nothing else in the line has the text of an agent's prompt
+        opening["text"] = prompt.text
     shared: dict[str, Any] = {
         "ticket": prompt.id,
-        "prompt": {"tokens": len(ids), "hash": hash_of(ids)} if turns else None,
+        "prompt": opening,
         "tools": names_of(trajectory.tools),
     }
     if prompt.answer is not None:
@@ -72,7 +75,7 @@ def _line(trajectory: Trajectory) -> dict[str, Any]:
     ok = trajectory.outcome == "ok"
     line: dict[str, Any] = {
         "index": trajectory.index,
-        "messages": trajectory.messages,
+        "messages": trajectory.messages or trajectory.prompt.messages,
         "rewards": trajectory.rewards,
         "reward": trajectory.reward if ok else None,
         "outcome": trajectory.outcome,
@@ -90,6 +93,8 @@ def _line(trajectory: Trajectory) -> dict[str, Any]:
         line["info"] = trajectory.info
     if trajectory.seat:
         line["seat"] = trajectory.seat
+    if trajectory.result is not None:
+        line["result"] = trajectory.result
     return line
 
 
@@ -103,6 +108,8 @@ def _quick(rollouts: Sequence[Trajectory]) -> Iterator[str]:
     timed = "{}"
     for trajectory in rollouts:
         if trajectory.info or trajectory.seat or trajectory.outcome != "ok":
+            raise ValueError
+        if not trajectory.messages or trajectory.result is not None:
             raise ValueError
         messages = versions = stops = ""  # concatenation is faster than a join of a few
         for message in trajectory.messages:

@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ from retrain.disk import sync
 from retrain.errors import ConfigError, RunError
 from retrain.jsonable import plain
 from retrain.observe import upkeep
+from retrain.observe.causes import Causes
 from retrain.observe.failure import ERROR
 from retrain.observe.journal import Journal, read_lines, repair
 from retrain.observe.rollout_lines import with_fate
@@ -44,8 +45,6 @@ from retrain.types import Group, Trajectory
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
 REPORT = "report.html"
 _NOTE = "# The resolved configuration; paths are relative to "
-MAX_CAUSES = 64
-"""Maximum number of different errors in a tally."""
 
 
 @dataclass(slots=True)
@@ -61,8 +60,17 @@ class Tally:
     """Rollouts, by outcome, without those of evaluations."""
     evaluated: Counter[str] = field(default_factory=Counter)
     """Rollouts of evaluations, by outcome."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """Failed rollouts, by the first line of their error."""
+    errors: Causes = field(default_factory=Causes)
+    """Failed rollouts, and what else failed, by the first line of the error."""
+    seats: set[str] = field(default_factory=set)
+    """Of rollouts with several."""
+    announce: Callable[[str], object] = lambda text: None
+    """Called with the first error of each kind."""
+
+    def failed(self, error: str) -> None:
+        """Count an error."""
+        if (first := self.errors.add(error)) is not None:
+            self.announce(first)
 
 
 def saved_config(path: Path) -> RunConfig:
@@ -149,6 +157,8 @@ class RunDirectory:
         outcomes = self.tally.evaluated if evaluated else self.tally.outcomes
         for trajectory in group.trajectories:
             outcomes[trajectory.outcome] += 1
+            if trajectory.seat:
+                self.tally.seats.add(trajectory.seat)
             if trajectory.outcome != "ok":
                 self._count_error(trajectory, "eval: " if evaluated else "")
 
@@ -216,10 +226,7 @@ class RunDirectory:
             upkeep.sweep(self.path, (EVENTS, METRICS, ROLLOUTS, CONFIG, REPORT, ERROR))
 
     def _count_error(self, trajectory: Trajectory, prefix: str) -> None:
-        cause = str(trajectory.info.get("error") or trajectory.outcome).partition("\n")[0][:200]
-        cause = prefix + cause
-        errors = self.tally.errors
-        errors[cause if cause in errors or len(errors) < MAX_CAUSES else "other errors"] += 1
+        self.tally.failed(f"{prefix}{trajectory.info.get('error') or trajectory.outcome}")
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values

@@ -6,10 +6,12 @@ The file is read once, in bounded memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, groupby
 from operator import itemgetter
 from typing import Any
 
+from retrain.observe.causes import Causes
 from retrain.observe.charts import known
 from retrain.observe.histogram import Histogram
 
@@ -29,13 +31,14 @@ Ranked = tuple[float, int, Rollout]
 class Samples:
     """The first, last, best, worst and failed rollouts.
 
-    Rollouts of evaluations, whose tickets have the epoch -1, are counted and shown separately.
+    Rollouts of evaluations, whose tickets have the epoch -1, are counted and shown separately. The
+    seats of one rollout are counted one by one and shown together: their lines follow each other.
     """
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         self.count = 0
         self.evaluated = 0
-        self.errors: Counter[str] = Counter()
+        self.errors = Causes()
         """Failed rollouts, by the first line of their error."""
         self.stop_reasons: Counter[str] = Counter()
         """Turns, by stop reason."""
@@ -44,8 +47,12 @@ class Samples:
         self.components: dict[str, Histogram] = {}
         """The values of each component of the scored rollouts."""
         self._kept: dict[str, list[Ranked]] = {kind: [] for kind in KINDS}
-        for rollout in rollouts:
-            self._add(rollout)
+        numbers = count()
+        for _, lines in groupby(
+            rollouts,
+            lambda line: (line["ticket"], line["index"]) if line.get("seat") else next(numbers),
+        ):
+            self._add(list(lines))
 
     def picked(self) -> dict[str, list[dict[str, Any]]]:
         """Shortened rollouts, by why they are shown."""
@@ -55,27 +62,35 @@ class Samples:
             if kept
         }
 
-    def _add(self, rollout: Rollout) -> None:
-        if str(rollout.get("ticket")).startswith("-"):
-            self.evaluated += 1
-            self._keep("eval", rollout)
-            if rollout.get("outcome") != "ok":
-                self.errors[f"eval: {_cause(rollout)}"] += 1
+    def _add(self, seats: Sequence[Rollout]) -> None:
+        """Add a rollout: one line, or one of each of its seats."""
+        whole = seats[0] if len(seats) == 1 else {**seats[0], "seats": seats}
+        failed = [seat for seat in seats if seat.get("outcome") != "ok"]
+        if str(whole.get("ticket")).startswith("-"):
+            self.evaluated += len(seats)
+            self._keep("eval", whole)
+            for seat in failed:
+                self.errors.add(f"eval: {_cause(seat)}")
             return
-        self.count += 1
-        self.stop_reasons.update(rollout.get("stop_reasons") or ())
-        self.seconds.update(rollout.get("seconds") or {})
-        if self.count <= PICKED:
-            self._keep("first", rollout)
-        self._keep("last", rollout)
-        reward = rollout.get("reward")
-        if rollout.get("outcome") != "ok":
-            self.errors[_cause(rollout)] += 1
-            self._keep("failed", rollout)
-        elif reward is not None and known(reward):
-            self._keep("best", rollout, float(reward))
-            self._keep("worst", rollout, -float(reward))
-            for name, value in (rollout.get("rewards") or {}).items():
+        self.count += len(seats)
+        for seat in seats:
+            self.stop_reasons.update(seat.get("stop_reasons") or ())
+            self.seconds.update(seat.get("seconds") or {})
+            self._add_components(seat)
+        if len(self._kept["first"]) < PICKED:
+            self._keep("first", whole)
+        self._keep("last", whole)
+        for seat in failed:
+            self.errors.add(_cause(seat))
+        if failed:
+            self._keep("failed", whole)
+        elif rewards := [float(r) for s in seats if known(r := s.get("reward"))]:
+            self._keep("best", whole, max(rewards))
+            self._keep("worst", whole, -min(rewards))
+
+    def _add_components(self, seat: Rollout) -> None:
+        if seat.get("outcome") == "ok":
+            for name, value in (seat.get("rewards") or {}).items():
                 if known(value):
                     self.components.setdefault(name, Histogram()).add(float(value))
 
@@ -88,7 +103,7 @@ class Samples:
 
 
 def _cause(rollout: Rollout) -> str:
-    return str(rollout.get("error") or rollout.get("outcome")).partition("\n")[0][:300]
+    return str(rollout.get("error") or rollout.get("outcome"))
 
 
 def _shortened(rollout: Rollout) -> dict[str, Any]:
@@ -98,6 +113,8 @@ def _shortened(rollout: Rollout) -> dict[str, Any]:
             {**call, "messages": _texts_cut(call.get("messages"))} for call in calls[:MAX_CALLS]
         ]
         short["calls_left_out"] = max(0, len(calls) - MAX_CALLS)
+    if seats := rollout.get("seats"):
+        short["seats"] = [_shortened(seat) for seat in seats]
     return short
 
 

@@ -152,7 +152,7 @@ class Recorder:
     def fault(self, error: str) -> None:
         """Something failed that affects no rollout, such as the `close` of an environment."""
         self.event("fault", error=error)
-        self.run_dir.tally.errors[error] += 1
+        self.run_dir.tally.failed(error)
 
     def outage(self, state: str, **fields: object) -> None:
         """What has worked before can't be reached (`began`), or works again (`over`)."""

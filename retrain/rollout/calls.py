@@ -124,7 +124,7 @@ class Calls:
         self._numbers: dict[tuple[str, str], set[int]] = {}
         """The calls of each prompt, which get different seeds."""
         self._under_way: set[asyncio.Task[Any]] = set()
-        self._reserved, self._call_ids = 0, first_call
+        self._reserved, self._call_ids, self._sampled_tokens = 0, first_call, 0
 
     async def chat(
         self,
@@ -152,8 +152,10 @@ class Calls:
             self._call_ids += len(action.tool_calls)
             reply = self._reply(conversation, said, action, completion, options)
             added = (*asked, said.messages[-1])
-            self.turns.append(said.turn(seat=seat, parent=parent, messages=added))
-            thoughts = {**before, len(messages): reply.reasoning}
+            self._add(said.turn(seat=seat, parent=parent, messages=added))
+            thoughts = before
+            if reply.reasoning:
+                thoughts = {**before, len(messages): reply.reasoning}
             self._histories.add(place, reply.message, Said(reply.turn, said, thoughts))
             self.histories[seat] = said.messages, said.tools
             replies.append(reply)
@@ -194,7 +196,7 @@ class Calls:
             number = len(self.turns)
             message = Message(role="assistant", content=completion.text)
             new = Message(role="user", content=asked)
-            self.turns.append(
+            self._add(
                 Turn(prompt_ids, completion, parent=parent, seat=seat, messages=(new, message))
             )
             self._texts.add(seat, text, completion.text, number)
@@ -240,7 +242,7 @@ class Calls:
                 f"this rollout has used {len(self.turns) + self._reserved} of its "
                 f"{self._max_turns} completions (rollout.max_turns)",
             )
-        sampled = sum([len(turn.completion.token_ids) for turn in self.turns])
+        sampled = self._sampled_tokens
         if self._max_tokens is not None and sampled >= self._max_tokens:
             self.truncated = "max_tokens"
             raise CallError(
@@ -249,6 +251,10 @@ class Calls:
                 f"this rollout has sampled {sampled} tokens, its limit is {self._max_tokens} "
                 "(rollout.max_tokens)",
             )
+
+    def _add(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self._sampled_tokens += len(turn.completion.token_ids)
 
     def _conversation(
         self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], seat: str

@@ -34,19 +34,34 @@ class Histories:
     def __init__(self) -> None:
         self._places: dict[tuple[int, Key], int] = {}
         self._replies: dict[int, list[Said]] = {}
+        self._walked: dict[int, _Walk] = {}
 
     def find(self, opening: Key, messages: Sequence[Message]) -> tuple[int, int, Said | None]:
         """The place of a history, for `add`; the index of its last reply, and where that is from.
 
         `opening` is what histories must share besides their messages, such as the tools.
         """
-        place, found = self._next(0, opening), None
-        last = max([i for i, m in enumerate(messages) if m["role"] == "assistant"], default=-1)
-        for index, message in enumerate(messages):
-            place = self._next(place, key_of(message))
-            if index == last:
-                found = self._closest(place, messages[: last + 1])
-        return place, last, found
+        backwards = range(len(messages) - 1, -1, -1)
+        last = next((i for i in backwards if messages[i]["role"] == "assistant"), -1)
+        places = self._walk(opening, messages)
+        found = self._closest(places[last], messages[: last + 1]) if last >= 0 else None
+        return places[-1], last, found
+
+    def _walk(self, opening: Key, messages: Sequence[Message]) -> list[int]:
+        """The place after each message.
+
+        Most calls repeat the history of an earlier call that began with the same message. What is
+        equal in form says the same, so only the rest is compared by what it says.
+        """
+        root = self._next(0, opening)
+        start = self._next(root, key_of(messages[0])) if messages else root
+        known = self._walked.get(start)
+        same = 0 if known is None else _equal_at_start(known.messages, messages)
+        places = [] if known is None else known.places[:same]
+        for message in messages[same:]:
+            places.append(self._next(places[-1] if places else root, key_of(message)))
+        self._walked[start] = _Walk(tuple(messages), places)
+        return places or [root]
 
     def add(self, place: int, message: Message, said: Said) -> None:
         """A reply to the history at `place`, as the agent gets it."""
@@ -57,12 +72,18 @@ class Histories:
 
     def _closest(self, place: int, messages: Sequence[Message]) -> Said | None:
         """Of the replies that say the same, the one with the same ids, else the latest."""
-        fits = [
-            (likeness, said.turn, said)
-            for said in self._replies.get(place, ())
-            if (likeness := _likeness(said, messages)) is not None
-        ]
-        return max(fits)[-1] if fits else None
+        known = self._replies.get(place, ())
+        fits = [said for said in known if _has_reasoning(said, messages)]
+        if len(fits) < 2:  # the common case
+            return fits[0] if fits else None
+        return max(fits, key=lambda said: (_equal_ids(said, messages), said.turn))
+
+
+class _Walk(NamedTuple):
+    """A history of an earlier call."""
+
+    messages: Sequence[Message]
+    places: list[int]
 
 
 class Texts:
@@ -123,16 +144,29 @@ def renamed(added: Sequence[Message], given: Message, own: Message) -> list[Mess
     ]
 
 
-def _likeness(said: Said, given: Sequence[Message]) -> int | None:
-    """The replies of two equal histories with equal ids of calls; None if reasoning was changed."""
-    alike = 0
-    for index, (mine, theirs) in enumerate(zip(said.conversation.messages, given, strict=True)):
-        if theirs["role"] == "assistant":
-            reasoning = _reasoning(theirs)
-            if reasoning and reasoning != (said.thoughts.get(index) or _reasoning(mine)).strip():
-                return None
-            alike += _ids(mine) == _ids(theirs)
-    return alike
+def _equal_at_start(known: Sequence[Message], given: Sequence[Message]) -> int:
+    """How many messages are equal, with arguments of calls of the same types: True equals 1."""
+    for index, (one, other) in enumerate(zip(known, given, strict=False)):
+        if one != other or ("tool_calls" in one and repr(one) != repr(other)):
+            return index
+    return min(len(known), len(given))
+
+
+def _has_reasoning(said: Said, given: Sequence[Message]) -> bool:
+    """Whether the reasoning of an equal history is that of `said`, where it was not dropped."""
+    for index, theirs in enumerate(given):
+        if "</think>" in theirs["content"] or theirs.get("reasoning_content"):
+            reasoning = theirs["role"] == "assistant" and _reasoning(theirs)
+            own = said.thoughts.get(index) or _reasoning(said.conversation.messages[index])
+            if reasoning and reasoning != own.strip():
+                return False
+    return True
+
+
+def _equal_ids(said: Said, given: Sequence[Message]) -> int:
+    """The replies of two equal histories with equal ids of calls."""
+    pairs = zip(said.conversation.messages, given, strict=True)
+    return sum([m["role"] == "assistant" and _ids(m) == _ids(theirs) for m, theirs in pairs])
 
 
 def _reasoning(message: Message) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -25,16 +24,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retrain.service.gate import HEALTH
 from retrain.service.state import FrontSettings
+from retrain.transport.serving import BACKLOG, allow_files, settings_of
 
-KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open: longer than in clients, so that the service never
-closes one while a client sends a request on it."""
 MIN_RATE = 1000.0
 """Bytes per second: a body that arrives faster is never too slow."""
 OTHER_FILES = 256
 """File descriptors that connections leave to the rest of the process."""
-BACKLOG = 2048
-"""Connections that wait in the kernel to be accepted."""
 ACCEPTS = 16
 """Connections that are accepted at once: asyncio would take the whole backlog before it closes one,
 and run out of file descriptors."""
@@ -43,20 +38,8 @@ log = logging.getLogger(__name__)
 
 def make_server(app: ASGIApp, settings: FrontSettings) -> uvicorn.Server:
     """A server for an app that has been started already."""
-    config = uvicorn.Config(
-        app,
-        http=partial(GuardedProtocol, _Door(settings)),  # type: ignore[arg-type]  # uvicorn calls it
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        backlog=ACCEPTS,
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=settings.shutdown,
-    )
-    return _Server(config)
+    http = partial(GuardedProtocol, _Door(settings))
+    return _Server(settings_of(app, http, shutdown=settings.shutdown, backlog=ACCEPTS))
 
 
 class _Server(uvicorn.Server):
@@ -190,13 +173,9 @@ def fit_connections(wanted: int) -> int:
 
     Raises the soft limit of the process if that is necessary.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
-    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    fitting = min(wanted, max(soft - OTHER_FILES, soft // 2))
+    files = allow_files(needed)
+    fitting = min(wanted, max(files - OTHER_FILES, files // 2))
     if fitting < wanted:
         log.warning(
             "--max-connections %d needs %d open files; using %d connections. Raise the limit "

@@ -25,7 +25,7 @@ def chat_parser() -> argparse.ArgumentParser:
     add(
         "subject",
         metavar="RUN_DIR|MODEL",
-        help="a run directory, tiny, a model folder or a Hugging Face id",
+        help="a run directory, its checkpoints/step_N, tiny, a model folder or a Hugging Face id",
     )
     add("--compare", action="store_true", help="let the base model of the run reply too")
     add("--system", metavar="TEXT", help="a system message")
@@ -51,7 +51,7 @@ def openai_parser() -> argparse.ArgumentParser:
         "--openai",
         metavar="RUN_DIR|MODEL",
         required=True,
-        help="a run directory, tiny, a model folder or a Hugging Face id",
+        help="a run directory, its checkpoints/step_N, tiny, a model folder or a Hugging Face id",
     )
     add_address(parser)
     _add_engine(parser)

@@ -13,12 +13,14 @@ from retrain.assembly import chat_template, tool_format
 from retrain.chat.formats.base import Format
 from retrain.config import ChatConfig, RunConfig, SamplingConfig
 from retrain.config.paths import find_model
-from retrain.errors import ConfigError, NotFoundError, first_of
+from retrain.errors import CheckpointError, ConfigError, NotFoundError, first_of
 from retrain.observe.run_dir import CONFIG, saved_config
-from retrain.pipeline.checkpoint import Checkpoints
+from retrain.pipeline.checkpoint import Checkpoint, Checkpoints, verified
 
 FINAL, ADAPTER = "final", "adapter_config.json"
-_EXPECTED = "expected a run directory, tiny, a model folder or a Hugging Face id"
+_EXPECTED = (
+    "expected a run directory, its checkpoints/step_N, tiny, a model folder or a Hugging Face id"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ def find_subject(text: str) -> Subject:
         return _of_run(folder)
     if folder.name == FINAL and (folder.parent / CONFIG).is_file():
         return _of_run(folder.parent)
+    run = folder.parent.parent
+    if folder.parent.name == "checkpoints" and folder.is_dir() and (run / CONFIG).is_file():
+        return _of_run(run, folder)
     if (folder / ADAPTER).is_file():
         base = Subject(_base_of(folder), _base_of(folder))
         return replace(base, name=text, adapter=folder, base=base)
@@ -55,8 +60,8 @@ def find_subject(text: str) -> Subject:
     return Subject(text, find_model(text, Path()))
 
 
-def _of_run(folder: Path) -> Subject:
-    """The exported model of a run, or its newest checkpoint."""
+def _of_run(folder: Path, checkpoint: Path | None = None) -> Subject:
+    """A checkpoint of a run; by default its exported model, or its newest checkpoint."""
     config = saved_config(folder)
     base = Subject(
         f"{config.model} (the base model)",
@@ -66,21 +71,32 @@ def _of_run(folder: Path) -> Subject:
         tools=tool_format(config),
         sampling=config.sampling,
     )
-    weights = _trained(folder, config)
+    weights = _trained(folder, config, checkpoint)
     if (weights / ADAPTER).is_file():
         return replace(base, name=str(weights), adapter=weights, base=base)
     return replace(base, name=str(weights), model=str(weights.resolve()), base=base)
 
 
-def _trained(folder: Path, config: RunConfig) -> Path:
-    """The folder with the weights of a run."""
-    if _has_weights(folder / FINAL):
+def _trained(folder: Path, config: RunConfig, path: Path | None) -> Path:
+    """The folder with the weights of a run, or of its checkpoint at `path`."""
+    if path is None and _has_weights(folder / FINAL):
         return folder / FINAL
     if config.backend.type in ("tinker", "weaver"):
         raise ConfigError(
             f"{folder}: the backend {config.backend.type} keeps the trained weights on its service;"
             " sample them with a client of the service"
         )
+    path, checkpoint = _newest(folder) if path is None else (path, _read(path))
+    weights = path / "adapter" / str(checkpoint.adapter.get("checkpoint", ""))
+    if not _has_weights(weights):
+        raise ConfigError(
+            f"{path} has no weights that can be loaded outside of its run, such as those of a "
+            f"sharded model; end the run with --resume, which writes {FINAL}/"
+        )
+    return weights
+
+
+def _newest(folder: Path) -> tuple[Path, Checkpoint]:
     checkpoints = Checkpoints(folder / "checkpoints")
     found = checkpoints.newest()
     checkpoints.close()
@@ -90,14 +106,14 @@ def _trained(folder: Path, config: RunConfig) -> Path:
             f"{folder} has neither an exported model ({FINAL}/) nor a complete checkpoint{torn}; "
             "wait for its first checkpoint, or continue it with --resume"
         )
-    path, checkpoint = found
-    weights = path / "adapter" / str(checkpoint.adapter.get("checkpoint", ""))
-    if not _has_weights(weights):
-        raise ConfigError(
-            f"{path} has no weights that can be loaded outside of its run, such as those of a "
-            f"sharded model; end the run with --resume, which writes {FINAL}/"
-        )
-    return weights
+    return found
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        return verified(path)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _has_weights(folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """`retrain chat RUN_DIR|MODEL`: a conversation in the terminal, with one model or with two.
 
 If the input is no terminal, each line is a message and each reply is printed, with nothing else on
-stdout.
+stdout: with --compare that of the base model, then that of the trained one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Talk:
     """A conversation with one model."""
 
     label: str
-    """Printed before each reply, if there is a second model."""
+    """Printed before each reply, if a terminal shows those of two models."""
     voice: Voice
     options: dict[str, Any]
     """Fields of SamplingParams to use instead of the run's."""
@@ -74,7 +74,7 @@ async def _talk(subject: Subject, arguments: argparse.Namespace, options: dict[s
             voice = await stack.enter_async_context(
                 opened(one, arguments.device, arguments.threads)
             )
-            label = f"{label}> " if arguments.compare else ""
+            label = f"{label}> " if arguments.compare and terminal else ""
             talks.append(Talk(label, voice, options, arguments.system))
             talks[-1].reset()
         if terminal:
@@ -95,8 +95,8 @@ async def _answer(talks: Sequence[Talk], line: str) -> None:
     replies = await asyncio.gather(*[talk.reply(line) for talk in talks], return_exceptions=True)
     for talk, reply in zip(talks, replies, strict=True):
         if isinstance(reply, CallError):
-            print(f"{talk.label}", end="", flush=True)
             _note(f"error: {reply}")
+            print(talk.label, flush=True)  # each reply keeps its line
             continue
         if isinstance(reply, BaseException):
             raise reply

@@ -1,1 +1,1 @@
-"""HTTP to a service: calls, retries, refusals, and the network under httpx's client."""
+"""HTTP: calls to a service, their retries and refusals, the network under them; and serving."""
