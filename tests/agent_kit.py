@@ -10,6 +10,7 @@ from typing import Any
 
 from environments.agent import Agent
 from retrain.chat import Chat
+from retrain.chat.formats.hermes import Hermes
 from retrain.config import EndpointConfig, RunConfig, parse_config
 from retrain.endpoint.server import EndpointServer
 from retrain.rewarding import Scorer
@@ -84,7 +85,7 @@ async def played(
     door = EndpointServer(config.endpoint or EndpointConfig(), LETTERS.decode)
     if server is not None:
         server.append(door)
-    chat = Chat(LETTERS, template="none")
+    chat = Chat(LETTERS, template="none", tools=Hermes())
     rollouts = Rollouts(config, model or Echo(), chat, 4096, door=door)
     async with door.serving():
         slot = Slot(size, make, rollouts, Scorer(list(rewards)))

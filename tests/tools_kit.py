@@ -9,6 +9,7 @@ from typing import Any
 
 from retrain import Action, Environment, Prompt, ToolCall
 from retrain.chat import Chat
+from retrain.chat.formats.hermes import Hermes
 from retrain.config import parse_config
 from retrain.rewarding import Scorer
 from retrain.rollout import Rollouts, Slot
@@ -47,7 +48,7 @@ async def played(
 ) -> list[Group]:
     """Groups in which each rollout says the replies of its script, one per turn."""
     config = parse_config({"prompts": ["a="], **sections})
-    chat = Chat(LETTERS, template="none")
+    chat = Chat(LETTERS, template="none", tools=Hermes())
     rollouts = Rollouts(config, _Model(scripts), chat, 100_000)
     slot = Slot(len(scripts), make, rollouts, Scorer([]))
     try:
