@@ -15,13 +15,14 @@ _HOMES = {
     "retrain.adapters.base": "Adapter AdapterOptions AdapterState Capabilities",
     "retrain.algorithms.base": "Algorithm",
     "retrain.concurrency.programs": "Finished run_program",
-    "retrain.concurrency.threads": "in_thread",
+    "retrain.concurrency.threads": "DaemonPool in_thread",
     "retrain.config": "RunConfig load_config parse_config",
-    "retrain.config.plugins": "find_function",
+    "retrain.config.plugins": "find_function find_object",
     "retrain.environment": "Action Endpoint Environment StepResult ToolCall ToolSpec",
     "retrain.errors": (
         "AdapterError CheckpointError ConfigError DeadlineError NoSignalError NonFiniteError "
-        "OutageError PluginError PromptError RetrainError RunError StallError UserCodeError"
+        "OutageError PluginError PromptError RetrainError RunError StallError UserCodeError "
+        "install_command"
     ),
     "retrain.observe.callbacks": "Callback TrainingResult",
     "retrain.observe.loggers": "Logger",
@@ -59,10 +60,10 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.adapters.base import AdapterState as AdapterState, Capabilities as Capabilities
     from retrain.algorithms.base import Algorithm as Algorithm
     from retrain.concurrency.programs import Finished as Finished, run_program as run_program
-    from retrain.concurrency.threads import in_thread as in_thread
+    from retrain.concurrency.threads import DaemonPool as DaemonPool, in_thread as in_thread
     from retrain.config import RunConfig as RunConfig, load_config as load_config
     from retrain.config import parse_config as parse_config
-    from retrain.config.plugins import find_function as find_function
+    from retrain.config.plugins import find_function as find_function, find_object as find_object
     from retrain.environment import Action as Action, Endpoint as Endpoint
     from retrain.environment import Environment as Environment
     from retrain.environment import StepResult as StepResult, ToolCall as ToolCall
@@ -74,6 +75,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.errors import PluginError as PluginError, PromptError as PromptError
     from retrain.errors import RetrainError as RetrainError, RunError as RunError
     from retrain.errors import StallError as StallError, UserCodeError as UserCodeError
+    from retrain.errors import install_command as install_command
     from retrain.observe.callbacks import Callback as Callback, TrainingResult as TrainingResult
     from retrain.observe.loggers import Logger as Logger
     from retrain.pipeline import train as train

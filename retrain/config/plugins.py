@@ -65,6 +65,8 @@ class Kind:
         """Whether `value` is a usable class or object of this kind."""
         if inspect.isclass(value):
             return issubclass(value, self.base) and not inspect.isabstract(value)
+        if value is None:
+            return False
         return isinstance(value, self.base) or bool(self.accepts and self.accepts(value))
 
 
@@ -73,6 +75,7 @@ class Function:
 
 
 _FUNCTION = Kind("function", Function, callable)
+_OBJECT = Kind("object", object)
 
 
 def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
@@ -97,6 +100,11 @@ def find_function(text: str, base_dir: Path, where: str) -> Callable[..., Any]:
     """The function that `module:name` or `path/file.py:name` names; raises PluginError."""
     function: Callable[..., Any] = find_plugin(_FUNCTION, text, where, base_dir)
     return function
+
+
+def find_object(text: str, base_dir: Path, where: str) -> Any:
+    """What `module:name` or `path/file.py:name` names, such as a class; raises PluginError."""
+    return find_plugin(_OBJECT, text, where, base_dir)
 
 
 def built_in_names(kind: str) -> list[str]:
