@@ -91,8 +91,8 @@ class Gymnasium(Environment):
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         self.turns = 0
-        screen = await self.thread.run(lambda: self._seen(self.env.reset(seed=prompt.seed)[0]))
-        text = "\n\n".join(filter(None, (prompt.text, screen)))
+        first = await self.thread.run(partial(self._start, prompt.seed))
+        text = "\n\n".join(filter(None, (prompt.text, first)))
         return [*self.system, *prompt.messages[:-1], {"role": "user", "content": text}]
 
     async def step(self, action: Action) -> StepResult:
@@ -109,13 +109,13 @@ class Gymnasium(Environment):
             await self.thread.run(self.env.close)
         self.thread.close()
 
+    def _start(self, seed: int) -> str:
+        return str(self.render(self.env.reset(seed=seed)[0], self.env))
+
     def _play(self, action: Any) -> StepResult:
         seen, reward, ended, truncated, info = self.env.step(action)
-        text: Message = {"role": "user", "content": self._seen(seen)}
+        text: Message = {"role": "user", "content": str(self.render(seen, self.env))}
         return StepResult([text], float(reward), bool(ended), bool(truncated), {"gymnasium": info})
-
-    def _seen(self, observation: Any) -> str:
-        return str(self.render(observation, self.env))
 
 
 def shown(observation: Any, env: Any) -> str:

@@ -2,7 +2,7 @@
 
     environment: {type: reasoning_gym, dataset: chain_sum, config: {max_terms: 3}, size: 10000}
 
-A row's `idx` is the number of its task. Without `prompts`, a run plays all. See docs/games.md.
+A row's `idx` is the number of its task, which is scored. See docs/games.md.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ class ReasoningGym(Environment):
             from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
         except ImportError as error:
             command = install_command("reasoning-gym")
-            raise ConfigError(
-                f"environment.type: Reasoning Gym is not installed: {command}"
-            ) from error
+            said = f"Reasoning Gym is not installed: {command}"
+            raise ConfigError(f"environment.type: {said}") from error
         if system is None:
             system = "default" if answer_tag == "answer" else ""
         system = SYSTEM_PROMPTS.get(system, system)
@@ -68,16 +67,16 @@ class ReasoningGym(Environment):
             _made[key] = _dataset(dataset, config, {"size": size, "seed": seed})
         self.dataset = _made[key]
 
-    def prompts(self) -> Sequence[dict[str, int]]:
-        return [{"idx": index} for index in range(self.size)]
+    def prompts(self) -> Tasks:
+        return Tasks(self.dataset)
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         index = prompt.metadata.get("idx")
         if not isinstance(index, int) or not 0 <= index < self.size:
             raise ValueError(f"prompt: got the idx {index!r}, expected 0 to {self.size - 1}")
         self.entry = await in_thread(lambda: self.dataset[index])
-        text = "\n\n".join(filter(None, (prompt.text, self.entry["question"])))
-        return [*self.system, *prompt.messages[:-1], {"role": "user", "content": text}]
+        question: Message = {"role": "user", "content": self.entry["question"]}
+        return [*self.system, *(prompt.messages or [question])]
 
     async def step(self, action: Action) -> StepResult:
         text = action.text.strip()
@@ -88,6 +87,20 @@ class ReasoningGym(Environment):
         return StepResult([], float(score), True, False, info)
 
 
+class Tasks(Sequence[dict[str, Any]]):
+    """The rows of a data set, each made when it is read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        entry = self.dataset[range(len(self))[index]]  # a data set itself has no end
+        return {"prompt": entry["question"], "answer": entry["answer"], "idx": index}
+
+
 def _dataset(
     dataset: str | list[dict[str, Any]], config: dict[str, Any] | None, shared: dict[str, int]
 ) -> Any:
@@ -96,14 +109,11 @@ def _dataset(
     from reasoning_gym.factory import DATASETS, create_dataset
 
     parts = [{"name": dataset}] if isinstance(dataset, str) else dataset
-    for part in parts:
-        name = str(part.get("name"))
+    for name in [str(part.get("name")) for part in parts]:
         if name not in DATASETS:
-            near = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)
-            raise ConfigError(
-                f"environment.dataset: there is no data set {name!r}; did you mean "
-                f"{' or '.join(near)}?"
-            )
+            near = " or ".join(difflib.get_close_matches(name, DATASETS) or DATASETS)
+            said = f"no data set is called {name!r}; did you mean {near}?"
+            raise ConfigError(f"environment.dataset: {said}")
     try:
         if isinstance(dataset, str):
             made = create_dataset(dataset, **{**shared, **(config or {})})
