@@ -79,7 +79,10 @@ class Gymnasium(Environment):
         if render not in ("auto", "observation"):
             self.render = find_function(render, base_dir, "environment.render")
         self.system: list[Message] = [{"role": "system", "content": system}] if system else []
-        self.hint = hint or f"Answer with an action: {', '.join(names) or self.space}"
+        valid = f"one of {', '.join(names)}" if names else f"an action of {self.space}"
+        if not names and hasattr(self.space, "start"):
+            valid = f"a number from {self.space.start} to {self.space.start + self.space.n - 1}"
+        self.hint = hint or f"Answer with {valid}."
         self.penalty, self.max_turns, self.size = penalty, max_turns, size
         self.thread = DaemonPool(1)  # some environments want all calls in one thread
 
@@ -164,7 +167,8 @@ def _tried(
         from gymnasium.envs.registration import make
     except ImportError as error:
         command = install_command("gymnasium")
-        raise ConfigError(f"environment.type: gymnasium is not installed: {command}") from error
+        said = f"gymnasium is not installed ({error}): {command}"
+        raise ConfigError(f"environment.type: {said}") from error
     maker = partial(make, id, disable_env_checker=True, **kwargs)
     if ":" in id and not re.search(r"-v\d+$", id):
         maker = partial(find_object(id, base_dir, "environment.id"), **kwargs)

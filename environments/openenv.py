@@ -56,7 +56,8 @@ class OpenEnv(Environment):
             from openenv.core.generic_client import GenericEnvClient
         except ImportError as error:
             command = install_command("openenv")
-            raise ConfigError(f"environment.type: openenv is not installed: {command}") from error
+            said = f"openenv is not installed ({error}): {command}"
+            raise ConfigError(f"environment.type: {said}") from error
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"environment.url: got {url!r}, expected http://... or https://...")
         self.parse: Callable[[str], Mapping[str, Any]] = lambda text: {action: text}

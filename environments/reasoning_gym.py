@@ -55,7 +55,7 @@ class ReasoningGym(Environment):
             from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
         except ImportError as error:
             command = install_command("reasoning-gym")
-            said = f"Reasoning Gym is not installed: {command}"
+            said = f"Reasoning Gym is not installed ({error}): {command}"
             raise ConfigError(f"environment.type: {said}") from error
         if system is None:
             system = "default" if answer_tag == "answer" else ""

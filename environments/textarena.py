@@ -119,7 +119,8 @@ class TextArena(Environment):
             from textarena.envs.registration import ENV_REGISTRY
         except ImportError as error:
             command = install_command("textarena")
-            raise ConfigError(f"environment.type: textarena is not installed: {command}") from error
+            said = f"textarena is not installed ({error}): {command}"
+            raise ConfigError(f"environment.type: {said}") from error
         if self.id not in ENV_REGISTRY:
             near = " or ".join(difflib.get_close_matches(self.id, ENV_REGISTRY) or ENV_REGISTRY)
             raise ConfigError(

@@ -96,6 +96,7 @@ async def test_the_seed_of_the_prompt_makes_the_task() -> None:
     assert hands[0] == hands[1]
     assert len({str(hand) for hand in hands}) == 3
     assert len(json.loads(hands[0][0])) == 3
+    assert Gymnasium(id="Blackjack-v1").hint == "Answer with a number from 0 to 1."
 
 
 @pytest.mark.parametrize(
@@ -426,5 +427,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(
     module: str, make: Any, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(retrain.ConfigError, match=rf"is not installed: pip install .*\[{extra}\]"):
+    with pytest.raises(
+        retrain.ConfigError, match=rf"is not installed \(.*\): pip install .*\[{extra}\]"
+    ):
         make()
