@@ -97,7 +97,7 @@ class TextArena(Environment):
         """What the player to move has not heard yet, but for what that player said."""
         player, said = self.table.get_observation()
         tags = {by: f"[{name}] " for by, name in self.table.state.role_mapping.items() if by >= 0}
-        text = "\n".join(tags.get(by, "") + line for by, line, _ in said if by != player)
+        text = "\n".join(f"{tags.get(by, '')}{line}" for by, line, _ in said if by != player)
         first = self.system if player not in self.heard else []
         self.heard.add(player)
         return [*first, {"role": "user", "content": text}]
@@ -130,5 +130,7 @@ class TextArena(Environment):
         try:
             self._apart(partial(self._start, Prompt("0.0.0", ())))
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"environment.id: {self.id}: {said}") from error
+            said = " ".join(str(error).replace("*", "").split())  # NLTK frames its errors
+            raise ConfigError(
+                f"environment.id: {self.id}: {type(error).__name__}: {said}"
+            ) from error
