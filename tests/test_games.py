@@ -211,7 +211,7 @@ async def test_several_data_sets_are_mixed_by_weight() -> None:
 
 
 async def test_a_game_of_textarena_plays_the_same_whatever_others_draw() -> None:
-    pytest.importorskip("textarena")
+    pytest.importorskip("textarena.envs")
     keys: dict[str, Any] = {"id": "GuessTheNumber-v0", "kwargs": {"max_number": 5}}
     replies = ["none", *(f"[{number}]" for number in range(1, 6))]
     before = random.getstate()
@@ -227,7 +227,7 @@ async def test_a_game_of_textarena_plays_the_same_whatever_others_draw() -> None
 
 
 async def test_the_players_of_textarena_are_seats() -> None:
-    pytest.importorskip("textarena")
+    pytest.importorskip("textarena.envs")
     game = TextArena(id="TicTacToe-v0", players=2, system="Play.")
     assert game.seats == ("player_0", "player_1")
     system, first = await game.reset(prompt())
@@ -249,7 +249,7 @@ async def test_the_players_of_textarena_are_seats() -> None:
 
 
 def test_a_player_of_textarena_can_be_an_opponent(tmp_path: Path) -> None:
-    pytest.importorskip("textarena")
+    pytest.importorskip("textarena.envs")
     (tmp_path / "corner.py").write_text("def move(messages, seed):\n    return '[0]'")
     config = {
         **LEAST,
@@ -299,7 +299,7 @@ uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The URL of an OpenEnv server, and its process."""
-    pytest.importorskip("openenv")
+    pytest.importorskip("openenv.core")
     file = tmp_path / "server.py"
     file.write_text(SERVER)
     command = [sys.executable, "-W", "ignore", str(file)]
@@ -407,7 +407,7 @@ def test_a_wrong_game_fails_before_the_run(
 
 
 def test_a_wrong_game_of_textarena_fails_before_the_run(tmp_path: Path) -> None:
-    pytest.importorskip("textarena")
+    pytest.importorskip("textarena.envs")
     with pytest.raises(retrain.ConfigError, match="did you mean TicTacToe-v0"):
         TextArena(id="TicTacTo-v0")
     with pytest.raises(retrain.ConfigError, match="number of players has to be 2, received 1"):
