@@ -139,9 +139,9 @@ async def test_a_run_whose_rows_are_all_too_long_ends_with_the_cause(tmp_path):
          "algorithm.loss: got 'ppo', but sft uses cross_entropy"),
         ({"algorithm": {"type": "sft", "kl_penalty": 0.1}}, "sft samples no tokens to penalise"),
         ({"prompts": {"type": "list", "rows": ["Hi"]}},
-         "prompts: the data set, row 0 (from 0): has no assistant tokens"),
+         "prompts: the list, row 0: has no assistant tokens"),
         ({"eval": {"prompts": {"type": "list", "rows": ["Hi"]}}},
-         "eval.prompts: the data set, row 0 (from 0): has no assistant tokens"),
+         "eval.prompts: the list, row 0: has no assistant tokens"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_beside_sft_is_refused_before_a_model_loads(tmp_path, changes, message):
