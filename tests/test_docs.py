@@ -23,7 +23,7 @@ import yaml
 import retrain
 from retrain.__main__ import COMMANDS, command
 from retrain.assembly import assemble
-from retrain.config import parse_config
+from retrain.config import load_config, parse_config
 from retrain.losses import LOSSES
 from retrain.observe.callbacks import tenths
 from retrain.observe.run_dir import read_metrics
@@ -172,6 +172,19 @@ def test_every_config_of_the_repository_is_valid(capsys: pytest.CaptureFixture[s
     for file in sorted((ROOT / "configs").glob("*.yaml")):
         # one begins with the model that another makes, which needn't have run
         assert main([str(file), "model=tiny", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_every_config_of_the_cookbook_is_valid_but_for_what_is_not_on_this_machine(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model, its data, and the package verifiers."""
+    for file in sorted((folder / "configs/cookbook").glob("*.yaml")):
+        config = load_config(file)
+        row = "[{prompt: hello, answer: hello}]"
+        here = ["model=tiny", f"prompts={row}", *([f"eval.prompts={row}"] if config.eval else [])]
+        if config.environment.type == "verifiers":  # needs its package
+            here += ["environment={type: single_turn}", "rewards=exact_match"]
+        assert main([str(file), *here, "--dry-run"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow(15)
