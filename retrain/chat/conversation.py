@@ -170,6 +170,16 @@ class Conversation:
         ids, stopped = completion.token_ids, completion.stop_reason
         return Action(reply.text, reply.calls, ids, stopped, reply.readable)
 
+    def ended_by(self, completion: Completion) -> list[Message]:
+        """The whole history with a last reply; the conversation itself is unchanged."""
+        if self._opening.tools:
+            ended = self.fork()
+            ended.reply(completion)
+            return ended.messages
+        said = self._chat.tokens.text_of(completion, calls=False)
+        message = self._chat.template.reply_message(said, reasoning_opener(self._text))
+        return [*self.messages, message]
+
     def spell(self, message: Message) -> list[int]:
         """The ids of a given (not sampled) reply, including the end of its turn.
 

@@ -99,7 +99,11 @@ class Rollouts:
         for rollout in [r for r in rollouts if r.opens]:
             for other in begun:
                 if other.opening == rollout.opening and other.tools == rollout.tools:
-                    rollout.conversation = other.conversation.fork()
+                    shared = other.conversation
+                    steps = rollout.instance.overrides(
+                        "step"
+                    )  # else the conversation stays as it is
+                    rollout.conversation = shared.fork() if steps else shared
                     break
             else:
                 rollout.begin()
@@ -301,8 +305,7 @@ class _Rollout:
         """`play` of an environment without its own `step`: the first turn is the only one."""
         trajectory, conversation = self.trajectory, self.conversation
         trajectory.turns.append(Turn(conversation.prompt_ids, self.first))
-        conversation.reply(self.first)
-        trajectory.messages = conversation.messages
+        trajectory.messages = conversation.ended_by(self.first)
 
     async def sample(self, n: int = 1, index: int | None = None) -> list[Completion]:
         """Sample `n` next turns, with the seed of the rollout `index`, by default this one.
