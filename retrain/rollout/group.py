@@ -99,11 +99,9 @@ class Rollouts:
         for rollout in [r for r in rollouts if r.opens]:
             for other in begun:
                 if other.opening == rollout.opening and other.tools == rollout.tools:
-                    shared = other.conversation
-                    steps = rollout.instance.overrides(
-                        "step"
-                    )  # else the conversation stays as it is
-                    rollout.conversation = shared.fork() if steps else shared
+                    same = other.conversation  # only `step` changes it
+                    changes = rollout.instance.overrides("step")
+                    rollout.conversation = same.fork() if changes else same
                     break
             else:
                 rollout.begin()
