@@ -128,6 +128,8 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
             "expected one number, or one per sampled token"
         )
     turns = trajectory.turns
+    if len(turns) == 1 and sampled:  # the common case, fast
+        return [_only(turns[0], advantages, trajectory.prompt.id, run_id)]
     starts = list(accumulate([len(t.completion.token_ids) for t in turns], initial=0))
     samples = []
     for branch in branches(turns):
@@ -151,6 +153,21 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
         if any(mask):
             samples.append(Sample(*streams, group_id=trajectory.prompt.id, run_id=run_id))
     return samples
+
+
+def _only(turn: Turn, advantages: Sequence[float], group_id: str, run_id: str) -> Sample:
+    """The sample of a rollout with one turn."""
+    said = turn.completion
+    given, count = len(turn.prompt_ids), len(said.token_ids)
+    return Sample(
+        [*turn.prompt_ids, *said.token_ids],
+        [0] * given + [1] * count,
+        [0.0] * given + [*said.logprobs],
+        [0.0] * given + [*advantages],
+        [-1] * given + [*(said.versions or [said.version] * count)],
+        group_id=group_id,
+        run_id=run_id,
+    )
 
 
 def branches(turns: Sequence[Turn]) -> list[list[int]]:

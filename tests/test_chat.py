@@ -516,6 +516,24 @@ def test_forks_go_their_own_ways() -> None:
     assert one.prompt_ids != other.prompt_ids
 
 
+@pytest.mark.parametrize(
+    ("template", "tools", "said"),
+    [
+        (chat_kit.CHATML, (), "4<|im_end|>"),
+        (chat_kit.TOOLS, (ADD,), CALL),
+        (chat_kit.THINKING, (), "4</think>5"),
+    ],
+)
+def test_a_last_reply_ends_the_history_and_leaves_the_conversation(template, tools, said) -> None:
+    tokenizer = chat_kit.byte_level(template)
+    conversation, last = Chat(tokenizer).begin([HI], tools), say(tokenizer, said)
+    other = conversation.fork()
+    other.reply(last)
+    assert conversation.ended_by(last) == (other.turn(), other.messages)
+    assert conversation.messages == [HI]
+    conversation.reply(last)  # it has had no reply yet
+
+
 def test_a_fork_after_a_reply_can_be_observed() -> None:
     tokenizer = chat_kit.byte_level()
     one = Chat(tokenizer).begin([HI])

@@ -244,6 +244,19 @@ class Conversation:
             reasoning=self._reasoning,
         )
 
+    def ended_by(self, completion: Completion) -> tuple[Turn, list[Message]]:
+        """A last reply and the whole history with it; the conversation itself is unchanged."""
+        if self._opening.tools:
+            ended = self.fork()
+            ended.reply(completion)
+            return ended.turn(), ended.messages
+        chat = self._chat
+        said = chat.tokens.text_of(completion, False)
+        reasoning, answer = chat.format.split(said, self._opener)
+        kept = None if answer == completion.text else answer
+        turn = Turn(self.prompt_ids, completion, answer=kept, reasoning=reasoning)
+        return turn, [*self.messages, self._message(said, self._opener)]
+
     def spell(self, message: Message) -> list[int]:
         """The ids of a given (not sampled) reply, including the end of its turn.
 

@@ -230,7 +230,7 @@ class Scorer:
         is cancelled, but not awaited.
         """
         owner = f"reward '{part.name}'"
-        tasks = [own_task(judged(owner, call)) for call in calls]
+        tasks = [own_task(judged(owner, call), owner) for call in calls]
         late: set[OwnTask[Any]] = set()
         try:
             await asyncio.sleep(0)  # calls that never wait are done after this

@@ -99,7 +99,9 @@ class Rollouts:
         for rollout in [r for r in rollouts if r.opens]:
             for other in begun:
                 if other.opening == rollout.opening and other.tools == rollout.tools:
-                    rollout.conversation = other.conversation.fork()
+                    same = other.conversation  # only `step` changes it
+                    changes = rollout.instance.overrides("step")
+                    rollout.conversation = same.fork() if changes else same
                     break
             else:
                 rollout.begin()
@@ -304,9 +306,8 @@ class _Rollout:
     def end(self) -> None:
         """`play` of an environment without its own `step`: the first turn is the only one."""
         trajectory, conversation = self.trajectory, self.conversation
-        conversation.reply(self.first)
-        trajectory.turns.append(conversation.turn())
-        trajectory.messages = conversation.messages
+        turn, trajectory.messages = conversation.ended_by(self.first)
+        trajectory.turns.append(turn)
 
     async def sample(self, n: int = 1, index: int | None = None) -> list[Completion]:
         """Sample `n` next turns, with the seed of the rollout `index`, by default this one.
