@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from starlette.applications import Starlette
@@ -157,7 +158,8 @@ async def test_a_template_of_ones_own():
     keys = {"template": "{reasoning}|{conversation}|{rubric}", "rubric": "R"}
     async with scorer_of(lambda body: "Score: 1", **keys) as (scorer, server):
         group = played("hi")
-        group.trajectories[0].messages[-1]["reasoning_content"] = "because"
+        [trajectory] = group.trajectories
+        trajectory.turns = [replace(turn, reasoning="because") for turn in trajectory.turns]
         await scorer.score(group)
     text = server.asked[0]["messages"][1]["content"]
     assert re.match(
