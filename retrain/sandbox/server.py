@@ -87,7 +87,7 @@ class Server:
         self.config = config
         self.selector = selectors.DefaultSelector()
         self.jobs: dict[int, Job] = {}
-        self.input = b""
+        self.input = bytearray()
         self.output = bytearray()
 
     def serve(self) -> None:
@@ -116,7 +116,7 @@ class Server:
             if len(self.input) < 4 + size:
                 break
             request = json.loads(self.input[4 : 4 + size])
-            self.input = self.input[4 + size :]
+            del self.input[: 4 + size]
             self.obey(request)
         return bool(data)
 
