@@ -473,6 +473,21 @@ async def test_without_a_sandbox_only_limits_hold() -> None:
     assert graded.passed == (True,)
 
 
+@pytest.mark.filterwarnings("ignore:sandbox. none")
+async def test_a_cancelled_run_without_a_sandbox_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with sandbox_of(SandboxChoice("none")) as sandbox:
+        for steps in range(4):
+            run = asyncio.create_task(sandbox.run(["python", "-c", "input()"], {"a": "b"}))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            run.cancel()
+            await asyncio.wait([run])
+    assert not os.listdir(tmp_path)
+
+
 OWN = """
 from retrain import Sandbox, SandboxResult
 class Own(Sandbox):
