@@ -240,7 +240,7 @@ class Judge(RewardCalculator):
         found = last_object(text)
         names = self.criteria or ("score",)
         try:
-            scores = [float(found[name]) for name in names]
+            scores = [float(str(found[name])) for name in names]  # true is no 1
         except (KeyError, TypeError, ValueError):
             return no_score(text)
         return dict(zip(self.criteria or ("",), map(self._scaled, scores), strict=True))
