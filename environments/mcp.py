@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from retrain import (
     ConfigError,
@@ -63,15 +63,15 @@ class Server(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: list[str] = []
-    env: dict[str, str] = {}
-    url: str = ""
-    headers: dict[str, str] = {}
+    env: dict[str, str] = Field(default={}, repr=False)
+    url: str = Field(default="", repr=False)
+    headers: dict[str, str] = Field(default={}, repr=False)
     prefix: str = ""
 
     @property
     def label(self) -> str:
         """The server in messages, without what may be secret."""
-        return " ".join(self.command) or self.url.partition("?")[0]
+        return " ".join(self.command) or re.sub("//[^/@]*@", "//", self.url.partition("?")[0])
 
 
 class Mcp(ToolEnvironment):
@@ -156,10 +156,11 @@ class Mcp(ToolEnvironment):
 class Sessions:
     """One session with each server, opened when needed and closed in one task."""
 
-    _shared: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], Sessions]] = {}
+    _shared: ClassVar[dict[tuple[asyncio.AbstractEventLoop, *tuple[str, ...]], Sessions]] = {}
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self.servers = servers
+        self._key = asyncio.get_running_loop(), *(s.model_dump_json() for s in servers)
         self._users = 0
         self._lock = asyncio.Lock()
         self._leave = asyncio.Event()
@@ -172,8 +173,8 @@ class Sessions:
     @classmethod
     def shared(cls, servers: Sequence[Server]) -> Sessions:
         """The sessions that all environments with these servers share; each calls `release`."""
-        key = asyncio.get_running_loop(), repr(servers)
-        sessions = cls._shared.setdefault(key, cls(servers))
+        made = cls(servers)
+        sessions = cls._shared.setdefault(made._key, made)
         sessions._users += 1
         return sessions
 
@@ -181,9 +182,8 @@ class Sessions:
         """Close the sessions, unless others use them too."""
         self._users -= 1
         if self._users <= 0:
-            key = asyncio.get_running_loop(), repr(self.servers)
-            if self._shared.get(key) is self:
-                del self._shared[key]
+            if self._shared.get(self._key) is self:
+                del self._shared[self._key]
             await self.close()
 
     async def tools(self, trust: float = 0.0) -> dict[str, tuple[Connection, ToolSpec]]:
@@ -195,7 +195,8 @@ class Sessions:
         """
         clock = asyncio.get_running_loop().time
         async with self._lock:
-            opened = self._task is not None and not self._task.done()
+            # Without connections, it was cancelled while it opened them, and may not have ended.
+            opened = self._task is not None and not self._task.done() and self._connections != []
             failed = any(connection.failed for connection in self._connections)
             if opened and not failed and clock() - self._asked < trust:
                 return self._found
@@ -231,6 +232,7 @@ class Sessions:
         return found
 
     async def _open(self) -> None:
+        await self._end()
         ready: asyncio.Future[list[Connection]] = asyncio.get_running_loop().create_future()
         self._leave = asyncio.Event()
         self._task = asyncio.create_task(self._live(ready, self._leave), name="mcp sessions")
@@ -356,7 +358,8 @@ class Connection:
         self.failed = True
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        parts = [f"{type(error).__name__}: {error}"]
+        text = str(error).replace(self.server.url or self.server.label, self.server.label)
+        parts = [f"{type(error).__name__}: {text}"]
         if self.status:
             parts.append(f"HTTP {self.status}")
         size = os.fstat(self.log.fileno()).st_size

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 import sqlite3
-import time
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ READS = {
 """What a query may do; everything else, such as ATTACH, PRAGMA and writing, is denied."""
 LENGTH = 2**20
 """The most bytes of one value."""
+MOST = 2**24
+"""The most bytes of the values of a result."""
 SHOWN = 5
 """Rows of a wrong result that the model sees."""
 Rows = Sequence[tuple[Any, ...]]  # any: what SQLite stores
@@ -127,19 +130,44 @@ class Database:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LENGTH)
             connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
             connection.set_authorizer(allowed)
-            until = time.monotonic() + seconds
-            connection.set_progress_handler(lambda: time.monotonic() > until, 10_000)
-            cursor = connection.execute(query)
-            if cursor.description is None:
-                raise ValueError("this is no SELECT")
-            rows = cursor.fetchmany(most + 1)
+            with interrupted(connection, seconds):
+                cursor = connection.execute(query)
+                if cursor.description is None:
+                    raise ValueError("this is no SELECT")
+                return read(cursor, most)
         except UnicodeEncodeError as error:
             raise ValueError("the query is not UTF-8") from error
         finally:
             connection.close()
-        if len(rows) > most:
-            raise ValueError(f"the result has more than {most} rows")
-        return rows
+
+
+@contextmanager
+def interrupted(connection: sqlite3.Connection, seconds: float) -> Iterator[None]:
+    """Interrupt a query that takes longer: SQLite looks for that at every row.
+
+    A progress handler is called after many instructions, of which each may take a second.
+    """
+    timer = threading.Timer(seconds, connection.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def read(cursor: sqlite3.Cursor, most: int) -> Rows:
+    """All rows; raises ValueError if there are more than `most`, or they are too large."""
+    rows: list[tuple[Any, ...]] = []
+    size = 0
+    for row in cursor:
+        size += sum(len(value) for value in row if isinstance(value, str | bytes))
+        if len(rows) == most or size > MOST:
+            what = f"{most} rows" if size <= MOST else f"{MOST} bytes"
+            raise ValueError(f"the result has more than {what}")
+        rows.append(row)
+    return rows
 
 
 def allowed(action: int, _first: Any, name: Any, *_: Any) -> int:

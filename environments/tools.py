@@ -8,9 +8,11 @@ object of its own of each class. A reply without calls ends the episode. See doc
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,13 +126,16 @@ class Tools(ToolEnvironment):
     async def _leave(self) -> None:
         """Close the objects of a rollout; a failure is none of the next one."""
         objects, self.objects = self.objects, {}
-        for kind, state in objects.items():
-            try:
-                await state.call("close", {})
-            except Exception:
-                logging.getLogger(__name__).warning("%s.close failed", kind.__name__, exc_info=True)
-            finally:
-                state.thread.close()
+        with ExitStack() as threads:  # one `close` may hang, but no other's thread stays
+            for state in objects.values():
+                threads.callback(state.thread.close)
+            for kind, state in objects.items():
+                try:
+                    async with asyncio.timeout(self.tool_seconds):
+                        await state.call("close", {})
+                except Exception:
+                    log = logging.getLogger(__name__)
+                    log.warning("%s.close failed", kind.__name__, exc_info=True)
 
 
 class _Object:

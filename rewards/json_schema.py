@@ -51,7 +51,7 @@ class JsonSchema(RewardCalculator):
                 _last_block(text) if self.fenced else text, parse_constant=_no_constant
             )
             return float(validator.is_valid(value))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, OverflowError):  # multipleOf, for 1e400
             return 0.0
 
     def of_row(self, row: Mapping[str, Any]) -> Any:

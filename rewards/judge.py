@@ -191,21 +191,23 @@ class Judge(RewardCalculator):
             return 0.5
         asked = ((first, second), (second, first))
         ending = "End with a line `Better: A`, `Better: B` or `Better: tie`."
-        one, two = await asyncio.gather(
-            *(self._ask(self._filled(a, b), ending, winner) for a, b in asked)
-        )
-        return (one + 1.0 - two) / 2.0
+        calls = (self._ask(self._filled(a, b), ending, winner) for a, b in asked)
+        results = await asyncio.gather(*calls, return_exceptions=True)  # none stays behind
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        one, two = results
+        return float((one + 1.0 - two) / 2.0)
 
     def _filled(self, trajectory: Trajectory, other: Trajectory | None = None) -> str:
         """The template with the rollout's texts, each between tags that it can't forge."""
         unanswered = trajectory.prompt.answer is None
         spoken = [f"{m['role']}: {m['content']}" for m in trajectory.messages]
-        thoughts = [str(m.get("reasoning_content", "")) for m in trajectory.messages]
         texts = {
             "prompt": trajectory.prompt.text,
             "answer": "" if unanswered else str(trajectory.prompt.answer),
             "completion": trajectory.completion,
-            "reasoning": thoughts[-1] if thoughts else "",
+            "reasoning": trajectory.reasoning,
             "conversation": "\n\n".join(spoken),
             "other": other.completion if other else "",
         }
@@ -238,7 +240,7 @@ class Judge(RewardCalculator):
         found = last_object(text)
         names = self.criteria or ("score",)
         try:
-            scores = [float(found[name]) for name in names]
+            scores = [float(str(found[name])) for name in names]  # true is no 1
         except (KeyError, TypeError, ValueError):
             return no_score(text)
         return dict(zip(self.criteria or ("",), map(self._scaled, scores), strict=True))

@@ -131,6 +131,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, Any, float]]] = {
         ({"schema": SCHEMA}, "", None, 0),
         ({"schema": {}}, "NaN", None, 0),
         ({"schema": {}}, "[" * 100_000, None, 0),
+        ({"schema": {"multipleOf": 0.01}}, "1e400", None, 0),
         ({"schema": SCHEMA}, '```json\n{"n": 1}\n```', None, 0),
         ({"schema": SCHEMA, "fenced": True}, 'so\n```json\n{"n": 1}\n```\ndone', None, 1),
         ({"schema": SCHEMA, "fenced": True}, '```\n{}\n```\n```{"n":\n1}```', None, 1),

@@ -219,13 +219,29 @@ async def test_parts_per_turn_and_token_are_weighted_and_survive_a_checkpoint():
         ({"tokens": [1]}, "returned 1 tokens, expected one number for each sampled token"),
         ({"turns": ["x"]}, "reward 'a', turns returned 'x', expected a finite number"),
         ({"turns": 3}, "reward 'a' returned the turns 3, expected a list of numbers"),
+        ({"turns": [1e308]}, "a turn or token has a reward above"),
     ],
 )
 async def test_parts_that_do_not_fit_fail_the_rollout(made, message):
     group = played("a")
-    await Scorer([WeightedReward("a", 1.0, Length(**made))]).score(group)
+    await Scorer([WeightedReward(n, 1.0, Length(**made)) for n in "ab"]).score(group)
     assert group.trajectories[0].outcome == "infra_error"
     assert message in group.trajectories[0].info["error"]
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        lambda parts: [*parts, WeightedReward("c", -1e308, Length())],
+        lambda parts: [Combined("both", 1.0, "product", parts, clip=(0.0, 1.0))],
+    ],
+)
+async def test_no_total_or_combination_is_infinite(terms):
+    group = played("a" * 10)
+    parts = tuple(WeightedReward(name, 1e308, Length()) for name in "ab")
+    await Scorer(terms(parts)).score(group)
+    assert group.trajectories[0].outcome == "infra_error"
+    assert "expected numbers of at most" in group.trajectories[0].info["error"]
 
 
 class Costly(RewardCalculator):

@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from starlette.applications import Starlette
@@ -92,6 +93,7 @@ CRITERIA = {"criteria": {"right": "Is it right?", "brief": "Is it brief?"}, "wei
         ({"scale": [-1, 1]}, "Score: -0.5", {"judge": 0.25}),
         ({"reply": "yes_no"}, "Yes, but no: it is wrong.\nVerdict: no", {"judge": 0.0}),
         ({"reply": "yes_no"}, "**YES**", {"judge": 1.0}),
+        ({"reply": "json"}, '{"score": "4"}', {"judge": 0.4}),
         ({"reply": "json"}, 'So {"a": 1}, thus\n```json\n{"score": 4}\n```', {"judge": 0.4}),
         (CRITERIA, '{"right": 10, "brief": 2}',
          {"judge": (3 * 1.0 + 0.2) / 4, "judge.right": 1.0, "judge.brief": 0.2}),
@@ -113,7 +115,7 @@ async def test_the_score_of_a_reply(keys, said, expected):
         ({}, None),  # only reasoning
         ({}, "<think>Maybe Score: 5"),
         ({"reply": "yes_no"}, "Perhaps."),
-        ({"reply": "json"}, '{"score": "high"}'),
+        ({"reply": "json"}, '{"score": true}'),
         (CRITERIA, '{"right": 10}'),
     ],
 )
@@ -157,7 +159,8 @@ async def test_a_template_of_ones_own():
     keys = {"template": "{reasoning}|{conversation}|{rubric}", "rubric": "R"}
     async with scorer_of(lambda body: "Score: 1", **keys) as (scorer, server):
         group = played("hi")
-        group.trajectories[0].messages[-1]["reasoning_content"] = "because"
+        [trajectory] = group.trajectories
+        trajectory.turns = [replace(turn, reasoning="because") for turn in trajectory.turns]
         await scorer.score(group)
     text = server.asked[0]["messages"][1]["content"]
     assert re.match(

@@ -138,6 +138,31 @@ async def test_a_setup_that_is_cut_short_leaves_no_process(tmp_path: Path) -> No
     assert not lives(pid)
 
 
+async def test_a_setup_that_is_cancelled_costs_those_that_share_it_no_tools(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "started")
+    served = f"exec {sys.executable} {HERE}/mcp_server.py"
+    first_is_silent = f"mkdir {tmp_path}/x && echo > {fifo} && exec cat; {served}"
+    servers = [{"command": ["sh", "-c", first_is_silent]}]
+    one, other = (Mcp(servers=servers, share=True) for _ in range(2))
+    setups = [asyncio.create_task(mcp.setup()) for mcp in (one, other)]
+    await in_thread(fifo.read_text)
+    setups[0].cancel()
+    await asyncio.wait(setups)
+    assert setups[0].cancelled()
+    assert [tool.name for tool in other.tools][:2] == ["add", "pid"]
+    for environment in one, other:
+        await environment.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_a_server_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "secret")
+    url = {"url": "http://me:secret@host/mcp?key=secret", "headers": {"A": "${KEY}"}}
+    environment = Mcp(servers=[url, {"command": ["sh"], "env": {"A": "${KEY}"}}])
+    assert "secret" not in repr(environment.servers)
+    assert environment.servers[0].label == "http://host/mcp"
+
+
 @contextmanager
 def http_server(port: int = 0) -> Iterator[int]:
     """A server process on a free port."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
+from retrain.trainer.data import response_of
 from retrain.trainer.nexrl import (
     Batch,
     SelfHostedGrpoTrainer,
@@ -24,6 +26,9 @@ from retrain.trainer.nexrl import (
 from retrain.trainer.nexrl.datums import samples_of_datums
 from retrain.trainer.nexrl.metrics import floats
 from retrain.trainer.nexrl.self_hosted import samples_of
+from retrain.trainer.nexrl.trajectory import from_group
+from retrain.types import Completion, Group, Prompt, Turn
+from retrain.types import Trajectory as Rollout
 
 # --- Trajectory
 
@@ -348,3 +353,12 @@ def test_the_samples_of_a_batch_are_its_rows_without_padding() -> None:
     assert list(second.token_ids) == [5, 6]
     assert list(second.advantages) == [0, -1]
     assert list(second.logprobs) == [0, -3]
+
+
+def test_a_response_has_its_reasoning():
+    said = Completion([2], [-0.5], "<think>so</think>5", "stop", 0)
+    prompt = Prompt("0.0.0", [{"role": "user", "content": "?"}])
+    rollout = Rollout(prompt, [Turn([1], said, answer="5", reasoning="so")])
+    [made] = from_group(Group(prompt, [rollout]))
+    assert made.response == response_of(rollout) == said.text
+    assert response_of(replace(rollout, result="5")) == "5"

@@ -179,6 +179,8 @@ def test_parquet_and_saved_data_sets_are_read(tmp_path: Path) -> None:
         ("p.jsonl", '"a"\n\n5', "p.jsonl, line 3: got int, expected a string, or a mapping"),
         ("p.csv", "prompt,answer\na,1,2\n", "line 2: expected as many fields as in the header"),
         ("p.csv", "prompt,answer\na\n", "line 2: expected as many fields"),
+        ("p.csv", "a,b,a\n1,2,3\n", "two columns have the same name: a, b, a"),
+        ("p.csv", f"long,answer\n{'x' * 200_000},1\n", "its columns are long, answer"),
         ("p.csv", "question,answer\na,1\n", "its columns are question, answer"),
         (
             "p.xyz",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -472,6 +473,21 @@ async def test_without_a_sandbox_only_limits_hold() -> None:
     assert graded.passed == (True,)
 
 
+@pytest.mark.filterwarnings("ignore:sandbox. none")
+async def test_a_cancelled_run_without_a_sandbox_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with sandbox_of(SandboxChoice("none")) as sandbox:
+        for steps in range(4):
+            run = asyncio.create_task(sandbox.run(["python", "-c", "input()"], {"a": "b"}))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            run.cancel()
+            await asyncio.wait([run])
+    assert not os.listdir(tmp_path)
+
+
 OWN = """
 from retrain import Sandbox, SandboxResult
 class Own(Sandbox):
@@ -487,6 +503,25 @@ async def test_a_class_of_the_users_is_a_sandbox(tmp_path: Path) -> None:
         assert sandbox is same
         graded = await grade(sandbox, "", read_tests([{"input": "a", "output": "a"}]))
     assert graded.passed == (True,)
+
+
+async def test_a_sandbox_that_fails_leaves_no_run_behind() -> None:
+    class Failing(Sandbox):
+        ended = 0
+
+        async def run(self, command: Any, files: Any, **keys: Any) -> SandboxResult:
+            try:
+                if keys["stdin"] == "bad":
+                    raise SandboxError("it failed")
+                await asyncio.sleep(0)
+                return SandboxResult(0, "", "")
+            finally:
+                self.ended += 1
+
+    tests = read_tests([{"input": text, "output": ""} for text in ("bad", "good", "good")])
+    with pytest.raises(SandboxError, match="it failed"):
+        await grade(failing := Failing(), "", tests)
+    assert failing.ended == 3
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,14 @@ def test_an_environment_may_have_its_own_tasks(tasks: Any, answers: list[Any]) -
     assert len({prompt.seed for prompt in prompts}) == len(prompts)
 
 
+def test_tasks_that_differ_by_their_seed_are_no_repetition() -> None:
+    given = Given(environment=type("Own", (Dice,), {"tasks": 9}))
+    prompts = {"type": "environment", "held_out": 0.3}
+    parts = assemble(parse_config({"prompts": prompts, "eval": {"prompts": "held_out"}}), given)
+    assert not parts.warnings
+    assert 0 < len(parts.prompts) < 9
+
+
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [

@@ -128,6 +128,16 @@ class Shop:
         self.rows.close()
 
 
+class Stuck:
+    """What never closes."""
+
+    def noop(self) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
 def tools(*names: str, **keys: Any) -> Tools:
     return Tools(tools=[n if ".py" in n else f"{HERE}:{n}" for n in names], base_dir=ROOT, **keys)
 
@@ -205,6 +215,22 @@ async def test_each_rollout_has_an_object_of_its_own_that_knows_the_prompt() -> 
     await second.close()
     await second.close()
     assert closed[1:] == [[], []]
+
+
+@pytest.mark.parametrize("limit", [0.05, 60.0])
+async def test_an_object_that_does_not_close_holds_up_no_other(limit: float) -> None:
+    closed = find_object(f"{HERE}:Shop", ROOT, "").closed
+    environment = await ready("Stuck", "Shop", tool_seconds=limit)
+    idents = {state.state.thread for state in environment.objects.values() if state.info()}
+    [thread] = [thread for thread in threading.enumerate() if thread.ident in idents]
+    closed.clear()
+    closing = asyncio.create_task(environment.close())
+    await asyncio.wait([closing], timeout=None if limit < 1 else 0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closed == ([[]] if limit < 1 else [])
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ IN_MEMORY = 64 * 2**20
 """Bytes. A smaller file is kept in memory, so that it may change during the run."""
 CACHED = 256 * 2**20
 """Bytes of parquet row groups that are kept in memory, at least one."""
+LONGEST = 2**31 - 1
+"""Characters of a field of csv, whose limit is 131072 by default: less than a long context."""
 BOM = b"\xef\xbb\xbf"
 _DECODER = json.JSONDecoder()
 _SCAN: Callable[[str, int], tuple[Any, int]] = vars(_DECODER)["scan_once"]
@@ -187,6 +189,7 @@ class CsvTable(TextTable):
 
     def _found(self) -> Iterator[int]:
         self._header: Sequence[str] = ()
+        csv.field_size_limit(LONGEST)
         start = end = 0
 
         def texts() -> Iterator[str]:
@@ -199,6 +202,9 @@ class CsvTable(TextTable):
             for record in csv.reader(texts()):
                 if record and not self._header:
                     self._header = record
+                    if len(set(record)) < len(record):
+                        names = ", ".join(record)
+                        raise PromptError(f"{self.path}: two columns have the same name: {names}")
                 elif len(record) == len(self._header):
                     yield start
                 elif record:

@@ -192,7 +192,7 @@ def combined(how: Combination, parts: Sequence[float]) -> float:
 def added(parts: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
     """The sums, place by place, of lists of equal length, each times its factor."""
     rows = [[factor * number for number in numbers] for factor, numbers in parts]
-    return [math.fsum(column) for column in zip(*rows, strict=True)]
+    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def weight_at(weight: float | ScheduleConfig, step: int) -> float:

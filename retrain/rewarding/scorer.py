@@ -173,7 +173,8 @@ class Scorer:
             trajectory.info.setdefault("error", "no reward applies to this rollout")
             return
         total = self.composition.total(rewards, step)
-        if largest > LARGEST or abs(total) > LARGEST:
+        combined = self.composition.values_of_combined(rewards, step)
+        if largest > LARGEST or not all(abs(v) <= LARGEST for v in (total, *combined.values())):
             raise UserCodeError(
                 f"the rewards {shown(rewards, 200)} sum to {total}, expected numbers "
                 f"of at most {LARGEST:g}, for a loss in float32. Scale the reward down."
@@ -181,8 +182,7 @@ class Scorer:
         trajectory.reward = total
         if divided or len(trajectory.turns) > 1:
             self._divide(trajectory, divided, step)
-        if self.composition.combined:
-            rewards |= self.composition.values_of_combined(rewards, step)
+        rewards |= combined
 
     def _divide(self, trajectory: Trajectory, divided: Mapping[str, Reward], step: int) -> None:
         """Set what each turn and each token earned, as far as the total is a sum of it."""
@@ -195,7 +195,8 @@ class Scorer:
         trajectory.turn_rewards = added([(f, r.turns) for f, r in scaled if r.turns])
         trajectory.token_rewards = added([(f, r.tokens) for f, r in scaled if r.tokens])
         if any(
-            abs(part) > LARGEST for part in (*trajectory.turn_rewards, *trajectory.token_rewards)
+            not abs(part) <= LARGEST  # nan, too
+            for part in (*trajectory.turn_rewards, *trajectory.token_rewards)
         ):
             raise UserCodeError(
                 f"a turn or token has a reward above {LARGEST:g}. Scale the reward down."

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,7 +117,7 @@ async def _by_output(
 ) -> Graded:
     files, argv = {"program": program}, [*command, "program"]
     runs = [sandbox.run(argv, files, stdin=test.input, limits=limits) for test in tests]
-    results = await asyncio.gather(*runs)
+    results = await _all(runs)
     passed = tuple(
         result.exit_code == 0 and _lines(result.stdout) == _lines(test.output)
         for result, test in zip(results, tests, strict=True)
@@ -130,6 +130,16 @@ async def _by_output(
                 passed, f"With the input {_cut(test.input)!r}, it {printed}. {why}".strip()
             )
     return Graded(passed)
+
+
+async def _all(runs: Sequence[Awaitable[SandboxResult]]) -> list[SandboxResult]:
+    """The results of all runs; raises the first error once each has ended, so that none stays."""
+    results: list[SandboxResult] = []
+    for result in await asyncio.gather(*runs, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    return results
 
 
 async def _by_code(

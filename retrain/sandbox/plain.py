@@ -56,7 +56,8 @@ class NoSandbox(Sandbox):
         sizes = limits.cpu_seconds, limits.memory << 10, limits.disk << 11
         shell = ["sh", "-c", LIMITED, "sh", *map(str, sizes), *variables, *argv]
         async with self._free:
-            folder = Path(await in_thread(partial(tempfile.mkdtemp, prefix="retrain-program-")))
+            # Not in a thread, which a cancellation would abandon with its folder.
+            folder = Path(tempfile.mkdtemp(prefix="retrain-program-"))
             started = time.monotonic()
             try:
                 await in_thread(partial(_write, folder, files))

@@ -40,7 +40,12 @@ class Job:
         os.lseek(stdin, 0, os.SEEK_SET)
         # Sealed, as the memory of this file counts for no limit.
         fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, 0xF)
-        self.process = os.fork()
+        try:
+            self.process = os.fork()
+        except OSError:  # too many processes: this request fails, and later ones need descriptors
+            for descriptor in (stdin, *(end for pipe in pipes.values() for end in pipe)):
+                os.close(descriptor)
+            raise
         if self.process == 0:
             start(request, stdin, {name: pipe[1] for name, pipe in pipes.items()})
         os.close(stdin)
@@ -87,7 +92,7 @@ class Server:
         self.config = config
         self.selector = selectors.DefaultSelector()
         self.jobs: dict[int, Job] = {}
-        self.input = b""
+        self.input = bytearray()
         self.output = bytearray()
 
     def serve(self) -> None:
@@ -116,7 +121,7 @@ class Server:
             if len(self.input) < 4 + size:
                 break
             request = json.loads(self.input[4 : 4 + size])
-            self.input = self.input[4 + size :]
+            del self.input[: 4 + size]
             self.obey(request)
         return bool(data)
 

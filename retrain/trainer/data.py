@@ -22,7 +22,7 @@ from retrain.prompts.files import FORMATS, table_of
 from retrain.prompts.preparing import prepared
 from retrain.prompts.sequences import SequencePrompts
 from retrain.trainer.columns import HELPSTEER, Wanted, mapping_of, renamed
-from retrain.types import Prompt
+from retrain.types import Prompt, Trajectory
 
 
 class DataOptions(Section):
@@ -54,6 +54,13 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     messages = list(prompt.messages)
     ours = {"prompt": prompt.text, "messages": messages, "answer": prompt.answer}
     return {**ours, **prompt.metadata}
+
+
+def response_of(trajectory: Trajectory) -> str:
+    """What reward functions get as the response: the last turn, with its reasoning."""
+    if trajectory.result is not None or not trajectory.turns:
+        return trajectory.completion
+    return trajectory.turns[-1].completion.text
 
 
 def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:

@@ -26,7 +26,7 @@ from retrain.rewarding import (
     compares,
     is_async,
 )
-from retrain.trainer.data import row_of
+from retrain.trainer.data import response_of, row_of
 from retrain.trainer.nemo.environments import call
 from retrain.types import Trajectory
 
@@ -111,7 +111,7 @@ class Judge:
     def error(self, trajectory: Trajectory, what: str) -> RewardError:
         error = RewardError(
             f"{NAME}(prompt={shown(trajectory.prompt.text, 120)}, "
-            f"response={shown(trajectory.completion, 120)}) {what}"
+            f"response={shown(response_of(trajectory), 120)}) {what}"
         )
         self.failed(error)
         return error
@@ -216,7 +216,7 @@ def as_calculator(
     row = takes_row(function)
 
     def arguments(trajectory: Trajectory) -> list[Any]:
-        pair = [trajectory.prompt.text, trajectory.completion]
+        pair = [trajectory.prompt.text, response_of(trajectory)]
         return [*pair, row_of(trajectory.prompt)] if row else pair
 
     async def on_columns(group: Sequence[Trajectory]) -> Any:

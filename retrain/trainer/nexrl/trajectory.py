@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from retrain.batching import segments
+from retrain.trainer.data import response_of
 from retrain.types import Group
 
 STREAMS = ("loss_mask", "logprobs", "versions")
@@ -91,7 +92,7 @@ def from_group(group: Group) -> list[Trajectory]:
     for index, rollout in enumerate(group.trajectories):
         shared = {
             "prompt": group.prompt.text,
-            "response": rollout.completion,
+            "response": response_of(rollout),
             "group_id": group.prompt.id,
             "run_id": index,
             "ground_truth": group.prompt.answer,
