@@ -2,9 +2,9 @@
 somewhere, the configuration page is current, and the metrics page names what a run writes.
 
 A fenced block whose first line is `# name.py` or `# name.yaml` is that file, written into a folder
-that all blocks of a page share, and so is what a command `cat > NAME <<'EOF'` writes. Another python
-block is run there, what trains for two steps; another yaml block is a part of a config. Commands
-are run as far as a dry run goes.
+that all blocks of a page share, and so is what a command `cat > NAME <<'EOF'` writes. Another
+python block is run there, what trains for two steps; another yaml block is a part of a config.
+Commands are run as far as a dry run goes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import yaml
@@ -24,7 +27,7 @@ import yaml
 import retrain
 from retrain.__main__ import COMMANDS, command
 from retrain.assembly import assemble
-from retrain.config import parse_config
+from retrain.config import load_config, parse_config
 from retrain.losses import LOSSES
 from retrain.observe.callbacks import tenths
 from retrain.observe.run_dir import read_metrics
@@ -178,6 +181,41 @@ def test_every_config_of_the_repository_is_valid(capsys: pytest.CaptureFixture[s
     for file in sorted((ROOT / "configs").glob("*.yaml")):
         # one begins with the model that another makes, which needn't have run
         assert main([str(file), "model=tiny", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_every_config_of_the_cookbook_is_valid_but_for_what_is_not_on_this_machine(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model, its data, and the package verifiers."""
+    for file in sorted((folder / "configs/cookbook").glob("*.yaml")):
+        config = load_config(file)
+        row = "[{prompt: hello, answer: hello}]"
+        here = ["model=tiny", f"prompts={row}", *([f"eval.prompts={row}"] if config.eval else [])]
+        if config.environment.type == "verifiers":  # needs its package
+            here += ["environment={type: single_turn}", "rewards=exact_match"]
+        assert main([str(file), *here, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow(15)
+@pytest.mark.parametrize("name", ["math", "judge", "from_trl", "thinking"])
+def test_the_commands_of_a_cookbook_page_train(name: str, folder: Path) -> None:
+    page = ROOT / "docs/cookbook" / f"{name}.md"
+    written(page, folder)
+    with ExitStack() as stack:
+        extra = ["train.total_train_steps=1", "train.groups_per_step=2"]
+        if name == "judge":  # the page's server, on a free port
+            handler = runpy.run_path("stand_in.py")["StandIn"]
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            stack.callback(server.shutdown)
+            Thread(target=server.serve_forever).start()
+            extra.append(f"rewards.0.url=http://127.0.0.1:{server.server_port}/v1")
+        runs = [words for module, *words in commands(page) if module == "retrain.run"]
+        assert runs
+        for words in runs:
+            assert main([*words, *extra]) == 0
+    rows = [row for run in folder.glob("runs/*") for row in read_metrics(run)]
+    assert len(rows) >= len(runs)
+    assert not any(row.get("rollouts/failed") for row in rows)
 
 
 @pytest.mark.slow(15)

@@ -22,6 +22,7 @@ ROOT = Path(retrain.__file__).resolve().parent.parent
 INSIDE = {
     "configs": "*.yaml",
     "configs/agents": "*.py",
+    "configs/cookbook": "*.*",
     "configs/tools": "*.py",
     "data": "*.*",
     "environments": "*.py",
