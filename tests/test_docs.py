@@ -2,8 +2,9 @@
 somewhere, the configuration page is current, and the metrics page names what a run writes.
 
 A fenced block whose first line is `# name.py` or `# name.yaml` is that file, written into a folder
-that all blocks of a page share; another python block is run there, what trains for two steps;
-another yaml block is a part of a config. Commands are run as far as a dry run goes.
+that all blocks of a page share, and so is what a command `cat > NAME <<'EOF'` writes. Another
+python block is run there, what trains for two steps; another yaml block is a part of a config.
+Commands are run as far as a dry run goes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import yaml
@@ -39,6 +43,7 @@ PATH = re.compile(
     r"`((?:retrain|tests|docs|configs|data|environments|rewards|benchmarks)/[\w./]+\.\w+)`"
 )
 NAMED = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
+DATA = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", re.MULTILINE | re.DOTALL)
 LEAST = {"prompts": ["hello"], "rewards": "exact_match"}
 
 
@@ -60,7 +65,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 def commands(page: Path) -> Iterator[list[str]]:
     """The arguments of each `python -m retrain...` of a page, the module first."""
     for kind, text in blocks(page):
-        for line in text.replace("\\\n", " ").splitlines() if kind == "sh" else ():
+        for line in DATA.sub("", text).replace("\\\n", " ").splitlines() if kind == "sh" else ():
             words = shlex.split(line, comments=True)
             if words[:2] == ["python", "-m"] and words[2].partition(".")[0] == "retrain":
                 yield words[2 : words.index(">")] if ">" in words else words[2:]
@@ -89,9 +94,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def written(page: Path, folder: Path) -> list[Path]:
-    """The named blocks of a page, as files."""
+    """The named blocks of a page, as files, and the data that its commands write."""
     files = []
-    for _, text in blocks(page):
+    for kind, text in blocks(page):
+        for name, rows in DATA.findall(text) if kind == "sh" else ():
+            (folder / name).write_text(rows, encoding="utf-8")
         if named := NAMED.match(text):
             file = folder / named[1]
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -134,6 +141,8 @@ def test_the_commands_of_a_page_are_valid(
         shown = " ".join(arguments)
         if module == "retrain.run" or arguments[0] == "run":
             given = arguments if module == "retrain.run" else arguments[1:]
+            # the model that another command of the page makes
+            given = ["model=tiny" if word.startswith("model=runs/") else word for word in given]
             assert main([*given, "--dry-run"]) == 0, shown + capsys.readouterr().err
         elif arguments[0] == "check":
             assert command(arguments) == 0, shown + capsys.readouterr().out
@@ -185,6 +194,28 @@ def test_every_config_of_the_cookbook_is_valid_but_for_what_is_not_on_this_machi
         if config.environment.type == "verifiers":  # needs its package
             here += ["environment={type: single_turn}", "rewards=exact_match"]
         assert main([str(file), *here, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow(15)
+@pytest.mark.parametrize("name", ["math", "judge", "from_trl", "thinking"])
+def test_the_commands_of_a_cookbook_page_train(name: str, folder: Path) -> None:
+    page = ROOT / "docs/cookbook" / f"{name}.md"
+    written(page, folder)
+    with ExitStack() as stack:
+        extra = ["train.total_train_steps=1", "train.groups_per_step=2"]
+        if name == "judge":  # the page's server, on a free port
+            handler = runpy.run_path("stand_in.py")["StandIn"]
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            stack.callback(server.shutdown)
+            Thread(target=server.serve_forever).start()
+            extra.append(f"rewards.0.url=http://127.0.0.1:{server.server_port}/v1")
+        runs = [words for module, *words in commands(page) if module == "retrain.run"]
+        assert runs
+        for words in runs:
+            assert main([*words, *extra]) == 0
+    rows = [row for run in folder.glob("runs/*") for row in read_metrics(run)]
+    assert len(rows) >= len(runs)
+    assert not any(row.get("rollouts/failed") for row in rows)
 
 
 @pytest.mark.slow(15)
