@@ -82,6 +82,14 @@ RATIO = {"algorithm": {"loss": "importance_sampling"}}
 WATCHDOG = "test_watchdog.py::test_p4_"
 REMOTE_MERGE = dict.fromkeys(("tinker", "weaver"), "merge_lora has no effect")
 
+ROWS = [{"prompt": f"{a}=", "other": f"{a}{a}=", "answer": a, "key": a * 2} for a in "abcdef"]
+SOURCE = {"type": "list", "rows": ROWS}
+OF_SOURCES = {
+    "prompt_column": "other", "answer_column": "key", "system": "Say it.", "limit": 1,
+    "filter": {"answer": ["a", "c"]}, "map": {"prompt": "{other}"}, "held_out": 0.5,
+}  # fmt: skip
+"""The keys of every prompt source, with another value."""
+
 WEIGHTS = "test_the_weight_at_each_step"
 TOTALS = "test_the_total_and_how_it_grows_with_each_reward"
 
@@ -89,6 +97,11 @@ KNOBS: dict[str, Knob] = {
     "name": Knob("other"),
     "model": Knob(ANOTHER),
     "prompts.type": Knob({"type": "file", "path": "../data/echo.jsonl"}),
+    **{f"prompts.{k}": Knob(to, {"prompts": SOURCE}) for k, to in OF_SOURCES.items()},
+    **{
+        f"eval.prompts.{k}": Knob(to, {"eval": {**EVAL["eval"], "prompts": SOURCE}})
+        for k, to in OF_SOURCES.items()
+    },
     "environment.type": Knob({"type": "single_turn"}),
     "opponents.type": Knob(
         {"X": {"type": "file.py:name"}},
@@ -201,6 +214,7 @@ KNOBS: dict[str, Knob] = {
 }  # fmt: skip
 """The keys of RunConfig."""
 PIPE = {
+    *(f"{part}.{key}" for part in ("prompts", "eval.prompts") for key in OF_SOURCES),
     *("name", "run_dir", "base_dir", "loggers.0.type", "prompts.type", "environment.type"),
     *("rewards.0.type", "rewards.0.name", "algorithm.type"),
     *("rollout.max_turns", "rollout.slots", "rollout.setup_concurrency"),
