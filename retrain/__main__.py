@@ -20,7 +20,7 @@ from retrain.run import DONE, FAILED, USAGE, drive, exit_code, leave
 from retrain.run import main as run_command
 
 if TYPE_CHECKING:
-    from retrain.check import Finding
+    from retrain.scripted import Finding
 
 COMMANDS = {
     "run": "train from a YAML file",

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import pytest
 
 from retrain.__main__ import command
-from retrain.check import INSTANCES, Finding, check_environment
+from retrain.check import INSTANCES, check_environment
 from retrain.environment import Action, Environment, StepResult, ToolSpec
+from retrain.scripted import Finding
 from retrain.types import Message, Prompt
 
 
