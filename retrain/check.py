@@ -112,7 +112,8 @@ def _as_tool(subject: str, error: PluginError) -> PluginError:
         found = find_object(subject, Path.cwd(), "environment")
     except PluginError:
         return error
-    if not callable(found) or ":" not in subject:
+    is_class = isinstance(found, type) and issubclass(found, Environment)
+    if is_class or not callable(found) or ":" not in subject:
         return error
     return PluginError(
         f"{subject} is not an environment. To check it as a tool: "
@@ -181,7 +182,7 @@ async def _checked_steps(
     """Check what `reset` and `step` return, and close the instance."""
     plays = texts_for(prompts)
     first: list[Played] = []
-    differ: list[str] = []
+    differ: dict[str, str] = {}
 
     async def play() -> None:
         first.extend(*await played([instance], plays, limits, say))
@@ -191,7 +192,7 @@ async def _checked_steps(
 
     async def again(pairs: Sequence[tuple[Play, Played]]) -> None:
         others = await played([instance], [play for play, _ in pairs], limits, say)
-        differ.extend(compare(pairs, others, AGAIN))
+        differ.update(compare(pairs, others, AGAIN))
 
     async def at_once(pairs: Sequence[tuple[Play, Played]]) -> None:
         instances = _instances(make, limits, [], INSTANCES)
@@ -200,7 +201,7 @@ async def _checked_steps(
             others = await played(instances, [play for play, _ in pairs], limits, say)
         finally:  # close is checked separately
             await closed(instances, DEADLINE)
-        differ.extend(compare(pairs, others, SHARED))
+        differ.update(compare(pairs, others, SHARED) | differ)
 
     findings = [
         Finding(True, SETUP),
@@ -215,7 +216,7 @@ async def _checked_steps(
             await _tried(f"{INSTANCES} concurrent instances play like one", at_once(pairs)),
         ]
         if differ:
-            lines = "\n".join([*dict.fromkeys(differ), VARIES])
+            lines = "\n".join([*differ.values(), VARIES])
             findings.append(
                 Finding(True, "the result of a tool differs for the same call", lines, warning=True)
             )

@@ -112,8 +112,8 @@ def repeatable(plays: Sequence[Play], first: Sequence[Played]) -> list[tuple[Pla
 
 def compare(
     pairs: Sequence[tuple[Play, Played]], others: Sequence[Sequence[Played]], advice: str
-) -> list[str]:
-    """The results of tools that differ, a line per tool.
+) -> dict[str, str]:
+    """The results of tools that differ, a line per call.
 
     Raises UserCodeError, with `advice`, if anything else differs.
     """
@@ -124,7 +124,7 @@ def compare(
                 raise UserCodeError(f"{advice}\nto {play}, got {_both(one.fixed, two.fixed)}")
             if one.results != two.results:
                 lines.setdefault(str(play), f"{play}: got {_both(one.results, two.results)}")
-    return list(lines.values())
+    return lines
 
 
 def _both(one: Any, two: Any) -> str:

@@ -193,7 +193,7 @@ def _of_environment(cases: Sequence[Case]) -> Finding:
             "an empty text gets the full reward, so there is nothing to learn: check that the row "
             "has what the environment compares the reply with, such as tests or an answer"
         )
-    return _found(good, "reward of the environment", lines)
+    return _found(good, f"reward '{ENVIRONMENT}'", lines)
 
 
 def _found(good: bool, what: str, lines: Sequence[str] = ()) -> Finding:
