@@ -143,7 +143,9 @@ async def tried_rewards(parts: Parts, prompts: Sequence[Prompt]) -> list[Finding
         return [_found(False, "rewards: not tried, as no rollout succeeds", tuple(failed))]
     if failed:
         lines = [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
-        trials.append(_found(False, "rollouts for the rewards", lines))
+        lines.append("such a rollout is not trained: catch the error in the environment")
+        what = "a rollout for the rewards fails"
+        trials.append(Finding(True, what, "\n".join(lines), warning=True))
     if not parts.scorer.rewards or any(t.rewards.get(ENVIRONMENT) for _, t in cases):
         trials.append(_of_environment(cases))
     faults: list[str] = []
