@@ -8,7 +8,7 @@ played by the code that plays those of a run, so that both accept the same envir
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from retrain.config import DeadlinesConfig, Plugin, PromptsConfig, RunConfig, lo
 from retrain.config.plugins import built_in_names, construct, find_object
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment
-from retrain.errors import PluginError, UserCodeError, blame
+from retrain.errors import PluginError, UserCodeError
 from retrain.prompts import Origin
 from retrain.prompts.building import built
 from retrain.replay import (
@@ -35,7 +35,7 @@ from retrain.replay import (
 from retrain.rollout.answers import tools_of
 from retrain.rollout.instance import Instance, Job, closed
 from retrain.run import config_file
-from retrain.scripted import TEXTS, Finding, Say, waiting, wrong_calls
+from retrain.scripted import TEXTS, Finding, Say, tried, waiting, wrong_calls
 from retrain.trial import NO_ROLLOUT, tried_agent, tried_rewards
 from retrain.types import Prompt, Ticket
 
@@ -182,7 +182,6 @@ async def _checked_steps(
     """Check what `reset` and `step` return, and close the instance."""
     plays = texts_for(prompts)
     first: list[Played] = []
-    differ: dict[str, str] = {}
 
     async def play() -> None:
         first.extend(*await played([instance], plays, limits, say))
@@ -190,41 +189,52 @@ async def _checked_steps(
         first.extend(*await played([instance], calls, limits, say))
         plays.extend(calls)
 
-    async def again(pairs: Sequence[tuple[Play, Played]]) -> None:
-        others = await played([instance], [play for play, _ in pairs], limits, say)
+    right = await tried("reset and step return the right types", play())
+    findings = [Finding(True, SETUP), right]
+    if right.good:
+        if any(play.call for play in plays):
+            findings.insert(0, tools_finding(plays, first))
+        findings += await _compared(make, instance, repeatable(plays, first), limits, say)
+    await closed([instance], DEADLINE)
+    if right.good and not faults:
+        cancel = _cancelled(make, prompts[0], limits)
+        findings.append(await tried("a cancelled step ends immediately", cancel))
+    return [*findings, Finding(not faults, "close", "".join(faults[:1]))]
+
+
+async def _compared(
+    make: Callable[[], Environment],
+    instance: Instance,
+    pairs: Sequence[tuple[Play, Played]],
+    limits: DeadlinesConfig,
+    say: Say,
+) -> list[Finding]:
+    """Play again, in the same instance and in several new ones at once."""
+    plays = [play for play, _ in pairs]
+    differ: dict[str, str] = {}
+
+    async def again() -> None:
+        others = await played([instance], plays, limits, say)
         differ.update(compare(pairs, others, AGAIN))
 
-    async def at_once(pairs: Sequence[tuple[Play, Played]]) -> None:
+    async def at_once() -> None:
         instances = _instances(make, limits, [], INSTANCES)
         try:
             await asyncio.wait([one.ready for one in instances])
-            others = await played(instances, [play for play, _ in pairs], limits, say)
+            others = await played(instances, plays, limits, say)
         finally:  # close is checked separately
             await closed(instances, DEADLINE)
         differ.update(compare(pairs, others, SHARED) | differ)
 
     findings = [
-        Finding(True, SETUP),
-        await _tried("reset and step return the right types", play()),
+        await tried("a reused instance behaves like a new one", again()),
+        await tried(f"{INSTANCES} concurrent instances play like one", at_once()),
     ]
-    if good := findings[-1].good:
-        if any(play.call for play in plays):
-            findings.insert(0, tools_finding(plays, first))
-        pairs = repeatable(plays, first)
-        findings += [
-            await _tried("a reused instance behaves like a new one", again(pairs)),
-            await _tried(f"{INSTANCES} concurrent instances play like one", at_once(pairs)),
-        ]
-        if differ:
-            lines = "\n".join([*differ.values(), VARIES])
-            findings.append(
-                Finding(True, "the result of a tool differs for the same call", lines, warning=True)
-            )
-    await closed([instance], DEADLINE)
-    if good and not faults:
-        cancel = _cancelled(make, prompts[0], limits)
-        findings.append(await _tried("a cancelled step ends immediately", cancel))
-    return [*findings, Finding(not faults, "close", "".join(faults[:1]))]
+    if differ:
+        lines = "\n".join([*differ.values(), VARIES])
+        what = "the result of a tool differs for the same call"
+        findings.append(Finding(True, what, lines, warning=True))
+    return findings
 
 
 def _leaks(before: set[asyncio.Task[Any]]) -> list[Finding]:
@@ -259,16 +269,6 @@ def _explained(findings: Sequence[Finding], given: RunConfig) -> list[Finding]:
         return text
 
     return [replace(finding, advice=said(finding.advice)) for finding in findings]
-
-
-async def _tried(what: str, check: Awaitable[None]) -> Finding:
-    try:
-        await check
-    except UserCodeError as error:
-        return Finding(False, what, str(error))
-    except Exception as error:  # noqa: BLE001 - a user's object may raise anything
-        return Finding(False, what, str(blame("it", error)))
-    return Finding(True, what)
 
 
 async def _cancelled(

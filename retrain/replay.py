@@ -86,16 +86,17 @@ async def played(
             groups = await asyncio.gather(*(rollouts.play(play.prompt, [i]) for i in instances))
         seconds = time.monotonic() - began
         for own, group in zip(found, groups, strict=True):
-            own.append(_played(group.trajectories, seconds))
+            own.append(_played(play, group.trajectories, seconds))
     return found
 
 
-def _played(trajectories: Sequence[Trajectory], seconds: float) -> Played:
+def _played(play: Play, trajectories: Sequence[Trajectory], seconds: float) -> Played:
     results: list[str] = []
     fixed: list[Any] = []
     for trajectory in trajectories:
         if trajectory.outcome != "ok":
-            raise UserCodeError(trajectory.info["error"])
+            at = f"{play}: " if play.call else ""
+            raise UserCodeError(f"{at}{trajectory.info['error']}")
         said = [*trajectory.messages]
         said += [message for turn in trajectory.turns[-1:] for message in turn.observation]
         results += [m["content"] for m in said if m["role"] == "tool"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from retrain.chat import Chat
 from retrain.chat.formats.hermes import CLOSE, OPEN, Hermes
 from retrain.config import EndpointConfig, RunConfig
 from retrain.environment import ToolSpec
-from retrain.errors import shown
+from retrain.errors import UserCodeError, blame, shown
 from retrain.rollout import Rollouts
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.types import Completion
@@ -45,6 +45,17 @@ class Finding:
         advice = "".join(f"\n      {line}" for line in self.advice.splitlines())
         word = "FAIL" if not self.good else "warn" if self.warning else "ok  "
         return f"{word}  {self.what}{advice}"
+
+
+async def tried(what: str, check: Awaitable[None]) -> Finding:
+    """The finding of a check that raises if it fails."""
+    try:
+        await check
+    except UserCodeError as error:
+        return Finding(False, what, str(error))
+    except Exception as error:  # noqa: BLE001 - a user's object may raise anything
+        return Finding(False, what, str(blame("it", error)))
+    return Finding(True, what)
 
 
 @contextmanager

@@ -380,7 +380,7 @@ def test_the_tools_of_a_config_are_called_a_few_times_and_their_results_shown(
 
 STEPS = """
 import asyncio
-from retrain import Environment, StepResult
+from retrain import Environment, StepResult, ToolSpec
 class Lenient(Environment):
     async def step(self, action):
         right = action.text in ("", self.prompt.answer)
@@ -389,7 +389,11 @@ class Strict(Environment):
     async def step(self, action):
         return StepResult([], float(action.text == self.prompt.answer), True, False, {})
 class Late(Environment):
-    async def step(self, action): await asyncio.sleep(60)
+    tools = [ToolSpec("look", "")]
+    async def step(self, action):
+        if action.tool_calls and action.tool_calls[0].name == "look":
+            await asyncio.sleep(60)
+        return StepResult([], 0.0, True, False, {})
 class Down(Environment):
     async def setup(self): raise OSError("a\\nb")
 """
@@ -428,7 +432,7 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
     ):
         code, lines = shown("Late", *keys)
         assert code == 1
-        assert f"      Late.step took longer than {said}" in lines
+        assert f"      look called with {{}}: Late.step took longer than {said}" in lines
     assert check._limited(RunConfig()).deadlines.setup == 300, "an index may take long to load"
 
 
