@@ -20,7 +20,7 @@ from retrain.run import DONE, FAILED, USAGE, drive, exit_code, leave
 from retrain.run import main as run_command
 
 if TYPE_CHECKING:
-    from retrain.check import Finding
+    from retrain.scripted import Finding
 
 COMMANDS = {
     "run": "train from a YAML file",
@@ -61,8 +61,9 @@ def _check(argv: Sequence[str]) -> int:
         allow_abbrev=False,
         prog="retrain check",
         description="Play rollouts with fixed replies, check that the environment keeps its "
-        "contract, and call the rewards of a config. Exit codes: 0 all checks passed, 1 a check "
-        "failed, 2 it can't be loaded.",
+        "contract, and call the rewards of a config. Each tool is called a few times with made-up "
+        "arguments. Exit codes: 0 all checks passed, maybe with warnings, 1 a check failed, 2 it "
+        "can't be loaded.",
     )
     parser.add_argument("subject", metavar="ENVIRONMENT|CONFIG")
     parser.add_argument(

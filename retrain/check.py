@@ -8,50 +8,43 @@ played by the code that plays those of a run, so that both accept the same envir
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from retrain.assembly import assemble, maker
-from retrain.chat.formats.hermes import CLOSE, OPEN
+from retrain.assembly import Parts, assemble, maker
 from retrain.concurrency.deadlines import cancelled, user_call
-from retrain.config import (
-    DeadlinesConfig,
-    Plugin,
-    PromptsConfig,
-    RolloutConfig,
-    RunConfig,
-    load_config,
-)
-from retrain.config.plugins import built_in_names, construct
+from retrain.config import DeadlinesConfig, Plugin, PromptsConfig, RunConfig, load_config
+from retrain.config.plugins import built_in_names, construct, find_object
 from retrain.config.yaml_text import parse_override
-from retrain.environment import Action, Environment, ToolSpec
-from retrain.errors import UserCodeError, blame
+from retrain.environment import Action, Environment
+from retrain.errors import PluginError, UserCodeError
 from retrain.prompts import Origin
 from retrain.prompts.building import built
+from retrain.replay import (
+    Play,
+    Played,
+    calls_for,
+    compare,
+    played,
+    repeatable,
+    texts_for,
+    tools_finding,
+)
 from retrain.rollout.answers import tools_of
 from retrain.rollout.instance import Instance, Job, closed
 from retrain.run import config_file
-from retrain.trial import (
-    NO_ROLLOUT,
-    Say,
-    Script,
-    Trial,
-    scripted,
-    tried_agent,
-    tried_rewards,
-    waiting,
-)
+from retrain.scripted import TEXTS, Finding, Say, tried, waiting, wrong_calls
+from retrain.trial import NO_ROLLOUT, tried_agent, tried_rewards
 from retrain.types import Prompt, Ticket
 
-Transcript = list[Any]  # what an environment replied: only compared
 PROMPTS = 3
-TURNS = 8
-INSTANCES = 8
+INSTANCES = 4
 DEADLINE = 30.0
 """Seconds that one call may take, unless the config's `deadlines` say otherwise."""
+LIMITED = ("reset", "step", "agent", "close", "reward")
+"""The deadlines that DEADLINE replaces. `setup` keeps its own: it may load an index or a model."""
 SOON = 5.0
 """Seconds that a cancelled step may take to end, with `close`."""
 SAMPLES = (
@@ -59,21 +52,17 @@ SAMPLES = (
     Prompt("0.1.0", ({"role": "user", "content": "What is 2 + 3?"},), answer="5"),
 )
 """Prompts for an environment without a config."""
-_EXAMPLES = {"number": 1, "integer": 1, "boolean": True, "array": [], "object": {}, "null": None}
-"""A value of each JSON type; "1" for the others."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One check: passed, or failed and what to do."""
-
-    good: bool
-    what: str
-    advice: str = ""
-
-    def __str__(self) -> str:
-        advice = f"\n      {self.advice}" if self.advice else ""
-        return f"{'ok  ' if self.good else 'FAIL'}  {self.what}{advice}"
+SETUP, TOOLS = "setup", "tools are valid"
+"""Without these, no rollout can be played."""
+AGAIN = (
+    "the same prompt and replies gave another rollout: clear the state of the last rollout in "
+    "reset(), and seed random numbers by self.prompt.seed, so that a resumed run repeats itself"
+)
+SHARED = "they share state: keep it on self, not in the class, the module or a file"
+VARIES = (
+    "this is right for a clock or a live search. If the tool keeps state, make it new in each "
+    "rollout"
+)
 
 
 async def check_subject(
@@ -89,24 +78,48 @@ async def check_subject(
     if file.suffix in (".yaml", ".yml"):
         loaded = assemble(load_config(file, keys))
         parts = replace(loaded, config=_limited(loaded.config))
-        count = min(PROMPTS, len(parts.prompts))
-        seed = parts.config.train.seed
-        prompts = [parts.prompts.prompt(Ticket(0, index), seed) for index in range(count)]
-        fit = Finding(True, "all parts of the config load and fit together")
-        if (source := parts.algorithm.source) != "rollouts":
-            unused = f"the rows are {source}: no environment and no reward is used"
-            return [fit, Finding(True, unused)]
-        findings = await check_environment(parts.environment, prompts, parts.config, say)
-        if any(finding.what.startswith(NO_ROLLOUT) for finding in findings):
-            return [fit, *findings, Finding(False, "rewards: not tried, as no rollout succeeds")]
-        with waiting(say, "the rewards, called for three rollouts"):
-            trials = await tried_rewards(parts, prompts)
-        return [fit, *findings, *map(_finding, trials)]
+        return _explained(await _checked_parts(parts, say), loaded.config)
     arguments = {path[0]: value for path, value in map(parse_override, keys)}
     plugin = Plugin.model_validate({**arguments, "type": subject})
     config = RunConfig(base_dir=Path.cwd())
-    make: Callable[[], Environment] = maker("environment", plugin, "environment", config)
-    return await check_environment(make, _own_tasks(make) or SAMPLES)
+    try:
+        make: Callable[[], Environment] = maker("environment", plugin, "environment", config)
+    except PluginError as error:
+        raise _as_tool(subject, error) from error
+    return await check_environment(make, _own_tasks(make) or SAMPLES, say=say)
+
+
+async def _checked_parts(parts: Parts, say: Say) -> list[Finding]:
+    """Check the environment and the rewards of a config."""
+    count = min(PROMPTS, len(parts.prompts))
+    seed = parts.config.train.seed
+    prompts = [parts.prompts.prompt(Ticket(0, index), seed) for index in range(count)]
+    fit = Finding(True, "all parts of the config load and fit together")
+    if (source := parts.algorithm.source) != "rollouts":
+        unused = f"the rows are {source}: no environment and no reward is used"
+        return [fit, Finding(True, unused)]
+    findings = await check_environment(parts.environment, prompts, parts.config, say)
+    if any(not f.good and f.what.startswith((SETUP, TOOLS, NO_ROLLOUT)) for f in findings):
+        return [fit, *findings, Finding(False, "rewards: not tried, as no rollout succeeds")]
+    with waiting(say, "the rewards, called for three rollouts"):
+        trials = await tried_rewards(parts, prompts)
+    return [fit, *findings, *trials]
+
+
+def _as_tool(subject: str, error: PluginError) -> PluginError:
+    """The error of a subject that is no environment, with what to do if it is a tool."""
+    try:
+        found = find_object(subject, Path.cwd(), "environment")
+    except PluginError:
+        return error
+    is_class = isinstance(found, type) and issubclass(found, Environment)
+    if is_class or not callable(found) or ":" not in subject:
+        return error
+    return PluginError(
+        f"{subject} is not an environment. To check it as a tool: "
+        f"retrain check tools 'tools=[{subject}]'. In a config: "
+        f"`environment: {{type: tools, tools: [{subject}]}}`."
+    )
 
 
 def _own_tasks(make: Callable[[], Environment]) -> list[Prompt]:
@@ -128,56 +141,100 @@ async def check_environment(
     """Check an environment's contract; `make` returns a new instance.
 
     As in a run, each instance has one task, in which all its methods are called. The deadlines are
-    those of `config`, and DEADLINE for those that it leaves out. `say` is called with what is being
-    waited for, if it takes long.
+    those of `config`, and DEADLINE for those of LIMITED that it leaves out. Each tool is called
+    once in each of 2 + INSTANCES rollouts. `say` is called with what is being waited for, if it
+    takes long.
     """
-    config = _limited(config or RunConfig())
-    limits = config.deadlines
+    given = config or RunConfig()
+    config = _limited(given)
     before = asyncio.all_tasks()
     faults: list[str] = []
-    [instance] = _instances(make, limits, faults)
-    with waiting(say, f"{instance.name}.setup: at most {limits.setup:g} s (deadlines.setup)"):
+    [instance] = _instances(make, config.deadlines, faults)
+    limit = f"at most {config.deadlines.setup:g} s (deadlines.setup)"
+    with waiting(say, f"{instance.name}.setup: {limit}"):
         await asyncio.wait([instance.ready])
-    if instance.error is not None:
+    what, error = SETUP, instance.error
+    if error is None:
+        try:
+            tools_of(instance.name, instance.environment)
+        except UserCodeError as wrong:
+            what, error = TOOLS, wrong
+    if error is not None:
         await closed([instance], DEADLINE)
-        close = [Finding(False, "close", faults[0])] if faults else []
-        return [Finding(False, "setup", str(instance.error)), *close, *_leaks(before)]
-    try:
-        tools = tools_of(instance.name, instance.environment)
-    except UserCodeError as error:
+        findings = [Finding(False, what, str(error)), *(Finding(False, "close", f) for f in faults)]
+    elif instance.overrides("run"):
         await closed([instance], DEADLINE)
-        return [Finding(False, "tools are valid", str(error))]
-    if instance.overrides("run"):
-        await closed([instance], DEADLINE)
-        replies = [*_replies(()), *_calls(())]
-        trials = await tried_agent(make, prompts, replies, config, say)
-        return [Finding(True, "setup"), *map(_finding, trials), *_leaks(before)]
-    alone: Transcript = []
+        replies = [*TEXTS, *wrong_calls(())]
+        findings = [Finding(True, SETUP), *await tried_agent(make, prompts, replies, config, say)]
+    else:
+        findings = await _checked_steps(make, instance, prompts, config.deadlines, say, faults)
+    return _explained([*findings, *_leaks(before)], given)
+
+
+async def _checked_steps(
+    make: Callable[[], Environment],
+    instance: Instance,
+    prompts: Sequence[Prompt],
+    limits: DeadlinesConfig,
+    say: Say,
+    faults: list[str],
+) -> list[Finding]:
+    """Check what `reset` and `step` return, and close the instance."""
+    plays = texts_for(prompts)
+    first: list[Played] = []
 
     async def play() -> None:
-        alone.extend(*await _played([instance], prompts, limits))
+        first.extend(*await played([instance], plays, limits, say))
+        calls = calls_for(prompts[0], instance.environment.tools)  # `reset` may set them
+        first.extend(*await played([instance], calls, limits, say))
+        plays.extend(calls)
 
-    findings = [Finding(True, f"tools: {', '.join(tool.name for tool in tools)}")] if tools else []
-    findings += [
-        Finding(True, "setup"),
-        await _tried("reset and step return the right types", play()),
-    ]
-    good = findings[-1].good
-    if good:
-        more = (
-            ("a reused instance behaves like a new one", _again(instance, prompts, limits, alone)),
-            (
-                f"{INSTANCES} concurrent instances play like one",
-                _at_once(make, prompts, limits, alone),
-            ),
-        )
-        findings += [await _tried(what, check) for what, check in more]
+    right = await tried("reset and step return the right types", play())
+    findings = [Finding(True, SETUP), right]
+    if right.good:
+        if any(play.call for play in plays):
+            findings.insert(0, tools_finding(plays, first))
+        findings += await _compared(make, instance, repeatable(plays, first), limits, say)
     await closed([instance], DEADLINE)
-    if good and not faults:
+    if right.good and not faults:
         cancel = _cancelled(make, prompts[0], limits)
-        findings.append(await _tried("a cancelled step ends immediately", cancel))
-    findings.append(Finding(not faults, "close", "".join(faults[:1])))
-    return [*findings, *_leaks(before)]
+        findings.append(await tried("a cancelled step ends immediately", cancel))
+    return [*findings, Finding(not faults, "close", "".join(faults[:1]))]
+
+
+async def _compared(
+    make: Callable[[], Environment],
+    instance: Instance,
+    pairs: Sequence[tuple[Play, Played]],
+    limits: DeadlinesConfig,
+    say: Say,
+) -> list[Finding]:
+    """Play again, in the same instance and in several new ones at once."""
+    plays = [play for play, _ in pairs]
+    differ: dict[str, str] = {}
+
+    async def again() -> None:
+        others = await played([instance], plays, limits, say)
+        differ.update(compare(pairs, others, AGAIN))
+
+    async def at_once() -> None:
+        instances = _instances(make, limits, [], INSTANCES)
+        try:
+            await asyncio.wait([one.ready for one in instances])
+            others = await played(instances, plays, limits, say)
+        finally:  # close is checked separately
+            await closed(instances, DEADLINE)
+        differ.update(compare(pairs, others, SHARED) | differ)
+
+    findings = [
+        await tried("a reused instance behaves like a new one", again()),
+        await tried(f"{INSTANCES} concurrent instances play like one", at_once()),
+    ]
+    if differ:
+        lines = "\n".join([*differ.values(), VARIES])
+        what = "the result of a tool differs for the same call"
+        findings.append(Finding(True, what, lines, warning=True))
+    return findings
 
 
 def _leaks(before: set[asyncio.Task[Any]]) -> list[Finding]:
@@ -197,52 +254,21 @@ def _instances(
 
 def _limited(config: RunConfig) -> RunConfig:
     """`config` with DEADLINE for the calls of user code that it sets no deadline for."""
-    calls = dict.fromkeys(("setup", "reset", "step", "agent", "close", "reward"), DEADLINE)
     given = {name: getattr(config.deadlines, name) for name in config.deadlines.model_fields_set}
-    return config.model_copy(update={"deadlines": DeadlinesConfig(**{**calls, **given})})
+    limits = DeadlinesConfig(**{**dict.fromkeys(LIMITED, DEADLINE), **given})
+    return config.model_copy(update={"deadlines": limits})
 
 
-def _finding(trial: Trial) -> Finding:
-    return Finding(trial.good, trial.what, "\n      ".join(trial.lines))
+def _explained(findings: Sequence[Finding], given: RunConfig) -> list[Finding]:
+    """The findings, where a deadline that the config doesn't set is said to be the check's own."""
 
+    def said(text: str) -> str:
+        for key in set(LIMITED) - given.deadlines.model_fields_set:
+            own = f"{DEADLINE:g} s, the limit of this check. To raise it, set deadlines.{key}."
+            text = text.replace(f"deadlines.{key} = {DEADLINE} s", own)
+        return text
 
-async def _tried(what: str, check: Awaitable[None]) -> Finding:
-    try:
-        await check
-    except UserCodeError as error:
-        return Finding(False, what, str(error))
-    except Exception as error:  # noqa: BLE001 - a user's object may raise anything
-        return Finding(False, what, str(blame("it", error)))
-    return Finding(True, what)
-
-
-async def _again(
-    instance: Instance, prompts: Sequence[Prompt], limits: DeadlinesConfig, alone: Transcript
-) -> None:
-    if await _played([instance], prompts, limits) != [alone]:
-        raise UserCodeError(
-            "the same prompt and replies gave another rollout: clear the state of the last rollout "
-            "in reset(), and seed random numbers by self.prompt.seed, so that a resumed run "
-            "repeats itself"
-        )
-
-
-async def _at_once(
-    make: Callable[[], Environment],
-    prompts: Sequence[Prompt],
-    limits: DeadlinesConfig,
-    alone: Transcript,
-) -> None:
-    instances = _instances(make, limits, [], INSTANCES)
-    try:
-        await asyncio.wait([instance.ready for instance in instances])
-        found = await _played(instances, prompts, limits)
-    finally:  # close is checked separately
-        await closed(instances, DEADLINE)
-    if found != [alone] * INSTANCES:
-        raise UserCodeError(
-            "they share state: keep it on self, not in the class, the module or a file"
-        )
+    return [replace(finding, advice=said(finding.advice)) for finding in findings]
 
 
 async def _cancelled(
@@ -272,52 +298,3 @@ async def _cancelled(
         raise UserCodeError("don't suppress CancelledError: catch Exception instead")
     if faults:
         raise UserCodeError(f"after it: {faults[0]}")
-
-
-async def _played(
-    instances: Sequence[Instance], prompts: Sequence[Prompt], limits: DeadlinesConfig
-) -> list[Transcript]:
-    """What each environment replies to every prompt and script, all environments at once.
-
-    Raises UserCodeError for a rollout that fails.
-    """
-    script = Script()
-    turns = RolloutConfig(max_turns=TURNS)
-    config = RunConfig(rollout=turns, deadlines=limits)
-    rollouts = scripted(config, script)
-    transcripts: list[Transcript] = [[] for _ in instances]
-    for prompt in prompts:
-        for script.reply in _replies(instances[0].environment.tools):
-            # each as the first rollout of a group: the others may differ by `prompt.index`
-            groups = await asyncio.gather(*(rollouts.play(prompt, [i]) for i in instances))
-            for transcript, group in zip(transcripts, groups, strict=True):
-                for played in group.trajectories:
-                    if played.outcome != "ok":
-                        raise UserCodeError(played.info["error"])
-                    last = [repr(turn.observation) for turn in played.turns[-1:]]
-                    transcript.append((played.messages, played.rewards, len(played.turns), last))
-    return transcripts
-
-
-def _replies(tools: Sequence[ToolSpec]) -> Iterator[str]:
-    """The replies to try, right and wrong ones."""
-    yield from ("hello", "", "42", "x" * 2000)
-    if tools:
-        yield from _calls(tools)
-
-
-def _calls(tools: Sequence[ToolSpec]) -> Iterator[str]:
-    """Replies with a call of each tool, right and wrong, and of no tool."""
-    calls: list[tuple[str, dict[str, Any]]] = [("no_such_tool", {})]
-    calls += [(tool.name, {}) for tool in tools]
-    calls += [(tool.name, _example(tool)) for tool in tools]
-    for name, arguments in calls:
-        yield OPEN + json.dumps({"name": name, "arguments": arguments}) + CLOSE
-    yield f"{OPEN}this is not JSON{CLOSE}"
-
-
-def _example(tool: ToolSpec) -> dict[str, Any]:
-    """Arguments of the types in the tool's schema."""
-    properties = tool.parameters.get("properties", {})
-    required = tool.parameters.get("required", ())
-    return {n: _EXAMPLES.get(str(properties.get(n, {}).get("type")), "1") for n in required}

@@ -47,8 +47,12 @@ LIBRARIES = (
     sysconfig.get_path("platlib"),
 )
 """The folders of retrain, of the standard library and of installed packages."""
-INCLUDED = tuple(str(Path(__file__).parent.parent / name) for name in ("environments", "rewards"))
-"""Those of the included environments and rewards, in a checkout."""
+INCLUDED = tuple(
+    str(folder / name)
+    for folder in (Path(__file__).parent.parent, Path(__file__).parent)
+    for name in ("environments", "rewards")
+)
+"""Those of the included environments and rewards, in a checkout and in an installation."""
 
 
 class RetrainError(Exception):
@@ -134,9 +138,9 @@ class RewardError(UserCodeError):
 def blame(owner: str, error: BaseException) -> UserCodeError:
     """The error of user code, `owner` ("reward 'slot_match'"), with the line of it that raised.
 
-    That is the deepest line of the user's files. One of an included environment or reward is only
-    named if there is none, and one of an installed library if there is neither. A UserCodeError
-    says itself what failed, so that no line is added.
+    That is the deepest line of the user's files, or of an installed library if there is none. No
+    line is added if retrain raised it or one of the included environments and rewards did or called
+    the library: it isn't the user's. A UserCodeError says itself what failed.
     """
     said = text_of(error)
     if isinstance(error, UserCodeError):
@@ -144,8 +148,9 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
         wrapped.__cause__ = error
         return wrapped
     stack = traceback.extract_tb(error.__traceback__)
-    known = [frame for frame in stack if not _is_library(frame.filename)]
-    frames = [f for f in known if not f.filename.startswith(INCLUDED)] or known or stack
+    frames = [f for f in stack if not _is_library(f.filename)]
+    if not frames and not any(f.filename.startswith(INCLUDED) for f in stack):
+        frames = [f for f in stack[-1:] if not f.filename.startswith(LIBRARIES[0])]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = f": {said}" if said else ""
     wrapped = UserCodeError(f"{owner} raised {type(error).__name__}{text}{where}")
@@ -155,7 +160,7 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
 
 def _is_library(file: str) -> bool:
     """Also of another environment's packages, which PYTHONPATH may add."""
-    return file.startswith((*LIBRARIES, "<frozen ")) or "/site-packages/" in file
+    return file.startswith((*LIBRARIES, *INCLUDED, "<frozen ")) or "/site-packages/" in file
 
 
 def alike(error: str) -> str:

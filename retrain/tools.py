@@ -151,7 +151,18 @@ def _text(result: Any) -> str:
     """A result as the model sees it; what is no string becomes JSON."""
     if isinstance(result, str):
         return result
-    return json.dumps(result, ensure_ascii=False, default=str)
+    return json.dumps(result, ensure_ascii=False, default=_as_string)
+
+
+def _as_string(value: Any) -> str:
+    """The string of a value that JSON lacks, such as a date; raises TypeError if it has none."""
+    text = str(value)
+    if text == object.__repr__(value):
+        raise TypeError(
+            f"got an object of {type(value).__name__}, expected a string, JSON values, or an "
+            "object with __str__"
+        )
+    return text
 
 
 class FunctionTool:

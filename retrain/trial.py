@@ -1,58 +1,30 @@
-"""Rollouts with fixed replies in place of a model, and what a config's rewards make of them."""
+"""Scripted rollouts of agents, and what a config's rewards make of scripted replies."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from retrain.assembly import Parts
-from retrain.chat import Chat
-from retrain.chat.formats.hermes import Hermes
-from retrain.config import EndpointConfig, RunConfig
+from retrain.config import RunConfig
 from retrain.environment import Environment
 from retrain.errors import BudgetError, RunError, UserCodeError, alike, shown
 from retrain.rewarding import Reward, Scorer, WeightedReward, checked, compares
+from retrain.rewarding.composition import ENVIRONMENT
 from retrain.rewarding.processes import ProcessReward
-from retrain.rollout import Rollouts, Slot
-from retrain.sampler import SamplingParams, Tokenizer
-from retrain.types import Completion, Prompt, Trajectory
-
-if TYPE_CHECKING:
-    from retrain.endpoint.server import EndpointServer
+from retrain.rollout import Slot
+from retrain.scripted import Finding, Say, Script, doorway, scripted, waiting
+from retrain.types import Prompt, Trajectory
 
 GARBAGE = "]]}> \\boxed{ </think> 1e999 \x00 \ufffd \U0001f642 {{ ((" + "x" * 200
 """No answer to anything, and a trap for parsers."""
+EMPTY = "empty text"
 Case = tuple[str, Trajectory]
-Say = Callable[[str], object]
-"""Tells the user what takes long, at once."""
 NO_ROLLOUT = "the agent plays 0 "
 """How the trial of an agent begins that plays no rollout."""
-PATIENCE = 2.0
-"""Seconds until the user gets to know what is being waited for."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What one reward returned for each reply, one line per reply."""
-
-    good: bool
-    what: str
-    lines: tuple[str, ...] = ()
-
-
-@contextmanager
-def waiting(say: Say, what: str) -> Iterator[None]:
-    """Say what is being waited for, if it takes long."""
-    timer = asyncio.get_running_loop().call_later(PATIENCE, say, f"waiting for {what}")
-    try:
-        yield
-    finally:
-        timer.cancel()
+LABEL = 80
+"""Characters of an answer that a line shows."""
 
 
 @dataclass
@@ -99,7 +71,7 @@ async def tried_agent(
     replies: Sequence[str],
     config: RunConfig,
     say: Say,
-) -> list[Trial]:
+) -> list[Finding]:
     """Let an agent play the first prompt with each reply, and the others with the first reply.
 
     It ends with the first rollout that exceeds its deadline.
@@ -135,17 +107,17 @@ def _agents_trials(
     plays: int,
     lines: Sequence[str],
     faults: Sequence[str],
-) -> list[Trial]:
+) -> list[Finding]:
     """Whether each row was played, and whether all rollouts were; `lines` are about those that
     were not."""
     rows = len({row for row, _ in good})
     trials = [
-        Trial(
+        _found(
             rows == prompts,
             f"the agent plays {rows} of {prompts} rows",
             tuple(lines) if rows < prompts else (),
         ),
-        Trial(
+        _found(
             len(good) == plays and not faults,
             f"the agent ends without an error in {len(good)} of {plays} rollouts",
             (*(lines if rows == prompts else ()), *faults),
@@ -155,54 +127,88 @@ def _agents_trials(
     if limits:
         names = ", ".join(sorted(set(limits)))
         met = f"{len(limits)} rollouts met the limit {names}, and count as they are"
-        trials.append(Trial(True, met))
+        trials.append(_found(True, met))
     return trials
 
 
-async def tried_rewards(parts: Parts, prompts: Sequence[Prompt]) -> list[Trial]:
+async def tried_rewards(parts: Parts, prompts: Sequence[Prompt]) -> list[Finding]:
     """Call each reward with rollouts that say the answer of the row, nothing, and garbage.
 
     The rollouts are played in the config's environment, so that rewards find its `info`.
     """
-    if not parts.scorer.rewards:
-        return []
     prompt = next((p for p in prompts if p.answer is not None), prompts[0])
-    cases, trials, faults = await _played(parts, prompt), list[Trial](), list[str]()
+    cases, failed = await _played(parts, prompt)
+    trials: list[Finding] = []
+    if not cases:
+        return [_found(False, "rewards: not tried, as no rollout succeeds", tuple(failed))]
+    if failed:
+        lines = [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
+        lines.append("such a rollout is not trained: catch the error in the environment")
+        what = "a rollout for the rewards fails"
+        trials.append(Finding(True, what, "\n".join(lines), warning=True))
+    if not parts.scorer.rewards or any(t.rewards.get(ENVIRONMENT) for _, t in cases):
+        trials.append(_of_environment(cases))
+    faults: list[str] = []
     try:
         async with parts.scorer.serving(faults.append):
-            trials = [await _trial(parts.scorer, part, cases) for part in parts.scorer.rewards]
+            trials += [await _trial(parts.scorer, part, cases) for part in parts.scorer.rewards]
     except RunError as error:
-        trials = [Trial(False, "rewards: setup", (str(error),))]
-    return [*trials, *(Trial(False, "rewards: close", (fault,)) for fault in faults)]
+        trials.append(_found(False, "rewards: setup", [str(error)]))
+    return [*trials, *(_found(False, "rewards: close", [fault]) for fault in faults)]
 
 
-async def _played(parts: Parts, prompt: Prompt) -> list[Case]:
-    """A rollout for each reply."""
-    replies = {"empty text": "", "garbage": GARBAGE}
+async def _played(parts: Parts, prompt: Prompt) -> tuple[list[Case], Mapping[str, list[str]]]:
+    """A rollout for each reply; for those that fail, the labels per error."""
+    replies = {EMPTY: "", "garbage": GARBAGE}
     if prompt.answer is not None:
-        replies = {f"answer {shown(prompt.answer, 24)}": str(prompt.answer), **replies}
+        replies = {f"answer {shown(prompt.answer, LABEL)}": str(prompt.answer), **replies}
     script, unscored = Script(), Scorer([])
     cases: list[Case] = []
+    failed: dict[str, list[str]] = {}
     async with doorway(parts.runs_agent) as door:
         rollouts = scripted(parts.config, script, door)
         slot = Slot(1, parts.environment, rollouts, unscored, fault=lambda _: None)
         try:
             for label, script.reply in replies.items():
-                group = await slot.play(prompt)
-                cases += [(f"{label} {t.seat}".rstrip(), t) for t in group.trajectories]
+                for played in (await slot.play(prompt)).trajectories:
+                    seated = f"{label} {played.seat}".rstrip()
+                    if played.outcome == "ok":
+                        cases.append((seated, played))
+                    else:
+                        failed.setdefault(played.info["error"], []).append(seated)
         finally:
             await slot.close()
-    return cases
+    return cases, failed
 
 
-async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) -> Trial:
+def _of_environment(cases: Sequence[Case]) -> Finding:
+    """The reward of the environment's steps: an empty text must not get all of it."""
+    lines = [f"{label}: {t.rewards.get(ENVIRONMENT, 0.0):g}" for label, t in cases]
+    short = {label: t for label, t in cases if not t.seat and len(t.turns) == 1}
+    values = {label: t.rewards.get(ENVIRONMENT, 0.0) for label, t in short.items()}
+    empty = values.pop(EMPTY, 0.0)
+    values.pop("garbage", None)
+    full = max(values.values(), default=1.0)
+    good = empty <= 0 or empty < full
+    if not good:
+        lines.append(
+            "an empty text gets the full reward, so there is nothing to learn: check that the row "
+            "has what the environment compares the reply with, such as tests or an answer"
+        )
+    return _found(good, f"reward '{ENVIRONMENT}'", lines)
+
+
+def _found(good: bool, what: str, lines: Sequence[str] = ()) -> Finding:
+    return Finding(good, what, "\n".join(lines))
+
+
+async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) -> Finding:
     """The verdicts of one reward, with the time of each call."""
-    usable = [case for case in cases if case[1].outcome == "ok"]
-    lines = [f"{label}: not tried: {t.info['error']}" for label, t in cases if t.outcome != "ok"]
+    lines: list[str] = []
     calculator = part.calculator
     judge = calculator.inner if isinstance(calculator, ProcessReward) else calculator
-    calls = [usable] if compares(judge) and usable else [[case] for case in usable]
-    good, failed = bool(usable), dict[str, list[str]]()
+    calls = [cases] if compares(judge) else [[case] for case in cases]
+    good, failed = True, dict[str, list[str]]()
     for call in calls:
         started = time.perf_counter()
         verdicts = await scorer.verdicts(part, [trajectory for _, trajectory in call])
@@ -217,7 +223,7 @@ async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) ->
             good = good and judged.outcome in ("ok", "invalid")
             lines.append(f"{label}: {_described(judged)} {took}")
     lines += [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
-    return Trial(good and not failed, f"reward '{part.name}'", tuple(lines))
+    return _found(good and not failed, f"reward '{part.name}'", tuple(lines))
 
 
 def _described(judged: Reward) -> str:
@@ -225,48 +231,3 @@ def _described(judged: Reward) -> str:
         return judged.outcome
     components = ", ".join(f"{name} {value:g}" for name, value in judged.components.items())
     return f"{judged.value:g}" + (f" ({components})" if components else "")
-
-
-@asynccontextmanager
-async def doorway(needed: bool) -> AsyncIterator[EndpointServer | None]:
-    """An endpoint for agents, on a free port of the loopback interface."""
-    if not needed:
-        yield None
-        return
-    from retrain.endpoint.server import EndpointServer
-
-    letters = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
-    async with EndpointServer(EndpointConfig(), letters.decode).serving() as door:
-        yield door
-
-
-def scripted(config: RunConfig, script: Script, door: EndpointServer | None = None) -> Rollouts:
-    """Rollouts whose model is a script, with one token per character and no limit of context."""
-    letters = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
-    chat = Chat(letters, template="none", tools=Hermes())
-    return Rollouts(config, script, chat, sys.maxsize, door=door)
-
-
-class Script:
-    """A sampler that always says the same."""
-
-    reply = ""
-
-    async def sample(
-        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
-    ) -> list[Completion]:
-        ids = [ord(letter) for letter in self.reply]
-        return [Completion(ids, [0.0] * len(ids), self.reply, "stop", 0)] * n
-
-
-class Letters(Tokenizer):
-    """One token per character."""
-
-    eos_token_id = None
-    chat_template = None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [0] * add_special_tokens + [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, token_ids))

@@ -16,7 +16,7 @@ from retrain.endpoint.server import EndpointServer
 from retrain.rewarding import Scorer
 from retrain.rollout import Rollouts, Slot
 from retrain.sampler import SamplingParams
-from retrain.trial import Letters
+from retrain.scripted import Letters
 from retrain.types import Completion, Group, Prompt
 
 LETTERS = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template

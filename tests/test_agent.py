@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from environments.agent import Agent
-from retrain import find_function, parse_config, run_program, trial
+from retrain import find_function, parse_config, run_program, scripted
 from retrain.assembly import assemble, build
 from retrain.check import check_environment
 from retrain.concurrency import deadlines
@@ -412,7 +412,7 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
 async def test_the_check_advises_by_the_error_and_says_what_it_waits_for(
     agents: Path, monkeypatch: pytest.MonkeyPatch, agent: str, advice: str
 ) -> None:
-    monkeypatch.setattr(trial, "PATIENCE", 0.0)
+    monkeypatch.setattr(scripted, "PATIENCE", 0.0)
     config, said = config_of(deadlines={"agent": 0.3}), list[str]()
     prompts = [PROMPT, replace(PROMPT, metadata={"n": 2})]
     make = partial(Agent, run=f"{agents}:{agent}")

@@ -23,7 +23,7 @@ from retrain.errors import ConfigError, PluginError
 from retrain.rewarding import Scorer, WeightedReward, reward
 from retrain.rollout import Slot
 from retrain.rollout.calls import Calls
-from retrain.trial import Script, scripted
+from retrain.scripted import Script, scripted
 from retrain.types import Completion, Message, Prompt, Trajectory
 from tests import chat_kit, formats_kit
 from tests.calls_kit import Scripted, given_back

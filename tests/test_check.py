@@ -13,9 +13,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from retrain import check, replay
 from retrain.__main__ import command
-from retrain.check import INSTANCES, Finding, check_environment
+from retrain.check import INSTANCES, check_environment
+from retrain.config import RunConfig
+from retrain.config.plugins import find_object
 from retrain.environment import Action, Environment, StepResult, ToolSpec
+from retrain.errors import INCLUDED, blame
+from retrain.scripted import Finding
 from retrain.types import Message, Prompt
 
 
@@ -305,3 +310,138 @@ def test_a_config_that_trains_rows_has_no_environment_to_check(
         "ok    all parts of the config load and fit together",
         "ok    the rows are demonstrations: no environment and no reward is used",
     ]
+
+
+TOOLS = """
+import itertools, time
+from retrain import Environment, StepResult
+calls = []
+counter = itertools.count()
+def area(side: float) -> float:
+    "The area of a square."
+    calls.append(side)
+    return side * side
+def clock() -> int:
+    "The time."
+    return next(counter)
+def broken(page: str) -> str:
+    "A page."
+    raise KeyError(page)
+def slow() -> str:
+    "Takes long."
+    calls.append("slow")
+    time.sleep(0.1)
+    return "done"
+class Page: pass
+def page() -> object:
+    "A page."
+    return Page()
+"""
+
+
+def test_the_tools_of_a_config_are_called_a_few_times_and_their_results_shown(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replay, "PATIENCE", 0.09)
+    (tmp_path / "t.py").write_text(TOOLS)
+    names = ("area", "clock", "broken", "slow", "page")
+    (tmp_path / "task.yaml").write_text(
+        "prompts: [{prompt: a, answer: b}, {prompt: b}]\nrewards: exact_match\n"
+        f"environment: {{type: tools, tools: [{', '.join(f't.py:{name}' for name in names)}]}}"
+    )
+    assert command(["check", "task.yaml"]) == 0, "a clock is no fault"
+    lines = capsys.readouterr().out.splitlines()
+    no_text = "got an object of Page, expected a string, JSON values, or an object with __str__"
+    assert lines[1] == "warn  tools: area, clock, broken, slow, page"
+    assert [re.sub(r"[0-9.]+ s,", "N s,", line).strip() for line in lines[2:7]] == [
+        "area called with {'side': 1} -> '1.0'",
+        "clock called with {} -> '0'",
+        "broken called with {'page': '1'} -> \"error: KeyError: '1'\"",
+        "slow called with {} -> 'done' in N s, not repeated",
+        f"page called with {{}} -> 'error: page returned no text: {no_text}'",
+    ]
+    at = lines.index("warn  the result of a tool differs for the same call")
+    assert lines[at + 1] == "      clock called with {}: got '0', then '1'"
+    assert lines[at + 2].startswith("      this is right for a clock")
+    calls = find_object("t.py:calls", tmp_path, "")
+    assert calls.count(1.0) == 2 + INSTANCES, "once per rollout, of the first row"
+    assert calls.count("slow") == 1
+    assert not caplog.records, "nothing about a chat template"
+    assert command(["check", "t.py:area"]) == 2
+    err = capsys.readouterr().err
+    assert "t.py:area is not an environment" in err
+    assert "`environment: {type: tools, tools: [t.py:area]}`" in err
+    assert command(["check", "tools", "tools=[t.py:area]"]) == 0, "as the message says"
+
+
+STEPS = """
+import asyncio
+from retrain import Environment, StepResult, ToolSpec
+class Lenient(Environment):
+    async def step(self, action):
+        right = action.text in ("", self.prompt.answer)
+        return StepResult([], float(right), True, False, {})
+class Strict(Environment):
+    async def step(self, action):
+        return StepResult([], float(action.text == self.prompt.answer), True, False, {})
+class Late(Environment):
+    tools = [ToolSpec("look", "")]
+    async def step(self, action):
+        if action.tool_calls and action.tool_calls[0].name == "look":
+            await asyncio.sleep(60)
+        return StepResult([], 0.0, True, False, {})
+class Down(Environment):
+    async def setup(self): raise OSError("a\\nb")
+"""
+
+
+def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(STEPS)
+    answer = "SELECT count(*) FROM orders WHERE price > 3"
+    (tmp_path / "task.yaml").write_text(f"prompts: [{{prompt: a, answer: '{answer}'}}]")
+
+    def shown(name: str, *keys: str) -> tuple[int, list[str]]:
+        code = command(["check", "task.yaml", f"environment=own.py:{name}", *keys])
+        return code, capsys.readouterr().out.splitlines()
+
+    cases = [f"      answer '{answer}': 1", "      empty text: 0", "      garbage: 0"]
+    code, lines = shown("Strict")
+    assert (code, lines[-4:]) == (0, ["ok    reward 'environment'", *cases])
+    for keys in ([], ["prompts=[{prompt: a}]"]):  # with an answer, and without
+        code, lines = shown("Lenient", *keys)
+        assert code == 1
+        assert "FAIL  reward 'environment'" in lines
+        assert "an empty text gets the full reward" in lines[-1]
+
+    code, lines = shown("Down", "rewards=[exact_match, slot_match]")
+    assert code == 1
+    assert [line for line in lines if "OSError" in line] == ["      Down.setup raised OSError: a"]
+    assert lines[-1] == "FAIL  rewards: not tried, as no rollout succeeds"
+
+    monkeypatch.setattr(check, "DEADLINE", 0.05)
+    for keys, said in (
+        ([], "0.05 s, the limit of this check. To raise it, set deadlines.step."),
+        (["deadlines.step=0.06"], "deadlines.step = 0.06 s"),
+    ):
+        code, lines = shown("Late", *keys)
+        assert code == 1
+        assert f"      look called with {{}}: Late.step took longer than {said}" in lines
+    assert check._limited(RunConfig()).deadlines.setup == 300, "an index may take long to load"
+
+
+def test_an_error_names_a_line_of_the_users_files_only(tmp_path: Path) -> None:
+    for file, line in ((tmp_path / "own.py", " (own.py:1)"), (Path(INCLUDED[0]) / "own.py", "")):
+        scope: dict[str, Any] = {}
+        exec(compile("def fails(): json.loads('x')\nimport json", file, "exec"), scope)
+        with pytest.raises(ValueError, match="Expecting") as caught:
+            scope["fails"]()
+        error = caught.value.with_traceback(caught.tb.tb_next)  # without this file
+        message = "it raised JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+        assert str(blame("it", error)) == message + line

@@ -11,7 +11,7 @@ from retrain.batching import make_samples
 from retrain.config import parse_config
 from retrain.rewarding import Scorer, Term
 from retrain.rollout import Slot
-from retrain.trial import Script, scripted
+from retrain.scripted import Script, scripted
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
 HALF = Term("environment", 0.5)

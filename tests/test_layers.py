@@ -33,7 +33,8 @@ ROOMS = [
         "assembly",
         "pipeline",
         "trainer",
-        "run trial",
+        "run scripted",
+        "trial replay",
         "check talk",
         "__main__",
     )

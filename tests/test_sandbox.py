@@ -31,6 +31,7 @@ from retrain.sandbox import (
 from retrain.sandbox.asserts import code_tests, split
 from retrain.sandbox.choice import MODES
 from retrain.sandbox.local import LocalSandbox
+from retrain.sandbox.plain import _warn
 
 WORKING = [mode for mode in MODES if not local.why_not(mode)]
 LIMITS = SandboxLimits(
@@ -455,9 +456,10 @@ def test_the_program_is_the_last_block_or_all_of_the_reply(reply: str, program: 
     assert program_in(reply) == program
 
 
-async def test_without_a_sandbox_only_limits_hold() -> None:
-    with pytest.warns(UserWarning, match="with your files, your network"):
-        made = SandboxChoice("none", processes=4).make()
+async def test_without_a_sandbox_only_limits_hold(caplog: pytest.LogCaptureFixture) -> None:
+    _warn.cache_clear()
+    made, _ = (SandboxChoice("none", processes=4).make() for _ in range(2))
+    assert caplog.text.count("with your files, your network") == 1, "not once per instance"
     programs = {
         "memory": "x = bytearray(2**30)",
         "environment": "import os; print(sorted(os.environ))",

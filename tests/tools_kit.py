@@ -14,8 +14,8 @@ from retrain.config import parse_config
 from retrain.rewarding import Scorer
 from retrain.rollout import Rollouts, Slot
 from retrain.sampler import SamplingParams
+from retrain.scripted import Letters
 from retrain.tools import ToolEnvironment
-from retrain.trial import Letters
 from retrain.types import Completion, Group
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,0 +1,149 @@
+"""Rollouts with fixed replies in place of a model, and what a check found in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from retrain.chat import Chat
+from retrain.chat.formats.hermes import CLOSE, OPEN, Hermes
+from retrain.config import EndpointConfig, RunConfig
+from retrain.environment import ToolSpec
+from retrain.errors import UserCodeError, blame, shown
+from retrain.rollout import Rollouts
+from retrain.sampler import SamplingParams, Tokenizer
+from retrain.types import Completion
+
+if TYPE_CHECKING:
+    from retrain.endpoint.server import EndpointServer
+
+Say = Callable[[str], object]
+"""Tells the user what takes long, at once."""
+PATIENCE = 2.0
+"""Seconds until the user gets to know what is being waited for."""
+TEXTS = ("hello", "", "42", "x" * 2000)
+"""Replies without a call of a tool."""
+_EXAMPLES = {"number": 1, "integer": 1, "boolean": True, "array": [], "object": {}, "null": None}
+"""A value of each JSON type; "1" for the others."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: passed, maybe with a warning, or failed; and what to do."""
+
+    good: bool
+    what: str
+    advice: str = ""
+    warning: bool = False
+
+    def __str__(self) -> str:
+        advice = "".join(f"\n      {line}" for line in self.advice.splitlines())
+        word = "FAIL" if not self.good else "warn" if self.warning else "ok  "
+        return f"{word}  {self.what}{advice}"
+
+
+async def tried(what: str, check: Awaitable[None]) -> Finding:
+    """The finding of a check that raises if it fails."""
+    try:
+        await check
+    except UserCodeError as error:
+        return Finding(False, what, str(error))
+    except Exception as error:  # noqa: BLE001 - a user's object may raise anything
+        return Finding(False, what, str(blame("it", error)))
+    return Finding(True, what)
+
+
+@contextmanager
+def waiting(say: Say, what: str) -> Iterator[None]:
+    """Say what is being waited for, if it takes long."""
+    timer = asyncio.get_running_loop().call_later(PATIENCE, say, f"waiting for {what}")
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool and the arguments to call it with."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.name} called with {shown(self.arguments)}"
+
+    @property
+    def reply(self) -> str:
+        """What the model says to call it."""
+        return OPEN + json.dumps({"name": self.name, "arguments": self.arguments}) + CLOSE
+
+
+def examples(tools: Sequence[ToolSpec]) -> list[Call]:
+    """A call of each tool, with made-up arguments of the types in its schema."""
+    found = []
+    for tool in tools:
+        properties = tool.parameters.get("properties", {})
+        required = tool.parameters.get("required", ())
+        made = {n: _EXAMPLES.get(str(properties.get(n, {}).get("type")), "1") for n in required}
+        found.append(Call(tool.name, made))
+    return found
+
+
+def wrong_calls(tools: Sequence[ToolSpec]) -> list[str]:
+    """Replies with calls that reach no tool: of none, without arguments, and no JSON."""
+    lacking = [Call(call.name, {}).reply for call in examples(tools) if call.arguments]
+    return [Call("no_such_tool", {}).reply, *lacking, f"{OPEN}this is not JSON{CLOSE}"]
+
+
+@asynccontextmanager
+async def doorway(needed: bool) -> AsyncIterator[EndpointServer | None]:
+    """An endpoint for agents, on a free port of the loopback interface."""
+    if not needed:
+        yield None
+        return
+    from retrain.endpoint.server import EndpointServer
+
+    letters = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
+    async with EndpointServer(EndpointConfig(), letters.decode).serving() as door:
+        yield door
+
+
+def scripted(config: RunConfig, script: Script, door: EndpointServer | None = None) -> Rollouts:
+    """Rollouts whose model is a script, with one token per character and no limit of context."""
+    letters = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
+    chat = Chat(letters, template="none", tools=Hermes())
+    chat.template.shows_tools = False  # probed, it would warn of a template that no model has
+    return Rollouts(config, script, chat, sys.maxsize, door=door)
+
+
+class Script:
+    """A sampler that always says the same, but makes the call of a tool only once per rollout."""
+
+    reply = ""
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, n: int = 1
+    ) -> list[Completion]:
+        called = self.reply.startswith(OPEN) and self.reply in "".join(map(chr, prompt_ids))
+        reply = "done" if called else self.reply
+        ids = [ord(letter) for letter in reply]
+        return [Completion(ids, [0.0] * len(ids), reply, "stop", 0)] * n
+
+
+class Letters(Tokenizer):
+    """One token per character."""
+
+    eos_token_id = None
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + [ord(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, token_ids))
