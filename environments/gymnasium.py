@@ -147,6 +147,9 @@ def action_of(space: Any, names: Sequence[str], reply: str) -> Any:
     if len(numbers) < count:
         return None
     last = numpy.array([float(number) for number in numbers[-count:]])
+    whole = numpy.abs(last) < 2**53 if space.dtype.kind in "iu" else numpy.isfinite(last)
+    if not whole.all() or (space.dtype.kind in "iu" and (last % 1).any()):
+        return None
     return last.reshape(space.shape).astype(space.dtype)[()]
 
 
