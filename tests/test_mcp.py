@@ -191,7 +191,8 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
             "servers.0.headers.A: the environment variable NOT_SET_HERE is not set",
         ),
         ([{"comand": ["sh"]}], "servers.0.comand: unknown key; expected one of command,"),
-        ([{"command": "sh"}], "servers.0.command: got 'sh': Input should be a valid list"),
+        ([{"command": "sh x"}], "servers.0.command: got 'sh x', expected a list: [sh, x]"),
+        (["x.py"], "servers.0: got 'x.py', expected a mapping, such as {command: [python, x.py]}"),
     ],
 )
 def test_wrong_servers_are_reported_before_the_run(servers: list[Any], problem: str) -> None:

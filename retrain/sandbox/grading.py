@@ -21,6 +21,7 @@ from typing import Any
 
 from retrain.sandbox.asserts import CodeTest, code_tests, split
 from retrain.sandbox.base import Sandbox, SandboxLimits, SandboxResult
+from retrain.types import Prompt, Row
 
 SHOWN = 1000
 """Characters of a failure that are shown to the model."""
@@ -58,6 +59,25 @@ def program_in(reply: str) -> str:
     return str(blocks[-1][1]) if blocks else reply
 
 
+def tests_of(row: Row | Prompt, column: str | None) -> Tests:
+    """The tests of a row in a column, by default in `tests` or else the `answer`.
+
+    The column `entry_point` names the function that `check(candidate)` gets. Raises ValueError if
+    there are none.
+    """
+    columns = row.metadata
+    tests = columns.get(column or "tests", None if column else row.answer)
+    if tests is None and (column or "tests") not in columns:
+        known = [*columns, *(["answer"] if row.answer is not None else [])]
+        wanted = f"`{column}`" if column else "`tests` and no `answer`"
+        raise ValueError(
+            f"the row has no column {wanted}, expected tests; its columns are "
+            f"{', '.join(map(str, known)) or 'none, except the prompt'}; name the right one by "
+            f"`column`. {FORMS[0].upper()}{FORMS[1:]}"
+        )
+    return read_tests(tests, str(columns.get("entry_point") or ""))
+
+
 def read_tests(tests: Any, entry_point: str = "") -> Tests:
     """The tests of a row, see docs/sandbox.md for their forms; raises ValueError for others.
 
@@ -67,7 +87,15 @@ def read_tests(tests: Any, entry_point: str = "") -> Tests:
         with suppress(ValueError):  # it is code
             tests = json.loads(tests)  # parquet files often have lists as JSON
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
+            raise ValueError("got tests with `inputs` and `outputs`, expected a list of each")
+        if len(inputs) != len(outputs):
+            raise ValueError(
+                f"got tests with {len(inputs)} inputs and {len(outputs)} outputs, expected as many "
+                "outputs as inputs"
+            )
+        pairs = zip(inputs, outputs, strict=True)
         tests = [{"input": given, "output": expected} for given, expected in pairs]
     if isinstance(tests, str) and tests.strip():
         return code_tests(tests, entry_point)

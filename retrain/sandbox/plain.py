@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from retrain.concurrency.guardian_process import MARK
@@ -26,19 +26,24 @@ exec env -i "%s=$%s" "PATH=/usr/local/bin:/usr/bin:/bin" "HOME=$PWD" LANG=C.UTF-
 """Sets the limits and removes the environment, but for the mark by which `run_program` ends all."""
 
 
+@cache
+def _warn() -> None:
+    """Once per process."""
+    logging.getLogger(__name__).warning(
+        "sandbox: none: the programs of the model run with your files, your network and your "
+        "user's rights"
+    )
+
+
 class NoSandbox(Sandbox):
-    """Runs programs without isolation. It prints a warning when it is made.
+    """Runs programs without isolation. The first one logs a warning.
 
     The limits of CPU time and address space hold per process, those of the size of a file and of
     the output too; those of all files and processes together don't.
     """
 
     def __init__(self, processes: int, packages: bool = False) -> None:
-        warnings.warn(
-            "sandbox: none: the programs of the model run with your files, your network and your "
-            "user's rights",
-            stacklevel=2,
-        )
+        _warn()
         self._free = asyncio.Semaphore(processes)
         self._interpreter, self._variables = python_of(packages)
 
