@@ -97,11 +97,11 @@ class Sql(Environment):
     def solved(self, row: Row | Prompt) -> Rows:
         """The result of the row's query; raises ValueError if it has none."""
         if not isinstance(row.answer, str):
-            columns = ", ".join(map(str, row.metadata)) or "none, except the prompt"
+            columns = ", ".join(map(str, row.metadata)) or "none"
             got = "no `answer`" if row.answer is None else f"the answer {row.answer!r}"
             raise ValueError(
                 f"the row has {got}, expected a query of SQL; its other columns are {columns}; "
-                "name the right one by `answer_column`"
+                "set prompts.answer_column to the right one"
             )
         try:
             return self.database.rows(row.answer, self.seconds, self.rows)

@@ -49,7 +49,7 @@ class Slot:
         self._leaving: list[Instance] = []
 
     async def play(self, prompt: Prompt) -> Group:
-        """Play and score one group. Raises what the sampler raises, and a ConfigError of `setup`."""
+        """Play and score one group. Raises what the sampler raises, or `setup` as ConfigError."""
         group = await self._rollouts.play(prompt, await self._filled())
         for index in {t.index for t in group.trajectories if t.outcome in RETIRING}:
             self._retire(index)

@@ -66,16 +66,24 @@ def tests_of(row: Row | Prompt, column: str | None) -> Tests:
     there are none.
     """
     columns = row.metadata
-    tests = columns.get(column or "tests", None if column else row.answer)
-    if tests is None and (column or "tests") not in columns:
-        known = [*columns, *(["answer"] if row.answer is not None else [])]
+    entry_point = str(columns.get("entry_point") or "")
+    if (column or "tests") in columns:
+        return read_tests(columns[column or "tests"], entry_point)
+    names = [*columns, *(["answer"] if row.answer is not None else [])]
+    known = f"its columns are {', '.join(map(str, names)) or 'none'}"
+    if column or row.answer is None:
         wanted = f"`{column}`" if column else "`tests` and no `answer`"
         raise ValueError(
-            f"the row has no column {wanted}, expected tests; its columns are "
-            f"{', '.join(map(str, known)) or 'none, except the prompt'}; name the right one by "
-            f"`column`. {FORMS[0].upper()}{FORMS[1:]}"
+            f"the row has no column {wanted}, expected its tests; {known}; set `column` to the "
+            f"right one; {FORMS}"
         )
-    return read_tests(tests, str(columns.get("entry_point") or ""))
+    try:
+        return read_tests(row.answer, entry_point)
+    except ValueError as error:
+        raise ValueError(
+            f"the row has no column `tests`, and its `answer` has no tests: {error}; {known}; set "
+            "`column` to the right one"
+        ) from None
 
 
 def read_tests(tests: Any, entry_point: str = "") -> Tests:
