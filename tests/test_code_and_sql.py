@@ -87,7 +87,7 @@ async def test_code_tests_scores_a_completion() -> None:
 SOLUTION = "def f(x):\n    assert x\n    return x"
 ROWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"test": SQUARE, "answer": SOLUTION}, "no column `tests`, and its `answer` has no tests"),
-    ({}, {"tests": f"{SOLUTION}\nprint(f(3))"}, "there is no test in 'def f"),
+    ({}, {"tests": f"{SOLUTION}\nassert f(3) == 9"}, "it defines all that it calls"),
     ({}, {"tests": "def check(f):\n    assert f(1)\ncheck(f)"}, "needs the column `entry_point`"),
     ({"column": "spec"}, {"tests": SQUARE}, "no column `spec`, .* its columns are tests;"),
     ({}, {"n": 3}, "no column `tests` and no `answer`, .* its columns are n;"),
@@ -114,11 +114,11 @@ def test_all_rows_are_checked_before_the_run(
         assemble(parse_config(config))
     if "type" in keys:
         return
-    rewards = [{"type": "code_tests", **keys}, {"type": "length", "name": "n"}]
+    rewards = [{"type": "code_tests", **keys}, {"type": "repetition"}]
     config.update(environment={"type": "single_turn"}, rewards=rewards)
     with pytest.raises(ConfigError, match=message):
         assemble(parse_config(config))
-    rewards[0]["only_if"] = "n"  # the reward may not concern this row
+    rewards[0]["only_if"] = "repetition"  # the reward may not concern this row
     assemble(parse_config(config))
 
 

@@ -143,14 +143,15 @@ async def test_a_server_that_prints_is_warned_of_once(
 async def test_a_server_that_never_worked_ends_the_run_and_one_that_did_does_not(
     tmp_path: Path,
 ) -> None:
-    link = tmp_path / "server.py"
-    make = partial(Mcp, servers=[{"command": ["python", str(link)]}])
-    with pytest.raises(ConfigError, match=r"environment.servers: .*can't open file"):
-        await played(make, [written("add", a=2, b=2)])
-    link.symlink_to(HERE / "mcp_server.py")
+    script = tmp_path / "server.py"
+    script.write_text("raise SystemExit('no index')")
+    make = partial(Mcp, servers=[{"command": ["python", str(script)]}])
+    with pytest.raises(ConfigError, match=r"environment.servers: .* output: no index$"):
+        await played(make, [written("pid"), "ok"])
+    script.write_text((HERE / "mcp_server.py").read_text())
     [group] = await played(make, [written("pid"), "ok"])
     assert group.trajectories[0].outcome == "ok"
-    link.unlink()
+    script.write_text("raise SystemExit('no index')")
     [group] = await played(make, [written("pid"), "ok"])
     assert group.trajectories[0].outcome == "infra_error"
 

@@ -100,7 +100,25 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
             f"there is no test in {text[:80]!r}: expected an assertion outside of functions, or a "
             f"function test_...{hint}"
         )
+    if not entry_point and not _names_program(tree):
+        raise ValueError(
+            f"there is no test in {text[:80]!r}: it defines all that it calls, so every program "
+            "passes; expected tests that call the program"
+        )
     return found
+
+
+def _names_program(tree: ast.Module) -> bool:
+    """Whether there is a name that the tests don't bind: else they are a program themselves."""
+    nodes = list(ast.walk(tree))
+    bound = _names(tree, ast.Store) | {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef):
+            bound |= _bound(node)
+        elif isinstance(node, ast.ClassDef):
+            bound.add(node.name)
+    indirect = {"eval", "exec", "globals", "vars", "__import__"}
+    return bool(_names(tree, ast.Load) - bound - (JUDGES | CONVERSIONS) | _names(tree) & indirect)
 
 
 def _named(check: ast.FunctionDef, entry_point: str) -> ast.stmt:
