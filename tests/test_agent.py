@@ -413,7 +413,7 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
     [
         (
             "never",
-            "plays 0 of 2?never called the model at `base_url`?in every rollout?call the model at `base",
+            "plays 0 of 2?the model at `base_url`?in every rollout?call the model at `base",
         ),
         ("lost", "own.py:?in every rollout?fix the agent"),
         ("second", "plays 1 of 2 rows?KeyError?if the model says 'hello' in row 1?catch the error"),

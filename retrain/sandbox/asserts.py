@@ -92,20 +92,21 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
             before.append(node)
     if not found and _judging(before):
         found = [CodeTest(tuple(before))]
-    if not found:
-        hint = ""
-        if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in before):
-            hint = "; `check` needs the column `entry_point`, the name of the program's function"
-        raise ValueError(
-            f"there is no test in {text[:80]!r}: expected an assertion outside of functions, or a "
-            f"function test_...{hint}"
-        )
-    if not entry_point and not _names_program(tree):
-        raise ValueError(
-            f"there is no test in {text[:80]!r}: it defines all that it calls, so every program "
-            "passes; expected tests that call the program"
-        )
+    if why := _no_test(tree, found, entry_point):
+        raise ValueError(f"there is no test in {text[:80]!r}: {why}")
     return found
+
+
+def _no_test(tree: ast.Module, found: Sequence[CodeTest], entry_point: str) -> str:
+    """Why every program would pass; empty if not so."""
+    if found and not entry_point and not _names_program(tree):
+        return "it defines all that it calls, so every program passes; call the program"
+    if found:
+        return ""
+    why = "expected an assertion outside of functions, or a function test_..."
+    if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+        why += "; `check` needs the column `entry_point`, the name of the program's function"
+    return why
 
 
 def _names_program(tree: ast.Module) -> bool:
