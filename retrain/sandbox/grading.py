@@ -95,16 +95,7 @@ def read_tests(tests: Any, entry_point: str = "") -> Tests:
         with suppress(ValueError):  # it is code
             tests = json.loads(tests)  # parquet files often have lists as JSON
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        inputs, outputs = tests["inputs"], tests["outputs"]
-        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
-            raise ValueError("got tests with `inputs` and `outputs`, expected a list of each")
-        if len(inputs) != len(outputs):
-            raise ValueError(
-                f"got tests with {len(inputs)} inputs and {len(outputs)} outputs, expected as many "
-                "outputs as inputs"
-            )
-        pairs = zip(inputs, outputs, strict=True)
-        tests = [{"input": given, "output": expected} for given, expected in pairs]
+        tests = _paired(tests["inputs"], tests["outputs"])
     if isinstance(tests, str) and tests.strip():
         return code_tests(tests, entry_point)
     if not isinstance(tests, Sequence) or not tests or isinstance(tests, str):
@@ -114,6 +105,18 @@ def read_tests(tests: Any, entry_point: str = "") -> Tests:
     if all(isinstance(test, str) for test in tests):
         return [test for text in tests for test in code_tests(text, entry_point)]
     raise ValueError(f"got tests such as {str(tests[0])[:80]!r}; {FORMS}")
+
+
+def _paired(inputs: Any, outputs: Any) -> list[dict[str, Any]]:
+    """A pair per test, from two lists."""
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
+        raise ValueError("got tests with `inputs` and `outputs`, expected a list of each")
+    if len(inputs) != len(outputs):
+        raise ValueError(
+            f"got tests with {len(inputs)} inputs and {len(outputs)} outputs, expected as many "
+            "outputs as inputs"
+        )
+    return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
 
 
 FORMS = 'tests are code ("assert f(1) == 2"), or {"input": ..., "output": ...}'
