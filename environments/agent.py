@@ -20,6 +20,7 @@ import re
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -53,6 +54,8 @@ CODE = ("-c", "-m", "-e", "-p", "--eval", "--print")
 """Options of interpreters that stand for the file of a program."""
 TRACED = re.compile(r'File "(.+?)", line (\d+)')
 """A line of a Python traceback."""
+KEY = re.compile(r"(?:OPENAI|ANTHROPIC)_API_KEY")
+"""In the error of an SDK whose client got no key."""
 TAIL = 2000
 """Characters of a command's other output that are kept."""
 
@@ -135,10 +138,20 @@ class Agent(Environment):
 
     async def _call(self, values: Mapping[str, Any]) -> Any:
         call = partial(self.function, **{name: values[name] for name in self.wanted})
-        if inspect.iscoroutinefunction(self.function):
-            return await call()
-        answer = await in_thread(call)
-        return await answer if inspect.isawaitable(answer) else answer
+        try:
+            if inspect.iscoroutinefunction(self.function):
+                return await call()
+            answer = await in_thread(call)
+            return await answer if inspect.isawaitable(answer) else answer
+        except Exception as error:
+            found = KEY.search(str(error))
+            if found is None or found[0] in os.environ:
+                raise
+            raise UserCodeError(
+                f"{self.path}: {found[0]} is not set, as the function runs in the process of "
+                f"retrain{_line(error, self.function)}. Pass its arguments `base_url` and "
+                "`api_key` to the client, or set environment.process: true"
+            ) from error
 
     async def _in_process(self, folder: Path, values: Mapping[str, Any]) -> Any:
         arguments = {name: values[name] for name in self.wanted}
@@ -200,6 +213,13 @@ class Agent(Environment):
         if info.get("completion") is not None:
             info["completion"] = str(info["completion"]).strip()
         return result._replace(info=info)
+
+
+def _line(error: BaseException, function: Callable[..., Any]) -> str:
+    """The last line of the function's file that an error passed through."""
+    file = getattr(inspect.getmodule(function), "__file__", None)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def _only(key: str, given: Mapping[str, Any]) -> None:

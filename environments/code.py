@@ -20,13 +20,14 @@ from retrain import (
     Environment,
     Message,
     Prompt,
+    Row,
     SandboxChoice,
     SandboxLimits,
     StepResult,
     grade,
     program_in,
-    read_tests,
     sandbox_of,
+    tests_of,
 )
 
 
@@ -39,7 +40,7 @@ class Code(Environment):
         processes: How many programs run at the same time, by default the number of cores.
         packages: Let programs import the packages that are installed beside retrain.
         command: What runs the program; the file's name is appended.
-        column: The column with the tests; without it, the row's answer.
+        column: The column with the tests; by default `tests`, or else the row's answer.
         attempts: How many programs the model may try; it sees the first failure of each.
         score: The `fraction` of tests that the last program passes, or 1 if it passes `all`.
     """
@@ -52,7 +53,7 @@ class Code(Environment):
         processes: int | None = None,
         packages: bool = False,
         command: list[str] | None = None,
-        column: str = "tests",
+        column: str | None = None,
         attempts: int = 1,
         score: Literal["fraction", "all"] = "fraction",
         base_dir: Path = Path(),
@@ -64,13 +65,15 @@ class Code(Environment):
         self.command, self.column = command or ["python"], column
         self.attempts, self.score = attempts, score
 
+    def check_row(self, row: Row) -> None:
+        tests_of(row, self.column)
+
     async def setup(self) -> None:
         self.stack = AsyncExitStack()
         self.sandbox = await self.stack.enter_async_context(sandbox_of(self.choice))
 
     async def reset(self, prompt: Prompt) -> list[Message]:
-        tests = prompt.metadata.get(self.column, prompt.answer)
-        self.tests = read_tests(tests, prompt.metadata.get("entry_point", ""))
+        self.tests = tests_of(prompt, self.column)
         self.tried = 0
         return list(prompt.messages)
 

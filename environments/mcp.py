@@ -16,14 +16,17 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import logging
 import os
 import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -57,6 +60,27 @@ TAIL = 1000
 """Characters of a server's last output in an error."""
 
 
+_SERVER = ContextVar("_SERVER", default="")
+"""The label of the server whose output a task reads."""
+_printing: set[str] = set()
+
+
+def _printed(record: logging.LogRecord) -> bool:
+    """A filter: one warning for a server that prints, not the package's traceback per line."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, ValidationError):
+        return True
+    if (label := _SERVER.get()) not in _printing:
+        _printing.add(label)
+        logging.getLogger(__name__).warning(
+            "the MCP server %s prints to stdout, which is for messages of the protocol: ignored "
+            "%.80r. Print to stderr instead, such as by print(..., file=sys.stderr)",
+            label,
+            error.errors()[0]["input"],
+        )
+    return False
+
+
 class Server(BaseModel):
     """A server: a program, or a URL."""
 
@@ -87,10 +111,13 @@ class Mcp(ToolEnvironment):
         max_result_characters: A longer result is cut.
     """
 
+    _worked: ClassVar[set[tuple[str, ...]]] = set()
+    """The servers that offered their tools once: a later failure is an outage."""
+
     def __init__(
         self,
         *,
-        servers: list[dict[str, Any]],
+        servers: list[dict[str, Any] | str],
         tools: list[str] | None = None,
         share: bool = False,
         max_turns: int | None = None,
@@ -122,8 +149,16 @@ class Mcp(ToolEnvironment):
         self.sessions: Sessions | None = None
 
     async def setup(self) -> None:
+        """Connect. Raises ConfigError, which ends the run, if these servers never worked."""
         self.sessions = Sessions.shared(self.servers) if self.share else Sessions(self.servers)
-        self._offer(await self.sessions.tools())
+        servers = tuple(server.model_dump_json() for server in self.servers)
+        try:
+            self._offer(await self.sessions.tools())
+        except (ConnectionError, ValueError) as error:
+            if servers in self._worked:
+                raise
+            raise ConfigError(f"environment.servers: {error}") from error
+        self._worked.add(servers)
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         assert self.sessions is not None
@@ -295,6 +330,8 @@ class Connection:
         owned = await stack.enter_async_context(owned_programs())
         program, *arguments = self.server.command
         env = {**self.server.env, **owned}
+        _SERVER.set(self.server.label)
+        logging.getLogger("mcp.client.stdio").addFilter(_printed)
         parameters = StdioServerParameters(command=program, args=arguments, env=env)
         return stdio_client(parameters, errlog=self.log)
 
@@ -366,6 +403,10 @@ class Connection:
         printed = os.pread(self.log.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace")
         if printed.strip():
             parts.append(f"its last output: {printed.strip()}")
+        elif "Connection closed" in str(error) and self.server.command:
+            parts.append("it ended without any output; does the script call run()?")
+        if self.status == 404 and not urlsplit(self.server.url).path.strip("/"):
+            parts.append("the URL has no path; most servers expect /mcp at its end")
         return ConnectionError(f"the MCP server {self.server.label} {what}: {'; '.join(parts)}")
 
 
@@ -380,8 +421,19 @@ async def _connected(server: Server) -> AsyncIterator[Connection]:
             yield connection
 
 
-def _resolved(given: Mapping[str, Any], where: str, base_dir: Path) -> Server:
+def _resolved(given: Mapping[str, Any] | str, where: str, base_dir: Path) -> Server:
     """The server with the path of its program and its variables; raises ConfigError."""
+    if isinstance(given, str):
+        words = given.split()
+        command = [*(["python"] if words[0].endswith(".py") else []), *words] if words else ["..."]
+        raise ConfigError(
+            f"{where}: got {given!r}, expected a mapping, such as "
+            f"{{command: [{', '.join(command)}]}}"
+        )
+    if isinstance(written := given.get("command"), str):
+        raise ConfigError(
+            f"{where}.command: got {written!r}, expected a list: [{', '.join(written.split())}]"
+        )
     try:
         server = Server.model_validate(given)
     except ValidationError as error:

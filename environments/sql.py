@@ -24,6 +24,7 @@ from retrain import (
     Environment,
     Message,
     Prompt,
+    Row,
     StepResult,
     in_thread,
     program_in,
@@ -72,12 +73,12 @@ class Sql(Environment):
         self.database = opened(found(database, base_dir))
         self.schema, self.attempts, self.seconds, self.rows = schema, attempts, seconds, rows
 
+    def check_row(self, row: Row) -> None:
+        self.solved(row)
+
     async def reset(self, prompt: Prompt) -> list[Message]:
         self.tried = 0
-        try:
-            self.expected = await self.result(str(prompt.answer))
-        except (sqlite3.Error, sqlite3.Warning) as error:
-            raise ValueError(f"the answer {prompt.answer!r} of the row fails: {error}") from error
+        self.expected = await in_thread(partial(self.solved, prompt))
         shown: Message = {"role": "system", "content": f"SQLite tables:\n{self.database.schema}"}
         return [shown, *prompt.messages] if self.schema else list(prompt.messages)
 
@@ -95,6 +96,21 @@ class Sql(Environment):
         over = right or self.tried == self.attempts
         observation: list[Message] = [] if over else [{"role": "user", "content": reply}]
         return StepResult(observation, float(right), over, False, {"queries": self.tried})
+
+    def solved(self, row: Row | Prompt) -> Rows:
+        """The result of the row's query; raises ValueError if it has none."""
+        if not isinstance(row.answer, str):
+            columns = ", ".join(map(str, row.metadata)) or "none"
+            got = "no `answer`" if row.answer is None else f"the answer {row.answer!r}"
+            raise ValueError(
+                f"the row has {got}, expected a query of SQL; its other columns are {columns}; "
+                "set prompts.answer_column to the right one"
+            )
+        try:
+            return self.database.rows(row.answer, self.seconds, self.rows)
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            hint = f" after {self.seconds:g} s (seconds)" if "interrupted" in str(error) else ""
+            raise ValueError(f"the answer {row.answer!r} of the row fails: {error}{hint}") from None
 
     async def result(self, query: str) -> Rows:
         return await in_thread(partial(self.database.rows, query, self.seconds, self.rows))

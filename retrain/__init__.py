@@ -32,7 +32,7 @@ _HOMES = {
     "retrain.rewarding": "Reward RewardCalculator reward",
     "retrain.sandbox": (
         "Graded Sandbox SandboxChoice SandboxError SandboxLimits SandboxResult grade program_in "
-        "sandbox_of read_tests"
+        "sandbox_of read_tests tests_of"
     ),
     "retrain.sampler": "Sampler SamplingParams Tokenizer",
     "retrain.tools": "FunctionTool ToolEnvironment ToolError",
@@ -101,6 +101,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.sandbox import SandboxLimits as SandboxLimits, SandboxResult as SandboxResult
     from retrain.sandbox import grade as grade, program_in as program_in
     from retrain.sandbox import sandbox_of as sandbox_of, read_tests as read_tests
+    from retrain.sandbox import tests_of as tests_of
     from retrain.transport.chat import ChatClient as ChatClient, ChatReply as ChatReply
     from retrain.types import Batch as Batch, Completion as Completion, Group as Group
     from retrain.types import Message as Message, Metrics as Metrics, Prompt as Prompt

@@ -112,8 +112,18 @@ class Environment(ABC):
         """
         return 0
 
+    def check_row(self, row: Row) -> None:  # noqa: B027 - a default, not a forgotten body
+        """Raise ValueError for a row that can't be played.
+
+        Override it to report such rows with their places before any model loads. Called for each
+        row of the data set on one instance that is not set up, so it must be fast.
+        """
+
     async def setup(self) -> None:  # noqa: B027 - a default, not a forgotten body
-        """Once per instance, before its first `reset`: connect, load."""
+        """Once per instance, before its first `reset`: connect, load.
+
+        Raise ConfigError to end the run; with another error, only this rollout fails.
+        """
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         """Start a rollout of `prompt`; return its first messages."""

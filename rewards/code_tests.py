@@ -9,13 +9,14 @@ from typing import Literal
 from retrain import (
     Reward,
     RewardCalculator,
+    Row,
     SandboxChoice,
     SandboxLimits,
     Trajectory,
     grade,
     program_in,
-    read_tests,
     sandbox_of,
+    tests_of,
 )
 
 
@@ -27,7 +28,7 @@ class CodeTests(RewardCalculator):
         limits: Limits of one program: seconds, cpu_seconds, memory, disk, files, processes, output.
         packages: Let programs import the packages that are installed beside retrain.
         command: What runs the program; the file's name is appended.
-        column: The column with the tests; without it, the row's answer.
+        column: The column with the tests; by default `tests`, or else the row's answer.
         score: The `fraction` of tests that the program passes, or 1 if it passes `all`.
     """
 
@@ -40,7 +41,7 @@ class CodeTests(RewardCalculator):
         limits: dict[str, float] | None = None,
         packages: bool = False,
         command: list[str] | None = None,
-        column: str = "tests",
+        column: str | None = None,
         score: Literal["fraction", "all"] = "fraction",
         base_dir: Path = Path(),
     ) -> None:
@@ -48,15 +49,15 @@ class CodeTests(RewardCalculator):
         self.choice = SandboxChoice(sandbox, None, packages, base_dir, where="rewards")
         self.command, self.column, self.score = command or ["python"], column, score
 
+    def check_row(self, row: Row) -> None:
+        tests_of(row, self.column)
+
     async def setup(self) -> None:
         self.stack = AsyncExitStack()
         self.sandbox = await self.stack.enter_async_context(sandbox_of(self.choice))
 
     async def calculate(self, trajectory: Trajectory) -> Reward:
-        prompt = trajectory.prompt
-        tests = read_tests(
-            prompt.metadata.get(self.column, prompt.answer), prompt.metadata.get("entry_point", "")
-        )
+        tests = tests_of(trajectory.prompt, self.column)
         program = program_in(trajectory.completion)
         graded = await grade(self.sandbox, program, tests, limits=self.limits, command=self.command)
         passed = all(graded.passed)

@@ -56,6 +56,9 @@ def uses_sdk():
     import an_sdk
     an_sdk.post()
 
+def client(base_url):
+    raise RuntimeError("set the OPENAI_API_KEY environment variable")
+
 def lost(folder):
     (Path(folder) / "notes").read_text()
 
@@ -237,6 +240,10 @@ def test_code_and_files_to_come_are_no_mistakes(agents: Path, keys: dict[str, An
             r"exit code 1: own.py:uses_sdk raised ConnectionError: no \(own.py:LINE\)\nTraceback",
         ),
         (
+            {"run": "own.py:client"},
+            r"OPENAI_API_KEY is not set, .* \(own.py:\d+\). Pass .*, or set environment.process",
+        ),
+        (
             {"command": ["python", "own.py", "sdk"]},
             r"^Agent.run: python ended with exit code 1: ConnectionError: no \(own.py:LINE\)\nT",
         ),
@@ -253,6 +260,7 @@ async def test_a_crash_is_an_outcome_that_names_the_line_of_the_users_file(
     sdk.mkdir(parents=True)
     (sdk / "an_sdk.py").write_text("def post():\n    raise ConnectionError('no')\n")
     monkeypatch.setenv("PYTHONPATH", f"{sdk}{os.pathsep}{ROOT}")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.syspath_prepend(sdk)
     line = 1 + (CALL + AGENTS).splitlines().index("    an_sdk.post()")
     crashed = await one(keys, base_dir=agents.parent)
@@ -403,7 +411,10 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
 @pytest.mark.parametrize(
     ("agent", "advice"),
     [
-        ("never", "plays 0 of 2?never called the model?in every rollout?call the model at `base"),
+        (
+            "never",
+            "plays 0 of 2?the model at `base_url`?in every rollout?call the model at `base",
+        ),
         ("lost", "own.py:?in every rollout?fix the agent"),
         ("second", "plays 1 of 2 rows?KeyError?if the model says 'hello' in row 1?catch the error"),
         ("hangs", "0.3 s?in every rollout?raise deadlines.agent?6 further rollouts were not tried"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from pathlib import Path
@@ -10,8 +11,13 @@ from typing import Any
 import pytest
 
 from environments.code import Code
+from environments.echo import Echo
 from environments.sql import Sql
 from retrain import Action, ConfigError, Prompt, StepResult, Trajectory, Turn
+from retrain.assembly import assemble
+from retrain.assembly import rows as assembly_rows
+from retrain.config import parse_config
+from retrain.rewarding import Scorer
 from retrain.sandbox import choice, local
 from retrain.types import Completion
 from rewards.code_tests import CodeTests
@@ -76,6 +82,54 @@ async def test_code_tests_scores_a_completion() -> None:
     await reward.setup()
     assert (await reward.calculate(trajectory)).value == 1.0
     await reward.close()
+
+
+SOLUTION = "def f(x):\n    assert x\n    return x"
+ROWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"test": SQUARE, "answer": SOLUTION}, "no column `tests`, and its `answer` has no tests"),
+    ({}, {"tests": f"{SOLUTION}\nassert f(3) == 9"}, "it defines all that it calls"),
+    ({}, {"tests": "def check(f):\n    assert f(1)\ncheck(f)"}, "needs the column `entry_point`"),
+    ({"column": "spec"}, {"tests": SQUARE}, "no column `spec`, .* its columns are tests;"),
+    ({}, {"n": 3}, "no column `tests` and no `answer`, .* its columns are n;"),
+    ({}, {"tests": "def x(:"}, "the tests are no Python: invalid syntax in line 1"),
+    ({}, {"tests": {"inputs": ["1"], "outputs": ["2", "3"]}}, "with 1 inputs and 2 outputs"),
+    ({"type": "sql"}, {"answer": "SELEC 1"}, "the answer 'SELEC 1' of the row fails: near"),
+    ({"type": "sql"}, {"query": "SELECT 1"}, "the row has no `answer`, .* columns are query;"),
+]
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("keys", "row", "problem"), ROWS)
+def test_all_rows_are_checked_before_the_run(
+    keys: dict[str, Any], row: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    named = keys.get("column", "tests")
+    good = {"prompt": "?", named: "for n in [1]:\n    assert f(n)", "answer": "SELECT 1"}
+    rows = [good, {"prompt": "??", **row}, {**good, "prompt": "!"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config: dict[str, Any] = {"prompts": str(path), "environment": {"type": "code", **keys}}
+    message = rf"prompts: .*rows.jsonl, line 2: .*{problem}"
+    with pytest.raises(ConfigError, match=message):
+        assemble(parse_config(config))
+    if "type" in keys:
+        return
+    rewards = [{"type": "code_tests", **keys}, {"type": "repetition"}]
+    config.update(environment={"type": "single_turn"}, rewards=rewards)
+    with pytest.raises(ConfigError, match=message):
+        assemble(parse_config(config))
+    rewards[0]["only_if"] = "repetition"  # the reward may not concern this row
+    assemble(parse_config(config))
+
+
+def test_checking_rows_ends_after_a_while_and_spares_environments_without_a_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(assembly_rows, "SECONDS", 0.0)
+    prompts = [{"prompt": f"{n}?", "answer": "SELECT 1" if n < 2 else "SELEC"} for n in range(3)]
+    config = parse_config({"prompts": prompts, "environment": {"type": "sql"}})
+    assert any("only the first 1 of 3 rows" in text for text in assemble(config).warnings)
+    assert assembly_rows.row_checks(Echo(), Scorer([])) == ()
 
 
 @pytest.mark.parametrize("row", [None, "", [], [1]])

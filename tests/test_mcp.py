@@ -114,14 +114,46 @@ async def test_a_crash_fails_its_rollout_and_the_next_one_has_a_new_server() -> 
             r"the MCP server .* can't be used: .*; its last output: no index at pages.db$",
         ),
         ({"url": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9/mcp can't be used: ConnectError"),
+        ({"command": ["python", "-c", ""]}, r"without any output; does the script call run\(\)\?$"),
     ],
 )
 async def test_a_server_that_does_not_start_is_named_with_what_it_said(
     server: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(ConnectionError, match=problem):
+    with pytest.raises(ConfigError, match=problem):
         async with opened(server):
             pass
+
+
+async def test_a_server_that_prints_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "noisy.py").write_text(
+        "import sys, runpy\nprint('starting', flush=True)\nprint('up', flush=True)\n"
+        f"runpy.run_path({str(HERE / 'mcp_server.py')!r}, run_name='__main__')\n"
+    )
+    async with opened({"command": ["python", str(tmp_path / "noisy.py")]}) as environment:
+        assert await answers(environment, ("add", {"a": 1, "b": 2})) == ["3"]
+    [record] = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "noisy.py prints to stdout" in record.getMessage()
+    assert "ignored 'starting'" in record.getMessage()
+    assert "Failed to parse" not in caplog.text
+
+
+async def test_a_server_that_never_worked_ends_the_run_and_one_that_did_does_not(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "server.py"
+    script.write_text("raise SystemExit('no index')")
+    make = partial(Mcp, servers=[{"command": ["python", str(script)]}])
+    with pytest.raises(ConfigError, match=r"environment.servers: .* output: no index$"):
+        await played(make, [written("pid"), "ok"])
+    script.write_text((HERE / "mcp_server.py").read_text())
+    [group] = await played(make, [written("pid"), "ok"])
+    assert group.trajectories[0].outcome == "ok"
+    script.write_text("raise SystemExit('no index')")
+    [group] = await played(make, [written("pid"), "ok"])
+    assert group.trajectories[0].outcome == "infra_error"
 
 
 async def test_a_setup_that_is_cut_short_leaves_no_process(tmp_path: Path) -> None:
@@ -181,10 +213,12 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
     monkeypatch.setenv("MCP_KEY", "key")
     with http_server() as port:
         url = f"http://127.0.0.1:{port}/mcp"
-        with pytest.raises(ConnectionError, match=r"can't be used: .*; HTTP 401"):
-            async with opened({"url": url}):
-                pass
         allowed = {"url": url, "headers": {"Authorization": "Bearer ${MCP_KEY}"}}
+        rootless = {**allowed, "url": url.removesuffix("/mcp")}
+        for server, problem in (({"url": url}, "401"), (rootless, "404; .* expect /mcp at")):
+            with pytest.raises(ConfigError, match=rf"can't be used: .*; HTTP {problem}"):
+                async with opened(server):
+                    pass
         twice = opened(allowed, {**allowed, "prefix": "my_"}, tools=["add", "my_pid", "crash"])
         environment = await twice.__aenter__()
         assert await answers(environment, ("add", {"a": 1, "b": 2}), ("my_pid", {})) == ["3", ANY]
@@ -216,7 +250,8 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
             "servers.0.headers.A: the environment variable NOT_SET_HERE is not set",
         ),
         ([{"comand": ["sh"]}], "servers.0.comand: unknown key; expected one of command,"),
-        ([{"command": "sh"}], "servers.0.command: got 'sh': Input should be a valid list"),
+        ([{"command": "sh x"}], "servers.0.command: got 'sh x', expected a list: [sh, x]"),
+        (["x.py"], "servers.0: got 'x.py', expected a mapping, such as {command: [python, x.py]}"),
     ],
 )
 def test_wrong_servers_are_reported_before_the_run(servers: list[Any], problem: str) -> None:

@@ -459,7 +459,7 @@ def test_the_program_is_the_last_block_or_all_of_the_reply(reply: str, program: 
 async def test_without_a_sandbox_only_limits_hold(caplog: pytest.LogCaptureFixture) -> None:
     _warn.cache_clear()
     made, _ = (SandboxChoice("none", processes=4).make() for _ in range(2))
-    assert caplog.text.count("with your files, your network") == 1, "not once per instance"
+    assert caplog.text.count("with your files, your network") == 1
     programs = {
         "memory": "x = bytearray(2**30)",
         "environment": "import os; print(sorted(os.environ))",

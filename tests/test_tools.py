@@ -313,8 +313,9 @@ VALUE = 3
 def test_what_is_no_tool_is_reported_at_once_with_what_to_add(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     names = ["bare", "odd", "Needs", "Empty", "VALUE", "missing", "twice", "twice"]
+    paths = [*(f"wrong.py:{name}" for name in names), "number"]
     with pytest.raises(ConfigError) as caught:
-        Tools(tools=[f"wrong.py:{name}" for name in names], base_dir=tmp_path)
+        Tools(tools=paths, base_dir=tmp_path)
     expected = [
         "0: bare has no docstring. Add one",
         "0: bare(x) has no type hint. Add one, such as `x: str`",
@@ -325,6 +326,7 @@ def test_what_is_no_tool_is_reported_at_once_with_what_to_add(tmp_path: Path) ->
         "4: got 3, expected a function or a class",
         "5: there is no missing in ",
         "7: got a second tool named 'twice'",
+        "8: there is no object 'number'; write module:name or path/file.py:name",
     ]
     for problem, start in zip(caught.value.problems, expected, strict=True):
         assert problem.startswith(f"environment.tools.{start}")

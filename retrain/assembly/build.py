@@ -16,6 +16,7 @@ from retrain.assembly.kinds import make, maker, target_of
 from retrain.assembly.learner import Learner
 from retrain.assembly.packages import installed, missing_packages
 from retrain.assembly.parts import Given, Parts
+from retrain.assembly.rows import check_rows, row_checks
 from retrain.chat.formats.base import Format
 from retrain.chat.probing import KIND
 from retrain.config import Plugin, PromptsConfig, RunConfig
@@ -90,6 +91,16 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
     held_out = attempt(lambda: (made := evaluated()) and rows_of(made, "eval.prompts"))
     scorer = attempt(partial(_scorer, config), given.scorer)
     opponents = attempt(lambda: _opponents(config, environment(), scorer()))
+
+    def check(made: PromptSource | None, where: str) -> list[str]:
+        """The warnings about the rows of rollouts; raises PromptError."""
+        checks = row_checks(construct("environment", environment()), scorer())
+        found = construct(where, lambda: list(check_rows(made, checks) if made else ()))
+        return [f"{where}: {text}" for text in found]
+
+    plays = attempt(lambda: algorithm().source == "rollouts")
+    unchecked = attempt(lambda: check(rows(), "prompts") if plays() else [])
+    unchecked_eval = attempt(lambda: check(held_out(), "eval.prompts"))
     options = attempt(partial(_options, config))
     attempt(lambda: _check_installed(options(), config))
     attempt(lambda: _check_endpoint(config, runs_agent(environment())))
@@ -131,6 +142,8 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
             *options().warnings(config),
             *(f"prompts: {text}" for text in training().warnings),
             *_dropped(rows()),
+            *unchecked(),
+            *unchecked_eval(),
             *_unanswered(scorer(), rows(), "prompts"),
             *_unanswered(scorer(), held_out(), "eval.prompts"),
         ),

@@ -138,8 +138,12 @@ def _named(kind: str, name: str, where: str, base_dir: Path) -> Path:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     hint = f"; for a class of your own write {module}:{last}" if module else hint
+    if not names:
+        raise PluginError(
+            f"{where}: there is no {kind} {name!r}; write module:name or path/file.py:name"
+        )
     raise PluginError(
-        f"{where}: there is no {kind} {name!r}{hint} (available: {', '.join(names) or 'none'}; "
+        f"{where}: there is no {kind} {name!r}{hint} (available: {', '.join(names)}; "
         "your own: module:Class or path/file.py:Class)"
     )
 

@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, cast, overload
 
 from retrain.errors import PluginError
-from retrain.types import Metrics, Outcome, Trajectory
+from retrain.types import Metrics, Outcome, Row, Trajectory
 
 ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {
     "prompt": attrgetter("prompt.text"),
@@ -72,6 +72,9 @@ class RewardCalculator(ABC):
     """Whether it requires an answer in the prompt's row; a data set without any is warned of."""
     after: Sequence[str] = ()
     """The names of rewards that are calculated before: it finds them in `trajectory.rewards`."""
+
+    def check_row(self, row: Row) -> None:  # noqa: B027 - a default, not a forgotten body
+        """Raise ValueError for a row that can't be scored; see `Environment.check_row`."""
 
     async def setup(self) -> None:  # noqa: B027 - a default, not a forgotten body
         """Connect or load, within `deadlines.setup`. If this raises, the run ends."""

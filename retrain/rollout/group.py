@@ -275,7 +275,11 @@ class _Rollout:
             self.fail(error)
         if self.alive and not calls.turns:
             why = f"met the limit {calls.truncated} at its first call" if calls.truncated else ""
-            why = why or "never called the model"
+            why = why or (
+                "never called the model at `base_url` with `api_key`. A function gets both as "
+                "arguments; with `process: true`, and in a command, SDKs find them in "
+                "OPENAI_BASE_URL and OPENAI_API_KEY"
+            )
             self._fail("invalid", f"{self._name('run')}: the agent {why}")
 
     def _take(self, calls: Calls, result: StepResult | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from retrain.environment import Environment
+from retrain.errors import ConfigError
 from retrain.jsonable import plain
 from retrain.rewarding import Scorer
 from retrain.rollout.group import Rollouts
@@ -48,7 +49,7 @@ class Slot:
         self._leaving: list[Instance] = []
 
     async def play(self, prompt: Prompt) -> Group:
-        """Play and score one group. Raises only what the sampler raises."""
+        """Play and score one group. Raises what the sampler raises, or `setup` as ConfigError."""
         group = await self._rollouts.play(prompt, await self._filled())
         for index in {t.index for t in group.trajectories if t.outcome in RETIRING}:
             self._retire(index)
@@ -76,6 +77,9 @@ class Slot:
         filled = [self._make() if kept is None else kept for kept in self._instances]
         self._instances[:] = filled
         await _all([instance.ready for instance in filled])
+        for instance in filled:
+            if instance.error is not None and isinstance(instance.error.__cause__, ConfigError):
+                raise instance.error.__cause__
         return filled
 
     def _retire(self, index: int) -> None:

@@ -5,7 +5,7 @@ The interface for containers is `Sandbox`. `local` runs programs in namespaces o
 
 from retrain.sandbox.base import Sandbox, SandboxError, SandboxLimits, SandboxResult
 from retrain.sandbox.choice import SandboxChoice, sandbox_of
-from retrain.sandbox.grading import Graded, grade, program_in, read_tests
+from retrain.sandbox.grading import Graded, grade, program_in, read_tests, tests_of
 
 __all__ = [
     "Graded",
@@ -18,4 +18,5 @@ __all__ = [
     "program_in",
     "read_tests",
     "sandbox_of",
+    "tests_of",
 ]

@@ -75,26 +75,80 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
     """
     try:
         tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ValueError(f"the tests are no Python: {error.msg} in line {error.lineno}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"the tests are no Python: {getattr(error, 'msg', error)}{line}") from None
     found: list[CodeTest] = []
     before: list[ast.stmt] = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             found.append(CodeTest((*before, *node.body), node.name))
         elif isinstance(node, ast.FunctionDef) and node.name == "check" and entry_point:
-            [candidate] = (argument.arg for argument in node.args.args)
-            named = ast.parse(f"{candidate} = {entry_point}").body
+            named = [_named(node, entry_point)]
             found += _each_assertion([*before, *named, *node.body])
         elif isinstance(node, ast.Assert):
             found.append(CodeTest((*before, node)))
         elif not _calls_check(node):
             before.append(node)
-    if not found and before:
+    if not found and _judging(before):
         found = [CodeTest(tuple(before))]
-    if not found:
-        raise ValueError(f"there is no test in {text[:80]!r}")
+    if why := _no_test(tree, found, entry_point):
+        raise ValueError(f"there is no test in {text[:80]!r}: {why}")
     return found
+
+
+def _no_test(tree: ast.Module, found: Sequence[CodeTest], entry_point: str) -> str:
+    """Why every program would pass; empty if not so."""
+    if found and not entry_point and not _names_program(tree):
+        return "it defines all that it calls, so every program passes; call the program"
+    if found:
+        return ""
+    why = "expected an assertion outside of functions, or a function test_..."
+    if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+        why += "; `check` needs the column `entry_point`, the name of the program's function"
+    return why
+
+
+def _names_program(tree: ast.Module) -> bool:
+    """Whether there is a name that the tests don't bind: else they are a program themselves."""
+    nodes = list(ast.walk(tree))
+    bound = _names(tree, ast.Store) | {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef):
+            bound |= _bound(node)
+        elif isinstance(node, ast.ClassDef):
+            bound.add(node.name)
+    indirect = {"eval", "exec", "globals", "vars", "__import__"}
+    return bool(_names(tree, ast.Load) - bound - (JUDGES | CONVERSIONS) | _names(tree) & indirect)
+
+
+def _named(check: ast.FunctionDef, entry_point: str) -> ast.stmt:
+    """Gives the parameter of `check(candidate)` its value."""
+    names = [argument.arg for argument in check.args.args]
+    if len(names) != 1 or not entry_point.isidentifier():
+        raise ValueError(
+            f"got check({', '.join(names)}) and the entry_point {entry_point!r}, expected "
+            "check(candidate) and the name of a function"
+        )
+    return ast.parse(f"{names[0]} = {entry_point}").body[0]
+
+
+def _judging(body: Sequence[ast.stmt]) -> bool:
+    """Whether statements judge the program, by themselves or by calling a function of theirs.
+
+    Else every program passes them, such as a reference solution in the column of the tests.
+    """
+    defined = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    judges = {node.name for node in defined if _judges(node)}
+    return any(_judges(n) or _names(n) & judges for n in body if n not in defined)
+
+
+def _judges(node: ast.stmt) -> bool:
+    """Whether it has an assertion, raises an error, or calls a function such as assert_equal."""
+    called = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+    names = [getattr(f, "attr", "") or getattr(f, "id", "") for f in called]
+    raising = any(isinstance(inner, ast.Assert | ast.Raise) for inner in ast.walk(node))
+    return raising or any(name.startswith("assert") for name in names)
 
 
 def _each_assertion(body: Sequence[ast.stmt]) -> Iterator[CodeTest]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from retrain.sandbox.asserts import CodeTest, code_tests, split
 from retrain.sandbox.base import Sandbox, SandboxLimits, SandboxResult
+from retrain.types import Prompt, Row
 
 SHOWN = 1000
 """Characters of a failure that are shown to the model."""
@@ -58,6 +59,33 @@ def program_in(reply: str) -> str:
     return str(blocks[-1][1]) if blocks else reply
 
 
+def tests_of(row: Row | Prompt, column: str | None) -> Tests:
+    """The tests of a row in a column, by default in `tests` or else the `answer`.
+
+    The column `entry_point` names the function that `check(candidate)` gets. Raises ValueError if
+    there are none.
+    """
+    columns = row.metadata
+    entry_point = str(columns.get("entry_point") or "")
+    if (column or "tests") in columns:
+        return read_tests(columns[column or "tests"], entry_point)
+    names = [*columns, *(["answer"] if row.answer is not None else [])]
+    known = f"its columns are {', '.join(map(str, names)) or 'none'}"
+    if column or row.answer is None:
+        wanted = f"`{column}`" if column else "`tests` and no `answer`"
+        raise ValueError(
+            f"the row has no column {wanted}, expected its tests; {known}; set `column` to the "
+            f"right one; {FORMS}"
+        )
+    try:
+        return read_tests(row.answer, entry_point)
+    except ValueError as error:
+        raise ValueError(
+            f"the row has no column `tests`, and its `answer` has no tests: {error}; {known}; set "
+            "`column` to the right one"
+        ) from None
+
+
 def read_tests(tests: Any, entry_point: str = "") -> Tests:
     """The tests of a row, see docs/sandbox.md for their forms; raises ValueError for others.
 
@@ -67,8 +95,7 @@ def read_tests(tests: Any, entry_point: str = "") -> Tests:
         with suppress(ValueError):  # it is code
             tests = json.loads(tests)  # parquet files often have lists as JSON
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-        tests = [{"input": given, "output": expected} for given, expected in pairs]
+        tests = _paired(tests["inputs"], tests["outputs"])
     if isinstance(tests, str) and tests.strip():
         return code_tests(tests, entry_point)
     if not isinstance(tests, Sequence) or not tests or isinstance(tests, str):
@@ -78,6 +105,18 @@ def read_tests(tests: Any, entry_point: str = "") -> Tests:
     if all(isinstance(test, str) for test in tests):
         return [test for text in tests for test in code_tests(text, entry_point)]
     raise ValueError(f"got tests such as {str(tests[0])[:80]!r}; {FORMS}")
+
+
+def _paired(inputs: Any, outputs: Any) -> list[dict[str, Any]]:
+    """A pair per test, from two lists."""
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
+        raise ValueError("got tests with `inputs` and `outputs`, expected a list of each")
+    if len(inputs) != len(outputs):
+        raise ValueError(
+            f"got tests with {len(inputs)} inputs and {len(outputs)} outputs, expected as many "
+            "outputs as inputs"
+        )
+    return [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
 
 
 FORMS = 'tests are code ("assert f(1) == 2"), or {"input": ..., "output": ...}'

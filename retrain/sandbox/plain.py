@@ -26,8 +26,17 @@ exec env -i "%s=$%s" "PATH=/usr/local/bin:/usr/bin:/bin" "HOME=$PWD" LANG=C.UTF-
 """Sets the limits and removes the environment, but for the mark by which `run_program` ends all."""
 
 
+@cache
+def _warn() -> None:
+    """Once per process."""
+    logging.getLogger(__name__).warning(
+        "sandbox: none: the programs of the model run with your files, your network and your "
+        "user's rights"
+    )
+
+
 class NoSandbox(Sandbox):
-    """Runs programs without isolation. It logs a warning when the first one is made.
+    """Runs programs without isolation. The first one logs a warning.
 
     The limits of CPU time and address space hold per process, those of the size of a file and of
     the output too; those of all files and processes together don't.
@@ -71,19 +80,3 @@ class NoSandbox(Sandbox):
         return SandboxResult(
             done.exit_code, done.stdout, done.stderr, seconds, "cpu" if cpu else ""
         )
-
-
-@cache
-def _warn() -> None:
-    """Once per process, however many environments and rewards use it."""
-    logging.getLogger(__name__).warning(
-        "sandbox: none: the programs of the model run with your files, your network and your "
-        "user's rights"
-    )
-
-
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="replace")
