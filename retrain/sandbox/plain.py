@@ -80,3 +80,10 @@ class NoSandbox(Sandbox):
         return SandboxResult(
             done.exit_code, done.stdout, done.stderr, seconds, "cpu" if cpu else ""
         )
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
