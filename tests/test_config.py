@@ -315,6 +315,7 @@ def test_overrides_set_keys_make_sections_and_index_lists(tmp_path: Path) -> Non
         ("train..seed=3", "expected dotted.key=value"),
         ("train.seed.x=3", "train.seed is a value, expected a section"),
         ("rewards.5.weight=1", "rewards is a list of 1; expected an index from 0 to 1"),
+        ("rewards.weight=1", "rewards is a list of 1; expected an index, such as rewards.0.weight"),
         ("train.seed=[1", "argument train.seed=...:"),
         ("train.sed=1", "train.sed: unknown key; did you mean train.seed?"),
     ],

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import jsonschema
 import pytest
+from pydantic import BaseModel
 
 import retrain
 from retrain.adapters.losses import LossFunction
@@ -194,8 +195,19 @@ def test_an_abstract_class_names_what_it_lacks(folder: Path) -> None:
     assert "does not define advantages" in refusal("algorithm", "half.py:Half", folder)
 
 
+class Server(BaseModel, extra="forbid"):
+    """A nested mapping."""
+
+    url: str
+
+
 def wanted(
-    size: int, rate: float = 1.0, mode: Literal["a", "b"] = "a", names: tuple[str, ...] = ()
+    size: int,
+    rate: float = 1.0,
+    mode: Literal["a", "b"] = "a",
+    names: tuple[str, ...] = (),
+    server: Server | None = None,
+    shares: dict[str, float] | None = None,
 ) -> None:
     """What the signature tests bind."""
 
@@ -210,6 +222,9 @@ def wanted(
         ({"size": 1, "rate": "fast"}, "x.rate: got 'fast', expected a number"),
         ({"size": 1, "mode": "c"}, "x.mode: got 'c', expected 'a' or 'b'"),
         ({"size": 1, "names": [1]}, "x.names.0: got 1, expected a string"),
+        ({"size": 1, "server": {"url": "a", "name": 1}}, "x.server.name: unknown key"),
+        ({"size": 1, "server": {}}, "x.server.url: missing; wanted needs it"),
+        ({"size": 1, "shares": {"a": "b"}}, "x.shares.a: got 'b', expected a number"),
     ],
 )
 def test_the_signature_is_the_schema(keys: Mapping[str, Any], message: str) -> None:
@@ -342,7 +357,10 @@ object_ = Fine()
 
 def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
     message = problems(folder, rewards=["exact_match", "exact_match"])
-    assert "several rewards have the name {'exact_match'}: give each its own `name`" in message
+    assert (
+        "rewards.0 and rewards.1 have the same name 'exact_match': give each its own `name`"
+        in message
+    )
 
 
 def test_an_environments_constructor_that_raises_is_a_config_error(folder: Path) -> None:

@@ -51,7 +51,9 @@ def bind(
         others = f", in addition to what it is called with: {', '.join(called_with)}"
         missing = f"{getattr(target, '__name__', target)} needs it{others if called_with else ''}"
         valid = [name for name in (*parameters, *beside) if name not in provided]
-        problems = problems_of(error, valid, prefix=where, known=known, missing=missing)
+        problems = problems_of(
+            error, valid, prefix=where, known=known, missing=missing, values=arguments
+        )
         raise PluginError(*problems) from None
     if taken := [key for key in keys if key in provided]:  # only with **kwargs: all keys are valid
         raise PluginError(

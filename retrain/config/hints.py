@@ -17,6 +17,13 @@ _SECRET = re.compile(
 _LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
+_LOCAL = {
+    "gate": ("only_if", "use only_if"),
+    "weights": ("sources", "set `weight` in each of the sources"),
+}
+"""An unknown key, a key that is valid beside it, and what to do."""
+
+
 def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str, str]) -> list[str]:
     """The problem with an unknown key: one line, or one per key inside an unknown section.
 
@@ -25,6 +32,8 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
     """
     section, _, name = path.rpartition(".")
     here = {choice: f"{section}.{choice}".lstrip(".") for choice in valid}
+    if name in _LOCAL and _LOCAL[name][0] in here:
+        return [f"{path}: unknown key; {_LOCAL[name][1]}"]
     home = PATHS.get(path)
     if home is None and HOMES.get(name) in here.values():
         home = HOMES[name]  # `backend.lr` is not a misspelt lr_scheduler

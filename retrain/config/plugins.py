@@ -156,7 +156,10 @@ def _member(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
     names = ", ".join(_candidates(kind, module))
     others = f"it defines {names}" if names else f"it defines no {base.__name__}"
     if value is None:
-        raise PluginError(f"{where}: there is no {name} in {source}; {others}")
+        public = [known for known in dir(module) if known[0] != "_"]
+        near = difflib.get_close_matches(name, public, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; {others}"
+        raise PluginError(f"{where}: there is no {name} in {source}{hint}")
     raise PluginError(f"{where}: {name} in {source} is no {base.__name__}; {others}")
 
 

@@ -122,7 +122,12 @@ def apply_override(config: dict[str, Any], path: Sequence[str], value: Any) -> N
 
 
 def _index(items: list[Any], key: str, here: str) -> int:
-    if not key.isdigit() or int(key) > len(items):
+    if not key.isdigit():
+        raise ConfigError(
+            f"argument {here}.{key}=...: {here} is a list of {len(items)}; expected an index, such "
+            f"as {here}.0.{key}"
+        )
+    if int(key) > len(items):
         raise ConfigError(
             f"argument {here}.{key}=...: {here} is a list of {len(items)}; "
             f"expected an index from 0 to {len(items)}"
