@@ -507,6 +507,13 @@ def test_rows_without_the_answer_that_a_reward_asks_for_are_warned_of(folder: Pa
     assert make(folder, prompts="bare.txt", rewards="mild.py").warnings == ()
 
 
+def test_credit_per_turn_that_clip_disables_is_warned_of(folder: Path) -> None:
+    turns, clipped = {"type": "grpo", "credit": "turns"}, {"type": "environment", "clip": [0, 1]}
+    (warning,) = make(folder, algorithm=turns, rewards=[clipped]).warnings
+    assert warning.startswith("rewards.0.clip: what each turn earned is not used of a clipped")
+    assert make(folder, algorithm={"type": "grpo"}, rewards=[clipped]).warnings == ()
+
+
 def test_a_stall_shorter_than_another_deadline_is_warned_of(folder: Path) -> None:
     assert make(folder, deadlines={"stall": 3600, "blocked": 9000}).warnings == ()
     (warning,) = make(folder, deadlines={"stall": 1800, "step": 2000}).warnings
