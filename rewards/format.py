@@ -19,7 +19,8 @@ class Format(RewardCalculator):
     them counts as one more.
 
     Args:
-        tags: Tags in order: `[think, answer]` is `<think>...</think><answer>...</answer>`.
+        tags: Tags in order: `[think, answer]` is `<think>...</think><answer>...</answer>`. For text
+            after the last tag use `template: "<think>...</think>..."`.
         template: In place of tags, a text in which each `...` stands for any text.
         partial: Give partial credit.
         opened: The prompt already ends with the first fixed part, as the chat templates of some

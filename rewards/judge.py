@@ -20,6 +20,7 @@ from retrain import (
     Metrics,
     Reward,
     RewardCalculator,
+    RunError,
     Trajectory,
     UserCodeError,
 )
@@ -39,6 +40,7 @@ PAIR_TEMPLATE = (
 NO_ANSWER = "\n\nThe right answer:\n{answer}"
 """The part of a template that is dropped for rows without an answer."""
 PLACES = ("rubric", "prompt", "answer", "completion", "reasoning", "conversation", "other")
+BETTER = "a line `Better: A`, `Better: B` or `Better: tie`"
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 MOST_KEPT = 100_000
 """Replies that the cache keeps in memory."""
@@ -114,11 +116,16 @@ class Judge(RewardCalculator):
         }  # fmt: skip
         self._check(weights or {})
         sent = {"max_tokens": max_tokens, "temperature": temperature, **(options or {})}
+        self.advice = f". If it was cut off, raise max_tokens ({max_tokens})" if max_tokens else ""
         self.client = ChatClient(url, model, api_key_env=api_key_env, total=retry_seconds, **sent)
         self.cache = Cache(None if cache is None else Path(cache))
         self.spent: Counter[str] = Counter()
         """What the whole run has used: calls, prompt_tokens and completion_tokens."""
         self.reported: Counter[str] = Counter()
+        self.under_way = 0
+        self.unread: ValueError | None = None
+        """The error of the last reply, as long as no reply had a verdict."""
+        self.readable = False
         if mode == "pairwise":
             self.calculate_group = self._compare  # type: ignore[method-assign]  # scores groups
 
@@ -147,7 +154,8 @@ class Judge(RewardCalculator):
         if self.criteria and not sum(self.weights.values()) > 0:
             raise ValueError("weights: their sum is not above 0")
         if min(self.attempts, self.concurrency) < 1:
-            raise ValueError("attempts and concurrency: expected at least 1")
+            name = "attempts" if self.attempts < 1 else "concurrency"
+            raise ValueError(f"{name}: got {getattr(self, name)}, expected an integer >= 1")
         if self.rivals < 0 or self.rivals % 2:
             raise ValueError(f"rivals: got {self.rivals}, expected an even number, or 0 for all")
         if self.limits["max_cost"] is not None and self.price == (0.0, 0.0):
@@ -155,6 +163,7 @@ class Judge(RewardCalculator):
 
     async def setup(self) -> None:
         self.bound = asyncio.Semaphore(self.concurrency)
+        self.settled = asyncio.Condition()
         self.cache.open()
 
     async def close(self) -> None:
@@ -190,8 +199,7 @@ class Judge(RewardCalculator):
         if first.completion == second.completion:
             return 0.5
         asked = ((first, second), (second, first))
-        ending = "End with a line `Better: A`, `Better: B` or `Better: tie`."
-        calls = (self._ask(self._filled(a, b), ending, winner) for a, b in asked)
+        calls = (self._ask(self._filled(a, b), BETTER, winner) for a, b in asked)
         results = await asyncio.gather(*calls, return_exceptions=True)  # none stays behind
         for result in results:
             if isinstance(result, BaseException):
@@ -221,13 +229,14 @@ class Judge(RewardCalculator):
         return "\n".join([self.rubric, *asked])
 
     def _ending(self) -> str:
+        """What the judge ends its reply with."""
         low, high = self.scale
         if self.reply == "yes_no":
-            return "End with a line `Verdict: yes` or `Verdict: no`."
+            return "a line `Verdict: yes` or `Verdict: no`"
         if self.reply == "score":
-            return f"End with a line `Score: N`, where N is a number from {low:g} to {high:g}."
+            return f"a line `Score: N`, where N is a number from {low:g} to {high:g}"
         keys = ", ".join(f'"{name}": N' for name in self.criteria or ("score",))
-        return f"End with the JSON object {{{keys}}}; each N is a number from {low:g} to {high:g}."
+        return f"the JSON object {{{keys}}}; each N is a number from {low:g} to {high:g}"
 
     def _scores(self, text: str) -> dict[str, float]:
         """The scores in a reply, from 0 to 1; raises ValueError if one is missing."""
@@ -255,7 +264,7 @@ class Judge(RewardCalculator):
         """What `read` makes of the judge's reply; a reply without a score is asked for again."""
         messages: list[Message] = [
             {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"{text}\n\n{ending}"},
+            {"role": "user", "content": f"{text}\n\nEnd with {ending}."},
         ]
         key = hashlib.sha256(json.dumps(self.client.request(messages)).encode()).hexdigest()
         async with self.cache.lock(key):
@@ -266,12 +275,14 @@ class Judge(RewardCalculator):
                 answer = without_reasoning(await self._call(messages))
                 try:
                     found = read(answer)
+                    self.readable = True
                     break
-                except ValueError:
+                except ValueError as error:
                     self.spent["unreadable"] += 1
+                    self.unread = ValueError(f"{error}; expected {ending}, at its end{self.advice}")
                     if attempt == self.attempts:
-                        raise
-                    again = f"This has no valid verdict. {ending}"
+                        raise self.unread from None
+                    again = f"This has no valid verdict. End with {ending}."
                     messages.append({"role": "assistant", "content": answer})
                     messages.append({"role": "user", "content": again})
             self.cache.put(key, answer)
@@ -280,17 +291,38 @@ class Judge(RewardCalculator):
     async def _call(self, messages: Sequence[Message]) -> str:
         """One call within the budget; raises BudgetError when that is used up."""
         async with self.bound:
-            for name, limit in self.limits.items():
-                if limit is not None and self._used()[name] >= limit:
-                    raise BudgetError(
-                        f"reward '{self.name or 'judge'}': {name} = {limit:g} is used up, so the "
-                        "run ends. Raise it, and continue with --resume"
-                    )
-            self.spent["calls"] += 1
-            reply = await self.client.ask(messages)
-            self.spent["prompt_tokens"] += reply.prompt_tokens
-            self.spent["completion_tokens"] += reply.completion_tokens
-            return reply.text
+            async with self.settled:
+                await self.settled.wait_for(self._admits)
+                self.under_way += 1
+            spent: Counter[str] = Counter(calls=1)
+            try:
+                reply = await self.client.ask(messages)
+                spent["prompt_tokens"] = reply.prompt_tokens
+                spent["completion_tokens"] = reply.completion_tokens
+                return reply.text
+            except RunError as error:
+                if getattr(error, "status", None) or getattr(error, "code", "") == "connect":
+                    spent.clear()  # a call that the server rejected or failed costs nothing
+                raise
+            finally:
+                self.under_way -= 1
+                self.spent += spent
+                async with self.settled:
+                    self.settled.notify_all()
+
+    def _admits(self) -> bool:
+        """Whether a call may begin now; raises BudgetError when it never may."""
+        used, most = self._used(), self.limits["max_calls"]
+        for name, limit in self.limits.items():
+            if limit is not None and used[name] >= limit:
+                advice = "Raise it"
+                if self.unread is not None and not self.readable:
+                    advice = f"No reply had a verdict: {self.unread}. Fix that"
+                raise BudgetError(
+                    f"reward '{self.name or 'judge'}': {name} = {limit:g} is used up, so the run "
+                    f"ends. {advice}, and continue with --resume"
+                )
+        return most is None or used["max_calls"] + self.under_way < most
 
     def _used(self) -> dict[str, float]:
         tokens = self.spent["prompt_tokens"] + self.spent["completion_tokens"]

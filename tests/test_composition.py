@@ -1,5 +1,6 @@
 """How several rewards make one: tables of values, gates that save calls, and parts per turn."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from retrain import BudgetError
 from retrain.assembly import assemble
 from retrain.config import GateConfig, ScheduleConfig, parse_config
 from retrain.errors import ConfigError
+from retrain.observe.rollout_lines import encoded
 from retrain.pipeline.checkpoint import group_from_json, group_to_json
 from retrain.rewarding import Reward, RewardCalculator, Scorer, Term, WeightedReward
 from retrain.rewarding.composition import Combined, Composition, combined, weight_at
@@ -106,7 +108,11 @@ SLOT = {"type": "slot_match"}
         ([{"type": "min", "of": [EXACT, SLOT], "only_if": "slot_match"}],
          "wait for each other: slot_match -> slot_match"),
         ([{"type": "product", "of": ["exact_match", {**SLOT, "name": "exact_match"}]}],
-         "several rewards have the name {'exact_match'}"),
+         "rewards.0.of.0 and rewards.0.of.1 have the same name 'exact_match': give each its own"),
+        ([EXACT, {"numeric": {}}], "path/file.py:Class; write {type: numeric, ...}"),
+        ([EXACT, {**SLOT, "gate": "exact_match"}], "rewards.1.gate: unknown key; use only_if"),
+        ([{"type": "trl.rewards:think_format"}], "did you mean think_format_reward?"),
+        ([{**EXACT, "api_key": "sk-1"}], "set rewards.0.api_key_env to the name of an environment"),
         ([{"type": "sum", "name": "environment", "of": [EXACT]}], "'environment' is reserved"),
         ([{"type": "product"}], "rewards.0.of: missing; expected the list of rewards to combine"),
         ([{"type": "product", "of": [EXACT], "processes": 2}], "rewards.0.processes: not a key of"),
@@ -164,6 +170,27 @@ async def test_a_gated_reward_is_called_only_for_the_rollouts_that_pass():
     assert [t.reward for t in group.trajectories] == [0.0, 1.5, 23.0]
 
 
+async def test_a_gated_reward_whose_every_call_fails_is_reported_once_and_not_for_evaluations():
+    class Broken(RewardCalculator):
+        async def calculate(self, trajectory):
+            raise KeyError("oops")
+
+    gated = WeightedReward("broken", 1.0, Broken(), gate=GateConfig(name="first"))
+    scorer, told = Scorer([gated, WeightedReward("first", 1.0, Length())]), []
+    async with scorer.serving(told.append):
+        for _ in range(20):
+            group = played("", "a")
+            await scorer.score(group)
+        [message] = told
+        assert "reward 'broken': every call failed in 8 consecutive groups" in message
+        assert "KeyError: 'oops'" in message
+        assert scorer.metrics() == {"reward/broken/called": 0.5}
+        for trajectory in group.trajectories:
+            trajectory.prompt = replace(trajectory.prompt, id="-1.0.0")
+        await scorer.score(group)
+        assert scorer.metrics() == {}
+
+
 async def test_a_failed_gate_keeps_the_judge_from_being_called():
     judge = Length()
     bad = Length(outcome="invalid")
@@ -203,6 +230,11 @@ async def test_parts_per_turn_and_token_are_weighted_and_survive_a_checkpoint():
     ).score(group)
     assert trajectory.reward == 0.5 + 2.0 * 2 + 1.0
     assert trajectory.turn_rewards == [2.25, 1.25]
+    assert all(
+        json.loads(line + "}")["turn_rewards"] == [2.25, 1.25]
+        for info in ({}, {"a": 1})
+        for line in encoded(replace(group, trajectories=[replace(trajectory, info=info)]))
+    )
     assert trajectory.token_rewards == [0, 0, 0.25, 0]
     again = group_from_json(group_to_json(group), lambda ticket: group.prompt)
     assert again.trajectories[0].turn_rewards == [2.25, 1.25]

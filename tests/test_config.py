@@ -14,6 +14,7 @@ from retrain.adapters.trl.options import TrlOptions
 from retrain.config import RunConfig, load_config, parse_config
 from retrain.config.hints import HOMES, PATHS, WRAPPERS
 from retrain.config.problems import keys_of
+from retrain.config.yaml_text import parse_yaml
 from retrain.errors import ConfigError
 from retrain.observe.run_dir import resolved
 
@@ -315,6 +316,7 @@ def test_overrides_set_keys_make_sections_and_index_lists(tmp_path: Path) -> Non
         ("train..seed=3", "expected dotted.key=value"),
         ("train.seed.x=3", "train.seed is a value, expected a section"),
         ("rewards.5.weight=1", "rewards is a list of 1; expected an index from 0 to 1"),
+        ("rewards.weight=1", "rewards is a list of 1; expected an index, such as rewards.0.weight"),
         ("train.seed=[1", "argument train.seed=...:"),
         ("train.sed=1", "train.sed: unknown key; did you mean train.seed?"),
     ],
@@ -322,6 +324,26 @@ def test_overrides_set_keys_make_sections_and_index_lists(tmp_path: Path) -> Non
 def test_a_wrong_override_is_told(tmp_path: Path, override: str, message: str) -> None:
     text = "prompts: [a]\ntrain: {seed: 1}\nrewards: [x]"
     assert message in refused(tmp_path, text, override)
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("system: Think, then #### and the number.", "prompts.system"),
+        ("system: Be kind # or not", "prompts.system"),
+        ("marker: ####", "prompts.marker"),
+        ("rows: [a ## b\n  ]", "prompts.rows.0"),
+        ("system: 'Think, then #### and the number.'", ""),
+        ("name: short # a comment", ""),
+        ("limit: 3 ## a comment", ""),
+    ],
+)
+def test_a_text_that_a_comment_ends_is_warned_of(
+    caplog: pytest.LogCaptureFixture, line: str, where: str
+) -> None:
+    parse_yaml(f"prompts:\n  {line}", source="x.yaml")
+    expected = [f"x.yaml: line 2: {where} ends before the #, which starts a comment"] * bool(where)
+    assert [record.getMessage()[: len(expected[0])] for record in caplog.records] == expected
 
 
 def test_a_changed_backend_keeps_its_other_keys_unless_replaced_whole(tmp_path: Path) -> None:

@@ -107,24 +107,29 @@ async def test_the_score_of_a_reply(keys, said, expected):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "said", "expected"),
     [
-        ({}, "I can't say."),
-        ({}, "Score: 11"),
-        ({}, ""),
-        ({}, None),  # only reasoning
-        ({}, "<think>Maybe Score: 5"),
-        ({"reply": "yes_no"}, "Perhaps."),
-        ({"reply": "json"}, '{"score": true}'),
-        (CRITERIA, '{"right": 10}'),
+        ({}, "I can't say.", "expected a line `Score: N`, where N is a number from 0 to 10"),
+        ({}, "Score: 11", "score is 11, expected 0 to 10"),
+        ({}, "", "If it was cut off, raise max_tokens (1024)"),
+        ({}, None, "reply has no verdict: ''"),  # only reasoning
+        ({"max_calls": 3}, "<think>Maybe Score: 5", "reply has no verdict: ''"),
+        ({"reply": "yes_no"}, "Perhaps.", "expected a line `Verdict: yes` or `Verdict: no`"),
+        ({"reply": "json"}, '{"score": true}', 'expected the JSON object {"score": N}'),
+        (CRITERIA, '{"right": 10}', 'expected the JSON object {"right": N, "brief": N}'),
     ],
 )
-async def test_a_reply_without_a_score_is_asked_for_again_and_never_a_0(keys, said):
+async def test_a_reply_without_a_score_is_asked_for_again_and_never_a_0(keys, said, expected):
     async with scorer_of(lambda body: said, **keys) as (scorer, server):
         [trajectory] = await scored(scorer, "hello")
         assert trajectory.outcome == "infra_error"
         assert "the judge's " in trajectory.info["error"]
+        assert expected in trajectory.info["error"]
         assert [len(body["messages"]) for body in server.asked] == [2, 4, 6]
+        if "max_calls" in keys:
+            with pytest.raises(BudgetError, match=r"used up.*No reply had a verdict: the judge's"):
+                await scored(scorer, "again")
+            return
         server.says = lambda body: 'Score: 5 Verdict: yes {"score": 5, "right": 5, "brief": 5}'
         [trajectory] = await scored(scorer, "hello")
         assert trajectory.outcome == "ok"
@@ -187,7 +192,7 @@ async def test_equal_requests_are_sent_once_and_a_file_keeps_them(tmp_path):
         assert len(server.asked) == 1
 
 
-def refusing(*statuses):
+def refusing(*statuses, after="0"):
     """Refuses the first calls with these statuses."""
     left = list(statuses)
 
@@ -196,7 +201,7 @@ def refusing(*statuses):
             return "Score: 10"
         status = left.pop(0)
         error = {"error": {"message": "busy with sk-very-secret"}}
-        return JSONResponse(error, status, {"retry-after": "0"})
+        return JSONResponse(error, status, {"retry-after": after})
 
     return says
 
@@ -213,10 +218,11 @@ async def test_a_server_that_limits_fails_or_garbles_is_asked_again():
 
 async def test_a_server_that_keeps_failing_is_an_outage_and_one_that_refuses_is_not(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
-    keys = {"api_key_env": "JUDGE_KEY", "retry_seconds": 0.01}
-    async with scorer_of(refusing(*[503] * 99), **keys) as (scorer, server):
-        [trajectory] = await scored(scorer, "a")
+    keys = {"api_key_env": "JUDGE_KEY", "max_calls": 1}
+    async with scorer_of(refusing(*[503] * 99, after="60"), **keys) as (scorer, server):
+        _, trajectory = await scored(scorer, "z", "a")  # calls that fail cost nothing
         assert trajectory.outcome == "infra_error"
+        assert "busy with ***" in trajectory.info["error"]
         assert trajectory.outage
         assert "sk-very-secret" not in trajectory.info["error"]
         server.says = refusing(401, 401)
@@ -274,6 +280,7 @@ async def test_a_failed_comparison_is_left_out():
         assert (one.reward, two.reward) == (1.0, 0.0)
         assert bad.outcome == "infra_error"
         assert "no comparison succeeded: ValueError" in bad.info["error"]
+        assert "expected a line `Better: A`, `Better: B` or `Better: tie`" in bad.info["error"]
 
 
 @pytest.mark.parametrize("count", range(7))
@@ -290,24 +297,29 @@ def test_each_rollout_has_as_many_rivals(count):
     ("keys", "message"),
     [
         ({"url": "ftp://a"}, "url: got 'ftp://a', expected http(s)"),
-        ({"api_key_env": "NOT_SET_HERE"}, "the environment variable NOT_SET_HERE is not set"),
+        (
+            {"api_key_env": "NOT_SET_HERE"},
+            "api_key_env: the environment variable NOT_SET_HERE is not set",
+        ),
         ({"template": "{completion} {rubrik}"}, "template: got {rubrik}, expected one of {rubric}"),
         ({"template": "{prompt}"}, "template: has no {completion} or {conversation}"),
         ({"mode": "pairwise", "template": "{completion}"}, "template: {other}, the second reply"),
         ({"mode": "pairwise", **CRITERIA}, "criteria: mode pairwise asks for the better reply"),
         ({"weights": {"a": 1}}, "weights: got 'a', which is not in criteria"),
         ({"scale": [1, 1]}, "scale: got [1.0, 1.0], expected [low, high]"),
-        ({"attempts": 0}, "attempts and concurrency: expected at least 1"),
+        ({"attempts": 0}, "attempts: got 0, expected an integer >= 1"),
         ({"rivals": 3}, "rivals: got 3, expected an even number"),
         ({"max_cost": 1}, "max_cost: needs the price of tokens; set price"),
-        ({"rubrick": "x"}, "rewards.0.rubrick: unknown key; did you mean rewards.0.rubric?"),
+        ({"base_url": "x"}, "base_url: unknown key; did you mean rewards.0.url?"),
+        ({"base_dir": "x"}, "base_dir: unknown key"),
+        ({"rubrick": "x"}, "rubrick: unknown key; did you mean rewards.0.rubric?"),
     ],
 )
 def test_a_wrong_key_is_an_error_at_the_start(keys, message):
     section = {"type": "judge", "url": "http://127.0.0.1:9", "model": "m"} | keys
     with pytest.raises(ConfigError) as caught:
         assemble(parse_config({"prompts": ["a"], "rewards": [section]}))
-    assert message in str(caught.value)
+    assert f"rewards.0.{message}" in str(caught.value)
 
 
 async def test_a_run_reports_what_a_judge_behind_a_gate_cost_until_its_budget_ends_it(tmp_path):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import jsonschema
 import pytest
+from pydantic import BaseModel
 
 import retrain
 from retrain.adapters.losses import LossFunction
@@ -194,8 +195,19 @@ def test_an_abstract_class_names_what_it_lacks(folder: Path) -> None:
     assert "does not define advantages" in refusal("algorithm", "half.py:Half", folder)
 
 
+class Server(BaseModel, extra="forbid"):
+    """A nested mapping."""
+
+    url: str
+
+
 def wanted(
-    size: int, rate: float = 1.0, mode: Literal["a", "b"] = "a", names: tuple[str, ...] = ()
+    size: int,
+    rate: float = 1.0,
+    mode: Literal["a", "b"] = "a",
+    names: tuple[str, ...] = (),
+    server: Server | None = None,
+    shares: dict[str, float] | None = None,
 ) -> None:
     """What the signature tests bind."""
 
@@ -210,6 +222,9 @@ def wanted(
         ({"size": 1, "rate": "fast"}, "x.rate: got 'fast', expected a number"),
         ({"size": 1, "mode": "c"}, "x.mode: got 'c', expected 'a' or 'b'"),
         ({"size": 1, "names": [1]}, "x.names.0: got 1, expected a string"),
+        ({"size": 1, "server": {"url": "a", "name": 1}}, "x.server.name: unknown key"),
+        ({"size": 1, "server": {}}, "x.server.url: missing; wanted needs it"),
+        ({"size": 1, "shares": {"a": "b"}}, "x.shares.a: got 'b', expected a number"),
     ],
 )
 def test_the_signature_is_the_schema(keys: Mapping[str, Any], message: str) -> None:
@@ -342,7 +357,10 @@ object_ = Fine()
 
 def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
     message = problems(folder, rewards=["exact_match", "exact_match"])
-    assert "several rewards have the name {'exact_match'}: give each its own `name`" in message
+    assert (
+        "rewards.0 and rewards.1 have the same name 'exact_match': give each its own `name`"
+        in message
+    )
 
 
 def test_an_environments_constructor_that_raises_is_a_config_error(folder: Path) -> None:
@@ -487,6 +505,13 @@ def test_rows_without_the_answer_that_a_reward_asks_for_are_warned_of(folder: Pa
     (warning,) = make(folder, eval={"prompts": ["b"]}).warnings
     assert warning.startswith("eval.prompts: no row of the list has an answer")
     assert make(folder, prompts="bare.txt", rewards="mild.py").warnings == ()
+
+
+def test_credit_per_turn_that_clip_disables_is_warned_of(folder: Path) -> None:
+    turns, clipped = {"type": "grpo", "credit": "turns"}, {"type": "environment", "clip": [0, 1]}
+    (warning,) = make(folder, algorithm=turns, rewards=[clipped]).warnings
+    assert warning.startswith("rewards.0.clip: what each turn earned is not used of a clipped")
+    assert make(folder, algorithm={"type": "grpo"}, rewards=[clipped]).warnings == ()
 
 
 def test_a_stall_shorter_than_another_deadline_is_warned_of(folder: Path) -> None:

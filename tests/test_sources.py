@@ -108,7 +108,10 @@ def test_functions_filter_and_map_before_the_limit(tmp_path: Path) -> None:
     ("section", "message"),
     [
         ({"filter": {"size": 1}}, "the list, row 0: column `size` is missing; its columns are q"),
-        ({"filter": {"level": 7}}, "prompts: the list: filter keeps none of its 4 rows"),
+        ({"filter": {"level": 7}}, "prompts: the list: filter keeps none of its 4 rows; level has"),
+        ({"type": "mixture", "sources": [["a"]], "weights": [1]},
+         "prompts.weights: unknown key; set `weight` in each of the sources"),
+        ({"origin": 1}, "prompts.origin: unknown key"),
         ({"filter": {"level": {"least": 1}}}, "expected a value, a list of values, or a mapp"),
         ({"filter": "own.py:no"}, "prompts.filter: there is no no in"),
         ({"map": {"prompt": "text"}}, "row 0: column `text` is missing"),
@@ -177,6 +180,8 @@ def test_a_pattern_stands_for_several_files(tmp_path: Path) -> None:
     assert source.place(3) == "data/*.jsonl, b.jsonl, line 3"
     with pytest.raises(ConfigError, match=r"no file matches .*/data/\*\.json or "):
         parts_of(tmp_path, "data/*.json")
+    with pytest.raises(ConfigError, match=r"data is a folder, .* pattern such as data/\*\.jsonl"):
+        parts_of(tmp_path, {"type": "file", "path": "data/"})
 
 
 def test_a_large_file_is_read_by_index_and_must_not_change(

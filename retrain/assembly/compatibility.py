@@ -79,6 +79,16 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             "trainer's probability to the sampler's. This backend's trainer does not apply these "
             "settings, so the ratio is not 1 even for fresh samples; watch kl/sampler_trainer"
         )
+    if config.algorithm.arguments.get("credit", "whole") != "whole":
+        for index, reward in enumerate(config.rewards):
+            # the built-in rewards have no parts per turn
+            parts = reward.type == "environment" or ":" in reward.type or ".py" in reward.type
+            if parts and reward.clip is not None:
+                yield (
+                    f"rewards.{index}.clip: what each turn earned is not used of a clipped reward: "
+                    "all of it counts at the last turn, despite algorithm.credit. Remove clip to "
+                    "give each turn its own credit"
+                )
     own = sorted(SHAPING.intersection(config.endpoint.honour))
     if own and row_of(loss).reads == "ratio":
         yield (

@@ -24,6 +24,7 @@ def bind(
     where: str,
     *,
     given: Mapping[str, Any] | None = None,
+    bound: Mapping[str, Any] | None = None,
     provided: Collection[str] = (),
     beside: Collection[str] = (),
     known: Mapping[str, str] | None = None,
@@ -31,7 +32,8 @@ def bind(
     """The keyword arguments to call `target` with: the config's keys, checked and converted.
 
     Args:
-        given: Values for parameters of these names, such as `base_dir`; keys override them.
+        given: What retrain passes to parameters of these names, such as `base_dir`: not keys.
+        bound: Values for parameters of these names, which keys override.
         provided: Parameters that are filled in later, and can't be set by keys.
         beside: Other valid keys at this place, for the hints.
         known: The keys of the whole config and their paths, for the hints.
@@ -39,20 +41,25 @@ def bind(
     Raises PluginError with every unknown, missing or wrongly typed key.
     """
     parameters = _signature(target)
-    before = {name: value for name, value in (given or {}).items() if name in parameters}
+    ours = {name: value for name, value in (given or {}).items() if name in parameters}
+    before = {name: value for name, value in (bound or {}).items() if name in parameters}
+    provided = (*provided, *ours)
     try:
         keys = typed_keys(target, provided, given=before).validate_python(dict(arguments))
     except ValidationError as error:
-        others = f", in addition to what it is called with: {', '.join(provided)}"
-        missing = f"{getattr(target, '__name__', target)} needs it{others if provided else ''}"
+        called_with = [name for name in provided if name not in ours]
+        others = f", in addition to what it is called with: {', '.join(called_with)}"
+        missing = f"{getattr(target, '__name__', target)} needs it{others if called_with else ''}"
         valid = [name for name in (*parameters, *beside) if name not in provided]
-        problems = problems_of(error, valid, prefix=where, known=known, missing=missing)
+        problems = problems_of(
+            error, valid, prefix=where, known=known, missing=missing, values=arguments
+        )
         raise PluginError(*problems) from None
     if taken := [key for key in keys if key in provided]:  # only with **kwargs: all keys are valid
         raise PluginError(
             *(f"{where}.{key}: the run sets this argument; remove it" for key in taken)
         )
-    return {**before, **keys}
+    return {**ours, **before, **keys}
 
 
 def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> dict[str, Any]:

@@ -17,6 +17,13 @@ _SECRET = re.compile(
 _LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
+_LOCAL = {
+    "gate": ("only_if", "use only_if"),
+    "weights": ("sources", "set `weight` in each of the sources"),
+}
+"""An unknown key, a key that is valid beside it, and what to do."""
+
+
 def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str, str]) -> list[str]:
     """The problem with an unknown key: one line, or one per key inside an unknown section.
 
@@ -25,6 +32,8 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
     """
     section, _, name = path.rpartition(".")
     here = {choice: f"{section}.{choice}".lstrip(".") for choice in valid}
+    if name in _LOCAL and _LOCAL[name][0] in here:
+        return [f"{path}: unknown key; {_LOCAL[name][1]}"]
     home = PATHS.get(path)
     if home is None and HOMES.get(name) in here.values():
         home = HOMES[name]  # `backend.lr` is not a misspelt lr_scheduler
@@ -37,8 +46,9 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
             return [line for lines in inner for line in lines]
     advice = f"; expected one of {', '.join(sorted(here))}" if here else ""
     others = [other for other in known if known[other] != path]  # of another type of this section
-    for near in difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.6):
-        advice = f"; did you mean {here.get(near) or known[near]}?"
+    close = difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.6)
+    if close := [end] if (end := _ends_in(name, list(here))) else close:
+        advice = f"; did you mean {here.get(close[0]) or known[close[0]]}?"
     if home := home or _home(path, known):
         advice = f"; use {home}"
     return [f"{path}: unknown key{f'; {ADVICE[name]}' if name in ADVICE else advice}"]
@@ -52,6 +62,11 @@ def _nearest(name: str, choices: Sequence[str]) -> str | None:
     for near in difflib.get_close_matches(name, words, n=1, cutoff=0.8):
         return words[near]
     return None
+
+
+def _ends_in(name: str, choices: Sequence[str]) -> str | None:
+    """The key that is the last word of `name`: `base_url` is url."""
+    return next((choice for choice in choices if name.endswith(f"_{choice}")), None)
 
 
 def secrets(value: Any, path: str = "") -> Iterator[str]:

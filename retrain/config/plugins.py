@@ -160,7 +160,10 @@ def _member(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
     names = ", ".join(_candidates(kind, module))
     others = f"it defines {names}" if names else f"it defines no {base.__name__}"
     if value is None:
-        raise PluginError(f"{where}: there is no {name} in {source}; {others}")
+        public = [known for known in dir(module) if known[0] != "_"]
+        near = difflib.get_close_matches(name, public, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; {others}"
+        raise PluginError(f"{where}: there is no {name} in {source}{hint}")
     raise PluginError(f"{where}: {name} in {source} is no {base.__name__}; {others}")
 
 
@@ -286,19 +289,43 @@ def _blamed(where: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def construct(where: str, made: Callable[[], T]) -> T:
-    """Call a constructor, which may be a user's; what it raises is a problem of the config."""
+def construct(where: str, made: Callable[[], T], plugin: Any = None) -> T:
+    """Call a constructor, which may be a user's; what it raises is a problem of the config.
+
+    `plugin` is what `made` calls, if it is not `made` itself. A ValueError of which the text
+    begins with "KEY: ", where KEY is one of its arguments, is a problem of that key.
+    """
+    target = plugin or getattr(made, "func", made)
     try:
         return made()
     except PromptError as error:
-        raise PromptError(*(f"{where}: {problem}" for problem in error.problems)) from error
-    except ConfigError:
-        raise
+        raise PromptError(
+            *(_at_key(where, problem, target) for problem in error.problems)
+        ) from error
+    except ConfigError as error:
+        if error.source or not all(_is_key(problem, target) for problem in error.problems):
+            raise
+        raise type(error)(*(f"{where}.{problem}" for problem in error.problems)) from error
     except Exception as error:
-        name = getattr(getattr(made, "func", made), "__name__", "the constructor")
+        if isinstance(error, ValueError) and _is_key(str(error), target):
+            raise PluginError(f"{where}.{error}") from error
+        name = getattr(target, "__name__", "the constructor")
         raise PluginError(
             f"{where}: {name}(...) raised {type(error).__name__}: {error}{line_of(error)}"
         ) from error
+
+
+def _at_key(where: str, problem: str, target: Any) -> str:
+    return f"{where}{'.' if _is_key(problem, target) else ': '}{problem}"
+
+
+def _is_key(problem: str, target: Any) -> bool:
+    """Whether a problem begins with the name of an argument and a colon."""
+    key, colon, _ = problem.partition(": ")
+    try:
+        return bool(colon) and key in inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def line_of(error: BaseException) -> str:

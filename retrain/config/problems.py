@@ -44,16 +44,18 @@ def problems_of(
     prefix: str = "",
     known: Mapping[str, str] | None = None,
     missing: str = "it has no default",
+    values: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """One line per problem, each with its dotted path below `prefix`; none for `ignored` paths.
 
     `keys` is the model that was validated, or the valid keys of a plug-in. `known` maps the names
-    of further keys to their paths. `missing` says who needs a missing key.
+    of further keys to their paths. `missing` says who needs a missing key. `values` are the
+    plug-in's keys.
     """
     names = {**(keys_of(keys, prefix) if isinstance(keys, type) else {}), **(known or {})}
     alike: dict[str, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
-        location = _place(keys, detail["loc"])[0]
+        location = _place(keys, detail["loc"], values)[0]
         path = ".".join(map(str, (prefix, *location) if prefix else location))
         if not any(path == other or path.startswith(f"{other}.") for other in ignored):
             visible = {**detail, "input": _visible(detail["input"], path, ignored)}
@@ -66,7 +68,8 @@ def problems_of(
         elif kind.startswith("union_tag"):
             lines.append(_no_such_type(path, details[0]["ctx"], _place(keys, location)[1]))
         elif kind == "missing":
-            lines.append(f"{path}: missing; {_MISSING.get(str(location[-1]), missing)}")
+            advice = _MISSING.get(str(location[-1]), missing)
+            lines.append(f"{path}: missing; {advice}{_type_as_key(location[-1], value)}")
         elif kind == "value_error" and isinstance(value, Mapping):  # a validator of the section
             lines.append(f"{path}: {details[0]['ctx']['error']}")
         else:
@@ -83,6 +86,14 @@ def problems_of(
 def _no_such_type(path: str, context: Mapping[str, Any], options: Sequence[type[BaseModel]]) -> str:
     got = f"got {context['tag']!r}" if "tag" in context else "missing"
     return f"{path}.type: {got}, expected {' or '.join(map(_tag, options))}"
+
+
+def _type_as_key(missing: int | str, section: Any) -> str:
+    """Advice for `{numeric: {...}}`, whose only key is a type."""
+    if missing != "type" or not isinstance(section, Mapping) or len(section) != 1:
+        return ""
+    [(name, inner)] = section.items()
+    return f"; write {{type: {name}, ...}}" if inner is None or isinstance(inner, Mapping) else ""
 
 
 def _in_yaml(value: Any) -> str:
@@ -143,19 +154,21 @@ def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
 def _beside(keys: type[BaseModel] | Sequence[str], location: Sequence[int | str]) -> Sequence[str]:
     """The valid keys at the place of `location`'s last part."""
     if not isinstance(keys, type):
-        return keys
+        return keys if len(location) == 1 else ()
     return [key for model in _place(keys, location[:-1])[1] for key in _keys(model)]
 
 
 def _place(
-    keys: type[BaseModel] | Sequence[str], location: Sequence[int | str]
+    keys: type[BaseModel] | Sequence[str],
+    location: Sequence[int | str],
+    values: Mapping[str, Any] | None = None,
 ) -> tuple[list[int | str], list[type[BaseModel]]]:
     """The keys on the way, and the models that are possible there.
 
     In pydantic's `location` the other strings name the members of a union.
     """
     if not isinstance(keys, type):
-        return [*location[:1], *(part for part in location[1:] if isinstance(part, int))], []
+        return _way(location, values or {}), []
     path: list[int | str] = []
     models, union = [keys], False
     for part in location:
@@ -171,6 +184,20 @@ def _place(
             continue
         path.append(part)
     return path, models
+
+
+def _way(location: Sequence[int | str], values: Any) -> list[int | str]:
+    """The parts of a plug-in's `location` that are indices and keys, also a missing one."""
+    path: list[int | str] = []
+    for depth, part in enumerate(location):
+        if isinstance(part, int):
+            values = values[part] if isinstance(values, list) and part < len(values) else None
+        elif isinstance(values, Mapping) and (part in values or depth == len(location) - 1):
+            values = values.get(part)
+        elif depth:  # a member of a union
+            continue
+        path.append(part)
+    return path
 
 
 def _tag(model: type[BaseModel]) -> str:

@@ -55,7 +55,7 @@ def _checked(
 ) -> RunConfig:
     mapping = _spelt_out(mapping)
     hidden = list(secrets(mapping))
-    problems += [f"{_line(path, marks)}{path}: {_NO_SECRETS}" for path in hidden]
+    problems += [f"{_line(path, marks)}{path}: {_no_secret(path)}" for path in hidden]
     if mapping.pop("base_dir", None) is not None:
         problems.append("base_dir: unknown key; remove it: it is always the config file's folder")
     try:
@@ -68,10 +68,13 @@ def _checked(
     return config.model_copy(update={"base_dir": base_dir})
 
 
-_NO_SECRETS = (
-    "a config can't contain secrets: remove it, and set the environment variable of the service, "
-    "such as TINKER_API_KEY or WEAVER_API_KEY"
-)
+def _no_secret(path: str) -> str:
+    """What to do with the secret at a path."""
+    variable = "the environment variable of the service, such as TINKER_API_KEY or WEAVER_API_KEY"
+    section, _, key = path.rpartition(".")
+    if path.startswith(("rewards.", "opponents.", "eval.opponents.")) and key == "api_key":
+        variable = f"{section}.api_key_env to the name of an environment variable that holds it"
+    return f"a config can't contain secrets: remove it, and set {variable}"
 
 
 def _spelt_out(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,9 @@ No message quotes the YAML, which may contain a secret.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ import yaml
 from retrain.config.paths import broken_link, neighbours
 from retrain.errors import ConfigError, shown
 
+_log = logging.getLogger(__name__)
+_TEXTS = frozenset({"after", "marker", "pattern", "system", "template"})
+"""Keys whose values may well contain a #."""
+_COMMENT = re.compile(r"[ \t]+#(#?)")
 Marks = dict[str, int]
 """The line number of each dotted path."""
 
@@ -63,6 +68,12 @@ def parse_yaml(text: str, source: str = "") -> tuple[Any, Marks]:
         marks: Marks = {}
         twice: list[str] = []
         _walk(node, "", marks, twice)
+        for path, number in _cut_off(node, "", text):
+            _log.warning(
+                "%sline %d: %s ends before the #, which starts a comment in YAML. If the # belongs "
+                "to the value, put the value in quotes",
+                f"{source}: " if source else "", number, path or "the value",
+            )  # fmt: skip
         value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -122,7 +133,12 @@ def apply_override(config: dict[str, Any], path: Sequence[str], value: Any) -> N
 
 
 def _index(items: list[Any], key: str, here: str) -> int:
-    if not key.isdigit() or int(key) > len(items):
+    if not key.isdigit():
+        raise ConfigError(
+            f"argument {here}.{key}=...: {here} is a list of {len(items)}; expected an index, such "
+            f"as {here}.0.{key}"
+        )
+    if int(key) > len(items):
         raise ConfigError(
             f"argument {here}.{key}=...: {here} is a list of {len(items)}; "
             f"expected an index from 0 to {len(items)}"
@@ -148,6 +164,21 @@ def _walk(node: Any, path: str, marks: Marks, twice: list[str]) -> None:
                 seen[key.value] = line
             marks[inner] = line
             _walk(value, inner, marks, twice)
+
+
+def _cut_off(node: Any, path: str, text: str) -> Iterator[tuple[str, int]]:
+    """The strings without quotes that a comment may end by mistake, with their lines: before ##,
+    and those of `_TEXTS` before any #."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _cut_off(value, f"{path}.{key.value}".lstrip("."), text)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _cut_off(value, f"{path}.{index}".lstrip("."), text)
+    elif node.style is None and (comment := _COMMENT.match(text, node.end_mark.index)):
+        is_text = path.rpartition(".")[2] in _TEXTS
+        if is_text or (comment[1] and node.tag.endswith(":str")):
+            yield path, node.end_mark.line + 1
 
 
 def _kind(value: Any) -> str:

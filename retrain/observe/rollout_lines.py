@@ -85,6 +85,8 @@ def _line(trajectory: Trajectory) -> dict[str, Any]:
         "stop_reasons": [completion.stop_reason for completion in completions],
         "seconds": trajectory.seconds,
     }
+    if trajectory.turn_rewards:
+        line["turn_rewards"] = trajectory.turn_rewards
     if any(completion.versions for completion in completions):
         line["spans"] = [_spans(completion) for completion in completions]
     if trajectory.turns and trajectory.turns[0].messages:
@@ -120,6 +122,9 @@ def _quick(rollouts: Sequence[Trajectory]) -> Iterator[str]:
                 raise ValueError
             versions += f",{completion.version:d}"
             stops += f",{quoted(completion.stop_reason)}"
+        earned = ""
+        if trajectory.turn_rewards:
+            earned = f',"turn_rewards":[{",".join(map(_number, trajectory.turn_rewards))}]'
         if trajectory.seconds != seconds:  # those of a group are often equal
             seconds = trajectory.seconds
             timed = _numbers(seconds)
@@ -128,7 +133,7 @@ def _quick(rollouts: Sequence[Trajectory]) -> Iterator[str]:
             f'"rewards":{_numbers(trajectory.rewards)},"reward":{_number(trajectory.reward)},'
             f'"outcome":"ok","error":null,"versions":[{versions[1:]}],'
             f'"tokens":{trajectory.sampled_tokens},"stop_reasons":[{stops[1:]}],'
-            f'"seconds":{timed}'
+            f'"seconds":{timed}{earned}'
         )
 
 

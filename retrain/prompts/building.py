@@ -33,7 +33,7 @@ def built(
         beside=type(section).model_fields,
         known=known,
     )
-    source = construct(where, lambda: _made(target, keys, section.type))
+    source = construct(where, lambda: _made(target, keys, section.type), target)
     return construct(where, lambda: prepared(source, section, origin.base_dir, where))
 
 

@@ -131,7 +131,8 @@ def _split(
 ) -> PromptSource:
     if not found.kept:
         name = source.name or type(source).__name__
-        raise PromptError(found.why or f"{name}: filter keeps none of its {total} rows")
+        seen = shape.filtered_values(source.rows())
+        raise PromptError(found.why or f"{name}: filter keeps none of its {total} rows{seen}")
 
     def part(chosen: Callable[[int], bool]) -> PreparedPrompts:
         if keys.held_out is None:

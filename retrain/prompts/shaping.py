@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from retrain.config import PromptsConfig
 from retrain.config.plugins import find_function
-from retrain.errors import PromptError, shown
+from retrain.errors import PromptError, first_of, shown
 from retrain.prompts.base import as_row, parse_row
 from retrain.types import Message, Row
 
@@ -42,6 +43,19 @@ class Shape:
             return bool(keeps(_columns(raw)))
         columns = _columns(raw)
         return all(_holds(_column(columns, name), wanted) for name, wanted in keeps.items())
+
+    def filtered_values(self, raws: Iterable[Raw]) -> str:
+        """For a message: some values of the columns that a `filter` of conditions reads."""
+        if not isinstance(self._keeps, Mapping):
+            return ""
+        found: dict[str, dict[str, None]] = {name: {} for name in self._keeps}
+        for raw in islice(raws, 1000):
+            columns = _columns(raw)
+            for name, values in found.items():
+                if name in columns:
+                    values[shown(columns[name])] = None
+        parts = (f"{name} has {first_of(list(values))}" for name, values in found.items())
+        return f"; {'; '.join(parts)}"
 
     def changed(self, raw: Raw) -> Raw:
         """What `map` makes of the row."""

@@ -137,7 +137,7 @@ def _function(found: Any, section: RewardConfig, where: str) -> FunctionReward:
         function,
         section.arguments,
         where,
-        given=made.bound if made else {},
+        bound=made.bound if made else {},
         provided=NAMES,
         beside=RewardConfig.model_fields,
     )

@@ -58,10 +58,10 @@ class Composition:
     """
 
     def __init__(self, terms: Sequence[Term]) -> None:
+        _check_names(terms)
         if all(term.name != ENVIRONMENT for term, _ in _walk(terms)):
             terms = [Term(ENVIRONMENT, 1.0), *terms]
         named = [term for term, _ in _walk(terms)]
-        _check_names(named)
         self.terms = tuple(terms)
         self.rewards = tuple(term for term in named if isinstance(term, WeightedReward))
         self.combined = tuple(term for term in named if isinstance(term, Combined))
@@ -241,12 +241,24 @@ def _leaves(term: Term) -> Iterator[str]:
 
 
 def _check_names(terms: Sequence[Term]) -> None:
-    names = [term.name for term in terms]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise PluginError(f"several rewards have the name {twice}: give each its own `name`")
-    if any(term.name == ENVIRONMENT and type(term) is not Term for term in terms):
+    places: dict[str, list[str]] = {}
+    for path, term in _paths(terms, "rewards"):
+        places.setdefault(term.name, []).append(path)
+    for name, paths in places.items():
+        if len(paths) > 1:
+            raise PluginError(
+                f"{' and '.join(paths)} have the same name '{name}': give each its own `name`"
+            )
+    if any(term.name == ENVIRONMENT and type(term) is not Term for term, _ in _walk(terms)):
         raise PluginError(
             f"rewards: the name '{ENVIRONMENT}' is reserved for the reward of the environment's "
             "steps: set another `name`"
         )
+
+
+def _paths(terms: Sequence[Term], where: str) -> Iterator[tuple[str, Term]]:
+    """Each entry with its path in the config."""
+    for index, term in enumerate(terms):
+        yield f"{where}.{index}", term
+        if isinstance(term, Combined):
+            yield from _paths(term.of, f"{where}.{index}.of")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -41,6 +42,8 @@ SLOW = 0.02
 """Seconds. A plain function that is slower gets one thread per rollout instead of per group."""
 
 
+LOUD = 8
+"""After so many consecutive groups in which each call of a reward failed, a warning says so."""
 NOT_CALLED: Any = object()
 """In place of the verdict on a rollout for which a gate was closed."""
 
@@ -66,8 +69,12 @@ class Scorer:
         self._bounds = {part.name: asyncio.Semaphore(concurrency) for part in self.rewards}
         self._pool = DaemonPool(4 * concurrency)
         self._slow: set[str] = set()
+        self._fault: Callable[[str], None] = _log.warning
+        self._failed = Counter[str]()
+        """For each reward, in how many consecutive groups each of its calls failed."""
         self._gates: dict[str, list[bool]] = {}
-        """For each gated reward, whether it was called for the rollouts since the last step."""
+        """For each gated reward, whether it was called for the training rollouts since the last
+        step: the tickets of evaluations have the epoch -1."""
 
     @asynccontextmanager
     async def serving(self, fault: Callable[[str], None] = _log.warning) -> AsyncIterator[None]:
@@ -76,6 +83,7 @@ class Scorer:
         `fault` is called with the error of a `close`, which affects no rollout. Raises RunError
         with every `setup` that fails.
         """
+        self._fault = fault
         tenures = [Tenure(p.name, p.calculator, self.deadlines, fault) for p in self.rewards]
         try:
             errors = [error for tenure in tenures if (error := await tenure.ready())]
@@ -134,7 +142,8 @@ class Scorer:
             for name in self.composition.needs(part.name):
                 await done[name].wait()
             admits = [self.composition.admits(part.name, values, step) for values in known]
-            if self.composition.is_gated(part.name):
+            training = trajectories[0].prompt.ticket.epoch >= 0
+            if training and self.composition.is_gated(part.name):
                 self._gates.setdefault(part.name, []).extend(admits)
             for trajectory, values in zip(trajectories, known, strict=True):
                 trajectory.rewards |= {n: values[n] for n in part.calculator.after if n in values}
@@ -203,6 +212,23 @@ class Scorer:
             )
 
     async def verdicts(
+        self, part: WeightedReward, trajectories: Sequence[Trajectory]
+    ) -> Sequence[Any]:
+        """One verdict per trajectory, and a warning if a reward keeps failing: behind a gate it
+        would otherwise only drop the rollouts that it should reward."""
+        verdicts = await self._called(part, trajectories)
+        if verdicts and all(isinstance(verdict, UserCodeError) for verdict in verdicts):
+            self._failed[part.name] += 1
+            if self._failed[part.name] == LOUD:
+                self._fault(
+                    f"reward '{part.name}': every call failed in {LOUD} consecutive groups, so "
+                    f"none of these rollouts is trained: {verdicts[0]}"
+                )
+        else:
+            self._failed[part.name] = 0
+        return verdicts
+
+    async def _called(
         self, part: WeightedReward, trajectories: Sequence[Trajectory]
     ) -> Sequence[Any]:  # any: what user code returned, or an exception; `checked` judges
         """One verdict per trajectory. The deadline starts once the bound admits the group."""

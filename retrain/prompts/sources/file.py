@@ -14,7 +14,7 @@ from typing import Any
 from retrain.config.paths import find_file, places
 from retrain.errors import PromptError
 from retrain.prompts.base import PromptSource
-from retrain.prompts.files import Format, table_of
+from retrain.prompts.files import FORMATS, Format, table_of
 
 
 class FilePrompts(PromptSource):
@@ -64,6 +64,12 @@ def _files(path: str, base_dir: Path | None) -> list[Path]:
     """The file, or the files that match a pattern."""
     tried = places(path, base_dir)
     if not glob.has_magic(path) or any(map(os.path.isfile, tried)):
+        if folder := next((place for place in tried if place.is_dir()), None):
+            ends = sorted({file.suffix for file in folder.iterdir() if file.suffix in FORMATS})
+            raise PromptError(
+                f"{folder} is a folder, expected a file, or a pattern such as "
+                f"{path.rstrip('/')}/*{ends[0] if ends else '.jsonl'}"
+            )
         return [find_file(path, base_dir, error=PromptError)]
     for pattern in tried:
         if found := sorted(filter(os.path.isfile, glob.glob(str(pattern), recursive=True))):
