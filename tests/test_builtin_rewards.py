@@ -248,7 +248,6 @@ def test_a_wrong_key_is_an_error_at_once(keys: dict[str, Any], problem: str) -> 
 def test_a_missing_package_is_an_error_with_the_install_command(
     name: str, package: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setitem(__import__("sys").modules, package, None)
     keys = {"pattern": "a"} if name == "regex" else {}
     with pytest.raises(ConfigError, match=rf"the reward {name} needs .*pip install .*{command}"):
