@@ -177,7 +177,7 @@ def _place(
             annotation = owner.model_fields[part].annotation
             models, union = _models_in(annotation), _is_union(annotation)
         elif tagged := [model for model in models if len(models) > 1 and _tag(model) == part]:
-            models = tagged
+            models, union = tagged, False
             continue
         elif isinstance(part, str) and union and len(models) < 2:
             union = not models
