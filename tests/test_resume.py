@@ -364,6 +364,20 @@ async def test_what_a_resume_lets_pass_is_told(tmp_path):
     )
 
 
+async def test_other_rows_of_the_same_source_are_told_at_a_resume(tmp_path, monkeypatch):
+    (tmp_path / "drawn.py").write_text(
+        "import os\ndef drawn(): yield from [os.environ['LETTER'] + '='] * 4\n"
+    )
+    prompts = {"type": f"{tmp_path}/drawn.py", "map": {"answer": "prompt"}}
+    for letter, steps, expected in (("a", 3, 0), ("a", 6, 0), ("b", 9, 1)):
+        monkeypatch.setenv("LETTER", letter)
+        config = config_in(tmp_path / "run", prompts=prompts, train={"total_train_steps": steps})
+        await train(config, resume=steps > 3)
+        faults = [e for e in read_events(tmp_path / "run") if e["event"] == "fault"]
+        assert len(faults) == expected
+    assert "trains on other prompts" in faults[0]["error"]
+
+
 async def test_p10_cancelling_a_run_checkpoints_at_the_step_boundary(tmp_path):
     class SlowUpdate(MockAdapter):
         under_way = asyncio.Event()

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
-from retrain.errors import PromptError
+from retrain.errors import PromptError, install_command
 
 Format = Literal["jsonl", "json", "csv", "txt", "parquet"]
 FORMATS: Mapping[str, Format] = {
@@ -255,7 +255,7 @@ class ParquetTable(Table):
             self._file: Any = import_module("pyarrow.parquet").ParquetFile(path)
         except ImportError:
             raise PromptError(
-                f"{path}: parquet needs pyarrow, which is not installed: pip install pyarrow"
+                f"{path}: parquet needs pyarrow, which is not installed: {install_command('trl')}"
             ) from None
         except arrow.ArrowException as error:
             raise PromptError(f"{path}: invalid parquet: {error}") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config.paths import places
-from retrain.errors import PromptError
+from retrain.errors import PromptError, install_command
 from retrain.prompts.base import PromptSource
 from retrain.prompts.sequences import IteratedPrompts
 
@@ -68,7 +68,7 @@ def load_dataset(
     except ImportError:
         raise PromptError(
             f"data set {path}: needs the library datasets, which is not installed: "
-            "pip install datasets"
+            f"{install_command('trl')}"
         ) from None
     saved = next((folder for folder in places(path, base_dir) if folder.is_dir()), None)
     try:
