@@ -23,14 +23,14 @@ async def measure(mode: str, programs: int, at_once: int) -> None:
         results = await asyncio.gather(*single)
         wall = (time.perf_counter() - started) / programs
         assert not any(result.exit_code for result in results)
-        alone = sorted(result.seconds for result in results)[programs // 2]
+        median = sorted(result.seconds for result in results)[programs // 2]
         tests = read_tests(["assert f(1) == 2", "assert f(2) == 3"])
         started = time.perf_counter()
         graded = [grade(sandbox, "def f(x): return x + 1", tests) for _ in range(programs)]
         assert all(all(result.passed) for result in await asyncio.gather(*graded))
         both = (time.perf_counter() - started) / programs
     print(
-        f"{mode:<12} {1 / wall:6.0f} programs/s, {1e3 * alone:5.1f} ms from start to end of one; "
+        f"{mode:<12} {1 / wall:6.0f} programs/s, {1e3 * median:5.1f} ms from start to end of one; "
         f"{1 / both:6.0f} graded/s ({at_once} at once)"
     )
 

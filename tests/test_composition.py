@@ -176,12 +176,12 @@ async def test_a_gated_reward_whose_every_call_fails_is_reported_once_and_not_fo
             raise KeyError("oops")
 
     gated = WeightedReward("broken", 1.0, Broken(), gate=GateConfig(name="first"))
-    scorer, told = Scorer([gated, WeightedReward("first", 1.0, Length())]), []
-    async with scorer.serving(told.append):
+    scorer, warnings = Scorer([gated, WeightedReward("first", 1.0, Length())]), []
+    async with scorer.serving(warnings.append):
         for _ in range(20):
             group = played("", "a")
             await scorer.score(group)
-        [message] = told
+        [message] = warnings
         assert "reward 'broken': every call failed in 8 consecutive groups" in message
         assert "KeyError: 'oops'" in message
         assert scorer.metrics() == {"reward/broken/called": 0.5}

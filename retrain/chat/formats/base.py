@@ -36,8 +36,8 @@ class Format(ABC):
     """A way to write tool calls."""
 
     tokens: ClassVar[Sequence[str]] = ()
-    """Markup that may be special tokens, which plain decoding would drop. The first one tells a
-    template of this format from others, if no other built-in format has it."""
+    """Markup that may be special tokens, which plain decoding would drop. If no other built-in
+    format has the first one, a template with it is taken to be of this format."""
     ends: ClassVar[Sequence[str]] = ()
     """Tokens that end a turn, beside those of the chat template."""
     replaced: ClassVar[Sequence[str]] = ()
