@@ -25,7 +25,7 @@ from retrain import (
     StepResult,
     find_function,
     find_object,
-    install_command,
+    needing,
 )
 
 COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
@@ -166,12 +166,8 @@ def _tried(
     id: str, kwargs: dict[str, Any], ansi: bool, base_dir: Path
 ) -> tuple[Callable[[], Any], Any]:
     """Make the environment once, so that what is wrong is known before the run."""
-    try:
+    with needing("gymnasium"):
         from gymnasium.envs.registration import make
-    except ImportError as error:
-        command = install_command("gymnasium")
-        said = f"gymnasium is not installed ({error}): {command}"
-        raise ConfigError(f"environment.type: {said}") from error
     maker = partial(make, id, disable_env_checker=True, **kwargs)
     if ":" in id and not re.search(r"-v\d+$", id):
         maker = partial(find_object(id, base_dir, "environment.id"), **kwargs)

@@ -39,7 +39,7 @@ from retrain import (
     ToolError,
     ToolSpec,
     find_command,
-    install_command,
+    needing,
     owned_programs,
 )
 
@@ -130,13 +130,8 @@ class Mcp(ToolEnvironment):
             tool_seconds=tool_seconds,
             max_result_characters=max_result_characters,
         )
-        try:
+        with needing("mcp"):
             import mcp.client.client  # noqa: F401 - not in mcp 1
-        except ImportError:
-            raise ConfigError(
-                "environment.type: mcp needs the package mcp 2, which is not installed: "
-                f"{install_command('mcp')}"
-            ) from None
         if not servers:
             raise ConfigError("environment.servers: got an empty list, expected servers")
         self.servers = [

@@ -20,7 +20,7 @@ from retrain import (
     Prompt,
     StepResult,
     find_function,
-    install_command,
+    needing,
 )
 
 OWN_LIMIT = 1e9
@@ -52,12 +52,8 @@ class OpenEnv(Environment):
         size: int = 1000,
         base_dir: Path = Path(),
     ) -> None:
-        try:
+        with needing("openenv"):
             from openenv.core.generic_client import GenericEnvClient
-        except ImportError as error:
-            command = install_command("openenv")
-            said = f"openenv is not installed ({error}): {command}"
-            raise ConfigError(f"environment.type: {said}") from error
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"environment.url: got {url!r}, expected http://... or https://...")
         self.parse: Callable[[str], Mapping[str, Any]] = lambda text: {action: text}

@@ -20,7 +20,7 @@ from retrain import (
     Prompt,
     StepResult,
     in_thread,
-    install_command,
+    needing,
 )
 
 _made: dict[str, Any] = {}
@@ -51,12 +51,8 @@ class ReasoningGym(Environment):
         answer_tag: str = "answer",
         system: str | None = None,
     ) -> None:
-        try:
+        with needing("reasoning-gym"):
             from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
-        except ImportError as error:
-            command = install_command("reasoning-gym")
-            said = f"Reasoning Gym is not installed ({error}): {command}"
-            raise ConfigError(f"environment.type: {said}") from error
         if system is None:
             system = "default" if answer_tag == "answer" else ""
         system = SYSTEM_PROMPTS.get(system, system)

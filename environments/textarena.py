@@ -22,7 +22,7 @@ from retrain import (
     Prompt,
     StepResult,
     in_thread,
-    install_command,
+    needing,
 )
 
 T = TypeVar("T")
@@ -115,12 +115,8 @@ class TextArena(Environment):
 
     def _check(self) -> None:
         """Start the game once; raises ConfigError if that fails."""
-        try:
+        with needing("textarena"):
             from textarena.envs.registration import ENV_REGISTRY
-        except ImportError as error:
-            command = install_command("textarena")
-            said = f"textarena is not installed ({error}): {command}"
-            raise ConfigError(f"environment.type: {said}") from error
         if self.id not in ENV_REGISTRY:
             near = " or ".join(difflib.get_close_matches(self.id, ENV_REGISTRY) or ENV_REGISTRY)
             raise ConfigError(

@@ -23,7 +23,7 @@ _HOMES = {
     "retrain.errors": (
         "AdapterError BudgetError CheckpointError ConfigError DeadlineError NoSignalError "
         "NonFiniteError OutageError PluginError PromptError RetrainError RunError StallError "
-        "UserCodeError install_command"
+        "UserCodeError needing"
     ),
     "retrain.observe.callbacks": "Callback TrainingResult",
     "retrain.observe.loggers": "Logger",
@@ -85,7 +85,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.errors import PluginError as PluginError, PromptError as PromptError
     from retrain.errors import RetrainError as RetrainError, RunError as RunError
     from retrain.errors import StallError as StallError, UserCodeError as UserCodeError
-    from retrain.errors import install_command as install_command
+    from retrain.errors import needing as needing
     from retrain.observe.callbacks import Callback as Callback, TrainingResult as TrainingResult
     from retrain.observe.loggers import Logger as Logger
     from retrain.pipeline import train as train

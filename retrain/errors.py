@@ -27,8 +27,8 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _OWN = re.compile(
@@ -208,3 +208,15 @@ def install_command(extra: str) -> str:
         if 'name = "retrain-rl"' in (root / "pyproject.toml").read_text(encoding="utf-8"):
             return f"pip install -e '{'.' if root == Path.cwd() else root}[{extra}]'"
     return f"pip install 'retrain-rl[{extra}]'"
+
+
+@contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """For imports of optional packages; one that is missing raises ConfigError, which says what to
+    install."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"the extra {extra} is not installed ({error}): {install_command(extra)}"
+        ) from error

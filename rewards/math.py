@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
 from typing import Any
 
-from retrain import PluginError, Reward, RewardCalculator, Trajectory, install_command
+from retrain import Reward, RewardCalculator, Trajectory, needing
 
 
 class Math(RewardCalculator):
@@ -27,16 +26,11 @@ class Math(RewardCalculator):
     needs_answer = True
 
     def __init__(self, boxed: bool = False, timeout: int = 5) -> None:
-        if find_spec("math_verify") is None:
-            command = install_command("math")
-            raise PluginError(f"the reward math needs the package math-verify: {command}")
+        with needing("math"):
+            import math_verify
         if timeout < 1:
             raise ValueError(f"timeout is {timeout}, expected an integer >= 1")
         self.boxed, self.timeout = boxed, timeout
-
-    async def setup(self) -> None:
-        import math_verify
-
         self.library = math_verify
 
     async def calculate(self, trajectory: Trajectory) -> float | Reward:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retrain import PluginError, Reward, RewardCalculator, Trajectory, in_thread, install_command
+from retrain import Reward, RewardCalculator, Trajectory, in_thread, needing
 
 
 class Regex(RewardCalculator):
@@ -27,11 +27,8 @@ class Regex(RewardCalculator):
         reasoning: bool = False,
         timeout: float = 1.0,
     ) -> None:
-        try:
+        with needing("remote"):
             import regex  # re has no timeout
-        except ImportError:
-            command = install_command("remote")
-            raise PluginError(f"the reward regex needs the package regex: {command}") from None
         self.pattern = regex.compile(pattern)
         if group is not None and group not in (*range(self.pattern.groups + 1), *self.names):
             raise ValueError(f"group is {group}, which the pattern {pattern!r} does not have")

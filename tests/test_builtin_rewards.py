@@ -250,7 +250,7 @@ def test_a_missing_package_is_an_error_with_the_install_command(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, package, None)
     keys = {"pattern": "a"} if name == "regex" else {}
-    with pytest.raises(ConfigError, match=rf"the reward {name} needs .*pip install .*{command}"):
+    with pytest.raises(ConfigError, match=rf"is not installed .*: pip install .*{command}"):
         built(name, **keys)
 
 

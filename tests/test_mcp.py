@@ -264,5 +264,5 @@ def test_the_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "mcp.client.client", None)
-    with pytest.raises(ConfigError, match=r"needs the package mcp 2, .*: pip install .*\[mcp\]'"):
+    with pytest.raises(ConfigError, match=r"extra mcp is not installed .*: pip install .*\[mcp\]'"):
         Mcp(servers=[STDIO], base_dir=HERE)
