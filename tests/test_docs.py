@@ -206,8 +206,10 @@ def test_the_commands_of_a_cookbook_page_train(name: str, folder: Path) -> None:
         if name == "judge":  # the page's server, on a free port
             handler = runpy.run_path("stand_in.py")["StandIn"]
             server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            serving = Thread(target=server.serve_forever)
+            serving.start()
+            stack.callback(serving.join)
             stack.callback(server.shutdown)
-            Thread(target=server.serve_forever).start()
             extra.append(f"rewards.0.url=http://127.0.0.1:{server.server_port}/v1")
         runs = [words for module, *words in commands(page) if module == "retrain.run"]
         assert runs

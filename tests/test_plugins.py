@@ -132,6 +132,8 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
     package = folder / "environments"
     package.mkdir()
     (package / "echo.py").write_text(ENVIRONMENT.replace("from .constants import WORD", "WORD=1"))
+    for module in ("environments", "environments.echo"):  # another test may have imported ours
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
     assert found("environment", "echo", folder).__name__ == "Echo"

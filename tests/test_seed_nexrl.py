@@ -935,7 +935,7 @@ def test_the_pages_integration_config_runs_two_steps(workspace: Path) -> None:
 def test_a_wrong_class_name_or_path_is_told(workspace: Path) -> None:
     write("recipe/my_task/my_trainer.py", MY_TRAINER)
     config = yaml.safe_load(MY_TASK)["trainer"]
-    with pytest.raises(ConfigError, match=r"no MyTrainer in .*it defines MyCustomTrainer"):
+    with pytest.raises(ConfigError, match=r"no MyTrainer in .*did you mean MyCustomTrainer"):
         build_trainer({**config, "custom_trainer_class_name": "MyTrainer"})
     with pytest.raises(ConfigError, match=r"file not found: .*my_trainr\.py.*did you mean"):
         build_trainer({**config, "custom_trainer_module_path": "recipe/my_task/my_trainr.py"})
