@@ -9,12 +9,14 @@ Commands are run as far as a dry run goes.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import runpy
 import shlex
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import ThreadingHTTPServer
@@ -91,6 +93,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             getattr(sys.modules[name], "__file__", "")
         ):
             del sys.modules[name]
+    with warnings.catch_warnings():  # of connections of an example's client, which it keeps open
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def written(page: Path, folder: Path) -> list[Path]:
