@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -126,8 +127,10 @@ async def test_a_server_that_does_not_start_is_named_with_what_it_said(
 
 
 async def test_a_server_that_prints_is_warned_of_once(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a test that loads the plug-in by its name has a second module with a filter of its own
+    monkeypatch.setattr(logging.getLogger("mcp.client.stdio"), "filters", [])
     (tmp_path / "noisy.py").write_text(
         "import sys, runpy\nprint('starting', flush=True)\nprint('up', flush=True)\n"
         f"runpy.run_path({str(HERE / 'mcp_server.py')!r}, run_name='__main__')\n"
