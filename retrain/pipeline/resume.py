@@ -7,15 +7,14 @@ the weights belongs to the next checkpoint.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retrain.adapters.base import AdapterState
-from retrain.errors import AdapterError, CheckpointError, ConfigError, DeadlineError, first_of
+from retrain.errors import AdapterError, CheckpointError, DeadlineError, first_of
 from retrain.observe.run_dir import read_events, surviving
 from retrain.pipeline.checkpoint import (
     DATA,
@@ -30,10 +29,6 @@ from retrain.pipeline.checkpoint import (
     verified,
 )
 from retrain.pipeline.run import Run
-from retrain.prompts import PromptSource
-
-HASHED = 16
-"""Of about so many rows a checkpoint keeps the hash, to find that a source has changed."""
 
 
 async def checkpoint(run: Run) -> None:
@@ -84,7 +79,7 @@ async def _fill(run: Run, folder: Path) -> Checkpoint:
             "failed_in_a_row": run.intake.failed_in_a_row,
             "data_since": run.data_since,
             "rows": len(run.parts.prompts),
-            "rows_hash": _hash_of(run.parts.prompts),
+            "rows_hash": run.rows_hash,
             "callbacks": run.callbacks.state(),
             "learner": run.parts.learner.state(),
         },
@@ -117,7 +112,7 @@ async def restore(run: Run) -> None:
             f"this run can't be resumed: its prompts had {before} rows, now they have {rows}. "
             "Restore the data, or start a new run with --run-dir."
         )
-    if saved.counters.get("rows_hash", _hash_of(run.parts.prompts)) != _hash_of(run.parts.prompts):
+    if saved.counters.get("rows_hash", run.rows_hash) != run.rows_hash:
         run.record.fault(
             "the rows of the prompts are not those of the checkpoint, so the rest of the run "
             "trains on other prompts. Restore the data, or make its source return the same rows "
@@ -129,20 +124,6 @@ async def restore(run: Run) -> None:
     run.record.resumed(saved.step, saved.counters["sizes"], changed)
     _take_up(run, saved, saved.groups)
     run.evaluation.restore(saved.counters["evaluation"])
-
-
-@lru_cache(maxsize=1)
-def _hash_of(prompts: PromptSource) -> str:
-    """A hash of some rows in equal distances; empty if one can't be read now."""
-    found = hashlib.sha256()
-    try:
-        for index in range(0, len(prompts), max(1, len(prompts) // HASHED)):
-            row = prompts.checked_row(index)
-            parts = [(message["role"], message["content"]) for message in row.messages]
-            found.update(repr((parts, row.answer)).encode(errors="replace"))
-    except ConfigError:  # a file that has changed: the step that needs its rows says so
-        return ""
-    return found.hexdigest()
 
 
 def _require_no_checkpoint(run: Run) -> None:

@@ -64,6 +64,7 @@ class Run:
         """Whether the model plays rollouts; otherwise the rows of the data set are trained."""
         self.step = 0
         self.version = 0
+        self.rows_hash = parts.prompts.rows_hash()  # now: user code is not to run in a save
         self.data_since = 0
         """The step after which training on these prompts began: 0 unless the data changed."""
         self.stopping = False

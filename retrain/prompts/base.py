@@ -20,6 +20,9 @@ from retrain.environment import Environment
 from retrain.errors import PromptError, blame
 from retrain.types import Message, Prompt, Row, Ticket
 
+HASHED = 16
+"""About so many rows are in the hash by which a resume finds that a source has changed."""
+
 
 class EmptyPromptError(ValueError):
     """The prompt of a row is empty: such a row is skipped."""
@@ -110,6 +113,17 @@ class PromptSource(ABC):
             return as_row(row, opened=self.opened)
         except ValueError as error:
             raise PromptError(f"{self.place(index)}: {error}") from None
+
+    def rows_hash(self) -> str:
+        """A hash of rows in equal distances; empty if not all rows are read at the start."""
+        if not self.read_at_start:
+            return ""
+        found = hashlib.sha256()
+        for index in range(0, len(self), max(1, len(self) // HASHED)):
+            row = self.checked_row(index)
+            parts = [(message["role"], message["content"]) for message in row.messages]
+            found.update(repr((parts, row.answer)).encode(errors="replace"))
+        return found.hexdigest()
 
     def prompt(self, ticket: Ticket, seed: int = 0) -> Prompt:
         """The prompt of a ticket in a run with this seed. Raises PromptError for an invalid row.
