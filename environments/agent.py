@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain import (
+    CODE_OPTIONS,
     ConfigError,
     Endpoint,
     Environment,
@@ -50,8 +51,6 @@ NAMED = re.compile(rf"(?<!\$)(?:\{{\{{({NAME})\}}\}}|\{{({NAME})\}})")
 such as {metadata.kind}, is matched to be rejected."""
 NUMBERED = re.compile(r"\{(\{\d*\})\}|(?<!\$)\{\d*\}")
 """{} or {0}, which nothing fills, or {{}} for the braces themselves."""
-CODE = ("-c", "-m", "-e", "-p", "--eval", "--print")
-"""Options of interpreters that stand for the file of a program."""
 TRACED = re.compile(r'File "(.+?)", line (\d+)')
 """A line of a Python traceback."""
 KEY = re.compile(r"(?:OPENAI|ANTHROPIC)_API_KEY")
@@ -248,7 +247,7 @@ def _texts(command: Sequence[str]) -> list[str]:
     return [
         part
         for before, part in pairwise(command)
-        if before not in CODE and '"' not in part and "\n" not in part
+        if before not in CODE_OPTIONS and '"' not in part and "\n" not in part
     ]
 
 

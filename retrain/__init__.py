@@ -17,7 +17,7 @@ _HOMES = {
     "retrain.concurrency.programs": "Finished owned_programs run_program",
     "retrain.concurrency.threads": "DaemonPool in_thread",
     "retrain.config": "RunConfig load_config parse_config",
-    "retrain.config.paths": "find_command",
+    "retrain.config.paths": "CODE_OPTIONS find_command",
     "retrain.config.plugins": "find_function find_object",
     "retrain.environment": "Action Endpoint Environment StepResult ToolCall ToolSpec",
     "retrain.errors": (
@@ -71,7 +71,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.concurrency.threads import DaemonPool as DaemonPool, in_thread as in_thread
     from retrain.config import RunConfig as RunConfig, load_config as load_config
     from retrain.config import parse_config as parse_config
-    from retrain.config.paths import find_command as find_command
+    from retrain.config.paths import CODE_OPTIONS as CODE_OPTIONS, find_command as find_command
     from retrain.config.plugins import find_function as find_function, find_object as find_object
     from retrain.environment import Action as Action, Endpoint as Endpoint
     from retrain.environment import Environment as Environment

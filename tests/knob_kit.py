@@ -76,17 +76,17 @@ def merged(mapping: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str,
 async def trace(mapping: Mapping[str, Any], folder: Path, *, lose: str = "") -> Trace:
     """Of one run; `lose` names requests of which the first one's reply is lost."""
     COUNTS.clear()
-    told: list[Any] = []
-    result: Trace = {"told": told}
+    sent: list[Any] = []
+    result: Trace = {"sent": sent}
     try:
         config = parse_config(mapping, HERE)
         result["place"] = str(wanted_folder(config))
         config = config.model_copy(update={"run_dir": folder})
-        await train(config, parts=_watched(assemble(config), told, lose))
+        await train(config, parts=_watched(assemble(config), sent, lose))
     except* RetrainError as error:
         result["error"] = _plain(", ".join(str(one) for one in _leaves(error)), folder)
         result["refused"] = all(isinstance(one, ConfigError) for one in _leaves(error))
-    told.sort(key=lambda one: json.dumps(one, sort_keys=True, default=str))
+    sent.sort(key=lambda one: json.dumps(one, sort_keys=True, default=str))
     return {**result, **_left(folder), "counts": dict(COUNTS)}
 
 
@@ -96,8 +96,8 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-def _watched(parts: Parts, told: list[Any], lose: str) -> Parts:
-    """The parts with an adapter that writes down what the backend is told."""
+def _watched(parts: Parts, sent: list[Any], lose: str) -> Parts:
+    """The parts with an adapter that writes down what the backend is sent."""
 
     class Watched(Parts):
         def open_adapter(self) -> Adapter:
@@ -105,8 +105,8 @@ def _watched(parts: Parts, told: list[Any], lose: str) -> Parts:
             if isinstance(adapter, MockAdapter):
                 return adapter
             if isinstance(adapter, RemoteAdapter):
-                return Remote(adapter, told, lose)
-            return Local(adapter, told)
+                return Remote(adapter, sent, lose)
+            return Local(adapter, sent)
 
     return Watched(**{one.name: getattr(parts, one.name) for one in fields(parts)})
 
@@ -114,8 +114,8 @@ def _watched(parts: Parts, told: list[Any], lose: str) -> Parts:
 class Around:
     """An adapter around another; what isn't its own is the inner one's."""
 
-    def __init__(self, adapter: Any, told: list[Any]) -> None:
-        self.adapter, self.told = adapter, told
+    def __init__(self, adapter: Any, sent: list[Any]) -> None:
+        self.adapter, self.sent = adapter, sent
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.adapter, name)
@@ -131,28 +131,28 @@ class Around:
 class Remote(Around):
     """A remote adapter on a service inside this process, whatever its url says."""
 
-    def __init__(self, adapter: RemoteAdapter, told: list[Any], lose: str) -> None:
-        super().__init__(adapter, told)
+    def __init__(self, adapter: RemoteAdapter, sent: list[Any], lose: str) -> None:
+        super().__init__(adapter, sent)
         self.lose = lose
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Any]:
         async with in_process(self.adapter.config) as service:
-            self.adapter._http = Recorded(service, self.told, self.lose)
+            self.adapter._http = Recorded(service, self.sent, self.lose)
             async with self.adapter:
                 yield self
 
 
 class Recorded(httpx.AsyncBaseTransport):
-    def __init__(self, inner: httpx.AsyncBaseTransport, told: list[Any], lose: str) -> None:
-        self.inner, self.told, self.lose = inner, told, lose
+    def __init__(self, inner: httpx.AsyncBaseTransport, sent: list[Any], lose: str) -> None:
+        self.inner, self.sent, self.lose = inner, sent, lose
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         where = str(request.url)
         if not POLLS.search(where):
             body = IDS.sub("ID", request.content.decode(errors="replace"))
             kind = request.headers.get("content-type")
-            self.told.append([request.method, IDS.sub("ID", where), kind, _rounded(body)])
+            self.sent.append([request.method, IDS.sub("ID", where), kind, _rounded(body)])
         response = await self.inner.handle_async_request(request)
         if self.lose and self.lose in where:
             self.lose = ""
@@ -176,7 +176,7 @@ class Local(Around):
         trainer = self.adapter._thread.trainer
         arguments = {k: v for k, v in trainer.args.to_dict().items() if "dir" not in k}
         lora = getattr(trainer.model, "peft_config", {}).get("default")
-        self.told += [
+        self.sent += [
             ["arguments", arguments],
             ["loss", repr(trainer.plan)],
             ["threads", torch.get_num_threads()],
@@ -188,7 +188,7 @@ class Local(Around):
     async def update(self, batch: Any) -> Any:
         trainer = self.adapter._thread.trainer
         parts = trainer.cut(batch.samples, paired=batch.loss == "dpo")
-        self.told.append(["micro-batches", list(map(len, parts))])
+        self.sent.append(["micro-batches", list(map(len, parts))])
         return await self.adapter.update(batch)
 
 

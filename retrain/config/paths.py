@@ -18,7 +18,7 @@ _MODEL = (
     "written by save_pretrained, or a Hugging Face id such as Qwen/Qwen3-0.6B"
 )
 _INTERPRETER = re.compile(r"(python[\d.]*|node|ruby|perl|(ba|z|da)?sh)$")
-_CODE = ("-c", "-m", "-e", "-p", "--eval", "--print")
+CODE_OPTIONS = ("-c", "-m", "-e", "-p", "--eval", "--print")
 """Options of interpreters that stand for the file of a program."""
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl")
 
@@ -85,7 +85,7 @@ def _script(command: Sequence[str]) -> str:
         return ""
     options = command[1 : command.index(named, 1)] if named else ()
     certain = not options or named.endswith(_SCRIPTS)
-    return named if certain and not set(_CODE).intersection(options) else ""
+    return named if certain and not set(CODE_OPTIONS).intersection(options) else ""
 
 
 def find_model(model: str, base_dir: Path) -> str:

@@ -40,8 +40,6 @@ from retrain.types import Group, Metrics, Trajectory
 _log = logging.getLogger(__name__)
 SLOW = 0.02
 """Seconds. A plain function that is slower gets one thread per rollout instead of per group."""
-
-
 LOUD = 8
 """After so many consecutive groups in which each call of a reward failed, a warning says so."""
 NOT_CALLED: Any = object()

@@ -139,10 +139,7 @@ class Calls:
         `options` are fields of SamplingParams to use instead of the run's.
         """
         self._admit(n)
-        try:
-            place, found, asked, conversation = self._conversation(messages, tools, seat)
-        except (TypeError, ValueError, RecursionError, RetrainError) as error:
-            raise CallError(400, "invalid_request_error", f"messages: {text_of(error)}") from error
+        place, found, asked, conversation = self._conversation(messages, tools, seat)
         completions = await self._sampled(conversation.prompt_ids, n, seat, options)
         parent, before = (None, NOTHING) if found is None else (found.turn, found.thoughts)
         replies = []
@@ -165,10 +162,7 @@ class Calls:
         self, messages: Sequence[Message], tools: tuple[ToolSpec, ...] = (), seat: str = ""
     ) -> int:
         """How many tokens the prompt of a call has; raises CallError."""
-        try:
-            *_, conversation = self._conversation(messages, tools, seat)
-        except (TypeError, ValueError, RecursionError, RetrainError) as error:
-            raise CallError(400, "invalid_request_error", f"messages: {text_of(error)}") from error
+        *_, conversation = self._conversation(messages, tools, seat)
         return len(conversation.prompt_ids)
 
     async def complete(
@@ -259,14 +253,20 @@ class Calls:
     def _conversation(
         self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], seat: str
     ) -> tuple[int, Said | None, Sequence[Message], Conversation]:
-        """The place of a history, what it continues and adds, and its conversation."""
-        opening: Key = (seat, json.dumps([t.as_template() for t in tools], sort_keys=True))
-        place, last, found = self._histories.find(opening, messages)
-        if found is None:
-            return place, None, messages, self._chat.begin(messages, tools)
-        conversation = found.conversation.fork()
-        added = renamed(messages[last + 1 :], messages[last], conversation.messages[-1])
-        conversation.observe(added)
+        """The place of a history, what it continues and adds, and its conversation.
+
+        Raises CallError if it can't be one.
+        """
+        try:
+            opening: Key = (seat, json.dumps([t.as_template() for t in tools], sort_keys=True))
+            place, last, found = self._histories.find(opening, messages)
+            if found is None:
+                return place, None, messages, self._chat.begin(messages, tools)
+            conversation = found.conversation.fork()
+            added = renamed(messages[last + 1 :], messages[last], conversation.messages[-1])
+            conversation.observe(added)
+        except (TypeError, ValueError, RecursionError, RetrainError) as error:
+            raise CallError(400, "invalid_request_error", f"messages: {text_of(error)}") from error
         return place, found, added, conversation
 
     async def _sampled(
