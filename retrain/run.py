@@ -317,6 +317,8 @@ def _dry_run(config: RunConfig, source: str) -> int:
 
     parts = _assembled(config)
     print(f"# {source} is valid; no model was loaded, nothing was written")
+    held_out = "" if parts.eval_prompts is None else f"; eval.prompts: {len(parts.eval_prompts)}"
+    print(f"# rows of prompts: {len(parts.prompts)}{held_out}")
     text = yaml.safe_dump(resolved(parts.resolved()), sort_keys=False, allow_unicode=True)
     print(text, end="", flush=True)
     return DONE

@@ -29,7 +29,12 @@ class Regex(RewardCalculator):
     ) -> None:
         with needing("remote"):
             import regex  # re has no timeout
-        self.pattern = regex.compile(pattern)
+        try:
+            self.pattern = regex.compile(pattern)
+        except regex.error as error:
+            raise ValueError(
+                f"pattern is {pattern!r}, which is no regular expression: {error}"
+            ) from None
         if group is not None and group not in (*range(self.pattern.groups + 1), *self.names):
             raise ValueError(f"group is {group}, which the pattern {pattern!r} does not have")
         if timeout <= 0:

@@ -219,7 +219,10 @@ async def test_each_case_of_a_reward(name: str) -> None:
     ("keys", "problem"),
     [
         ({"type": "contains", "strings": []}, "at least one"),
-        ({"type": "regex", "pattern": "("}, r"raised error: missing \)"),
+        (
+            {"type": "regex", "pattern": "("},
+            r"pattern is '\(', which is no .*: missing \)",
+        ),
         ({"type": "regex", "pattern": "a", "group": "b"}, "group is b"),
         ({"type": "regex", "pattern": "a", "timeout": 0.0}, "expected a number > 0"),
         ({"type": "numeric", "absolute": -1.0}, "tolerances >= 0"),

@@ -130,6 +130,11 @@ def test_every_text_format_gives_the_same_rows(tmp_path: Path, name: str, text: 
     assert [source.row(i).answer for i in range(len(source))] == ["1", "2"]
 
 
+def test_an_empty_field_of_csv_is_null(tmp_path: Path) -> None:
+    source = read(str(file(tmp_path, "p.csv", 'prompt,answer,level\none,,"2"\n')))
+    assert (source.row(0).answer, source.row(0).metadata) == (None, {"level": "2"})
+
+
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     source = read(str(file(tmp_path, "p.txt", "one \n\ntwo\r\n")))
     assert [source.prompt(Ticket(0, i)).text for i in range(len(source))] == ["one ", "two"]

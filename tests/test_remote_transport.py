@@ -15,7 +15,7 @@ import pytest
 from retrain.errors import ConfigError
 from retrain.transport.client import Call, HttpClient
 from retrain.transport.refusals import RemoteError, error_body, retry_after
-from retrain.transport.retries import RetryPolicy
+from retrain.transport.retries import Outlook, RetryPolicy
 from retrain.transport.vendors import TINKER, WEAVER, Vendor, checked_url
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=30.0)
@@ -386,4 +386,20 @@ async def test_a_service_that_never_answered_is_given_up_soon(
     await transport.send(Call("GET", "a", idempotent=True), lambda reply: reply)
     answers[:] = [httpx.ConnectError("refused")] * 5 + [None]
     await transport.send(Call("GET", "a", idempotent=True), lambda reply: reply)
-    assert [r.levelname for r in caplog.records] == ["WARNING"], "the user is told once"
+    many = ["b"] * 9
+
+    def refusing(request: httpx.Request) -> httpx.Response:
+        calls.append(request)
+        if len(calls) <= 5 * len(many):
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json={})
+
+    calls: list[httpx.Request] = []
+    transport = HttpClient(
+        "http://x",
+        policy=patient,
+        http=httpx.MockTransport(refusing),
+        outlook=Outlook(reached=True),
+    )
+    await asyncio.gather(*(transport.send(Call("GET", path), lambda reply: reply) for path in many))
+    assert [r.levelname for r in caplog.records] == ["WARNING"] * 2, "one per client, not per call"

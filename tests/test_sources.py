@@ -119,7 +119,7 @@ def test_functions_filter_and_map_before_the_limit(tmp_path: Path) -> None:
         ({"map": {"answer": {"after": "===="}}}, "'====' is not in '0 plus 1 #### 1' (map.answer)"),
         ({"map": {"answer": {"before": "="}}}, "map.answer: got {'before': '='}, expected a "),
         ({"map": {"answer": {"column": "level", "after": "="}}}, "`level` is 0, expected a string"),
-        ({"map": "own.py:broken"}, "the list, row 0 raised KeyError: 'no' (own.py:"),
+        ({"map": "own.py:broken"}, "the list, row 0: filter or map raised KeyError: 'no' (own.py:"),
         ({"limit": 0}, "prompts.limit: got 0, expected an integer >= 1"),
         ({"held_out": 1}, "prompts.held_out: got 1, expected a number < 1"),
         ({"held_out": 0.99999}, "held_out: 0.99999 of 4 rows leaves none to train on"),
@@ -167,6 +167,9 @@ def test_held_out_rows_are_chosen_by_their_prompt(tmp_path: Path) -> None:
     assert texts(limited.eval_prompts) == out[:3]
     few = parts_of(tmp_path, {"type": "list", "rows": ["a", "b"], "held_out": 0.01}, "held_out")
     assert len(texts(few.eval_prompts)) == len(texts(few.prompts)) == 1
+    lost = parts_of(tmp_path, {"type": "list", "rows": rows, "held_out": 0.2}, None)
+    assert "nothing evaluates on them" in str(lost.warnings)
+    assert "nothing evaluates on them" not in str(parts.warnings)
     with pytest.raises(ConfigError, match=r"eval.prompts: got held_out, but prompts.held_out is n"):
         parts_of(tmp_path, ["a"], "held_out")
 

@@ -68,6 +68,11 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             "can end the run before it reaches its own deadline; raise stall to at least "
             f"{max(longer.values()):g}, or lower the others"
         )
+    if config.prompts.held_out and (config.eval is None or config.eval.prompts.type != "held_out"):
+        yield (
+            f"prompts.held_out keeps {config.prompts.held_out:g} of the rows from training, and "
+            "nothing evaluates on them: set eval.prompts to held_out, or remove the key"
+        )
     if sampling.temperature == 0 and config.algorithm.group_size > 1:
         yield (
             "sampling.temperature is 0: the rollouts of a group are equal unless the environment "

@@ -178,12 +178,15 @@ class JsonLinesTable(TextTable):
 
 
 class CsvTable(TextTable):
-    """A header, then a mapping of strings per record, which may have several lines."""
+    """A header, then a mapping of strings per record, which may have several lines.
 
-    def __getitem__(self, index: int) -> dict[str, str]:
+    An empty field is None.
+    """
+
+    def __getitem__(self, index: int) -> dict[str, str | None]:
         start = self._opened_at(index)
         record = next(csv.reader(self._text(start, line) for line in self._file))
-        return dict(zip(self._header, record, strict=True))
+        return dict(zip(self._header, (field or None for field in record), strict=True))
 
     __iter__ = Table.__iter__
 

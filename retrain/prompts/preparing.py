@@ -251,4 +251,4 @@ def _raise(place: str, error: Exception) -> NoReturn:
         raise error
     if type(error) is ValueError or isinstance(error, EmptyPromptError):
         raise PromptError(f"{place}: {error}") from None
-    raise PromptError(str(blame(place, error))) from error
+    raise PromptError(str(blame(f"{place}: filter or map", error))) from error

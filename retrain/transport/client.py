@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-LOUD_ATTEMPT = 4
-"""The failed attempt in a row that is logged as a warning."""
+LOUD_ATTEMPT = 3
+"""From this failed attempt in a row on, a warning may be logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,8 @@ class HttpClient:
                     await self.refresh()
                     continue
                 pause = budget.pause(error, safe=call.idempotent or not error.may_have_acted)
-                level = logging.WARNING if budget.failures == LOUD_ATTEMPT else logging.DEBUG
+                loud = budget.failures >= LOUD_ATTEMPT and self._outlook.may_warn()
+                level = logging.WARNING if loud else logging.DEBUG
                 log.log(level, "%s; trying again for up to %.0f s", error, budget.left)
                 await asyncio.sleep(pause)
 

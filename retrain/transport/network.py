@@ -45,7 +45,7 @@ _AS_HTTPX: tuple[tuple[type[Exception], type[httpx.TransportError]], ...] = (
     (Exception, httpx.ReadError),
 )
 """aiohttp's errors as httpx's; the first row that fits decides."""
-_CREDENTIALS = re.compile(r"//[^/@\s]*@")
+_HIDDEN = re.compile(r"(?<=//)[^/@\s]*@| ssl:\S+")
 """The user and password in a proxy's URL."""
 
 
@@ -101,7 +101,7 @@ class NetworkTransport(httpx.AsyncBaseTransport):
 
 def _as_httpx(error: Exception) -> httpx.TransportError:
     kind = next(ours for theirs, ours in _AS_HTTPX if isinstance(error, theirs))
-    return kind(_CREDENTIALS.sub("//", str(error)) or type(error).__name__)
+    return kind(_HIDDEN.sub("", str(error)) or type(error).__name__)
 
 
 class _NoCookies(httpx.Cookies):

@@ -13,6 +13,8 @@ SHORT = 20.0
 """Seconds of retries while the service has never given a good reply, or once a run is ending."""
 MAX_RETRY_AFTER = 60.0
 """Seconds; the longest pause that a service can ask for."""
+QUIET = 10.0
+"""Seconds between two warnings of one client that calls fail."""
 MALFORMED_ATTEMPTS = 3
 """A truncated reply is complete the next time; a reply in another format never is."""
 
@@ -50,6 +52,16 @@ class Outlook:
     is likely wrong."""
     stopping_since: float = math.inf
     """When the run began to end, by `time.monotonic`."""
+    warned: float = -math.inf
+    """When a warning of a failure was logged last, by `time.monotonic`."""
+
+    def may_warn(self) -> bool:
+        """Whether to log a warning now: one in `QUIET` seconds is enough for all calls."""
+        now = time.monotonic()
+        if now - self.warned < QUIET:
+            return False
+        self.warned = now
+        return True
 
 
 class RetryBudget:
