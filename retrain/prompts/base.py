@@ -136,7 +136,7 @@ class PromptSource(ABC):
         key = f"{seed}/{ticket.epoch}.{ticket.row}"
         digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
         own = int.from_bytes(digest, "big") & 0x7FFFFFFF
-        return Prompt(str(ticket), row.messages, row.answer, row.metadata, own)
+        return Prompt(str(ticket), row.messages, row.answer, row.metadata, own, 0, row.plain)
 
 
 def epoch_order(epoch: int, rows: int, seed: int, shuffle: bool) -> Sequence[int]:
@@ -176,7 +176,7 @@ def as_row(raw: Any, *, opened: bool = False) -> Row:
 def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | None = None) -> Row:
     """One row of a data set. Raises ValueError that says what was expected."""
     if isinstance(raw, str):
-        return Row(_user(raw))
+        return Row(_user(raw), plain=True)
     if not isinstance(raw, Mapping):
         raise ValueError(
             f"got {type(raw).__name__}, expected a string, or a mapping with `prompt` or `messages`"
@@ -187,7 +187,9 @@ def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | N
     rest = dict(raw)
     value = rest.pop(column)
     answer = rest.pop(answer_column or "answer", None)
-    return Row(_user(value) if isinstance(value, str) else parse_messages(value), answer, rest)
+    if isinstance(value, str):
+        return Row(_user(value), answer, rest, plain=True)
+    return Row(parse_messages(value), answer, rest)
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:

@@ -260,7 +260,7 @@ class ParquetTable(Table):
             self._file: Any = import_module("pyarrow.parquet").ParquetFile(path)
         except ImportError:
             raise PromptError(
-                f"{path}: parquet needs pyarrow, which is not installed: {install_command('trl')}"
+                f"{path}: parquet needs pyarrow, which is not installed: {install_command('data')}"
             ) from None
         except arrow.ArrowException as error:
             raise PromptError(f"{path}: invalid parquet: {error}") from None
