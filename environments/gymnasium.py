@@ -144,11 +144,9 @@ def action_of(space: Any, names: Sequence[str], reply: str) -> Any:
         return space.start + [name.lower() for name in names].index(found[-1].lower())
     numbers = NUMBER.findall(reply)
     count = numpy.prod(space.shape, dtype=int)  # 1 of a Discrete space
-    if len(numbers) < count:
-        return None
     last = numpy.array([float(number) for number in numbers[-count:]])
-    whole = numpy.abs(last) < 2**53 if space.dtype.kind in "iu" else numpy.isfinite(last)
-    if not whole.all() or (space.dtype.kind in "iu" and (last % 1).any()):
+    small = len(last) == count and (numpy.abs(last) < 2**53).all()
+    if not small or (space.dtype.kind in "iu" and (last % 1).any()):
         return None
     return last.reshape(space.shape).astype(space.dtype)[()]
 

@@ -146,14 +146,13 @@ class Mcp(ToolEnvironment):
     async def setup(self) -> None:
         """Connect. Raises ConfigError, which ends the run, if these servers never worked."""
         self.sessions = Sessions.shared(self.servers) if self.share else Sessions(self.servers)
-        servers = tuple(server.model_dump_json() for server in self.servers)
         try:
             self._offer(await self.sessions.tools())
         except (ConnectionError, ValueError) as error:
-            if servers in self._worked:
+            if self.sessions.names in self._worked:
                 raise
             raise ConfigError(f"environment.servers: {error}") from error
-        self._worked.add(servers)
+        self._worked.add(self.sessions.names)
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         assert self.sessions is not None
@@ -190,7 +189,8 @@ class Sessions:
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self.servers = servers
-        self._key = asyncio.get_running_loop(), *(s.model_dump_json() for s in servers)
+        self.names = tuple(server.model_dump_json() for server in servers)
+        self._key = asyncio.get_running_loop(), *self.names
         self._users = 0
         self._lock = asyncio.Lock()
         self._leave = asyncio.Event()

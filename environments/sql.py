@@ -2,14 +2,20 @@
 
     {"prompt": "How many customers are there?", "answer": "SELECT count(*) FROM customers"}
 
-Queries run on a read-only SQLite database, in a thread, and are interrupted after some seconds. The
-order of the rows counts only if the answer has an ORDER BY.
+Queries run on a read-only SQLite database, and are interrupted after some seconds. Those of the
+model run in a process of their own, which is killed if that has no effect: SQLite looks for an
+interruption between rows only, and one row may take hours. The order of the rows counts only if the
+answer has an ORDER BY.
 """
 
 from __future__ import annotations
 
+import inspect
+import marshal
 import re
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,6 +47,8 @@ LENGTH = 2**20
 """The most bytes of one value."""
 MOST = 2**24
 """The most bytes of the values of a result."""
+START_SECONDS = 2.0
+"""What the process of a query may take in addition, to start and to end."""
 SHOWN = 5
 """Rows of a wrong result that the model sees."""
 Rows = Sequence[tuple[Any, ...]]  # any: what SQLite stores
@@ -113,7 +121,7 @@ class Sql(Environment):
             raise ValueError(f"the answer {row.answer!r} of the row fails: {error}{hint}") from None
 
     async def result(self, query: str) -> Rows:
-        return await in_thread(partial(self.database.rows, query, self.seconds, self.rows))
+        return await in_thread(partial(self.database.rows_apart, query, self.seconds, self.rows))
 
 
 class Database:
@@ -121,13 +129,13 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file is no database, or its SQL is wrong."""
-        self.path = path
+        self.source = f"{path.resolve().as_uri()}?mode=ro"
         self.image = b""
         try:
             if path.suffix == ".sql":
                 memory = sqlite3.connect(":memory:")
                 memory.executescript(path.read_text(encoding="utf-8"))
-                self.image = memory.serialize()
+                self.source, self.image = ":memory:", memory.serialize()
                 memory.close()
             tables = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid"
             self.schema = ";\n".join(text for (text,) in self.rows(tables, 5.0, 10_000))
@@ -137,24 +145,45 @@ class Database:
             ) from error
 
     def rows(self, query: str, seconds: float, most: int) -> Rows:
-        """The rows of a query. Raises sqlite3.Error, or ValueError if there are too many."""
-        source = ":memory:" if self.image else f"{self.path.resolve().as_uri()}?mode=ro"
-        connection = sqlite3.connect(source, uri=True, isolation_level=None)
+        """The rows of a query of the data. Raises sqlite3.Error, or ValueError for too many."""
+        return queried(self.source, self.image, query, seconds, most)
+
+    def rows_apart(self, query: str, seconds: float, most: int) -> Rows:
+        """The rows of a query of the model, in its own process. Raises ValueError."""
+        given = marshal.dumps((self.source, self.image, query, seconds, most))
+        command = [sys.executable, "-I", "-S", "-c", PROGRAM]
         try:
-            if self.image:
-                connection.deserialize(self.image)
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LENGTH)
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
-            connection.set_authorizer(allowed)
-            with interrupted(connection, seconds):
-                cursor = connection.execute(query)
-                if cursor.description is None:
-                    raise ValueError("this is no SELECT")
-                return read(cursor, most)
-        except UnicodeEncodeError as error:
-            raise ValueError("the query is not UTF-8") from error
-        finally:
-            connection.close()
+            done = subprocess.run(
+                command, input=given, capture_output=True, timeout=seconds + START_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError("interrupted") from None
+        if done.returncode:
+            raise ValueError(f"the query ended its process: {done.stderr.decode()[-200:]}")
+        rows: Rows | str = marshal.loads(done.stdout)
+        if isinstance(rows, str):
+            raise ValueError(rows)
+        return rows
+
+
+def queried(source: str, image: bytes, query: str, seconds: float, most: int) -> Rows:
+    """The rows of a query. Raises sqlite3.Error, or ValueError if there are too many."""
+    connection = sqlite3.connect(source, uri=True, isolation_level=None)
+    try:
+        if image:
+            connection.deserialize(image)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LENGTH)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
+        connection.set_authorizer(allowed)
+        with interrupted(connection, seconds):
+            cursor = connection.execute(query)
+            if cursor.description is None:
+                raise ValueError("this is no SELECT")
+            return read(cursor, most)
+    except UnicodeEncodeError as error:
+        raise ValueError("the query is not UTF-8") from error
+    finally:
+        connection.close()
 
 
 @contextmanager
@@ -189,6 +218,28 @@ def read(cursor: sqlite3.Cursor, most: int) -> Rows:
 def allowed(action: int, _first: Any, name: Any, *_: Any) -> int:
     good = action in READS and name != "load_extension"
     return sqlite3.SQLITE_OK if good else sqlite3.SQLITE_DENY
+
+
+def main() -> None:
+    """The process of a query: writes its rows, or what is wrong with it."""
+    try:
+        result: Rows | str = queried(*marshal.load(sys.stdin.buffer))
+    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+        result = str(error)
+    marshal.dump(result, sys.stdout.buffer)
+
+
+PROGRAM = "\n".join(
+    [
+        "from __future__ import annotations",
+        "import marshal, sqlite3, sys, threading",
+        "from contextlib import contextmanager",
+        f"READS, LENGTH, MOST = {READS}, {LENGTH}, {MOST}",
+        *map(inspect.getsource, (queried, interrupted, read, allowed, main)),
+        "main()",
+    ]
+)
+"""It imports only what it needs, and so starts in some milliseconds."""
 
 
 def found(database: str | None, base_dir: Path) -> Path:

@@ -58,6 +58,8 @@ class Row(NamedTuple):
     messages: Sequence[Message]
     answer: Any = None  # whatever the data set contains
     metadata: Mapping[str, Any] = {}
+    plain: bool = False
+    """Whether the prompt is a string, and no list of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Prompt:
     the next epoch; 0 to 2**31 - 1."""
     index: int = 0
     """The number of the rollout in its group, from 0. `seed + index` differs between rollouts."""
+    plain: bool = False
+    """Whether the row has a string, and no list of messages: functions of TRL get what it has."""
 
     @property
     def ticket(self) -> Ticket:

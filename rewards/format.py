@@ -8,6 +8,8 @@ from retrain import RewardCalculator, Trajectory
 
 _PIECE = re.compile(r"\.\.\.|<[^<>]*>|(?:(?!\.\.\.)[^<])+|<")
 """A gap, a tag, or other text of a template."""
+THOUGHTS = ("think", "thinking", "reasoning")
+"""Tags that contain no answer, so that one follows."""
 
 
 class Format(RewardCalculator):
@@ -19,8 +21,8 @@ class Format(RewardCalculator):
     them counts as one more.
 
     Args:
-        tags: Tags in order: `[think, answer]` is `<think>...</think><answer>...</answer>`. For text
-            after the last tag use `template: "<think>...</think>..."`.
+        tags: Tags in order: `[think, answer]` is `<think>...</think><answer>...</answer>`. If the
+            last one is `think`, `thinking` or `reasoning`, the answer follows it, without tags.
         template: In place of tags, a text in which each `...` stands for any text.
         partial: Give partial credit.
         opened: The prompt already ends with the first fixed part, as the chat templates of some
@@ -37,6 +39,8 @@ class Format(RewardCalculator):
         if (tags is None) == (template is None):
             raise ValueError("expected either tags or template")
         given = template or "".join(f"<{tag}>...</{tag}>" for tag in tags or ())
+        if tags and tags[-1] in THOUGHTS:
+            given += "..."
         pieces = [piece.strip() for piece in _PIECE.findall(given)]
         self.pieces = [piece for piece in pieces if piece]
         self.fixed = [piece for piece in self.pieces if piece != "..."]

@@ -161,6 +161,13 @@ class Judge(RewardCalculator):
         if self.limits["max_cost"] is not None and self.price == (0.0, 0.0):
             raise ValueError("max_cost: needs the price of tokens; set price")
 
+    def check_group(self, size: int) -> None:
+        if self.mode == "pairwise" and self.rivals >= size:
+            raise ValueError(
+                f"rivals: got {self.rivals}, expected less than algorithm.group_size, {size}; 0 "
+                "compares with all others"
+            )
+
     async def setup(self) -> None:
         self.bound = asyncio.Semaphore(self.concurrency)
         self.settled = asyncio.Condition()

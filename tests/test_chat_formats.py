@@ -242,6 +242,13 @@ def test_a_long_reply_of_markup_is_read_in_little_time(name: str) -> None:
             assert time.process_time() - started < 1.0, (piece, at)  # a quadratic one takes long
 
 
+def test_thousands_of_broken_calls_of_mistral_are_read_in_little_time() -> None:
+    for broken in ('[TOOL_CALLS]add[ARGS]{"a": ', '[TOOL_CALLS]add[ARGS]{"a": "\\"'):
+        started = time.process_time()
+        assert len(format_named("mistral").find(broken * 20_000, 0)) == 20_000
+        assert time.process_time() - started < 1.2, broken
+
+
 @pytest.mark.parametrize("name", sorted(MALFORMED))
 def test_a_call_that_does_not_fit_the_schema_is_an_error_that_says_where(name: str) -> None:
     said = next(case.one for case in CASES.values() if case.form == name)

@@ -224,6 +224,18 @@ async def test_a_query_only_reads_and_ends(tmp_path: Path, file: bool) -> None:
     assert path.read_bytes() == before
 
 
+async def test_a_query_that_looks_for_no_interruption_is_killed(monkeypatch: Any) -> None:
+    """Calls in one row, of which each takes a tenth of a second: an hour in total."""
+    monkeypatch.setattr("environments.sql.START_SECONDS", 0.8)
+    text = "replace(hex(zeroblob({})), '00', '{}')"
+    call = f"trim({text.format(6000, 'a')}, {text.format(6000, 'b')} || 'a')"
+    query = f"SELECT {', '.join([call] * 2000)}"
+    started = time.monotonic()
+    [result] = await played(Sql(seconds=0.2, attempts=2), asking("SELECT 1"), query)
+    assert time.monotonic() - started < 20
+    assert result.observation[0]["content"] == "error: interrupted"
+
+
 async def test_the_model_sees_the_tables_and_a_wrong_answer_is_an_error() -> None:
     environment = Sql()
     [system, user] = await environment.reset(asking("SELECT 1"))

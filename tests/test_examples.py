@@ -1,5 +1,8 @@
 """Rows of a data set in the form that they are trained in: demonstrations and pairs."""
 
+import json
+import tracemalloc
+
 import pytest
 
 from retrain.algorithms.dpo import DPO
@@ -9,6 +12,7 @@ from retrain.errors import PromptError
 from retrain.prompts import ListPrompts
 from retrain.prompts.examples import Demonstrations, Pairs
 from retrain.prompts.preparing import prepared
+from retrain.prompts.sources.file import FilePrompts
 
 ASK = {"role": "user", "content": "2+3?"}
 SAY = {"role": "assistant", "content": "5"}
@@ -150,6 +154,29 @@ def test_rows_that_are_in_form_already_stay_as_they_are():
         assert algorithm.rows(formed) is formed
 
 
+def test_a_million_examples_take_the_memory_of_their_indices(tmp_path):
+    """The rows of a file: 8 bytes each, not the messages."""
+    file = tmp_path / "rows.jsonl"
+    for algorithm, row in (
+        (SFT(), {"prompt": "a", "answer": "b" * 99}),
+        (DPO(), {"prompt": "a", "chosen": "b" * 99, "rejected": "c"}),
+        (DPO(pair_by="score"), None),
+    ):
+        rows = [row] * 1000 if row else [
+            {"prompt": str(n // 2), "response": "b" * 99 + str(n), "score": n} for n in range(2000)
+        ]  # fmt: skip
+        file.write_text("\n".join(map(json.dumps, rows)))
+        source = FilePrompts(str(file))
+        tracemalloc.start()
+        made = algorithm.rows(source)
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(made) == 1000
+        assert made.row(999).answer[0][0]["content"].startswith("b" * 99)
+        assert made.place(999) == f"{file}, line {1000 if row else 2000}"
+        assert kept < 100_000
+
+
 CALC = {"name": "calc", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
 
 
@@ -158,6 +185,7 @@ CALC = {"name": "calc", "parameters": {"type": "object", "properties": {"x": {"t
     [
         ("calc", "expected JSON"),
         ({"calc": 1}, "list of tools"),
+        ("[" * 10**5, "expected JSON"),
         (["calc"], "'calc'"),
         ([CALC, CALC], "two tools"),
         ([{**CALC, "parameters": {"type": "text"}}], "type: 'text' is not one of"),

@@ -309,6 +309,7 @@ def test_each_rollout_has_as_many_rivals(count):
         ({"scale": [1, 1]}, "scale: got [1.0, 1.0], expected [low, high]"),
         ({"attempts": 0}, "attempts: got 0, expected an integer >= 1"),
         ({"rivals": 3}, "rivals: got 3, expected an even number"),
+        ({"mode": "pairwise", "rivals": 8}, "rivals: got 8, expected less than algorithm.group_s"),
         ({"max_cost": 1}, "max_cost: needs the price of tokens; set price"),
         ({"base_url": "x"}, "base_url: unknown key; did you mean rewards.0.url?"),
         ({"base_dir": "x"}, "base_dir: unknown key"),

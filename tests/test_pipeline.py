@@ -413,6 +413,11 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
     assert result.best_checkpoint_path.is_dir()
     held_out = [r for r in rollouts_of(tmp_path) if r["ticket"].startswith("-1.")]
     assert len(held_out) == 3 * 3 * 2
+    last = [r for r in held_out if r["step"] == 12]
+    for name in last[0]["rewards"]:
+        mean = sum(r["rewards"][name] for r in last) / len(last)
+        assert evaluations[-1][f"eval/reward/{name}/mean"] == pytest.approx(mean)
+    assert evaluations[-1]["eval/rollouts/failed"] == 0 < evaluations[-1]["eval/tokens/completion"]
     lines = closing(result, tally, 1.0)
     assert ("", "18 in evaluations, 0 failed") in lines
     [(_, text)] = [line for line in lines if line[0] == "rollouts"]

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import nullcontext, suppress
@@ -556,6 +557,25 @@ def test_the_ledger_loses_no_ticket_and_gives_none_out_twice(moves):
         ledger.issue()
     rows = {(t.epoch, t.row) for t in done | set(ledger.open) if t.epoch == 0}
     assert rows == {(0, row) for row in range(5)}, "every row of the first epoch was given out"
+
+
+async def test_a_long_epoch_is_ordered_in_a_thread_also_after_a_checkpoint_at_its_end():
+    threads = []
+
+    def order(epoch):
+        threads.append(threading.current_thread())
+        return range(2)
+
+    ledger = Ledger(order, 1_000_000)
+    for restored in False, True:
+        if restored:
+            ledger.restore({**ledger.state(), "open": [], "again": []})
+        for _ in range(2):
+            await ledger.ready()
+            ledger.issue()
+    assert [str(ticket) for ticket in ledger.open] == ["1.0.0", "1.1.0"]
+    assert len(threads) == 3  # the first epoch twice
+    assert threading.main_thread() not in threads
 
 
 def test_a_ticket_that_is_not_open_cant_be_retired():

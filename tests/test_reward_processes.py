@@ -302,6 +302,27 @@ async def test_a_call_that_the_run_gives_up_ends_its_worker(folder, monkeypatch)
         assert scoring.cancelled()
 
 
+async def test_no_late_reply_is_taken_for_that_of_another_call(folder, monkeypatch):
+    """Each completion is its own reward; some end with the deadline, or are given up."""
+    (folder / "own.py").write_text(
+        "import time\ndef own(completion):\n    value, seconds = completion.split()\n"
+        "    time.sleep(float(seconds))\n    return float(value)\n"
+    )
+    scored = [played(*(f"{9 * r + i} {0.29 + i / 99 if i % 2 else 0}" for i in range(4)))
+              for r in range(4)]  # fmt: skip
+    async with spied(monkeypatch):
+        scorer = of(folder, {"type": "own.py", "processes": 2}, reward=0.3)
+        async with scorer.serving(pytest.fail):
+            for given_up, group in enumerate(scored):
+                scoring = asyncio.create_task(scorer.score(group))
+                if given_up % 2:
+                    asyncio.get_running_loop().call_later(0.1, scoring.cancel)
+                await asyncio.wait([scoring])
+    kept = [t for group in scored for t in group.trajectories if t.rewards]
+    assert len(kept) >= 2
+    assert all(t.reward == t.rewards["own"] == float(t.completion.split()[0]) for t in kept)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

@@ -277,7 +277,7 @@ def test_a_mixture_has_exact_shares(tmp_path: Path) -> None:
         assert {used[row] for row in range(7)} == {15}
         assert {used[row] for row in range(7, 37)} == {2}, "each row before any again"
     assert source.order(0, 5, True) != source.order(1, 5, True) != source.order(1, 6, True)
-    assert source.order(0, 5, False)[:6] == [0, 7, 1, 2, 8, 3]
+    assert list(source.order(0, 5, False))[:6] == [0, 7, 1, 2, 8, 3]
 
 
 def test_a_mixture_holds_out_rows_of_each_source(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from transformers import TrainerState
 from trl import GRPOTrainer
 
 from retrain.assembly import assemble
-from retrain.config import DeadlinesConfig, RewardConfig, parse_config
+from retrain.config import DeadlinesConfig, PromptsConfig, RewardConfig, parse_config
 from retrain.errors import PluginError
+from retrain.prompts import ListPrompts
+from retrain.prompts.preparing import prepared
 from retrain.rewarding import Scorer
 from retrain.rewarding.building import weighted_reward
 from retrain.trial import tried_rewards
@@ -95,7 +97,7 @@ def played(*texts: str, system: str | None = "Be brief.", answer: Any = None, **
     messages = [{"role": "user", "content": "What is half?"}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    prompt = Prompt("0.0.0", messages, answer, row)
+    prompt = Prompt("0.0.0", messages, answer, row, plain=not system)
     group = Group(prompt, [])
     for text in texts:
         ids = [ord(character) for character in text]
@@ -202,6 +204,27 @@ async def test_none_leaves_a_function_out_and_logs_become_components(folder: Pat
     assert (alone.outcome, alone.info["error"]) == ("invalid", "no reward applies to this rollout")
     trl = of_trl(lambda completions, **_: [None, 1.0], group, conversational=False)
     assert math.isnan(trl[0])
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "form"),
+    [
+        ("half?", {}, str),
+        ({"prompt": "half?"}, {}, str),
+        ({"question": "half?"}, {"map": {"prompt": "{question}"}}, str),
+        ({"prompt": [{"role": "user", "content": "half?"}]}, {}, list),
+        ({"messages": [{"role": "user", "content": "half?"}]}, {}, list),
+        ({"prompt": "half?"}, {"system": "Be brief."}, list),
+    ],
+)
+def test_the_form_is_that_of_the_rows_prompt_as_in_trl(
+    row: Any, keys: dict[str, Any], form: type, folder: Path
+) -> None:
+    source = prepared(ListPrompts([row]), PromptsConfig(type="list", **keys))
+    trajectory = Trajectory(source.prompt(Ticket(0, 0)), played("x").trajectories[0].turns)
+    part = weighted_reward(RewardConfig(type="mine.py:short"), "r", folder, DeadlinesConfig())
+    arguments, _ = part.calculator._arguments([trajectory])
+    assert type(arguments["completions"][0]) is type(arguments["prompts"][0]) is form
 
 
 async def test_all_turns_are_one_completion_with_the_reasoning(folder: Path) -> None:

@@ -36,7 +36,7 @@ from retrain.errors import (
 from retrain.prompts import Origin, PromptSource
 from retrain.prompts.building import built
 from retrain.prompts.examples import Pairs
-from retrain.rewarding import Scorer, Term, term_of
+from retrain.rewarding import Scorer, Term, WeightedReward, term_of
 from retrain.rollout.opponents import Opponent, opponent_of
 from retrain.rollout.seats import seats_of
 
@@ -258,8 +258,13 @@ def _scorer(config: RunConfig) -> Scorer:
     terms: list[Term] = []
     problems: list[str] = []
     for index, reward in enumerate(config.rewards):
+        where = f"rewards.{index}"
         try:
-            terms.append(term_of(reward, f"rewards.{index}", config.base_dir, config.deadlines))
+            term = term_of(reward, where, config.base_dir, config.deadlines)
+            if isinstance(term, WeightedReward):
+                check = partial(term.calculator.check_group, config.algorithm.group_size)
+                construct(where, check, type(term.calculator))
+            terms.append(term)
         except ConfigError as error:
             problems += _lines(error)
     if problems:

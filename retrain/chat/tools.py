@@ -64,7 +64,7 @@ def tools_of(given: object) -> tuple[ToolSpec, ...]:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"tools: got {shown(given)}, expected JSON") from None
     given = () if given is None else given
     if not isinstance(given, list | tuple):

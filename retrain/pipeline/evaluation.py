@@ -17,6 +17,7 @@ from retrain.batching import segments
 from retrain.concurrency.deadlines import apart
 from retrain.config import EvalConfig, RunConfig
 from retrain.losses import FLOATS
+from retrain.pipeline.meter import Meter
 from retrain.pipeline.recorder import Recorder
 from retrain.prompts import PromptSource
 from retrain.rollout import Playback, Slot
@@ -144,32 +145,25 @@ class Evaluation:
 
 
 def rewards_of(groups: Sequence[Group], config: EvalConfig) -> Metrics:
-    """Mean reward and pass@k, with k = `config.samples` rollouts per prompt.
+    """Mean reward, also of each component, and pass@k, with k = `config.samples` per prompt.
 
     A prompt passes when one of its rollouts reaches `pass_threshold`. Failed rollouts never pass
-    and don't enter the mean. With seats, a prompt counts once for each seat, whose own mean is
+    and don't enter the means. With seats, a prompt counts once for each seat, whose own mean is
     reported too: in a game somebody always wins.
     """
-    alike = [part for group in groups for part in group.by_seat]
-    rewards = [[t.reward for t in part.scored] for part in alike]
-    seats: dict[str, list[float]] = {}
-    for part, row in zip(alike, rewards, strict=True):
-        seats.setdefault(part.trajectories[0].seat, []).extend(row)
+    meter = Meter()
+    for group in groups:
+        meter.group(group)
+    rewards = [[t.reward for t in part.scored] for group in groups for part in group.by_seat]
     versions = [v for g in groups for t in g.trajectories for v in t.versions]
-    count = sum(map(len, rewards))
-    metrics: Metrics = {
+    return {
         f"eval/pass@{config.samples}": fmean(
             any(reward >= config.pass_threshold for reward in row) for row in rewards
         ),
-        "eval/rollouts/ok": count,
-        "eval/rollouts/failed": sum(len(group.trajectories) for group in groups) - count,
+        **meter.evaluation(),
         "eval/version/min": min(versions, default=-1),
         "eval/version/max": max(versions, default=-1),
     }
-    if count:
-        metrics["eval/reward/mean"] = fmean(reward for row in rewards for reward in row)
-    own = {f"eval/reward/{seat}/mean": row for seat, row in seats.items() if seat and row}
-    return metrics | {name: fmean(row) for name, row in own.items()}
 
 
 async def held_out_loss(

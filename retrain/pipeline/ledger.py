@@ -7,24 +7,40 @@ same order; groups that were finished by then are in the checkpoint and are not 
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from retrain.types import Ticket
 
+AT_ONCE = 10_000
+"""Rows of an epoch that are put in order on the event loop, which takes milliseconds."""
+
+TWICE = range(2)
+"""A checkpoint may be at the end of its epoch, whose rows show that it is."""
+
 
 class Ledger:
     """Issues tickets, epoch after epoch; `order(epoch)` lists the rows in the order of issue."""
 
-    def __init__(self, order: Callable[[int], Sequence[int]]) -> None:
-        self._order_of = order
+    def __init__(self, order: Callable[[int], Sequence[int]], rows: int = 0) -> None:
+        """`rows` is the number of rows in an epoch, which decides what `ready` does."""
+        self._order_of, self._rows = order, rows
         self.epoch = 0
         self._position = 0
-        self._order = order(0)
+        self._order: Sequence[int] = ()
+        """That of the epoch; empty until its first row is issued."""
         self._again: deque[Ticket] = deque()
         self.open: dict[Ticket, None] = {}
         """Issued and not trained yet, in the order of issue."""
+
+    async def ready(self) -> None:
+        """Put the rows of the next ticket's epoch in order, if they are many (5 million take 5 to
+        20 seconds), in a thread. Otherwise `issue` does it."""
+        for _ in TWICE if self._rows > AT_ONCE else ():
+            if self._turned():
+                self._order = await asyncio.to_thread(self._order_of, self.epoch)
 
     def issue(self, *, fresh: bool = False) -> Ticket:
         """The next ticket: one that was reissued, else (or if `fresh`) the epoch's next row."""
@@ -56,15 +72,22 @@ class Ledger:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`: what was open then is issued again first."""
         self.epoch, self._position = state["epoch"], state["position"]
-        self._order = self._order_of(self.epoch)
+        self._order = ()
         self.open = {}
         self._again = deque(Ticket.parse(text) for text in (*state["open"], *state["again"]))
 
     def _next_row(self) -> Ticket:
-        if self._position == len(self._order):
-            self.epoch += 1
-            self._position = 0
-            self._order = self._order_of(self.epoch)
+        for _ in TWICE:
+            if self._turned():
+                self._order = self._order_of(self.epoch)
         row = self._order[self._position]
         self._position += 1
         return Ticket(self.epoch, row)
+
+    def _turned(self) -> bool:
+        """Begin the next epoch if all rows of this one are issued; whether its order is needed."""
+        if self._order and self._position == len(self._order):
+            self.epoch += 1
+            self._position = 0
+            self._order = ()
+        return not self._order

@@ -120,6 +120,16 @@ class Meter:
         self._clear()
         return row
 
+    def evaluation(self) -> Metrics:
+        """What an evaluation reports of its groups."""
+        return {
+            "eval/rollouts/ok": len(self._rewards),
+            "eval/rollouts/failed": self._counts["failed rollouts"],
+            "eval/tokens/completion": self._counts["sampled"],
+            **({"eval/reward/mean": fmean(self._rewards)} if self._rewards else {}),
+            **{f"eval/reward/{n}/mean": fmean(values) for n, values in self._components.items()},
+        }
+
     def _sampling(self, adapter: Mapping[str, float], ages: Sequence[int]) -> Metrics:
         """The metrics of rollouts and of the update on them."""
         return {

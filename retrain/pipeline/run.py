@@ -80,7 +80,10 @@ class Run:
         """Where the exported model is."""
         self.record = Recorder(run_dir, parts.algorithm)
         self.checkpoints = Checkpoints(run_dir.checkpoints)
-        self.ledger = Ledger(lambda e: parts.prompts.order(e, train.seed, train.shuffle))
+        self.ledger = Ledger(
+            lambda epoch: parts.prompts.order(epoch, train.seed, train.shuffle),
+            parts.prompts.epoch_length,
+        )
         self.kept: dict[Ticket, Group] = {}
         """Finished groups of the checkpoint, until their tickets are issued again."""
         most_open = (config.staleness.target + 1) * train.groups_per_step

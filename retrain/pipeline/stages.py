@@ -192,6 +192,7 @@ async def _feed(run: Run) -> None:
         while len(run.ledger.open) >= run.admitted:
             run.admit.clear()
             await run.admit.wait()
+        await run.ledger.ready()
         ticket = run.ledger.issue(fresh=run.outage.suspected)
         if ticket in run.kept:
             run.done.put_nowait(run.kept.pop(ticket))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,8 @@ class PromptSource(ABC):
     def order(self, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
         """The rows of an epoch in the order in which they are issued, each at most once.
 
-        The same for the same arguments, so that a resumed run continues in the same order.
+        The same for the same arguments, so that a resumed run continues in the same order. If there
+        are many rows, a thread calls it.
         """
         return epoch_order(epoch, len(self), seed, shuffle)
 
@@ -134,15 +136,24 @@ class PromptSource(ABC):
         key = f"{seed}/{ticket.epoch}.{ticket.row}"
         digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
         own = int.from_bytes(digest, "big") & 0x7FFFFFFF
-        return Prompt(str(ticket), row.messages, row.answer, row.metadata, own)
+        return Prompt(str(ticket), row.messages, row.answer, row.metadata, own, 0, row.plain)
 
 
-def epoch_order(epoch: int, rows: int, seed: int, shuffle: bool) -> list[int]:
+def epoch_order(epoch: int, rows: int, seed: int, shuffle: bool) -> Sequence[int]:
     """The rows in the order of `epoch`; the same for the same arguments."""
-    order = list(range(rows))
-    if shuffle:
-        random.Random(f"{seed}:{epoch}").shuffle(order)
+    if not shuffle:
+        return range(rows)
+    order = numbers(0, rows)
+    random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
+
+
+def numbers(start: int, stop: int) -> array[int]:
+    """The integers of a range, in 8 bytes each. In a thread it lets others run meanwhile."""
+    made = array("Q")
+    for first in range(start, stop, 2**16):  # each call holds the interpreter's lock
+        made.extend(range(first, min(first + 2**16, stop)))
+    return made
 
 
 def as_row(raw: Any, *, opened: bool = False) -> Row:
@@ -165,7 +176,7 @@ def as_row(raw: Any, *, opened: bool = False) -> Row:
 def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | None = None) -> Row:
     """One row of a data set. Raises ValueError that says what was expected."""
     if isinstance(raw, str):
-        return Row(_user(raw))
+        return Row(_user(raw), plain=True)
     if not isinstance(raw, Mapping):
         raise ValueError(
             f"got {type(raw).__name__}, expected a string, or a mapping with `prompt` or `messages`"
@@ -176,7 +187,9 @@ def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | N
     rest = dict(raw)
     value = rest.pop(column)
     answer = rest.pop(answer_column or "answer", None)
-    return Row(_user(value) if isinstance(value, str) else parse_messages(value), answer, rest)
+    if isinstance(value, str):
+        return Row(_user(value), answer, rest, plain=True)
+    return Row(parse_messages(value), answer, rest)
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:

@@ -3,21 +3,25 @@
 Both sources convert a row to one form: `messages` is the opening, and `answer` a list of
 continuations, one for a demonstration and (chosen, rejected) for a pair. A continuation is a list
 of messages; only its assistant messages are trained. A row's `tools` are offered to the model like
-an environment's. All rows are checked when the source is made, before any model loads.
+an environment's. All rows are checked when the source is made, before any model loads; what is kept
+is the index of each row, not the row.
 """
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, Self, TypeVar
 
 from retrain.chat.tools import tools_of
 from retrain.errors import PromptError, shown
 from retrain.prompts.base import PromptSource, parse_messages
-from retrain.prompts.sequences import SequencePrompts
 from retrain.types import Message, Row
 
 T = TypeVar("T")
@@ -29,13 +33,38 @@ TOOLS = "tools"
 EQUAL = "chosen equals rejected"
 
 
-class _Examples(SequencePrompts):
-    """The rows of a source in one form."""
+class _Examples(PromptSource):
+    """Some rows of a source in one form: each is made when it is needed, and not kept."""
 
-    def __init__(self, rows: list[Row], dropped: Mapping[str, int]) -> None:
-        super().__init__(rows, "the examples")
+    read_at_start = True
+
+    def __init__(
+        self,
+        source: PromptSource,
+        kept: Sequence[int],
+        made: Callable[[int], Row],
+        dropped: Mapping[str, int],
+    ) -> None:
+        """`made` makes the row at an index of `kept`, which has the places in the source."""
+        self._source, self._kept, self._made = source, kept, made
+        self.name = source.name
         self.dropped = dropped
         """The number of dropped rows or prompts per reason."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def row(self, index: int) -> Row:
+        return self._made(index)
+
+    def checked_row(self, index: int) -> Row:
+        return self._made(index)
+
+    def location(self, index: int) -> str:
+        return self._source.location(self._kept[index])
+
+    def place(self, index: int) -> str:
+        return self._source.place(self._kept[index])
 
 
 class Demonstrations(_Examples):
@@ -46,7 +75,10 @@ class Demonstrations(_Examples):
         """The demonstrations in `prompts`; raises PromptError for the first invalid row."""
         if isinstance(prompts, cls):
             return prompts
-        return cls(_parsed(prompts, demonstration), {})
+        made, kept = partial(_parsed, prompts, demonstration), range(len(prompts))
+        for index in kept:
+            made(index)
+        return cls(prompts, kept, made, {})
 
 
 class Pairs(_Examples):
@@ -60,15 +92,11 @@ class Pairs(_Examples):
         """
         if isinstance(prompts, cls):
             return prompts
-        if pair_by is None:
-            rows = [row for row in _parsed(prompts, pair) if row.answer[0] != row.answer[1]]
-            dropped = Counter({EQUAL: len(prompts) - len(rows)})
-        else:
-            rows, dropped = _paired(_parsed(prompts, lambda row: _scored(row, pair_by)), pair_by)
-        if not rows:
-            reasons = ", ".join(f"{count} x {why}" for why, count in dropped.items() if count)
+        kept, made, dropped = _paired(prompts, pair_by) if pair_by else _differing(prompts)
+        if not kept:
+            reasons = ", ".join(f"{count} x {why}" for why, count in dropped.items())
             raise PromptError(f"no pair in {len(prompts)} rows: {reasons}")
-        return cls(rows, +dropped)
+        return cls(prompts, kept, made, dropped)
 
 
 def demonstration(row: Row) -> Row:
@@ -137,38 +165,67 @@ def _scored(row: Row, column: str) -> _Scored:
     return _Scored(row, _continuation(said, "the response"), float(score))
 
 
-def _paired(scored: Sequence[_Scored], column: str) -> tuple[list[Row], Counter[str]]:
+_Found = tuple[Sequence[int], Callable[[int], Row], Counter[str]]
+
+
+def _differing(prompts: PromptSource) -> _Found:
+    """The rows whose answers differ."""
+    kept = array("Q")
+    for index in range(len(prompts)):
+        chosen, rejected = _parsed(prompts, pair, index).answer
+        if chosen != rejected:
+            kept.append(index)
+    dropped = +Counter({EQUAL: len(prompts) - len(kept)})
+    return kept, lambda number: _parsed(prompts, pair, kept[number]), dropped
+
+
+class _Ends(NamedTuple):
+    """The number of responses to a prompt, and the index and score of two of them."""
+
+    number: int
+    best: tuple[int, float]
+    worst: tuple[int, float]
+
+
+def _paired(prompts: PromptSource, column: str) -> _Found:
     """The best and the worst response to each prompt; ties and single responses are dropped."""
-    prompts: dict[tuple[tuple[str, str], ...], list[_Scored]] = {}
-    for one in scored:
-        key = tuple((m["role"], m["content"]) for m in one.row.messages)
-        prompts.setdefault(key, []).append(one)
-    rows: list[Row] = []
+    scored = partial(_parsed, prompts, lambda row: _scored(row, column))
+    ends: dict[bytes, _Ends] = {}
+    for index in range(len(prompts)):
+        row, _, score = scored(index)
+        said = repr([(m["role"], m["content"]) for m in row.messages])
+        key = hashlib.blake2b(said.encode(errors="replace"), digest_size=16).digest()
+        one = index, score
+        count, best, worst = ends.get(key, _Ends(0, one, one))
+        best, worst = max(best, one, key=itemgetter(1)), min(worst, one, key=itemgetter(1))
+        ends[key] = _Ends(count + 1, best, worst)
+    kept, others = array("Q"), array("Q")
     dropped: Counter[str] = Counter()
-    for responses in prompts.values():
-        best = max(responses, key=lambda one: one.score)
-        worst = min(responses, key=lambda one: one.score)
-        if len(responses) == 1:
+    for count, (best_index, high), (worst_index, low) in ends.values():
+        if count == 1:
             dropped["only one response to the prompt"] += 1
-        elif best.score == worst.score:
+        elif high == low:
             dropped[f"equal {column}"] += 1
-        elif best.response == worst.response:
+        elif scored(best_index).response == scored(worst_index).response:
             dropped[EQUAL] += 1
         else:
-            rows.append(Row(best.row.messages, (best.response, worst.response), best.row.metadata))
-    return rows, dropped
+            kept.append(best_index)
+            others.append(worst_index)
+
+    def made(number: int) -> Row:
+        best, worst = scored(kept[number]), scored(others[number])
+        return Row(best.row.messages, (best.response, worst.response), best.row.metadata)
+
+    return kept, made, dropped
 
 
-def _parsed(prompts: PromptSource, parse: Callable[[Row], T]) -> list[T]:
-    parsed = []
-    for index in range(len(prompts)):
-        row = prompts.checked_row(index)
-        try:
-            tools_of(row.metadata.get(TOOLS))
-            parsed.append(parse(row))
-        except (TypeError, ValueError) as error:
-            raise PromptError(f"{prompts.place(index)}: {error}") from None
-    return parsed
+def _parsed(prompts: PromptSource, parse: Callable[[Row], T], index: int) -> T:
+    row = prompts.checked_row(index)
+    try:
+        tools_of(row.metadata.get(TOOLS))
+        return parse(row)
+    except (TypeError, ValueError) as error:
+        raise PromptError(f"{prompts.place(index)}: {error}") from None
 
 
 def _response(row: Row) -> Any:  # whatever the data set holds

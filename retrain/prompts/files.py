@@ -34,6 +34,7 @@ CACHED = 256 * 2**20
 """Bytes of parquet row groups that are kept in memory, at least one."""
 LONGEST = 2**31 - 1
 """Characters of a field of csv, whose limit is 131072 by default: less than a long context."""
+TOO_DEEP = "the JSON has too many levels of lists and objects in each other"
 BOM = b"\xef\xbb\xbf"
 _DECODER = json.JSONDecoder()
 _SCAN: Callable[[str, int], tuple[Any, int]] = vars(_DECODER)["scan_once"]
@@ -168,13 +169,15 @@ class JsonLinesTable(TextTable):
             value, end = _SCAN(text, 0)  # `decode` takes twice as long
             if end == len(text):
                 return value
-        except (StopIteration, json.JSONDecodeError):
+        except (StopIteration, json.JSONDecodeError, RecursionError):
             pass
         try:
             return _DECODER.decode(text)
         except json.JSONDecodeError as error:
             where = f"{self.path}, line {self._line(start)}, column {error.colno}"
             raise PromptError(f"{where}: invalid JSON: {error.msg}") from None
+        except RecursionError:
+            raise PromptError(f"{self.path}, line {self._line(start)}: {TOO_DEEP}") from None
 
 
 class CsvTable(TextTable):
@@ -234,6 +237,8 @@ class JsonTable(Table):
         except json.JSONDecodeError as error:
             where = f"{path}, line {error.lineno}, column {error.colno}"
             raise PromptError(f"{where}: invalid JSON: {error.msg}") from None
+        except RecursionError:
+            raise PromptError(f"{path}: {TOO_DEEP}") from None
         if not isinstance(rows, list):
             raise PromptError(
                 f"{path} contains a {type(rows).__name__}, expected a list of rows; for one object "
@@ -258,7 +263,7 @@ class ParquetTable(Table):
             self._file: Any = import_module("pyarrow.parquet").ParquetFile(path)
         except ImportError:
             raise PromptError(
-                f"{path}: parquet needs pyarrow, which is not installed: {install_command('trl')}"
+                f"{path}: parquet needs pyarrow, which is not installed: {install_command('data')}"
             ) from None
         except arrow.ArrowException as error:
             raise PromptError(f"{path}: invalid parquet: {error}") from None

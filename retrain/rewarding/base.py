@@ -76,6 +76,9 @@ class RewardCalculator(ABC):
     def check_row(self, row: Row) -> None:  # noqa: B027 - a default, not a forgotten body
         """Raise ValueError for a row that can't be scored; see `Environment.check_row`."""
 
+    def check_group(self, size: int) -> None:  # noqa: B027 - a default, not a forgotten body
+        """Raise ValueError if groups of `size` rollouts can't be scored."""
+
     async def setup(self) -> None:  # noqa: B027 - a default, not a forgotten body
         """Connect or load, within `deadlines.setup`. If this raises, the run ends."""
 

@@ -37,8 +37,7 @@ class ColumnReward(RewardCalculator):
     """A function written for TRL as a RewardCalculator.
 
     `form` says what a completion is, a string or a list of messages; by default the annotation of
-    `completions`, else the prompt: a single user message is text. `bound` are arguments with fixed
-    values.
+    `completions` does, else the row's prompt, as in TRL. `bound` are arguments with fixed values.
     """
 
     def __init__(
@@ -117,8 +116,8 @@ class ColumnReward(RewardCalculator):
         return given, components
 
     def _form_of(self, trajectory: Trajectory) -> Form:
-        messages = trajectory.prompt.messages
-        single = len(messages) == 1 and messages[0]["role"] == "user"
+        prompt = trajectory.prompt
+        single = prompt.plain and len(prompt.messages) == 1  # `system` adds a message
         return self._form or ("text" if single else "messages")
 
     @contextmanager

@@ -70,6 +70,9 @@ class ProcessReward(RewardCalculator):
         for worker in self._workers:
             self._free.put_nowait(worker)
 
+    def check_group(self, size: int) -> None:
+        self.inner.check_group(size)
+
     async def setup(self) -> None:
         """Start all workers; raises the error of one that can't import or set up the reward."""
         results = await asyncio.gather(*(w.start() for w in self._workers), return_exceptions=True)

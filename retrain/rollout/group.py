@@ -150,8 +150,8 @@ class _Rollout:
         self.instance = instance
         self.index = index
         if index:  # dataclasses.replace takes three times as long
-            own = prompt.id, prompt.messages, prompt.answer, prompt.metadata, prompt.seed, index
-            prompt = Prompt(*own)
+            own = prompt.id, prompt.messages, prompt.answer, prompt.metadata, prompt.seed
+            prompt = Prompt(*own, index, prompt.plain)
         self.trajectory = Trajectory(prompt, index=index)
         self.seats = NO_SEATS
         self.opening: Sequence[Message] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from retrain.chat.formats.base import (
     Format,
@@ -41,7 +41,7 @@ def _read(text: str, match: re.Match[str]) -> Iterator[Found]:
         at = match.start(1) + named.end()
         at += len(text[at:end]) - len(text[at:end].lstrip())
         try:
-            _, stop = read_json_at(text, at)
+            _, stop = _read_json(text, at, end)
         except ValueError:
             stop = end
         found = named_call(start, stop, named[1], text[at:stop])
@@ -49,7 +49,7 @@ def _read(text: str, match: re.Match[str]) -> Iterator[Found]:
         return
     at = match.start(1) + len(match[1]) - len(match[1].lstrip())
     try:
-        calls, stop = read_json_at(text, at)
+        calls, stop = _read_json(text, at, end)
     except ValueError as error:
         yield Found(start, end, error=not_json(error))
         return
@@ -60,6 +60,21 @@ def _read(text: str, match: re.Match[str]) -> Iterator[Found]:
         yield call_of(stop if number else start, stop, _decoded(call))._replace(id=own)
     if not calls:
         yield Found(start, stop, error="got an empty list, expected calls")
+
+
+def _read_json(text: str, at: int, end: int) -> tuple[Any, int]:
+    """The JSON value at `at`, and where it ends: behind `end` only if that is in a string.
+
+    The decoder counts the lines before an error, so it gets no more text than it needs.
+    """
+    while True:
+        try:
+            value, size = read_json_at(text[at:end], 0)
+            return value, at + size
+        except ValueError as error:
+            if end >= len(text) or not str(error).startswith("Unterminated string"):
+                raise
+            end += end - at
 
 
 def _decoded(call: object) -> object:

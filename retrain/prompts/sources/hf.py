@@ -68,7 +68,7 @@ def load_dataset(
     except ImportError:
         raise PromptError(
             f"data set {path}: needs the library datasets, which is not installed: "
-            f"{install_command('trl')}"
+            f"{install_command('data')}"
         ) from None
     saved = next((folder for folder in places(path, base_dir) if folder.is_dir()), None)
     try:

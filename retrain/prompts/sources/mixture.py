@@ -17,7 +17,7 @@ from retrain.config import PromptsConfig
 from retrain.config.problems import problems_of
 from retrain.config.reading import prompts_section
 from retrain.errors import PluginError, PromptError
-from retrain.prompts.base import Origin, PromptSource
+from retrain.prompts.base import Origin, PromptSource, numbers
 from retrain.prompts.building import built
 from retrain.types import Row
 
@@ -110,17 +110,17 @@ class MixturePrompts(PromptSource):
         number = bisect_right(self._starts, index) - 1
         return number, index - self._starts[number]
 
-    def order(self, epoch: int, seed: int, shuffle: bool) -> list[int]:
+    def order(self, epoch: int, seed: int, shuffle: bool) -> Sequence[int]:
         rows = [
             self._used(number, epoch, f"{seed}:{number}" if shuffle else None)
             for number in range(len(self._parts))
         ]
-        return [next(rows[number]) for number in _turns(self._shares, self._weights)]
+        return array("Q", (next(rows[number]) for number in _turns(self._shares, self._weights)))
 
     def _used(self, number: int, epoch: int, seed: str | None) -> Iterator[int]:
         """The rows of a source in an epoch: where the epoch before stopped, around and around."""
         length, share, start = len(self._parts[number]), self._shares[number], self._starts[number]
-        order = list(range(start, start + length))
+        order = numbers(start, start + length)
         if seed is not None:
             random.Random(seed).shuffle(order)
         first = epoch * share % length
