@@ -6,8 +6,9 @@
 
 - Callbacks are called in the given order, one at a time; a hook may be `def` or `async def`.
 - They observe the run and may ask it to stop; they get a copy of the metrics.
+- Each call has its own task, so an `async with` can't be entered in one hook and left in another.
 - An exception in a callback ends the run, with a note that names the callback. `on_train_end` is
-  still called on all callbacks.
+  still called on all callbacks, and has `deadlines.stall` for that.
 """
 
 from __future__ import annotations
