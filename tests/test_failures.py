@@ -15,6 +15,7 @@ from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.concurrency.outages import is_outage
 from retrain.errors import (
     AdapterError,
+    DeadlineError,
     LateError,
     NonFiniteError,
     NoSignalError,
@@ -49,7 +50,8 @@ def steps_of(folder) -> list[int]:
 def trained_once(folder) -> bool:
     updates = [e for e in surviving(read_events(folder)) if e["event"] == "update"]
     tickets = [ticket for event in updates for ticket in event["tickets"]]
-    rolled = [(row["ticket"], row["index"]) for row in rollouts_of(folder)]
+    trained = [row for row in rollouts_of(folder) if not row["ticket"].startswith("-1")]
+    rolled = [(row["ticket"], row["index"]) for row in trained]
     return len(tickets) == len(set(tickets)) and len(rolled) == len(set(rolled))
 
 
@@ -385,6 +387,133 @@ async def test_p13_a_stage_that_fails_lets_the_update_under_way_end(
             await train(config, parts=parts_with(config, Slow(MockOptions(), config)))
     assert caught.group_contains((AdapterError, UserCodeError), match=message)
     assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
+
+
+def cancel_the_caller():
+    asyncio.current_task().cancel()
+
+
+async def cancel_while_waiting():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(1)
+
+
+def throws(error):
+    def throw():
+        raise error
+
+    return throw
+
+
+class Worst(Callback):
+    """Does its worst in one hook, from step 5 on."""
+
+    def __init__(self, hook, worst):
+        self.hook, self.worst = hook, worst
+        for name in ("on_step_begin", "on_step_end", "on_eval_end", "on_train_end", "state_dict"):
+            if hook == name:
+                setattr(self, name, self._act)
+        self.begun = 0
+
+    def on_epoch_begin(self, trainer, epoch):
+        self.trainer = trainer
+
+    def _act(self, *arguments):
+        if self.hook == "state_dict" and self.worst is None:
+            return {(1, 2): 3}
+        late = self.hook in ("state_dict", "on_eval_end", "on_train_end")
+        return self.worst() if late or self.trainer.step >= 4 else None
+
+
+@pytest.mark.parametrize("worst", [cancel_the_caller, cancel_while_waiting, throws(SystemExit(0))])
+@pytest.mark.parametrize("hook", ["on_step_begin", "on_step_end", "on_eval_end"])
+async def test_p13_no_callback_costs_a_step(tmp_path, hook, worst):
+    """A cancellation used to hit the next await: that of an update, which then was lost."""
+    evaluates = {"prompts": mock_config(tmp_path).prompts.model_dump(), "every": 4}
+    config = config_in(tmp_path, staleness={"target": 0}, eval=evaluates)
+    async with asyncio.timeout(30):
+        with pytest.raises(ExceptionGroup) as caught:
+            await train(config, callbacks=[Worst(hook, worst)])
+    assert caught.group_contains(UserCodeError, match="user code (cancelled|raised SystemExit: 0)")
+    last = events(tmp_path, "update")[-1]["step"]
+    assert Checkpoints(tmp_path / "checkpoints").steps()[-1] == last >= 4
+    assert f"raised by the callback Worst.{hook}" in (tmp_path / "error.txt").read_text()
+    assert (await train(config, resume=True)).total_steps == STEPS
+    assert trained_once(tmp_path)
+    assert [row["step"] for row in read_metrics(tmp_path) if row.get("eval/step") == 4] == [5]
+
+
+@pytest.mark.parametrize("worst", [throws(ValueError("no state")), cancel_the_caller, None])
+async def test_p13_a_callback_without_a_state_costs_no_checkpoint(tmp_path, worst):
+    config = config_in(tmp_path, checkpoint={"every": 4})
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, callbacks=[Worst("state_dict", worst)])
+    assert caught.group_contains((ValueError, TypeError, UserCodeError))
+    assert 4 in Checkpoints(tmp_path / "checkpoints").steps()
+    assert "raised by the callback Worst.state_dict" in (tmp_path / "error.txt").read_text()
+    assert (await train(config, resume=True)).total_steps == STEPS
+    assert trained_once(tmp_path)
+
+
+async def test_p1_a_resume_that_fails_keeps_the_checkpoint(tmp_path):
+    """It used to write another one over it, with the weights and the position of a new run."""
+
+    class Counts(Callback):
+        fails = True
+
+        def state_dict(self):
+            return {"steps": 4}
+
+        def load_state_dict(self, state):
+            if Counts.fails:
+                raise ValueError("an older state")
+
+    await train(config_in(tmp_path, train={"total_train_steps": 4}), callbacks=[Counts()])
+    kept = (tmp_path / "checkpoints" / "step_4" / "run.json").read_bytes()
+    with pytest.raises(ValueError, match="an older state") as caught:
+        await train(config_in(tmp_path), callbacks=[Counts()], resume=True)
+    assert caught.value.__notes__[0] == "raised by the callback Counts.load_state_dict"
+    assert "step_4. Fix the cause, then continue with --resume." in caught.value.__notes__[1]
+    assert (tmp_path / "checkpoints" / "step_4" / "run.json").read_bytes() == kept
+    Counts.fails = False
+    await train(config_in(tmp_path), callbacks=[Counts()], resume=True)
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+    assert trained_once(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("worst", "error", "message"),
+    [
+        (cancel_while_waiting, UserCodeError, "user code cancelled the task 'Worst.on_train_end'"),
+        (throws(SystemExit(0)), UserCodeError, "user code raised SystemExit: 0"),
+        (asyncio.Event().wait, DeadlineError, "on_train_end took longer than deadlines.stall"),
+    ],
+)
+async def test_a_callback_can_neither_hide_nor_delay_the_end(tmp_path, worst, error, message):
+    """Its cancellation used to look like Ctrl-C, and one that hung kept the process for ever."""
+    config = config_in(tmp_path, deadlines={"stall": 2.0})
+    async with asyncio.timeout(30):
+        with pytest.raises(error, match=message):
+            await train(config, callbacks=[Worst("on_train_end", worst)])
+    assert events(tmp_path, "end")[-1]["status"] == "completed"
+
+
+class Reports(Judge):
+    """Its `metrics` cancels the task that calls it, or exits."""
+
+    worst = staticmethod(cancel_the_caller)
+
+    def metrics(self):
+        return Reports.worst()
+
+
+@pytest.mark.parametrize("worst", [cancel_the_caller, throws(SystemExit(0))])
+async def test_p5_metrics_of_a_reward_affect_no_step(tmp_path, monkeypatch, judge, worst):
+    judge()
+    monkeypatch.setattr(Reports, "worst", staticmethod(worst))
+    await train(config_in(tmp_path, rewards=[{"type": f"{__name__}:Reports"}]))
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+    assert len(events(tmp_path, "fault")) >= STEPS
 
 
 async def test_p1_stopping_many_times_loses_no_finished_group(tmp_path):

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 from asyncio import runners
 from collections.abc import Awaitable, Callable, Coroutine
@@ -29,6 +30,8 @@ class OwnTask(asyncio.Task[T]):
 
     asked = False
     """Whether we cancelled it."""
+    parent: asyncio.Task[Any] | None = None
+    """The task that started it."""
 
     def end(self) -> None:
         """Cancel it."""
@@ -38,7 +41,17 @@ class OwnTask(asyncio.Task[T]):
 
 def own_task(coroutine: Coroutine[Any, Any, T], name: str | None = None) -> OwnTask[T]:
     """Start a coroutine in an OwnTask."""
-    return OwnTask(coroutine, loop=asyncio.get_running_loop(), name=name)
+    task = OwnTask(coroutine, loop=asyncio.get_running_loop(), name=name)
+    task.parent = asyncio.current_task()
+    return task
+
+
+def runs_in(task: asyncio.Task[Any]) -> bool:
+    """Whether the caller runs in this task, or in an OwnTask that was started in it."""
+    current = asyncio.current_task()
+    while isinstance(current, OwnTask) and current is not task:
+        current = current.parent
+    return current is task
 
 
 async def absorb() -> None:
@@ -49,17 +62,24 @@ async def absorb() -> None:
     task.asked = False
 
 
-async def apart(coroutine: Coroutine[Any, Any, T], name: str) -> T:
+async def apart(coroutine: Coroutine[Any, Any, T], name: str, *, abandon: bool = False) -> T:
     """Await a coroutine in its own task, so that user code can't cancel the caller's.
 
-    Raises UserCodeError if user code cancelled the task, and what the coroutine raises.
+    Raises UserCodeError if user code cancelled the task, and what the coroutine raises. With
+    `abandon`, a cancellation waits at most STUCK_SECONDS for code that swallows it.
     """
     task = own_task(coroutine, name)
     interrupted = False
     while not task.done():
         try:
-            await asyncio.wait([task])
+            _, going_on = await asyncio.wait(
+                [task], timeout=STUCK_SECONDS if interrupted and abandon else None
+            )
+            if going_on:
+                raise asyncio.CancelledError
         except asyncio.CancelledError:
+            if interrupted and abandon:
+                raise
             interrupted = True
             task.end()
     if interrupted:
@@ -69,6 +89,30 @@ async def apart(coroutine: Coroutine[Any, Any, T], name: str) -> T:
     if task.cancelled():
         raise UserCodeError(f"user code cancelled the task {name!r}, in which it was called")
     return task.result()
+
+
+async def contained(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await a coroutine. What user code raises beside an Exception is a UserCodeError: in a task,
+    SystemExit and KeyboardInterrupt would end the event loop."""
+    try:
+        return await coroutine
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        if not is_theirs(error):
+            raise
+        raise blame("user code", error) from error
+
+
+async def called(name: str, call: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
+    """`apart` for one call of a plain or async function of the user."""
+
+    async def calling() -> T:
+        returned = call(*arguments)
+        result: T = await returned if inspect.isawaitable(returned) else returned
+        return result
+
+    return await apart(contained(calling()), name, abandon=True)
 
 
 async def user_call(

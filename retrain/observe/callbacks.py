@@ -6,22 +6,25 @@
 
 - Callbacks are called in the given order, one at a time; a hook may be `def` or `async def`.
 - They observe the run and may ask it to stop; they get a copy of the metrics.
+- Each call has its own task, so an `async with` can't be entered in one hook and left in another.
 - An exception in a callback ends the run, with a note that names the callback. `on_train_end` is
-  still called on all callbacks.
+  still called on all callbacks, and has `deadlines.stall` for that.
 """
 
 from __future__ import annotations
 
-import inspect
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
+from retrain.concurrency.deadlines import called
 from retrain.config import RunConfig
 from retrain.errors import shown
+from retrain.jsonable import default
 from retrain.observe.charts import known
 from retrain.observe.run_dir import RunDirectory
 from retrain.types import Metrics
@@ -125,11 +128,11 @@ class Callback:
     def on_train_end(self, trainer: Run, result: TrainingResult) -> Any:
         """Once, however the run ends, before the run directory is closed."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this callback to save in checkpoints, as JSON values."""
+    def state_dict(self) -> Any:
+        """The state of this callback to save in checkpoints: a dict of JSON values."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
         """Restore the result of `state_dict` on a resume, before `on_train_begin`."""
 
 
@@ -154,29 +157,56 @@ class Callbacks:
         first: Exception | None = None
         for callback in self._callbacks:
             try:
-                returned = getattr(callback, hook)(*map(_own_copy, arguments))
-                if inspect.isawaitable(returned):
-                    await returned
+                await _called(callback, hook, *map(_own_copy, arguments))
             except Exception as error:
-                note = "raised by the callback "
-                # A trainer's own callback calls those of its user: only the inner one is named.
-                if not any(known.startswith(note) for known in getattr(error, "__notes__", ())):
-                    error.add_note(f"{note}{type(callback).__name__}.{hook}")
                 if hook != "on_train_end":
                     raise
                 first = first or error
         if first is not None:
             raise first
 
-    def state(self) -> list[dict[str, Any]]:
-        """The state of each callback, with the name of its class."""
-        return [{"of": type(c).__name__, "state": c.state_dict()} for c in self._callbacks]
+    async def state(self, fail: Callable[[Exception], None]) -> list[dict[str, Any]]:
+        """The state of each callback, with the name of its class.
 
-    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        A callback that fails doesn't cost the checkpoint: its state is empty, and `fail` is called.
+        """
+        states: list[dict[str, Any]] = []
+        for callback in self._callbacks:
+            try:
+                state = await _called(callback, "state_dict")
+            except Exception as error:  # noqa: BLE001 - the run fails with it, after the checkpoint
+                state = {}
+                fail(error)
+            states.append({"of": type(callback).__name__, "state": state})
+        return states
+
+    async def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore each callback from the entry at its place, if it is of its class."""
         for callback, entry in zip(self._callbacks, saved, strict=False):
             if entry["of"] == type(callback).__name__ and entry["state"]:
-                callback.load_state_dict(dict(entry["state"]))
+                await _called(callback, "load_state_dict", dict(entry["state"]))
+
+
+async def _called(callback: Callback, hook: str, *arguments: object) -> Any:  # any: of user code
+    """Call a method in a task of its own. An error gets a note that names it."""
+    name = f"{type(callback).__name__}.{hook}"
+    try:
+        returned = await called(name, getattr(callback, hook), *arguments)
+        return _copied(returned) if hook == "state_dict" else returned
+    except Exception as error:
+        note = "raised by the callback "
+        # A trainer's own callback calls those of its user: only the inner one is named.
+        if not any(known.startswith(note) for known in getattr(error, "__notes__", ())):
+            error.add_note(f"{note}{name}")
+        raise
+
+
+def _copied(state: Any) -> dict[str, Any]:  # any: of user code
+    """A copy, since the callback may change its own while the checkpoint is written."""
+    if not isinstance(state, dict):
+        raise TypeError(f"got {shown(state)}, expected a dict of JSON values")
+    copy: dict[str, Any] = json.loads(json.dumps(state, default=default))
+    return copy
 
 
 def _own_copy(argument: object) -> object:

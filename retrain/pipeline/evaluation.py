@@ -14,7 +14,7 @@ from typing import Any
 
 from retrain.assembly import Parts
 from retrain.batching import segments
-from retrain.concurrency.deadlines import apart
+from retrain.concurrency.deadlines import apart, runs_in
 from retrain.config import EvalConfig, RunConfig
 from retrain.losses import FLOATS
 from retrain.pipeline.meter import Meter
@@ -59,7 +59,7 @@ class Evaluation:
 
     async def previous(self) -> None:
         """Wait for the previous evaluation to end."""
-        if self._task is not None and self._task is not asyncio.current_task():
+        if self._task is not None and not runs_in(self._task):
             await asyncio.wait([self._task])
 
     def start(self, step: int, beside: asyncio.TaskGroup) -> None:
@@ -70,7 +70,7 @@ class Evaluation:
 
     def cancel(self) -> None:
         """Cancel the current evaluation, unless it is the caller."""
-        if self._task is not None and self._task is not asyncio.current_task():
+        if self._task is not None and not runs_in(self._task):
             self._task.cancel()
 
     def take_row(self) -> Metrics:
@@ -98,7 +98,7 @@ class Evaluation:
 
     async def _guarded(self, step: int) -> None:
         try:
-            await self._evaluate(step)
+            await apart(self._evaluate(step), "evaluate")
         except Exception as error:  # noqa: BLE001 - the run fails with it, after the step
             self.fail(error)
 

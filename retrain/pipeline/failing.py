@@ -60,7 +60,9 @@ async def rescue(run: Run, error: BaseException) -> None:
             run.intake.drop_held(lambda group: not group.scored, "unfinished")
             await checkpoint(run)
     except (Exception, asyncio.CancelledError) as another:  # noqa: BLE001 - `error` is raised
-        error.add_note(f"no checkpoint of step {run.step} was written: {first_line(another)}")
+        missing = run.checkpoints.saved != run.step
+        what = f"no checkpoint of step {run.step} was written" if missing else "also failed"
+        error.add_note(f"{what}: {first_line(another)}")
     if run.checkpoints.saved is not None:
         path = near(run.checkpoints.path(run.checkpoints.saved))
         error.add_note(f"saved: {path}. Fix the cause, then continue with --resume.")

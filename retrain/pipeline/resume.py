@@ -39,9 +39,11 @@ async def checkpoint(run: Run) -> None:
     if run.checkpoints.saved == run.step:
         return
     await run.evaluation.previous()
+    callbacks = await run.callbacks.state(run.failed_callback)  # before: user code is not to run
+    fill = partial(_fill, run, callbacks)
     path = await run.within(
         "save",
-        run.checkpoints.write(run.step, partial(_fill, run), before=run.run_dir.sync),
+        run.checkpoints.write(run.step, fill, before=run.run_dir.sync),
         limit="checkpoint",
     )
     run.record.checkpoint(run.step, path)
@@ -60,7 +62,7 @@ async def _forget(run: Run, old: Path) -> None:
     run.checkpoints.remove(old)
 
 
-async def _fill(run: Run, folder: Path) -> Checkpoint:
+async def _fill(run: Run, callbacks: Sequence[Mapping[str, Any]], folder: Path) -> Checkpoint:
     """Take the state of the run, then let the adapter save into `folder`."""
     run.intake.drain()
     finished = (*run.intake.held.values(), *run.kept.values())
@@ -74,13 +76,13 @@ async def _fill(run: Run, folder: Path) -> Checkpoint:
         adapter={},
         counters={
             **run.signal.state(),
-            "evaluation": run.evaluation.state(run.step, last=run.finished and not run.stopping),
+            "evaluation": run.evaluation.state(run.step, last=run.complete),
             "sizes": sizes,
             "failed_in_a_row": run.intake.failed_in_a_row,
             "data_since": run.data_since,
-            "rows": len(run.parts.prompts),
+            "rows": run.rows,
             "rows_hash": run.rows_hash,
-            "callbacks": run.callbacks.state(),
+            "callbacks": callbacks,
             "learner": run.parts.learner.state(),
         },
         config=run.config.model_dump(mode="json"),
@@ -106,7 +108,7 @@ async def restore(run: Run) -> None:
     path, saved = found
     if problem := changed_run(saved.config, run.config):
         raise CheckpointError(problem)
-    before, rows = saved.counters.get("rows"), len(run.parts.prompts)
+    before, rows = saved.counters.get("rows"), run.rows
     if before not in (None, rows):
         raise CheckpointError(
             f"this run can't be resumed: its prompts had {before} rows, now they have {rows}. "
@@ -118,12 +120,13 @@ async def restore(run: Run) -> None:
             "trains on other prompts. Restore the data, or make its source return the same rows "
             "each time"
         )
-    await _load(run, path, saved)
     run.checkpoints.saved = saved.step
+    await _load(run, path, saved)
     changed = changed_keys(saved.config, run.config)
     run.record.resumed(saved.step, saved.counters["sizes"], changed)
     _take_up(run, saved, saved.groups)
     run.evaluation.restore(saved.counters["evaluation"])
+    run.whole = True
 
 
 def _require_no_checkpoint(run: Run) -> None:
@@ -154,9 +157,10 @@ async def begin_from(run: Run, path: Path) -> None:
     if changes(saved.config, run.config, DATA):
         run.data_since = run.step
         run.record.event("resumed", from_step=run.step, checkpoint=str(path))
-        return
-    _take_up(run, saved, [] if changes(saved.config, run.config, SCORING) else saved.groups)
-    run.record.event("resumed", from_step=run.step, changed=run.run_dir.changed)
+    else:
+        _take_up(run, saved, [] if changes(saved.config, run.config, SCORING) else saved.groups)
+        run.record.event("resumed", from_step=run.step, changed=run.run_dir.changed)
+    run.whole = True
 
 
 async def _load(run: Run, path: Path, saved: Checkpoint) -> None:
@@ -166,8 +170,9 @@ async def _load(run: Run, path: Path, saved: Checkpoint) -> None:
         limit="checkpoint",
     )
     run.step, run.version = saved.step, saved.version
+    run.whole = False  # until all is restored: a rescue would save the position of a new run
     run.parts.learner.restore(saved.step, saved.counters.get("learner", {}))
-    run.callbacks.restore(saved.counters.get("callbacks", []))
+    await run.callbacks.restore(saved.counters.get("callbacks", []))
 
 
 def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:

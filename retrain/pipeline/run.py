@@ -22,7 +22,7 @@ from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
 from retrain.errors import DeadlineError, StallError
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
-from retrain.observe.failure import first_line
+from retrain.observe.failure import first_line, notes_of
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.pipeline.evaluation import Evaluation
@@ -64,7 +64,9 @@ class Run:
         """Whether the model plays rollouts; otherwise the rows of the data set are trained."""
         self.step = 0
         self.version = 0
-        self.rows_hash = parts.prompts.rows_hash()  # now: user code is not to run in a save
+        # of the prompts, now: user code is not to run in a step or a save
+        self.rows, self.rows_hash = len(parts.prompts), parts.prompts.rows_hash()
+        self._epoch_length = parts.prompts.epoch_length
         self.data_since = 0
         """The step after which training on these prompts began: 0 unless the data changed."""
         self.stopping = False
@@ -194,6 +196,11 @@ class Run:
         self.failures.append(error)
         self.request_stop()
 
+    def failed_callback(self, error: Exception) -> None:
+        """A callback has no state to save: the run fails after the checkpoint."""
+        self.record.fault(f"{first_line(error)} ({', '.join(notes_of(error))})")
+        self.fail(error)
+
     # --- progress
 
     @property
@@ -205,18 +212,23 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether there is no further step to take."""
-        return self.stopping or self.signal.solved or self.step >= self.total_steps
+        return self.stopping or self.complete
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.signal.solved or self.step >= self.total_steps
 
     @property
     def at_epoch_start(self) -> bool:
         """Whether the next step is the first of an epoch."""
-        per_step, rows = self.config.train.groups_per_step, self.parts.prompts.epoch_length
-        return ((self.step - self.data_since) * per_step) % rows < per_step
+        per_step = self.config.train.groups_per_step
+        return ((self.step - self.data_since) * per_step) % self._epoch_length < per_step
 
     def epochs(self, step: int) -> int:
         """Epochs completed by `step`. In an epoch as many prompts are trained as there are rows."""
         trained = (step - self.data_since) * self.config.train.groups_per_step
-        return trained // self.parts.prompts.epoch_length
+        return trained // self._epoch_length
 
     def result(self, status: Status) -> TrainingResult:
         """The outcome of the run so far."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
 from retrain.batching import batch_of, fitting, kl_penalised, make_samples
-from retrain.concurrency.deadlines import apart, cancelled
+from retrain.concurrency.deadlines import adapter_call, apart, called, cancelled, contained
 from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
 from retrain.errors import NonFiniteError, NoSignalError, RunError, StallError, UserCodeError
@@ -118,9 +118,9 @@ async def _open_and_drive(
         try:
             await open_parts.enter_async_context(run.serving(adapter))
             if resume:
-                await restore(run)
+                await apart(contained(restore(run)), "restore")
             elif start_from is not None:
-                await begin_from(run, start_from)
+                await apart(begin_from(run, start_from), "begin")
             with rare_collections(run.in_flight):
                 return await drive(run)
         except (Exception, asyncio.CancelledError) as error:
@@ -146,7 +146,8 @@ async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
         first = error
     try:
         run.record.report()
-        await run.callbacks.call("on_train_end", run, run.result(status))
+        last = run.callbacks.call("on_train_end", run, run.result(status))
+        await adapter_call("on_train_end", last, run.config.deadlines.stall, "stall")
     except Exception as error:  # noqa: BLE001 - raised or noted below
         first = first or error
     if first is None:
@@ -163,7 +164,7 @@ async def drive(run: Run) -> Status:
     run.run_dir.begun = True
     async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
-            learner = stages.create_task(learn(run), name="learn")
+            learner = stages.create_task(contained(learn(run)), name="learn")
             producers = [stages.create_task(feed(run), name="feed")]
             producers += [
                 stages.create_task(collect(run), name=f"collect#{index}")
@@ -184,7 +185,7 @@ async def drive(run: Run) -> Status:
 @stops_the_learner
 async def feed(run: Run) -> None:
     """Issue prompts, as many as staleness admits; pass on groups that a resume kept."""
-    await apart(_feed(run), "feed")
+    await apart(contained(_feed(run)), "feed")
 
 
 async def _feed(run: Run) -> None:
@@ -280,13 +281,13 @@ async def _evaluate(run: Run, beside: asyncio.TaskGroup) -> None:
 
 async def step(run: Run) -> bool:
     """Take one optimizer step and publish the weights; False when the run stops instead."""
-    number, trained, scorer = run.step + 1, run.version, run.parts.scorer
+    number, trained = run.step + 1, run.version
     run.record.meter.start()
     groups = await take(run)
     if groups is None:
         return False
     run.taken = groups
-    noted = await run.parts.learner.review(groups)
+    noted = await apart(contained(run.parts.learner.review(groups)), "review")
     scored = [Group(group.prompt, group.scored) for group in groups]
     batch, has_credit = await credit(run, scored)
     metrics = await update(run, scored, batch)
@@ -295,7 +296,7 @@ async def step(run: Run) -> bool:
     row = run.record.step(
         number,
         groups,
-        {**noted, **metrics, **run.endpoint_metrics(), **scorer.metrics(run.record.fault)},
+        {**noted, **metrics, **run.endpoint_metrics(), **await reported(run)},
         trained=trained,
         version=run.version,
         evaluation=run.evaluation.take_row(),
@@ -324,7 +325,7 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
     """
     parts = run.parts
     alike = [part for group in scored for part in group.by_seat]
-    returned = parts.algorithm.advantages(alike)
+    returned = await called("advantages", parts.algorithm.advantages, alike)
     credits = fitting(alike, returned, f"the algorithm {type(parts.algorithm).__name__}")
     samples = make_samples(alike, credits, paired=row_of(parts.loss).reads == "pairs")
     if not samples:
@@ -340,6 +341,15 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
         normalisation=parts.normalisation,
     )
     return batch, has_credit
+
+
+async def reported(run: Run) -> Metrics:
+    """What the rewards report of this step."""
+    try:
+        return await called("metrics", run.parts.scorer.metrics, run.record.fault)
+    except UserCodeError as error:
+        run.record.fault(f"rewards: {error}")
+        return {}
 
 
 async def update(run: Run, groups: Sequence[Group], batch: Batch) -> Metrics:

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from retrain.algorithms.functional import LARGEST
-from retrain.concurrency.deadlines import STUCK_SECONDS, OwnTask, own_task
+from retrain.concurrency.deadlines import STUCK_SECONDS, OwnTask, is_theirs, own_task
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import DeadlinesConfig
 from retrain.errors import BudgetError, LateError, RunError, UserCodeError, blame, first_of, shown
@@ -125,7 +125,9 @@ class Scorer:
             try:
                 for key, value in part.calculator.metrics().items():
                     found[f"reward/{part.name}/{key}"] = float(value)
-            except Exception as error:  # noqa: BLE001 - of user code, and no rollout is affected
+            except BaseException as error:
+                if not is_theirs(error):
+                    raise
                 fault(str(blame(owner, error)))
         return found
 

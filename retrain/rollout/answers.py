@@ -26,7 +26,7 @@ def prepare(owner: str, environment: Environment, prompt: Prompt) -> None:
     try:
         environment.prompt = prompt
     except BaseException as error:
-        raise _theirs(owner, error) from error
+        raise theirs(owner, error) from error
 
 
 def opening_of(owner: str, answer: Any) -> list[Message]:
@@ -39,7 +39,7 @@ def tools_of(owner: str, environment: Environment) -> tuple[ToolSpec, ...]:
     try:
         tools = environment.tools
     except BaseException as error:
-        raise _theirs(owner, error) from error
+        raise theirs(owner, error) from error
     if tools is Environment.tools:
         return ()
     if not isinstance(tools, list | tuple):
@@ -56,7 +56,7 @@ def result_of(owner: str, answer: Any) -> StepResult:
     try:
         result = _result(owner, answer)
     except BaseException as error:
-        raise _theirs(owner, error) from error
+        raise theirs(owner, error) from error
     if (result.terminated or result.truncated) and not result.observation:
         return result
     return result._replace(observation=_messages(owner, result.observation, "observation"))
@@ -109,7 +109,7 @@ def _json(message: Message, what: str) -> Message:
     return copy
 
 
-def _theirs(owner: str, error: BaseException) -> BaseException:
+def theirs(owner: str, error: BaseException) -> BaseException:
     """What to raise for an error of user code: a UserCodeError, unless it is none of theirs."""
     if isinstance(error, UserCodeError) or not is_theirs(error):
         return error

@@ -17,6 +17,7 @@ from retrain.chat import Chat, Conversation
 from retrain.environment import Environment, ToolSpec
 from retrain.errors import UserCodeError, shown
 from retrain.rewarding import as_number
+from retrain.rollout.answers import theirs
 from retrain.rollout.calls import NOTHING, CallError, Calls, Reply, Sample
 from retrain.rollout.opponents import Opponent
 from retrain.types import Completion, Message, Trajectory
@@ -28,13 +29,16 @@ Ask = Callable[[str, Sequence[Message], str], Coroutine[Any, Any, str]]
 
 def seats_of(owner: str, environment: Environment) -> tuple[str, ...]:
     """The names of an environment's seats; raises UserCodeError that names `owner`."""
-    seats = environment.seats
-    if seats is Environment.seats:
-        return ()
-    listed = isinstance(seats, list | tuple) and all(isinstance(s, str) and s for s in seats)
-    if not listed or len(set(seats)) < len(seats):
-        raise UserCodeError(f"{owner}: got the seats {shown(seats)}, expected different names")
-    return tuple(seats)
+    try:
+        seats = environment.seats
+        if seats is Environment.seats:
+            return ()
+        listed = isinstance(seats, list | tuple) and all(isinstance(s, str) and s for s in seats)
+        if not listed or len(set(seats)) < len(seats):
+            raise UserCodeError(f"{owner}: got the seats {shown(seats)}, expected different names")
+        return tuple(seats)
+    except BaseException as error:
+        raise theirs(owner, error) from error
 
 
 class Seats:
@@ -73,6 +77,12 @@ class Seats:
         """
         if not self.names:
             return info
+        try:
+            return self._noted(owner, info)
+        except BaseException as error:
+            raise theirs(owner, error) from error
+
+    def _noted(self, owner: str, info: dict[str, Any]) -> dict[str, Any]:
         self.speaker = info.pop("seat", self.speaker)
         rewards = info.pop("rewards", None) or {}
         if not isinstance(rewards, Mapping):

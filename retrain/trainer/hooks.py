@@ -123,11 +123,12 @@ class Hooks(Callback):
             return {**metrics, "mean_reward": metrics["reward/mean"]}
         return dict(metrics)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"callbacks": self._callbacks.state()}
+    async def state_dict(self) -> Any:
+        assert self.run is not None
+        return {"callbacks": await self._callbacks.state(self.run.failed_callback)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._callbacks.restore(state["callbacks"])
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        await self._callbacks.restore(state["callbacks"])
 
     async def _save(self) -> None:
         """Write a checkpoint of this step, keep it from being pruned, and copy it."""

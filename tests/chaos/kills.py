@@ -157,7 +157,7 @@ def _start(case: Case, point: str) -> int:
         file.write(f"--- killed at: {point or 'nowhere'}\n")
     resume = ["--resume"] if (case.run_dir / "events.jsonl").exists() else []
     argv = [str(case.folder / "run.yaml"), "--run-dir", str(case.run_dir), *resume]
-    return run_forked(argv, log, before=partial(arm, point, case.run_dir))
+    return run_forked(argv, log, before=partial(arm, point, case.run_dir), limit=180.0)
 
 
 def sections(variant: str) -> dict[str, Any]:
