@@ -141,7 +141,7 @@ class _Measurement:
         before.append(found.many)
 
     async def _compared(self, aim: float, *, first: bool) -> _Changes | None:
-        """None if two updates of `one` differ: the model has changed too much, or there is noise."""
+        """None if two updates of `one` differ: the model changed too much, or there is noise."""
         try:
             one = await self._calibrated(aim)
         except UnfitError:
