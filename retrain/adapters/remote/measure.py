@@ -166,9 +166,9 @@ class _Measurement:
 
         Adam without its eps takes steps of one size, whatever the gradients are.
         """
-        usual = await self._change([_weighted(self._short, 1.0)], self._rate)
-        back = await self._change([_weighted(self._short, -1.0)], self._rate, eps=EPS * 4)
-        if -back > usual / 2:
+        row = [_weighted(self._short, 1.0)]
+        small = await self._change(row, self._rate, eps=EPS * 4)  # first: later ones saturate
+        if small > await self._change(row, self._rate) / 2:
             raise AdapterError(
                 "its optimizer ignores eps, so that its updates don't show the size of gradients"
             )
