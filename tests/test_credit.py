@@ -1,5 +1,8 @@
 """Credit per turn and per token against tables worked out by hand."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from retrain import Environment, StepResult
@@ -9,10 +12,12 @@ from retrain.algorithms.reinforce import Reinforce
 from retrain.algorithms.rloo import RLOO
 from retrain.batching import make_samples
 from retrain.config import parse_config
-from retrain.rewarding import Scorer, Term
+from retrain.rewarding import Scorer, Term, reward
 from retrain.rollout import Slot
 from retrain.scripted import Script, scripted
+from retrain.service.trainer import Row, Trainer
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
+from tests.backends_kit import FULL, LORA, histories
 
 HALF = Term("environment", 0.5)
 PROMPT = Prompt("0.0.0", [{"role": "user", "content": "?"}])
@@ -136,3 +141,44 @@ async def test_the_reward_of_each_step_reaches_its_turn_with_the_environments_we
     assert [turn.reward for turn in trajectory.turns] == [1.0, 0.5]
     assert (trajectory.reward, trajectory.turn_rewards) == (0.75, [0.5, 0.25])
     assert returns_of(trajectory, "turns", 1.0) == [[0.75], [0.25]]
+
+
+@reward
+def early(completion: str) -> float:
+    """It differs from the first step on."""
+    return sum(letter < "P" for letter in completion) / 4
+
+
+@pytest.mark.parametrize("credit", ["turns", "tokens"])
+async def test_every_backend_trains_the_same_credit(credit, tmp_path, monkeypatch):
+    received: list[list[float]] = []
+    passed = Trainer.forward_backward
+
+    def keep(self: Trainer, rows: Sequence[Row], loss: str, config: Any) -> Any:
+        received.append([advantage for row in rows for advantage in row.advantages])
+        return passed(self, rows, loss, config)
+
+    monkeypatch.setattr(Trainer, "forward_backward", keep)
+    run = {
+        "prompts": ["a=", "b="],
+        "environment": f"{__name__}:Steps",
+        "rewards": ["environment", {"type": f"{__name__}:early"}],
+        "algorithm": {
+            "type": "grpo",
+            "group_size": 3,
+            "loss": "importance_sampling",
+            **{"credit": credit, "discount": 0.5, "scale": "none"},
+        },
+        "sampling": {"max_tokens": 4},
+        "train": {"total_train_steps": 2, "groups_per_step": 2, "order": "in_order"},
+    }
+    trl, weaver = await histories(tmp_path / "full", FULL, run)
+    low, other = await histories(tmp_path / "lora", LORA, run)
+    for one, same in ((trl, weaver), (low, other)):
+        for name in ("loss", "grad_norm"):
+            assert [row[name] for row in one] == pytest.approx(
+                [row[name] for row in same], abs=1e-4
+            )
+    first, *same = received[::2]  # of weaver with all weights, of tinker and weaver with LoRA
+    assert same == [pytest.approx(first)] * 2
+    assert len(set(first)) > 6, "turns of a rollout differ"

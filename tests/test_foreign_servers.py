@@ -60,6 +60,9 @@ FOREIGN: dict[str, Factor] = {
     "trained tokens of a row": lambda row, rows, loss: 1 / max(1, sum(map(bool, row.advantages))),
     "size of weights": lambda row, rows, loss: 1 / max(sum(map(abs, row.advantages)), 1e-9),
     "all weights": lambda row, rows, loss: 1 / max(sum(sum(r.advantages) for r in rows), 1e-9),
+    "size of weights of a request": lambda row, rows, loss: (
+        1 / max(abs(a) for one in rows for a in one.advantages)
+    ),
     "nothing": lambda row, rows, loss: 0.0,
 }
 
@@ -77,6 +80,19 @@ def reweighed(factor: Factor) -> Callable[..., Any]:
     return forward_backward
 
 
+def forgets_requests(self: Trainer, rows: Sequence[Row], loss: str, config: Any) -> Any:
+    """The pass of a server that keeps the gradients of a step's last request only."""
+    self._optimizer.zero_grad()
+    return HONEST(self, rows, loss, config)
+
+
+def forgets_log_probs(self: Trainer, rows: Sequence[Row], loss: str, config: Any) -> Any:
+    """The pass of a server that takes its own log-probs for the sampler's."""
+    now = self.forward(rows, "cross_entropy", {}).logprobs
+    fresh = [row._replace(logprobs=list(own)) for row, own in zip(rows, now, strict=True)]
+    return HONEST(self, fresh, loss, config)
+
+
 # The measurement by itself
 
 
@@ -92,8 +108,10 @@ class Direct:
         found = self.trainer.forward(self._rows(datums), "cross_entropy", {}).logprobs
         return [[lp + self.random.gauss(0, self.noise) for lp in row] for row in found]
 
-    async def step(self, datums: Sequence[Datum], adam: AdamParams) -> None:
-        self.trainer.forward_backward(self._rows(datums), self.loss, {})
+    async def step(self, datums: Sequence[Datum], adam: AdamParams, *, apart: bool = False) -> None:
+        rows = self._rows(datums)
+        for request in [[row] for row in rows] if apart else [rows]:
+            self.trainer.forward_backward(request, self.loss, {})
         self.trainer.optim_step(adam)
 
     def _rows(self, datums: Sequence[Datum]) -> list[Row]:
@@ -103,16 +121,24 @@ class Direct:
         ]
 
 
-@pytest.mark.parametrize(("rank", "noise"), [(1, 0.0), (32, 0.0), (0, 0.0), (8, 0.01)])
-async def test_a_sum_is_found_to_be_one(rank: int, noise: float) -> None:
-    await check_sum(Direct(rank, "ppo", noise), unlikely_text(tiny_tokenizer()))
+@pytest.mark.parametrize(
+    ("loss", "rank", "noise"),
+    [
+        ("ppo", 1, 0.0),
+        ("importance_sampling", 32, 0.0),
+        ("ppo", 0, 0.0),
+        ("cispo", 8, 0.01),
+    ],
+)
+async def test_a_sum_is_found_to_be_one(loss: str, rank: int, noise: float) -> None:
+    await check_sum(Direct(rank, loss, noise), unlikely_text(tiny_tokenizer()), ratio=True)
 
 
 @pytest.mark.parametrize("seed", [4, 8, 14])
 async def test_no_noise_is_taken_for_an_average(seed: int) -> None:
     tokens = unlikely_text(tiny_tokenizer())
     random.Random(seed).shuffle(tokens)
-    measuring = check_sum(Direct(8, "ppo", 0.05, seed), tokens)
+    measuring = check_sum(Direct(8, "ppo", 0.05, seed), tokens, ratio=True)
     [found] = await asyncio.gather(measuring, return_exceptions=True)
     assert not isinstance(found, UnfitError), "at most it is too imprecise"
 
@@ -122,6 +148,21 @@ async def test_no_average_is_taken_for_a_sum(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Trainer, "forward_backward", reweighed(FOREIGN[name]))
     with pytest.raises(UnfitError):
         await check_sum(Direct(8, "cross_entropy"), unlikely_text(tiny_tokenizer()))
+
+
+@pytest.mark.parametrize(
+    ("passing", "message"),
+    [
+        (forgets_requests, "probably does not add up the gradients of several requests"),
+        (forgets_log_probs, "probably ignores the sampler's log-probs"),
+    ],
+)
+async def test_no_forgetful_server_is_taken_for_a_sum(
+    passing: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "forward_backward", passing)
+    with pytest.raises(UnfitError, match=message):
+        await check_sum(Direct(8, "ppo"), unlikely_text(tiny_tokenizer()), ratio=True)
 
 
 async def test_log_probs_that_are_too_noisy_measure_nothing() -> None:
@@ -196,15 +237,17 @@ async def test_our_own_service_sums(
 
 
 @pytest.mark.parametrize("backend", ["tinker", "weaver"])
-@pytest.mark.parametrize("name", ["skyrl", "nothing"])
+@pytest.mark.parametrize(
+    "passing", [reweighed(FOREIGN["skyrl"]), reweighed(FOREIGN["nothing"]), forgets_requests]
+)
 async def test_a_run_on_a_server_that_trains_something_else_is_refused(
     backend: str,
-    name: str,
+    passing: Any,
     server: tuple[str, Service],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Trainer, "forward_backward", reweighed(FOREIGN[name]))
+    monkeypatch.setattr(Trainer, "forward_backward", passing)
     with pytest.raises(AdapterError, match=r"backend\.assume_sum: true"):
         await train(run(tmp_path, backend, server[0], "importance_sampling"))
 
@@ -299,7 +342,7 @@ async def test_a_cancelled_measurement_leaves_no_model(
     url, service = server
     began = asyncio.Event()
 
-    async def hang(*_: Any) -> None:
+    async def hang(*_: Any, **__: Any) -> None:
         began.set()
         await asyncio.Event().wait()
 

@@ -109,6 +109,7 @@ async def test_a_protobuf_body_of_a_million_empty_parts_is_refused(tinker):
 )
 async def test_metadata_that_cannot_be_sent_back_is_refused(tinker, metadata, message):
     for name, more in (
+        ("create_session", '"tags": []'),
         ("save_weights", f'"model_id": "{tinker.model_id}", "seq_id": 1, "path": "a"'),
         ("create_model", f'"session_id": "{tinker.session_id}", "model_seq_id": 3'),
     ):

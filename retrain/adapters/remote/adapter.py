@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import sys
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -80,6 +81,8 @@ class RemoteAdapter(Adapter):
     sampler: PublishedSampler
     _client: Client
     _model: Any  # the protocol's model in training
+    _most_rows = sys.maxsize
+    """Rows of a training request; the service's own limits come on top."""
 
     def __init__(
         self,
@@ -362,7 +365,8 @@ class _Throwaway:
     async def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
         return await self.adapter._forward(datums)
 
-    async def step(self, datums: Sequence[Datum], adam: AdamParams) -> None:
+    async def step(self, datums: Sequence[Datum], adam: AdamParams, *, apart: bool = False) -> None:
+        self.adapter._most_rows = 1 if apart else sys.maxsize
         if self.loss is not None:
             await self.adapter._native(self.loss, {}, datums, adam)
             return

@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from retrain.adapters.remote.measure import LONG, Trainee, UnfitError, check_sum
 from retrain.adapters.remote.options import RemoteOptions
 from retrain.errors import AdapterError
+from retrain.losses import row_of
 from retrain.sampler import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class Places:
     async def _measure(self, loss: str | None) -> None:
         try:
             async with asyncio.timeout(self._seconds), self._throwaway(loss) as trainee:
-                await check_sum(trainee, self._token_ids)
+                ratio = loss is not None and row_of(loss).reads == "ratio"
+                await check_sum(trainee, self._token_ids, ratio=ratio)
         except TimeoutError:
             raise AdapterError(f"it took longer than {self._seconds:g} s") from None
 

@@ -78,7 +78,9 @@ class TinkerAdapter(RemoteAdapter):
     ) -> tuple[list[list[float]] | None, Metrics]:
         limit = self.config.deadlines.update
         rows = [row(loss, datum) for datum in datums]
-        passing = await self._model.forward_backward(rows, loss, loss_config(loss, config))
+        passing = await self._model.forward_backward(
+            rows, loss, loss_config(loss, config), most_rows=self._most_rows
+        )
         stepping = await self._model.optim_step(adam)
         output, stepped = await passing.result(limit), await stepping.result(limit)
         complete = has_logprobs(output)
@@ -103,7 +105,9 @@ class TinkerAdapter(RemoteAdapter):
             weighted(datum, [-slope for slope in own])
             for datum, own in zip(datums, slopes, strict=True)
         ]
-        passing = await self._model.forward_backward(rows, "cross_entropy")
+        passing = await self._model.forward_backward(
+            rows, "cross_entropy", most_rows=self._most_rows
+        )
         stepping = await self._model.optim_step(adam)
         await passing.result(limit)
         return grad_norm(await stepping.result(limit))

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -69,10 +70,19 @@ class TrainingClient:
         self._broken = ""
 
     async def forward_backward(
-        self, data: Sequence[Datum], loss: str, config: LossConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        config: LossConfig | None = None,
+        *,
+        most_rows: int = sys.maxsize,
     ) -> Chunked:
-        """Accumulate the gradients of the loss, summed over the data."""
-        return await self._pass(data, ForwardBackward(self.model_id, 0, (), loss, config or {}))
+        """Accumulate the gradients of the loss, summed over the data.
+
+        They are sent in requests of at most `most_rows`.
+        """
+        empty = ForwardBackward(self.model_id, 0, (), loss, config or {})
+        return await self._pass(data, empty, most_rows)
 
     async def forward(self, data: Sequence[Datum]) -> Chunked:
         """The log-probs and the loss of cross_entropy, without gradients."""
@@ -117,10 +127,12 @@ class TrainingClient:
         payload = {"model_id": self.model_id, "type": "unload_model"}
         await (await self._connection.submit_json("unload_model", payload, LOAD_WEIGHTS))
 
-    async def _pass(self, data: Sequence[Datum], empty: ForwardBackward) -> Chunked:
+    async def _pass(
+        self, data: Sequence[Datum], empty: ForwardBackward, most_rows: int = sys.maxsize
+    ) -> Chunked:
         check_data(data)
         flags = self._connection.flags
-        limits = flags.fwdbwd_max_chunk_bytes_count, flags.fwdbwd_max_chunk_len
+        limits = flags.fwdbwd_max_chunk_bytes_count, min(flags.fwdbwd_max_chunk_len, most_rows)
         kind = FORWARD if empty.forward_only else FORWARD_BACKWARD
         async with self._turn:
             futures: list[Future[ForwardBackwardOutput]] = []

@@ -108,7 +108,9 @@ class WeaverAdapter(RemoteAdapter):
         return logprobs, grad_norm(await stepping.result())
 
     def _requests(self, rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-        return chunks(rows, lambda row: len(row.tokens), self.options.request_tokens)
+        return chunks(
+            rows, lambda row: len(row.tokens), self.options.request_tokens, self._most_rows
+        )
 
 
 def _row(loss: str, datum: Datum) -> TrainingRow:
