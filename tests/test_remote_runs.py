@@ -6,6 +6,7 @@ digest of their weights.
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -49,29 +50,26 @@ def test_the_shipped_configs_are_the_quickstart_on_another_backend(backend):
 
 
 LOADED = """
-import sys
+import json, sys
 from retrain.run import main
 
-code = main(sys.argv[1:])
+codes = [main(arguments) for arguments in json.loads(sys.argv[1])]
 heavy = ("torch", "trl", "peft", "accelerate", "starlette")
-sys.exit(code or f"loaded: {[name for name in heavy if name in sys.modules]}")
+sys.exit(f"{codes}, loaded: {[name for name in heavy if name in sys.modules]}")
 """
 
 
 @pytest.mark.slow
 def test_runs_whose_service_is_elsewhere_load_no_torch_and_leave_keep_checkpoints(tmp_path):
     with on_a_port(tmp_path / "service") as url:
+        few = ["train.total_train_steps=4", "train.groups_per_step=2", "checkpoint.every=1"]
         runs = [
-            piped(
-                *("-c", LOADED, str(CONFIGS / f"{backend}.yaml"), f"backend.url={url}"),
-                *("train.total_train_steps=4", "train.groups_per_step=2", "checkpoint.every=1"),
-                *("checkpoint.keep=2", "--run-dir", str(tmp_path / backend)),
-            )
+            [str(CONFIGS / f"{backend}.yaml"), f"backend.url={url}", *few, "checkpoint.keep=2"]
+            + ["--run-dir", str(tmp_path / backend)]
             for backend in REMOTE
         ]
-        for run in runs:
-            output, _ = run.communicate()
-            assert output.splitlines()[-1] == "loaded: []", output
+        output, _ = piped("-c", LOADED, json.dumps(runs)).communicate()
+        assert output.splitlines()[-1] == "[0, 0], loaded: []", output
         wanted = ["step_000003"] * 2 + ["step_000004"] * 2
         deadline = time.monotonic() + 10  # Weaver's protocol can't delete, but lets expire in 1 s
         while [name[:11] for name in listed(url)] != wanted:

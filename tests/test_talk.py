@@ -151,21 +151,24 @@ async def test_the_server_remembers_nothing_and_waits_for_its_model() -> None:
                 assert refused.status_code == 403
 
 
-@pytest.mark.slow
-def test_a_conversation_in_a_pipe_is_one_reply_a_line(run_dir: Path) -> None:
+def test_a_conversation_in_a_pipe_is_one_reply_a_line(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = "a=\nb=\n/reset\n\na=\nb=\n"
+    end, begin = os.pipe()
+    os.write(begin, lines.encode())
+    os.close(begin)
     given = [str(run_dir), "--temperature", "0", "--max-tokens", "3", "--compare"]
-    done = subprocess.run(
-        [sys.executable, "-m", "retrain", "chat", *given],
-        input=lines, capture_output=True, text=True, cwd=ROOT, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
+    with open(end) as pipe:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        assert command(["chat", *given]) == 0
+    done = capsys.readouterr()
+    said = done.out.splitlines()
     assert len(said) == 8, "the base model's reply, then the trained one's"
     assert not any(line.startswith(("base>", "trained>")) for line in said)
     assert said[0] != said[1]
     assert said[:4] == said[4:]  # the second conversation begins like the first
-    assert f"loading {run_dir / 'final'}" in done.stderr
+    assert f"loading {run_dir / 'final'}" in done.err
 
 
 @pytest.mark.parametrize(
