@@ -452,7 +452,7 @@ QUICK = (
 def test_the_included_agent_trains_on_every_backend(tmp_path: Path, backend: str) -> None:
     """The reward rises on trl; the others take the same steps."""
     pytest.importorskip("openai")
-    short = {"trl": ["train.total_train_steps=18", *QUICK]}
+    short = {"trl": ["train.total_train_steps=14", *QUICK]}
     remote = [f"backend.type={backend}", "backend.url=local", "train.total_train_steps=2"]
     keys = [f"run_dir={tmp_path / 'run'}", *short.get(backend, [*remote, "algorithm.group_size=4"])]
     before = set(sys.modules)
