@@ -447,7 +447,7 @@ QUICK = (
 )
 
 
-@pytest.mark.slow(15)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["trl", "tinker", "weaver"])
 def test_the_included_agent_trains_on_every_backend(tmp_path: Path, backend: str) -> None:
     """The reward rises on trl; the others take the same steps."""

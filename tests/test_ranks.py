@@ -141,6 +141,7 @@ async def check_a_hanging_rank(launch: Launch, monkeypatch: pytest.MonkeyPatch) 
     assert not psutil.pid_exists(follower)
 
 
+@pytest.mark.slow(20)
 async def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     """Many checks on one launch, which takes seconds; `tests.chaos.ranks` has every loss."""
     async with ranks_kit.launched(2, tmp_path) as launch:
@@ -156,6 +157,7 @@ async def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
         await lose(launch.crew.pids[0])
 
 
+@pytest.mark.slow(15)
 async def test_a_rank_that_others_wait_for_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +293,7 @@ def test_a_follower_ends_with_its_leader(tmp_path: Path) -> None:
     assert not psutil.wait_procs([follower], timeout=10)[1]
 
 
+@pytest.mark.slow(10)
 def test_an_interrupted_run_saves_and_ends_its_follower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ BACKENDS = ("trl", "tinker", "weaver")
 REMOTE = ("tinker", "weaver")
 
 
-@pytest.mark.slow(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_file_learns_on_every_backend(backend, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -34,6 +34,7 @@ TIMEOUT = 2.0
 STEP = {"adam_params": {"learning_rate": 1e-2}}
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("sharding", "loss", "end"),
     [("none", "cross_entropy", signal.SIGKILL), ("full", "gspo", signal.SIGSTOP)],

@@ -19,7 +19,7 @@ def history(name: str) -> list[dict]:
     return read_metrics(Path("runs", name))
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(10)
 def test_reinforcement_goes_on_from_the_demonstrations(capsys):
     grpo = str(ROOT / "configs" / "reverse_grpo.yaml")
     assert main([grpo]) == 2
