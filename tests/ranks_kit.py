@@ -10,6 +10,7 @@ import asyncio
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -227,6 +228,7 @@ class Run:
         while not self.followers:
             assert self.process.poll() is None, self.output
             self.find_followers()
+            time.sleep(0.01)
         return self
 
     def find_followers(self) -> None:

@@ -33,7 +33,7 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_quiet")
 def test_simulated_histories_keep_their_promises():
-    found, met = campaign(60, seed=0)
+    found, met = campaign(40, seed=0)
     assert found == {}
     assert min(met["crash"], met["interrupt"], met["fault"]) > 10
 

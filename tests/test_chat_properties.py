@@ -27,7 +27,7 @@ ADD = ToolSpec("add", "Add.", {"type": "object", "properties": {"a": {}, "b": {}
 NONCE = "<zq>"  # stands in every reply of the encoding test, and nowhere else
 
 relaxed = settings(
-    max_examples=40,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

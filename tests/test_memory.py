@@ -403,7 +403,7 @@ print(json.dumps([peak, need.total]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_the_peak_of_a_real_run_is_within_a_quarter_of_the_estimate(tmp_path: Path) -> None:
     """Large blocks are given back when freed: what the allocator may keep is not estimated."""

@@ -9,6 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +30,9 @@ from retrain.concurrency.children import plain_environment  # noqa: E402 - the s
 from retrain.engine.ranks.contract import Place, as_place, launched  # noqa: E402 - the same
 from retrain.engine.ranks.packing import pack, unpack  # noqa: E402 - the same
 from retrain.errors import AdapterError, CheckpointError, ConfigError, NonFiniteError  # noqa: E402 - the same
+from retrain.run import main  # noqa: E402 - the same
 from tests import ranks_kit, trl_kit  # noqa: E402 - the same
-from tests.ranks_kit import Launch, Run, check_equal  # noqa: E402 - the same
+from tests.ranks_kit import Launch, check_equal  # noqa: E402 - the same
 
 
 async def check_resume(folder: Path, sharding: str) -> None:
@@ -138,6 +141,7 @@ async def check_a_hanging_rank(launch: Launch, monkeypatch: pytest.MonkeyPatch) 
     assert not psutil.pid_exists(follower)
 
 
+@pytest.mark.slow(20)
 async def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     """Many checks on one launch, which takes seconds; `tests.chaos.ranks` has every loss."""
     async with ranks_kit.launched(2, tmp_path) as launch:
@@ -153,6 +157,7 @@ async def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
         await lose(launch.crew.pids[0])
 
 
+@pytest.mark.slow(15)
 async def test_a_rank_that_others_wait_for_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,22 +286,40 @@ def test_a_follower_ends_with_its_leader(tmp_path: Path) -> None:
         follower = psutil.Process(int(leader.stdout.readline()))
         while not (tmp_path / "began").exists():
             assert follower.is_running()
+            time.sleep(0.01)  # leaves it the processor for its imports
     finally:
         leader.kill()
         leader.communicate()
     assert not psutil.wait_procs([follower], timeout=10)[1]
 
 
-def test_an_interrupted_run_saves_and_ends_its_follower(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    try:
-        run.until_it_trains()
-        for process in (run.followers[0], run.process):  # as Ctrl-C or a container's end may
-            process.send_signal(signal.SIGINT)
-        assert run.end() == 130, run.output
-    finally:
-        run.process.kill()
-    assert list((run.folder / "checkpoints").glob("step_*"))
+@pytest.mark.slow(10)
+def test_an_interrupted_run_saves_and_ends_its_follower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, which has imported torch; `tests.chaos.ranks` starts whole runs."""
+    found: list[psutil.Process] = []
+    end, begin = os.pipe()
+
+    def interrupt() -> None:
+        with open(end) as lines:
+            if any(line.startswith("step 1/") for line in lines):
+                children = psutil.Process().children()
+                found.extend(c for c in children if "retrain.engine.ranks.follower" in c.cmdline())
+                for process in (*found, psutil.Process()):  # as Ctrl-C or a container's end may
+                    process.send_signal(signal.SIGINT)
+            lines.read()
+
+    interrupting = threading.Thread(target=interrupt)
+    folder, keys = tmp_path / "run", ["backend.processes=2", "train.total_train_steps=100000"]
+    with open(begin, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        interrupting.start()
+        assert main(["quickstart", *keys, "--run-dir", str(folder)]) == 130
+    interrupting.join()
+    assert len(found) == 1
+    assert not psutil.wait_procs(found, timeout=10)[1]
+    assert list((folder / "checkpoints").glob("step_*"))
 
 
 def test_under_a_launcher_rank_0_reports_and_all_leave_with_its_code(tmp_path: Path) -> None:

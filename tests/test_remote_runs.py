@@ -6,17 +6,23 @@ digest of their weights.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
 import subprocess
 import sys
 import time
+import traceback
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
-from retrain.config import load_config
+from retrain.config import RunConfig, load_config
+from retrain.observe.callbacks import Callback, Run
 from retrain.observe.run_dir import read_events, read_metrics, surviving
+from retrain.pipeline import train
 from retrain.run import main
 from retrain.service.store import Store
 from tests.service_kit import as_process, on_a_port
@@ -27,17 +33,17 @@ BACKENDS = ("trl", "tinker", "weaver")
 REMOTE = ("tinker", "weaver")
 
 
-@pytest.mark.slow(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_file_learns_on_every_backend(backend, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rate, steps = (3.0e-3, 65) if backend == "trl" else (5.0e-3, 45)  # all weights; LoRA
+    rate, steps = (3.0e-3, 45) if backend == "trl" else (5.0e-3, 36)  # all weights; LoRA
     section = f"backend={{type: {backend}, learning_rate: {rate}}}"
     more = (f"train.total_train_steps={steps}", "--run-dir", "run")
     assert main([str(CONFIGS / "quickstart.yaml"), section, *more]) == 0
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "run")]
     tenth = rewards[-len(rewards) // 10 :]
-    assert sum(tenth) / len(tenth) > 0.3  # from 0.01; 0.86 to 0.98
+    assert sum(tenth) / len(tenth) > 0.3  # from 0.01; 0.5 to 0.6, two seeds
 
 
 @pytest.mark.parametrize("backend", REMOTE)
@@ -49,29 +55,28 @@ def test_the_shipped_configs_are_the_quickstart_on_another_backend(backend):
 
 
 LOADED = """
-import sys
+import json, sys
 from retrain.run import main
 
-code = main(sys.argv[1:])
+codes = [main(arguments) for arguments in json.loads(sys.argv[1])]
 heavy = ("torch", "trl", "peft", "accelerate", "starlette")
-sys.exit(code or f"loaded: {[name for name in heavy if name in sys.modules]}")
+sys.exit(f"{codes}, loaded: {[name for name in heavy if name in sys.modules]}")
 """
 
 
 @pytest.mark.slow
 def test_runs_whose_service_is_elsewhere_load_no_torch_and_leave_keep_checkpoints(tmp_path):
     with on_a_port(tmp_path / "service") as url:
+        few = ["train.total_train_steps=4", "train.groups_per_step=2", "checkpoint.every=1"]
         runs = [
-            piped(
-                *("-c", LOADED, str(CONFIGS / f"{backend}.yaml"), f"backend.url={url}"),
-                *("train.total_train_steps=4", "train.groups_per_step=2", "checkpoint.every=1"),
+            [
+                *(str(CONFIGS / f"{backend}.yaml"), f"backend.url={url}", *few),
                 *("checkpoint.keep=2", "--run-dir", str(tmp_path / backend)),
-            )
+            ]
             for backend in REMOTE
         ]
-        for run in runs:
-            output, _ = run.communicate()
-            assert output.splitlines()[-1] == "loaded: []", output
+        output, _ = piped("-c", LOADED, json.dumps(runs)).communicate()
+        assert output.splitlines()[-1] == "[0, 0], loaded: []", output
         wanted = ["step_000003"] * 2 + ["step_000004"] * 2
         deadline = time.monotonic() + 10  # Weaver's protocol can't delete, but lets expire in 1 s
         while [name[:11] for name in listed(url)] != wanted:
@@ -112,32 +117,42 @@ EXAMPLES = ("train.order=in_order", "train.groups_per_step=8", "train.total_trai
 """No sampling takes part in training on demonstrations: equal steps give equal weights."""
 
 
-@pytest.mark.slow(40)
-@pytest.mark.timeout(240)  # eight processes, some one after the other
-def test_runs_outlive_the_kill_of_their_service_and_train_nothing_twice(tmp_path):
+@pytest.mark.slow(15)
+async def test_runs_outlive_the_kill_of_their_service_and_train_nothing_twice(tmp_path):
     clean, killed = tmp_path / "clean", tmp_path / "killed"
     with on_a_port(clean / "service") as url:
-        for backend in REMOTE:
-            assert main(arguments(backend, url, clean)) == 0
+        await asyncio.gather(*(train(demonstrations(backend, url, clean)) for backend in REMOTE))
 
-    with as_process(killed / "service") as (service, url):
-        runs = {backend: start(backend, url, killed) for backend in REMOTE}
-        for run in runs.values():
-            assert any("checkpoint: " in line for line in run.stdout or ())  # waits for the first
-            run.send_signal(signal.SIGSTOP)  # not to be done before the other is there
+    waiting = {backend: Waits() for backend in REMOTE}
+    with ExitStack() as stack:
+        service, url = await asyncio.to_thread(stack.enter_context, as_process(killed / "service"))
+        configs = {backend: demonstrations(backend, url, killed) for backend in REMOTE}
+        runs = [
+            asyncio.ensure_future(train(configs[backend], callbacks=[waiting[backend]]))
+            for backend in REMOTE
+        ]
+        for one in waiting.values():  # none is to be done before the other is there
+            await one.saved.wait()
         service.kill()
-    with as_process(killed / "service", port=int(url.rpartition(":")[2])) as (service, url):
-        for run in runs.values():
-            run.send_signal(signal.SIGCONT)
-        outputs = {backend: run.communicate(timeout=60)[0] for backend, run in runs.items()}
-        failed = [backend for backend, run in runs.items() if run.returncode]
-        for backend in failed:  # the models of a killed service are gone, its checkpoints are not
-            assert "error: " in outputs[backend]
-            assert "--resume" in outputs[backend]
-        for run in [start(backend, url, killed, "--resume") for backend in failed]:
-            assert "completed" in run.communicate(timeout=60)[0]
+        port = int(url.rpartition(":")[2])
+        service, _ = await asyncio.to_thread(
+            stack.enter_context, as_process(killed / "service", port=port)
+        )
+        for one in waiting.values():
+            one.goes_on.set()
+        results = dict(
+            zip(REMOTE, await asyncio.gather(*runs, return_exceptions=True), strict=True)
+        )
+        # The models of a killed service are gone, its checkpoints are not.
+        failed = {b: found for b, found in results.items() if isinstance(found, BaseException)}
+        for error in failed.values():
+            assert "--resume" in "".join(traceback.format_exception(error))
+        again = [train(configs[backend], resume=True) for backend in failed]
+        assert [found.status for found in await asyncio.gather(*again)] == ["completed"] * len(
+            again
+        )
         service.send_signal(signal.SIGINT)
-        assert service.wait(timeout=20) == 0
+        assert await asyncio.to_thread(service.wait, 20) == 0
     # A checkpoint whose reply the kill prevented is there twice.
     assert set(steps_and_weights(killed)) == set(steps_and_weights(clean))
     for backend in REMOTE:
@@ -145,14 +160,23 @@ def test_runs_outlive_the_kill_of_their_service_and_train_nothing_twice(tmp_path
         assert [e["step"] for e in events if e["event"] == "update"] == list(range(1, 13))
 
 
-def arguments(backend: str, url: str, folder: Path) -> list[str]:
+class Waits(Callback):
+    """After its first checkpoint, until it may go on."""
+
+    def __init__(self) -> None:
+        self.saved, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
+        self.saved.set()
+        await self.goes_on.wait()
+
+
+def demonstrations(backend: str, url: str, folder: Path) -> RunConfig:
     section = f"backend={{type: {backend}, url: '{url}', learning_rate: 2.0e-3}}"
-    where = ("--run-dir", str(folder / backend))
-    return [str(CONFIGS / "sft_tinker.yaml"), section, "checkpoint.every=4", *EXAMPLES, *where]
-
-
-def start(backend: str, url: str, folder: Path, *more: str) -> subprocess.Popen[str]:
-    return piped("-m", "retrain.run", *arguments(backend, url, folder), *more)
+    where = f"run_dir={folder / backend}"
+    return load_config(
+        CONFIGS / "sft_tinker.yaml", [section, "checkpoint.every=4", *EXAMPLES, where]
+    )
 
 
 def piped(*words: str) -> subprocess.Popen[str]:

@@ -116,7 +116,7 @@ def forward_logprobs(
 async def until(condition: Callable[[], bool]) -> None:
     """Turn the loop until the worker's thread has got there; a test's timeout bounds it."""
     while not condition():  # noqa: ASYNC110 - the thread's counters have no event to wait for
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)  # the thread needs the interpreter too
 
 
 # -- what is sampled ------------------------------------------------------------------------------
@@ -667,7 +667,7 @@ async def main():
     sampler = await LocalSampler(load_model(folder), tiny_tokenizer()).__aenter__()
     asyncio.ensure_future(sampler.sample([7], SamplingParams(max_tokens=1000), n=100))
     while not sampler.stats.tokens:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
     print("sampling")
 
 asyncio.run(main())

@@ -196,7 +196,7 @@ async def test_no_program_reaches_what_is_outside_or_more_than_its_limits(
 
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - processes come and go without an event
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.002)
 
 
 def running() -> str:

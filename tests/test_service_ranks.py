@@ -6,6 +6,8 @@ import asyncio
 import math
 import os
 import signal
+import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,7 @@ TIMEOUT = 2.0
 STEP = {"adam_params": {"learning_rate": 1e-2}}
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("sharding", "loss", "end"),
     [("none", "cross_entropy", signal.SIGKILL), ("full", "gspo", signal.SIGSTOP)],
@@ -158,8 +161,26 @@ async def check_a_lost_process(tinker: Tinker, end: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_the_service_ends_with_a_lost_process(tmp_path):
-    check_end(tmp_path, lost=True)
+def test_the_service_ends_with_a_lost_process(tmp_path, monkeypatch):
+    """In this process, which has imported torch; `tests.chaos.ranks` ends one of its own."""
+    lost: list[int] = []
+    end, begin = os.pipe()
+
+    def lose() -> None:
+        with open(end) as lines:
+            if lines.readline().startswith("Serving tiny"):
+                lost.extend(followers(os.getpid()))
+                for follower in lost:
+                    os.kill(follower, signal.SIGKILL)
+
+    losing = threading.Thread(target=lose)
+    with open(begin, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        losing.start()
+        assert main(["--port", "0", "--folder", str(tmp_path), "--processes", "2"]) == 1
+    losing.join()
+    [follower] = lost
+    assert not alive(follower)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(10)
 def test_the_official_sdks_work_unmodified_on_the_local_service() -> None:
     """With its own sampler, and what samples with vLLM's too.
 

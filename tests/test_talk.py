@@ -7,9 +7,9 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -151,21 +151,24 @@ async def test_the_server_remembers_nothing_and_waits_for_its_model() -> None:
                 assert refused.status_code == 403
 
 
-@pytest.mark.slow
-def test_a_conversation_in_a_pipe_is_one_reply_a_line(run_dir: Path) -> None:
+def test_a_conversation_in_a_pipe_is_one_reply_a_line(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = "a=\nb=\n/reset\n\na=\nb=\n"
+    end, begin = os.pipe()
+    os.write(begin, lines.encode())
+    os.close(begin)
     given = [str(run_dir), "--temperature", "0", "--max-tokens", "3", "--compare"]
-    done = subprocess.run(
-        [sys.executable, "-m", "retrain", "chat", *given],
-        input=lines, capture_output=True, text=True, cwd=ROOT, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
+    with open(end) as pipe:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        assert command(["chat", *given]) == 0
+    done = capsys.readouterr()
+    said = done.out.splitlines()
     assert len(said) == 8, "the base model's reply, then the trained one's"
     assert not any(line.startswith(("base>", "trained>")) for line in said)
     assert said[0] != said[1]
     assert said[:4] == said[4:]  # the second conversation begins like the first
-    assert f"loading {run_dir / 'final'}" in done.stderr
+    assert f"loading {run_dir / 'final'}" in done.err
 
 
 @pytest.mark.parametrize(
@@ -200,24 +203,30 @@ def test_a_taken_port_is_said_to_be_taken(capsys: pytest.CaptureFixture[str]) ->
     assert "loading" not in printed.out
 
 
-@pytest.fixture
-def serving() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-m", "retrain", "serve", "--openai", "tiny", "--port", "0"],
-        stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as process:  # fmt: skip
-        yield process
-        process.kill()
-
-
-@pytest.mark.slow
 def test_the_command_says_where_it_serves_and_ends_at_ctrl_c(
-    serving: subprocess.Popen[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert serving.stdout is not None
-    assert serving.stdout.readline() == "loading tiny\n"
-    url = serving.stdout.readline().partition(" at ")[2].split()[0]
-    answer = httpx.post(f"{url}/chat/completions", json={"messages": ASK, "max_tokens": 2})
-    assert answer.json()["choices"][0]["message"]["role"] == "assistant"
-    serving.send_signal(signal.SIGINT)
-    assert serving.wait(20) == 0
+    said: list[str] = []
+    answers: list[httpx.Response] = []
+    end, begin = os.pipe()
+
+    def client() -> None:
+        with open(end) as lines:
+            said.extend([lines.readline(), lines.readline()])
+            url = said[1].partition(" at ")[2].split()[0]
+            try:
+                body = {"messages": ASK, "max_tokens": 2}
+                answers.append(httpx.post(f"{url}/chat/completions", json=body))
+            finally:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    before = set(threading.enumerate())
+    reading = threading.Thread(target=client)
+    with open(begin, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        reading.start()
+        assert command(["serve", "--openai", "tiny", "--port", "0"]) == 0
+    reading.join()
+    assert said[0] == "loading tiny\n"
+    assert answers[0].json()["choices"][0]["message"]["role"] == "assistant"
+    assert not [one for one in threading.enumerate() if one not in before and not one.daemon]

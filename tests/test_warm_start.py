@@ -19,7 +19,7 @@ def history(name: str) -> list[dict]:
     return read_metrics(Path("runs", name))
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(10)
 def test_reinforcement_goes_on_from_the_demonstrations(capsys):
     grpo = str(ROOT / "configs" / "reverse_grpo.yaml")
     assert main([grpo]) == 2
@@ -28,34 +28,35 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
     losses = [row["loss"] for row in history("reverse_sft")]
     assert losses[0] > 4.0
     assert losses[-1] < 0.6
-    assert main([grpo, "train.total_train_steps=120"]) == 0
+    assert main([grpo, "train.total_train_steps=60"]) == 0
     rewards = [row["reward/mean"] for row in history("reverse_grpo")]
     tenth = len(rewards) // 10
     assert 0.1 < sum(rewards[:tenth]) / tenth < 0.6
-    assert sum(rewards[-tenth:]) / tenth > 0.8  # 0.90 +- 0.02, three seeds
+    assert sum(rewards[-tenth:]) / tenth > 0.65  # 0.8
 
 
-@pytest.mark.slow(40)
+@pytest.mark.slow(20)
 @pytest.mark.timeout(300)  # the longest of all
 def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
-    assert main([str(ROOT / "configs" / "tools_sft.yaml")]) == 0
-    fewer = "train.total_train_steps=50"
-    assert main([str(ROOT / "configs" / "tools.yaml"), fewer]) == 0
+    """Four prompts, which take fewer steps than all."""
+    assert main([str(ROOT / "configs" / "tools_sft.yaml"), "train.groups_per_step=16"]) == 0
+    fewer = ("prompts.limit=4", "train.groups_per_step=4", "train.total_train_steps=40")
+    assert main([str(ROOT / "configs" / "tools.yaml"), *fewer, "backend.learning_rate=2e-3"]) == 0
     rows = history("tools")
     rewards = [row["reward/mean"] for row in rows]
     tenth = len(rewards) // 10
-    assert sum(rewards[:tenth]) / tenth < 0.42
-    assert sum(rewards[-tenth:]) / tenth > 0.45  # about 0.55; 0.63 +- 0.02 ten steps later
+    gained = (sum(rewards[-tenth:]) - sum(rewards[:tenth])) / tenth
+    assert gained > 0.1  # 0.36; 0.15 with another seed
     scored, turns = rows[-1]["rollouts/ok"], rows[-1]["rollouts/turns"]
     assert turns > 1.9 * scored, "a call and an answer each, not products by heart"
 
 
 @pytest.mark.slow
 def test_preferences_are_learnt_on_held_out_pairs_too(capsys):
-    assert main([str(ROOT / "configs" / "dpo.yaml"), "train.total_train_steps=90"]) == 0
+    assert main([str(ROOT / "configs" / "dpo.yaml"), "train.total_train_steps=60"]) == 0
     rows = history("dpo")
     assert rows[0]["loss"] == pytest.approx(0.6931472, abs=1e-6)
-    assert rows[-1]["loss"] < 0.2
+    assert rows[-1]["loss"] < 0.45  # 0.3
     assert "dpo/accuracy" in capsys.readouterr().out
 
 
