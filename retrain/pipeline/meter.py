@@ -51,23 +51,25 @@ class Meter:
     def group(self, group: Group, dropped: str = "") -> None:
         """The learner took a group: to train it, or to drop it for the cause `dropped`."""
         rewards: list[float] = []
-        turns = sampled = total = more = 0
+        components = self._components
+        turns = sampled = prompt = more = 0
         for trajectory in group.trajectories:
             if trajectory.outcome == "ok":
                 rewards.append(trajectory.reward)
                 if trajectory.seat:
-                    self._components[trajectory.seat].append(trajectory.reward)
+                    components[trajectory.seat].append(trajectory.reward)
                 for name, value in trajectory.rewards.items():
-                    self._components[name].append(value)
+                    components[name].append(value)
             played = trajectory.turns
             turns += len(played)
-            sampled += trajectory.sampled_tokens
-            if len(played) == 1:
-                total += played[0].length
+            said = trajectory.sampled_tokens
+            sampled += said
+            if len(played) == 1:  # the common case, fast
+                prompt += len(played[0].prompt_ids)
                 continue
             made = branches(played)
             # The last turn of a branch contains the tokens of its earlier ones.
-            total += sum([played[branch[-1]].length for branch in made])
+            prompt += sum([played[branch[-1]].length for branch in made]) - said
             more += max(0, len(made) - 1)
         self._rewards += rewards
         counts = self._counts
@@ -76,7 +78,7 @@ class Meter:
         counts["flat"] += self._by_group and without_signal(group)
         counts["turns"] += turns
         counts["sampled"] += sampled
-        counts["prompt"] += total - sampled
+        counts["prompt"] += prompt
         counts["branches"] += more
 
     def row(

@@ -76,7 +76,7 @@ class Signal:
 def _by_seat(groups: Sequence[Group]) -> dict[str, list[float]]:
     """The rewards of the scored trajectories of each seat."""
     rewards: dict[str, list[float]] = {}
-    for group in groups:
-        for trajectory in group.scored:
-            rewards.setdefault(trajectory.seat, []).append(trajectory.reward)
+    for part in [part for group in groups for part in group.by_seat]:
+        if scored := part.scored:
+            rewards.setdefault(scored[0].seat, []).extend([t.reward for t in scored])
     return rewards
