@@ -129,7 +129,7 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
         )
     turns = trajectory.turns
     if len(turns) == 1 and sampled:  # the common case, fast
-        return [_only(turns[0], advantages, trajectory.prompt.id, run_id)]
+        return [_only(turns[0], sampled, advantages, trajectory.prompt.id, run_id)]
     starts = list(accumulate([len(t.completion.token_ids) for t in turns], initial=0))
     samples = []
     for branch in branches(turns):
@@ -155,10 +155,9 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
     return samples
 
 
-def _only(turn: Turn, advantages: list[float], group_id: str, run_id: str) -> Sample:
-    """The sample of a rollout with one turn."""
-    said = turn.completion
-    given, count = len(turn.prompt_ids), len(said.token_ids)
+def _only(turn: Turn, count: int, advantages: list[float], group_id: str, run_id: str) -> Sample:
+    """The sample of a rollout with one turn, of `count` tokens."""
+    said, given = turn.completion, len(turn.prompt_ids)
     return Sample(
         [*turn.prompt_ids, *said.token_ids],
         [0] * given + [1] * count,

@@ -52,7 +52,8 @@ class Meter:
         """The learner took a group: to train it, or to drop it for the cause `dropped`."""
         rewards: list[float] = []
         components = self._components
-        turns = sampled = prompt = more = 0
+        versions: list[int] = []
+        turns = sampled = total = more = 0
         for trajectory in group.trajectories:
             if trajectory.outcome == "ok":
                 rewards.append(trajectory.reward)
@@ -60,25 +61,28 @@ class Meter:
                     components[trajectory.seat].append(trajectory.reward)
                 for name, value in trajectory.rewards.items():
                     components[name].append(value)
+                versions += [turn.completion.version for turn in trajectory.turns]
             played = trajectory.turns
             turns += len(played)
             said = trajectory.sampled_tokens
             sampled += said
             if len(played) == 1:  # the common case, fast
-                prompt += len(played[0].prompt_ids)
+                total += len(played[0].prompt_ids) + said
                 continue
             made = branches(played)
             # The last turn of a branch contains the tokens of its earlier ones.
-            prompt += sum([played[branch[-1]].length for branch in made]) - said
+            total += sum([played[branch[-1]].length for branch in made])
             more += max(0, len(made) - 1)
         self._rewards += rewards
+        if not dropped:
+            self._versions += versions
         counts = self._counts
         counts[dropped] += 1
         counts["failed rollouts"] += len(group.trajectories) - len(rewards)
         counts["flat"] += self._by_group and without_signal(group)
         counts["turns"] += turns
         counts["sampled"] += sampled
-        counts["prompt"] += prompt
+        counts["prompt"] += total - sampled
         counts["branches"] += more
 
     def row(
@@ -97,8 +101,7 @@ class Meter:
             self.group(group)
         now, counts = time.perf_counter(), self._counts
         elapsed = now - self._began
-        completions = [turn.completion for g in groups for t in g.scored for turn in t.turns]
-        ages = [trained - c.version for c in completions if c.version >= 0]
+        ages = [trained - sampled for sampled in self._versions if sampled >= 0]
         row: Metrics = {
             "step": step,
             "version": version,
@@ -142,6 +145,8 @@ class Meter:
 
     def _clear(self) -> None:
         self._rewards: list[float] = []
+        self._versions: list[int] = []
+        """Those that sampled each turn of the scored rollouts that are trained."""
         self._components: defaultdict[str, list[float]] = defaultdict(list)
         self._counts: Counter[str] = Counter()
 

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from retrain.algorithms.functional import LARGEST
-from retrain.concurrency.deadlines import STUCK_SECONDS, OwnTask, own_task
+from retrain.concurrency.deadlines import STUCK_SECONDS, OwnTask
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import DeadlinesConfig
 from retrain.errors import BudgetError, LateError, RunError, UserCodeError, blame, first_of, shown
@@ -259,7 +259,8 @@ class Scorer:
         is cancelled, but not awaited.
         """
         owner = f"reward '{part.name}'"
-        tasks = [own_task(judged(owner, call, one), owner) for one in given]
+        loop = asyncio.get_running_loop()
+        tasks = [OwnTask(judged(owner, call, one), loop=loop, name=owner) for one in given]
         late: set[OwnTask[Any]] = set()
         try:
             await asyncio.sleep(0)  # calls that never wait are done after this
