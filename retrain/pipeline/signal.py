@@ -18,8 +18,8 @@ def without_signal(group: Group) -> bool:
     counts as one with signal.
     """
     seats = [[t.reward for t in part.scored] for part in group.by_seat]
-    compared = [rewards for rewards in seats if len(rewards) > 1]
-    return bool(compared) and all(is_flat(rewards) for rewards in compared)
+    compared = [is_flat(rewards) for rewards in seats if len(rewards) > 1]
+    return bool(compared) and all(compared)
 
 
 class Signal:
@@ -42,7 +42,7 @@ class Signal:
         """Remember the highest and the lowest reward."""
         for seat, rewards in _by_seat([group]).items():
             low, high = self._range.get(seat, (math.inf, -math.inf))
-            self._range[seat] = min([low, *rewards]), max([high, *rewards])
+            self._range[seat] = min(low, *rewards), max(high, *rewards)
 
     def step(self, groups: list[Group], has_credit: bool) -> None:
         """Count a trained step. Raises NoSignalError at the limit, unless the task is solved."""
