@@ -61,7 +61,8 @@ class Meter:
                     components[trajectory.seat].append(trajectory.reward)
                 for name, value in trajectory.rewards.items():
                     components[name].append(value)
-                versions += [turn.completion.version for turn in trajectory.turns]
+                for turn in trajectory.turns:
+                    versions.append(turn.completion.version)
             played = trajectory.turns
             turns += len(played)
             said = trajectory.sampled_tokens
