@@ -8,7 +8,6 @@ and is trained once: in the sample of its own turn.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -74,7 +73,7 @@ def batch_of(
 ) -> Batch:
     """The batch of one step; `normalisation` is None for a loss that normalises itself."""
     counts = _tokens_by_rollout(samples)
-    sizes = Denominators(counts.total(), sum(map(bool, counts.values())))
+    sizes = Denominators(sum(counts.values()), sum(map(bool, counts.values())))
     batch = Batch(samples, loss, dict(loss_config), sizes)
     return batch if normalisation is None else normalised(batch, normalisation)
 
@@ -88,10 +87,11 @@ def rollout_tokens(samples: Sequence[Sample]) -> list[int]:
     return [counts[sample.run_id or row] for row, sample in enumerate(samples)]
 
 
-def _tokens_by_rollout(samples: Sequence[Sample]) -> Counter[str | int]:
-    counts: Counter[str | int] = Counter()
+def _tokens_by_rollout(samples: Sequence[Sample]) -> dict[str | int, int]:
+    counts: dict[str | int, int] = {}
     for row, sample in enumerate(samples):
-        counts[sample.run_id or row] += sum(sample.loss_mask)
+        rollout = sample.run_id or row
+        counts[rollout] = counts.get(rollout, 0) + sum(sample.loss_mask)
     return counts
 
 
@@ -129,7 +129,7 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
         )
     turns = trajectory.turns
     if len(turns) == 1 and sampled:  # the common case, fast
-        return [_only(turns[0], advantages, trajectory.prompt.id, run_id)]
+        return [_only(turns[0], sampled, advantages, trajectory.prompt.id, run_id)]
     starts = list(accumulate([len(t.completion.token_ids) for t in turns], initial=0))
     samples = []
     for branch in branches(turns):
@@ -155,16 +155,15 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
     return samples
 
 
-def _only(turn: Turn, advantages: Sequence[float], group_id: str, run_id: str) -> Sample:
-    """The sample of a rollout with one turn."""
-    said = turn.completion
-    given, count = len(turn.prompt_ids), len(said.token_ids)
+def _only(turn: Turn, count: int, advantages: list[float], group_id: str, run_id: str) -> Sample:
+    """The sample of a rollout with one turn, of `count` tokens."""
+    said, given = turn.completion, len(turn.prompt_ids)
     return Sample(
         [*turn.prompt_ids, *said.token_ids],
         [0] * given + [1] * count,
         [0.0] * given + [*said.logprobs],
-        [0.0] * given + [*advantages],
-        [-1] * given + [*(said.versions or [said.version] * count)],
+        [0.0] * given + advantages,
+        [-1] * given + (list(said.versions) or [said.version] * count),
         group_id=group_id,
         run_id=run_id,
     )

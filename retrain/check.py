@@ -162,7 +162,7 @@ async def check_environment(
     if error is not None:
         await closed([instance], DEADLINE)
         findings = [Finding(False, what, str(error)), *(Finding(False, "close", f) for f in faults)]
-    elif instance.overrides("run"):
+    elif "run" in instance.overridden:
         await closed([instance], DEADLINE)
         replies = [*TEXTS, *wrong_calls(())]
         findings = [Finding(True, SETUP), *await tried_agent(make, prompts, replies, config, say)]

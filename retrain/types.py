@@ -239,10 +239,12 @@ class Group:
     @property
     def by_seat(self) -> list[Group]:
         """The trajectories with the same seat, as groups: those are compared with each other."""
+        if len({trajectory.seat for trajectory in self.trajectories}) < 2:
+            return [self]
         seats: dict[str, list[Trajectory]] = {}
         for trajectory in self.trajectories:
             seats.setdefault(trajectory.seat, []).append(trajectory)
-        return [self] if len(seats) < 2 else [Group(self.prompt, t) for t in seats.values()]
+        return [Group(self.prompt, t) for t in seats.values()]
 
     @property
     def scored(self) -> list[Trajectory]:
@@ -257,9 +259,12 @@ class Group:
     @property
     def versions(self) -> set[int]:
         """The versions of the weights that sampled the tokens."""
-        turns = [turn for trajectory in self.trajectories for turn in trajectory.turns]
-        found = {turn.completion.version for turn in turns}
-        return found.union(*(turn.completion.versions for turn in turns)) - {-1}
+        found: set[int] = set()
+        for trajectory in self.trajectories:
+            for turn in trajectory.turns:
+                found.add(turn.completion.version)
+                found.update(turn.completion.versions)
+        return found - {-1}
 
 
 @dataclass(frozen=True, slots=True)

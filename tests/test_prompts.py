@@ -290,7 +290,9 @@ USER = [{"role": "user", "content": "hello"}]
     "row", ["hello", {"prompt": "hello"}, {"messages": USER}, Row(USER), Row(USER, None, {})]
 )
 def test_a_source_may_return_a_row_a_mapping_or_a_string(row: Any) -> None:
-    assert replace(Own(row).prompt(Ticket(0, 0)), seed=0) == Prompt("0.0.0", tuple(USER))
+    plain = row == "hello" or "prompt" in row
+    prompt = Prompt("0.0.0", tuple(USER), plain=plain)
+    assert replace(Own(row).prompt(Ticket(0, 0)), seed=0) == prompt
 
 
 @pytest.mark.parametrize(

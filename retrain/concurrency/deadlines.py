@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
+import threading
 from asyncio import runners
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -167,17 +168,20 @@ async def adapter_call(what: str, call: Awaitable[T], seconds: float, key: str) 
     In an OwnTask, raises UserCodeError if user code cancelled that task.
     """
     task = asyncio.current_task()
+    assert task is not None
+    before, limit = task.cancelling(), _Limit(task, seconds, None)
     try:
-        async with asyncio.timeout(seconds) as deadline:
+        try:
             return await call
-    except TimeoutError as error:
-        if not deadline.expired():
+        finally:
+            limit.close()
+    except (TimeoutError, asyncio.CancelledError) as error:
+        timed_out = isinstance(error, TimeoutError)
+        if limit.late and (timed_out or task.cancelling() <= before):
+            raise DeadlineError(f"{what} took longer than deadlines.{key} = {seconds} s") from error
+        if timed_out or cancelled():
             raise
-        raise DeadlineError(f"{what} took longer than deadlines.{key} = {seconds} s") from error
-    except asyncio.CancelledError as error:
-        if cancelled():
-            raise
-        if task is not None and task.cancelling():
+        if task.cancelling():
             raise UserCodeError(f"user code cancelled its own task while {what} worked") from error
         raise AdapterError(f"{what} was cancelled by the backend itself") from error
 
@@ -202,26 +206,76 @@ def cancelled() -> bool:
 class _Limit:
     """Cancels a task after `seconds`, and calls `stuck` if it still goes on STUCK_SECONDS later."""
 
-    __slots__ = ("_stuck", "_task", "_timer", "late")
+    __slots__ = ("_stuck", "_task", "_timer", "_waiting", "late")
 
     def __init__(
         self, task: asyncio.Task[Any], seconds: float, stuck: Callable[[], object] | None
     ) -> None:
         self._task, self._stuck = task, stuck
         self.late = False
-        self._timer = task.get_loop().call_later(seconds, self._expire)
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting = _timers.add(self, seconds, task.get_loop())
 
     def close(self) -> None:
         """The code has ended."""
-        self._timer.cancel()
+        self._waiting.pop(self, None)
         if self.late:
+            if self._timer is not None:
+                self._timer.cancel()
             self._task.uncancel()
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         self.late = True
         self._task.cancel()
         if self._stuck is not None:
             self._timer = self._task.get_loop().call_later(STUCK_SECONDS, self._stuck)
+
+
+class _Timers(threading.local):
+    """One timer for all limits of equal length, since they end in the order in which they began.
+
+    A timer of asyncio for each would take several times as long, to make, to sort and to cancel.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[float, dict[_Limit, float]] = {}
+        """For each length the limits with the time of their ends, in order; those with a timer."""
+
+    def add(
+        self, limit: _Limit, seconds: float, loop: asyncio.AbstractEventLoop
+    ) -> dict[_Limit, float]:
+        """Let a limit expire after `seconds`, unless it is taken out of the result before."""
+        if loop is not self._loop:  # a thread runs one loop at a time
+            self._loop, self._waiting = loop, {}
+        end = loop.time() + seconds
+        waiting = self._waiting.get(seconds)
+        if waiting is None:
+            waiting = self._waiting[seconds] = {}
+            loop.call_at(end, self._ring, loop, seconds, waiting, end)
+        waiting[limit] = end
+        return waiting
+
+    def _ring(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float,
+        waiting: dict[_Limit, float],
+        now: float,
+    ) -> None:
+        """The first limit ends `now`, unless it was taken out."""
+        now = max(now, loop.time())
+        while waiting:
+            limit, end = next(iter(waiting.items()))
+            if end > now:
+                loop.call_at(end, self._ring, loop, seconds, waiting, end)
+                return
+            del waiting[limit]
+            limit.expire()
+        self._waiting.pop(seconds, None)
+
+
+_timers = _Timers()
 
 
 async def _cancelled_itself(task: asyncio.Task[Any], raised: BaseException | None) -> bool:

@@ -7,7 +7,7 @@ rest is encoded when the group has been played, so that the work is spread over 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from json.encoder import encode_basestring as quoted
 from typing import Any
@@ -24,8 +24,7 @@ def encoded(group: Group) -> list[str]:
         rollouts = list(alike)
         shared = _shared(rollouts[0])
         try:
-            head = encode(shared)[:-1]
-            lines += [f"{head},{line}" for line in _quick(rollouts)]
+            lines += _quick(rollouts, encode(shared)[:-1])
         except (TypeError, ValueError):  # a failure, or a value of the user's
             lines += [encode(shared | _line(t))[:-1] for t in rollouts]
     return lines
@@ -100,20 +99,22 @@ def _line(trajectory: Trajectory) -> dict[str, Any]:
     return line
 
 
-def _quick(rollouts: Sequence[Trajectory]) -> Iterator[str]:
-    """Each `_line` as JSON without braces, in less time; for rollouts as they usually are.
+def _quick(rollouts: Sequence[Trajectory], head: str) -> list[str]:
+    """`head` with each `_line`, without the last brace, in less time; for usual rollouts.
 
     Raises TypeError or ValueError for those that `_line` must encode.
     """
     known: dict[int, str] = {}  # the JSON of messages by `id`: rollouts share the first ones
     seconds: Mapping[str, float] = {}
     timed = "{}"
+    lines: list[str] = []
     for trajectory in rollouts:
         if trajectory.info or trajectory.seat or trajectory.outcome != "ok":
             raise ValueError
         if not trajectory.messages or trajectory.result is not None:
             raise ValueError
         messages = versions = stops = ""  # concatenation is faster than a join of a few
+        tokens = 0
         for message in trajectory.messages:
             messages += f",{known.get(id(message)) or _message(message, known)}"
         for turn in trajectory.turns:
@@ -122,19 +123,21 @@ def _quick(rollouts: Sequence[Trajectory]) -> Iterator[str]:
                 raise ValueError
             versions += f",{completion.version:d}"
             stops += f",{quoted(completion.stop_reason)}"
+            tokens += len(completion.token_ids)
         earned = ""
         if trajectory.turn_rewards:
             earned = f',"turn_rewards":[{",".join(map(_number, trajectory.turn_rewards))}]'
         if trajectory.seconds != seconds:  # those of a group are often equal
             seconds = trajectory.seconds
             timed = _numbers(seconds)
-        yield (
-            f'"index":{trajectory.index},"messages":[{messages[1:]}],'
+        lines.append(
+            f'{head},"index":{trajectory.index},"messages":[{messages[1:]}],'
             f'"rewards":{_numbers(trajectory.rewards)},"reward":{_number(trajectory.reward)},'
             f'"outcome":"ok","error":null,"versions":[{versions[1:]}],'
-            f'"tokens":{trajectory.sampled_tokens},"stop_reasons":[{stops[1:]}],'
+            f'"tokens":{tokens},"stop_reasons":[{stops[1:]}],'
             f'"seconds":{timed}{earned}'
         )
+    return lines
 
 
 def _message(message: Message, known: dict[int, str]) -> str:

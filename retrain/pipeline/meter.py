@@ -51,25 +51,32 @@ class Meter:
     def group(self, group: Group, dropped: str = "") -> None:
         """The learner took a group: to train it, or to drop it for the cause `dropped`."""
         rewards: list[float] = []
+        components = self._components
+        versions: list[int] = []
         turns = sampled = total = more = 0
         for trajectory in group.trajectories:
             if trajectory.outcome == "ok":
                 rewards.append(trajectory.reward)
                 if trajectory.seat:
-                    self._components[trajectory.seat].append(trajectory.reward)
+                    components[trajectory.seat].append(trajectory.reward)
                 for name, value in trajectory.rewards.items():
-                    self._components[name].append(value)
+                    components[name].append(value)
+                for turn in trajectory.turns:
+                    versions.append(turn.completion.version)  # noqa: PERF401 - a comprehension takes longer
             played = trajectory.turns
             turns += len(played)
-            sampled += trajectory.sampled_tokens
-            if len(played) == 1:
-                total += played[0].length
+            said = trajectory.sampled_tokens
+            sampled += said
+            if len(played) == 1:  # the common case, fast
+                total += len(played[0].prompt_ids) + said
                 continue
             made = branches(played)
             # The last turn of a branch contains the tokens of its earlier ones.
             total += sum([played[branch[-1]].length for branch in made])
             more += max(0, len(made) - 1)
         self._rewards += rewards
+        if not dropped:
+            self._versions += versions
         counts = self._counts
         counts[dropped] += 1
         counts["failed rollouts"] += len(group.trajectories) - len(rewards)
@@ -95,8 +102,7 @@ class Meter:
             self.group(group)
         now, counts = time.perf_counter(), self._counts
         elapsed = now - self._began
-        completions = [turn.completion for g in groups for t in g.scored for turn in t.turns]
-        ages = [trained - c.version for c in completions if c.version >= 0]
+        ages = [trained - sampled for sampled in self._versions if sampled >= 0]
         row: Metrics = {
             "step": step,
             "version": version,
@@ -150,6 +156,8 @@ class Meter:
 
     def _clear(self) -> None:
         self._rewards: list[float] = []
+        self._versions: list[int] = []
+        """Those that sampled each turn of the scored rollouts that are trained."""
         self._components: defaultdict[str, list[float]] = defaultdict(list)
         self._counts: Counter[str] = Counter()
 

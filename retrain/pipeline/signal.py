@@ -18,8 +18,8 @@ def without_signal(group: Group) -> bool:
     counts as one with signal.
     """
     seats = [[t.reward for t in part.scored] for part in group.by_seat]
-    compared = [rewards for rewards in seats if len(rewards) > 1]
-    return bool(compared) and all(is_flat(rewards) for rewards in compared)
+    compared = [is_flat(rewards) for rewards in seats if len(rewards) > 1]
+    return bool(compared) and all(compared)
 
 
 class Signal:
@@ -42,7 +42,7 @@ class Signal:
         """Remember the highest and the lowest reward."""
         for seat, rewards in _by_seat([group]).items():
             low, high = self._range.get(seat, (math.inf, -math.inf))
-            self._range[seat] = min([low, *rewards]), max([high, *rewards])
+            self._range[seat] = min(low, *rewards), max(high, *rewards)
 
     def step(self, groups: list[Group], has_credit: bool) -> None:
         """Count a trained step. Raises NoSignalError at the limit, unless the task is solved."""
@@ -76,7 +76,7 @@ class Signal:
 def _by_seat(groups: Sequence[Group]) -> dict[str, list[float]]:
     """The rewards of the scored trajectories of each seat."""
     rewards: dict[str, list[float]] = {}
-    for group in groups:
-        for trajectory in group.scored:
-            rewards.setdefault(trajectory.seat, []).append(trajectory.reward)
+    for part in [part for group in groups for part in group.by_seat]:
+        if scored := part.scored:
+            rewards.setdefault(scored[0].seat, []).extend([t.reward for t in scored])
     return rewards

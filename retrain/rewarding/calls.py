@@ -17,13 +17,13 @@ _THREADS = re.compile(r"main thread|threaded environment|event loop in thread")
 """How signal, math-verify and asyncio say that they need the main thread."""
 
 
-async def judged(owner: str, call: Callable[[], Awaitable[Any]]) -> Any:
-    """What the call returns, or its UserCodeError or BudgetError.
+async def judged(owner: str, call: Callable[..., Awaitable[Any]], *given: Any) -> Any:
+    """What the call with `given` returns, or its UserCodeError or BudgetError.
 
     Run it as a task: code that cancels its own task ends only that one, and `result_of` names it.
     """
     try:
-        awaitable = call()
+        awaitable = call(*given)
         if not hasattr(awaitable, "__await__"):
             return UserCodeError(f"{owner} is a plain function. Write `async def`.")
         return await awaitable

@@ -11,14 +11,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import repeat
 from statistics import fmean
 from typing import Any
 
 from retrain.algorithms.functional import LARGEST
-from retrain.concurrency.deadlines import STUCK_SECONDS, OwnTask, is_theirs, own_task
+from retrain.concurrency.deadlines import STUCK_SECONDS, OwnTask, is_theirs
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import DeadlinesConfig
 from retrain.errors import BudgetError, LateError, RunError, UserCodeError, blame, first_of, shown
@@ -107,10 +108,11 @@ class Scorer:
         else:
             columns = await together([self.verdicts(p, trajectories) for p in self.rewards])
         seconds = round(time.perf_counter() - started, 6)
-        for index, trajectory in enumerate(trajectories):
+        rows: Iterable[Sequence[Any]] = zip(*columns, strict=True) if columns else repeat(())
+        for trajectory, row in zip(trajectories, rows, strict=False):
             trajectory.seconds["reward"] = seconds
             try:
-                self._add_up(trajectory, [column[index] for column in columns], step)
+                self._add_up(trajectory, row, step)
             except UserCodeError as error:
                 fail(trajectory, error)
 
@@ -164,7 +166,7 @@ class Scorer:
         largest = abs(rewards.get(ENVIRONMENT, 0.0))
         applies = ENVIRONMENT in rewards or not row
         for part, verdict in zip(self.rewards, row, strict=True):
-            if type(verdict) is float and abs(verdict) <= LARGEST:  # the common case, fast
+            if type(verdict) is float and -LARGEST <= verdict <= LARGEST:  # the common case, fast
                 rewards[part.name] = verdict
                 applies = True
             elif verdict is NOT_CALLED:
@@ -181,9 +183,11 @@ class Scorer:
             trajectory.outcome = "invalid"
             trajectory.info.setdefault("error", "no reward applies to this rollout")
             return
-        total = self.composition.total(rewards, step)
-        combined = self.composition.values_of_combined(rewards, step)
-        if largest > LARGEST or not all(abs(v) <= LARGEST for v in (total, *combined.values())):
+        composition = self.composition
+        total = composition.total(rewards, step)
+        combined = composition.values_of_combined(rewards, step) if composition.combined else {}
+        fits = largest <= LARGEST and abs(total) <= LARGEST
+        if not fits or any(not abs(value) <= LARGEST for value in combined.values()):
             raise UserCodeError(
                 f"the rewards {shown(rewards, 200)} sum to {total}, expected numbers "
                 f"of at most {LARGEST:g}, for a loss in float32. Scale the reward down."
@@ -191,7 +195,8 @@ class Scorer:
         trajectory.reward = total
         if divided or len(trajectory.turns) > 1:
             self._divide(trajectory, divided, step)
-        rewards |= combined
+        if combined:
+            rewards |= combined
 
     def _divide(self, trajectory: Trajectory, divided: Mapping[str, Reward], step: int) -> None:
         """Set what each turn and each token earned, as far as the total is a sum of it."""
@@ -239,25 +244,25 @@ class Scorer:
             if isinstance(calculator, FunctionReward) and not calculator.is_async:
                 return await self._in_threads(part, calculator, trajectories)
             if compares(calculator):
-                [verdicts] = await self._in_tasks(
-                    part, [partial(group_verdicts, calculator, trajectories)]
-                )
+                compare = partial(group_verdicts, calculator)
+                [verdicts] = await self._in_tasks(part, compare, [trajectories])
                 failed = isinstance(verdicts, UserCodeError | BudgetError)
                 return [verdicts] * len(trajectories) if failed else verdicts
             # an async function needs no `calculate` around it
             call = calculator.call if type(calculator) is FunctionReward else calculator.calculate
-            return await self._in_tasks(part, [partial(call, t) for t in trajectories])
+            return await self._in_tasks(part, call, trajectories)
 
     async def _in_tasks(
-        self, part: WeightedReward, calls: Sequence[Callable[[], Awaitable[Any]]]
+        self, part: WeightedReward, call: Callable[[Any], Awaitable[Any]], given: Sequence[Any]
     ) -> list[Any]:
-        """All calls at once; one that fails or is late affects only its rollout.
+        """A call with each of `given`, all at once; one that fails or is late affects only itself.
 
         Each has its own task, so that code that cancels its task cancels nothing else. A late call
         is cancelled, but not awaited.
         """
         owner = f"reward '{part.name}'"
-        tasks = [own_task(judged(owner, call), owner) for call in calls]
+        loop = asyncio.get_running_loop()
+        tasks = [OwnTask(judged(owner, call, one), loop=loop, name=owner) for one in given]
         late: set[OwnTask[Any]] = set()
         try:
             await asyncio.sleep(0)  # calls that never wait are done after this

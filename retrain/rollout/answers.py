@@ -22,11 +22,11 @@ class UnusableError(UserCodeError):
 
 
 def prepare(owner: str, environment: Environment, prompt: Prompt) -> None:
-    """Set `environment.prompt`; raises UserCodeError that names `owner`."""
+    """Set `environment.prompt`; raises UserCodeError that names `reset` of `owner`."""
     try:
         environment.prompt = prompt
     except BaseException as error:
-        raise theirs(owner, error) from error
+        raise theirs(f"{owner}.reset", error) from error
 
 
 def opening_of(owner: str, answer: Any) -> list[Message]:

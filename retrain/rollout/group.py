@@ -85,50 +85,53 @@ class Rollouts:
             _Rollout(self, prompt, instance, index) for index, instance in enumerate(instances)
         ]
         await _each(rollouts, "reset", _Rollout.reset, _Rollout.show)
-        if any(instance.overrides("run") for instance in instances):
+        if any("run" in instance.overridden for instance in instances):
             await _each(rollouts, "run", _Rollout.run, lambda rollout: None)
         else:
-            self._begin(rollouts)
-            await self._first_turns(rollouts)
+            await self._first_turns(rollouts, self._begin(rollouts))
             await _each(rollouts, "step", _Rollout.play, _Rollout.end)
         return Group(prompt, [t for r in rollouts for t in r.seats.dealt(r.trajectory)])
 
-    def _begin(self, rollouts: Sequence[_Rollout]) -> None:
-        """Tokenise the opening messages, equal ones once."""
+    def _begin(self, rollouts: Sequence[_Rollout]) -> list[list[_Rollout]]:
+        """Tokenise the opening messages, equal ones once; return the rollouts with equal ones."""
         begun: list[_Rollout] = []
+        together: dict[int, list[_Rollout]] = {}
         for rollout in [r for r in rollouts if r.opens]:
             for other in begun:
                 if other.opening == rollout.opening and other.tools == rollout.tools:
                     same = other.conversation  # only `step` changes it
-                    changes = rollout.instance.overrides("step")
+                    changes = "step" in rollout.instance.overridden
                     rollout.conversation = same.fork() if changes else same
                     break
             else:
                 rollout.begin()
             if rollout.alive:
                 begun.append(rollout)
+                prompt_ids = rollout.conversation.prompt_ids
                 rollout.trajectory.tools = rollout.conversation.tools
-                rollout.check_room()
+                if len(prompt_ids) < self.context_length:  # equal openings share one list
+                    together.setdefault(id(prompt_ids), []).append(rollout)
+                else:
+                    rollout.has_no_room()
+        return list(together.values())
 
-    async def _first_turns(self, rollouts: Sequence[_Rollout]) -> None:
-        """Sample all first turns, equal prompts together."""
-        together: dict[int, list[_Rollout]] = {}
-        for rollout in rollouts:  # equal openings share one list
-            if rollout.opens:
-                together.setdefault(id(rollout.conversation.prompt_ids), []).append(rollout)
+    async def _first_turns(
+        self, rollouts: Sequence[_Rollout], together: Sequence[Sequence[_Rollout]]
+    ) -> None:
+        """Sample all first turns, those of equal prompts `together`."""
         if len(together) == 1:  # a failed one keeps its place: the others sample what they would
-            [alive] = together.values()
-            await self._first_turn(alive[0], rollouts)
+            await self._first_turn(together[0][0], rollouts)
             return
         async with asyncio.TaskGroup() as tasks:
-            for members in together.values():
+            for members in together:
                 tasks.create_task(self._first_turn(members[0], members))
 
     async def _first_turn(self, sampling: _Rollout, members: Sequence[_Rollout]) -> None:
         completions = await sampling.sample(n=len(members), index=members[0].index)
+        seconds = sampling.trajectory.seconds["sample"]
         for member, completion in zip(members, completions, strict=True):
             member.first = completion
-            member.trajectory.seconds["sample"] = sampling.trajectory.seconds["sample"]
+            member.trajectory.seconds["sample"] = seconds
 
 
 class _Rollout:
@@ -142,6 +145,8 @@ class _Rollout:
     conversation: Conversation
     """Of the seat that speaks."""
     first: Completion
+    opening: Sequence[Message]
+    tools: Sequence[ToolSpec]
     trajectory: Trajectory
     """The whole rollout; `Seats.dealt` makes one of each seat."""
 
@@ -154,8 +159,6 @@ class _Rollout:
             prompt = Prompt(*own, index, prompt.plain)
         self.trajectory = Trajectory(prompt, index=index)
         self.seats = NO_SEATS
-        self.opening: Sequence[Message] = ()
-        self.tools: Sequence[ToolSpec] = ()
         self.alive = instance.error is None
         if instance.error is not None:
             fail(self.trajectory, instance.error)
@@ -172,14 +175,15 @@ class _Rollout:
     @property
     def opens(self) -> bool:
         """Whether the model speaks first."""
-        return self.alive and self.seats.opponent is None
+        seats = self.seats
+        return self.alive and (not seats.opponents or seats.opponent is None)
 
     async def reset(self) -> None:
         """Get the opening messages and the tools."""
         prompt, environment = self.trajectory.prompt, self.instance.environment
         name = self._name("reset")
         try:
-            prepare(name, environment, prompt)
+            prepare(self.instance.name, environment, prompt)
             self._seat()
             answer = await self._call("reset", lambda: environment.reset(prompt))
             self.opening = opening_of(name, answer)
@@ -189,12 +193,13 @@ class _Rollout:
 
     def show(self) -> None:
         """`reset` of an environment without its own: the prompt's messages."""
-        prompt, environment = self.trajectory.prompt, self.instance.environment
+        prompt, instance = self.trajectory.prompt, self.instance
+        environment = instance.environment
         self.opening = prompt.messages
         try:
-            prepare(self._name("reset"), environment, prompt)
+            prepare(instance.name, environment, prompt)
             self._seat()
-            self.tools = tools_of(self.instance.name, environment)
+            self.tools = tools_of(instance.name, environment)
         except UserCodeError as error:
             self.fail(error)
 
@@ -203,7 +208,7 @@ class _Rollout:
         names = seats_of(self.instance.name, self.instance.environment)
         if not names:
             return
-        if not self.instance.overrides("step") and not self.instance.overrides("run"):
+        if self.instance.overridden.isdisjoint(("step", "run")):
             raise UserCodeError(f"{self.instance.name} has seats, so it must override step or run")
         self.seats = Seats(names, self.shared.opponents)
 
@@ -215,15 +220,14 @@ class _Rollout:
         except Exception as error:  # noqa: BLE001 - the environment's messages are at fault
             self._fail("invalid", f"{self._name('reset')}: {text_of(error)}")
 
-    def check_room(self) -> None:
-        length, limit = len(self.conversation.prompt_ids), self.shared.context_length
-        if length >= limit:
-            self._fail(
-                "invalid",
-                f"prompt {self.trajectory.prompt.id} has {length} tokens, expected fewer than "
-                f"{limit}, the model's context or rollout.max_sequence_length. Shorten the prompt, "
-                "or raise the limit.",
-            )
+    def has_no_room(self) -> None:
+        """The prompt fills the context: the rollout fails."""
+        self._fail(
+            "invalid",
+            f"prompt {self.trajectory.prompt.id} has {len(self.conversation.prompt_ids)} tokens, "
+            f"expected fewer than {self.shared.context_length}, the model's context or "
+            "rollout.max_sequence_length. Shorten the prompt, or raise the limit.",
+        )
 
     async def play(self) -> None:
         """Play turn after turn, until the environment or a limit ends the episode."""
@@ -475,17 +479,14 @@ async def _each(
     otherwise: Callable[[_Rollout], None],
 ) -> None:
     """Do `call` in the tasks of the instances that override `hook`, and `otherwise` for others."""
-    away: list[_Rollout] = []
-    here: list[_Rollout] = []
-    for rollout in rollouts:
-        if rollout.alive:
-            (away if rollout.instance.overrides(hook) else here).append(rollout)
+    alive = [rollout for rollout in rollouts if rollout.alive]
+    away = [rollout for rollout in alive if hook in rollout.instance.overridden]
     countdown = _Countdown(len(away)) if away else None
-    for rollout in away:
-        assert countdown is not None
-        rollout.broken = countdown.done
-        rollout.instance.do(Job(partial(call, rollout), rollout.fail, countdown.done))
-    for rollout in here:
-        otherwise(rollout)
+    for rollout in alive:
+        if hook not in rollout.instance.overridden:
+            otherwise(rollout)
+        elif countdown is not None:
+            rollout.broken = countdown.done
+            rollout.instance.do(Job(partial(call, rollout), rollout.fail, countdown.done))
     if countdown is not None:
         await countdown.future

@@ -46,7 +46,8 @@ class Instance:
         loop = asyncio.get_running_loop()
         self.name = "the environment"
         self._environment: Environment | None = None
-        self._overridden: frozenset[str] = frozenset()
+        self.overridden: frozenset[str] = frozenset()
+        """The methods of which its class has its own version."""
         self.error: UserCodeError | None = None
         """Why it plays no further rollout."""
         self.failed = False
@@ -66,10 +67,6 @@ class Instance:
         """The environment, once the instance is `ready` without an `error`."""
         assert self._environment is not None
         return self._environment
-
-    def overrides(self, hook: str) -> bool:
-        """Whether its class has its own version of a method."""
-        return hook in self._overridden
 
     def do(self, job: Job) -> None:
         """Run a job in the task, one at a time."""
@@ -108,7 +105,7 @@ class Instance:
         try:
             await self._open()
             self.ready.set_result(None)
-            if self._overridden:
+            if self.overridden:
                 await self._serve()
         except UserCodeError as error:
             self.error = error
@@ -137,10 +134,10 @@ class Instance:
             )
         kind = type(environment)
         self.name = kind.__name__
-        self._overridden = frozenset(
+        self.overridden = frozenset(
             hook for hook in HOOKS if getattr(kind, hook) is not getattr(Environment, hook)
         )
-        if not self.overrides("setup"):
+        if "setup" not in self.overridden:
             self._environment = environment
             return
         await self._setups.acquire()
@@ -170,7 +167,7 @@ class Instance:
 
     async def _close(self) -> None:
         environment = self._environment
-        if environment is None or not self.overrides("close"):
+        if environment is None or "close" not in self.overridden:
             return
         await absorb()
         name, limit = f"{self.name}.close", self._deadlines.close

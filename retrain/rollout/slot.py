@@ -72,6 +72,9 @@ class Slot:
         for index, instance in enumerate(self._instances):
             if instance is not None and instance.error is not None:  # it failed between two groups
                 self._retire(index)
+        present = [instance for instance in self._instances if instance is not None]
+        if len(present) == len(self._instances):  # each is ready
+            return present
         await _all([instance.ended for instance in self._leaving])
         self._leaving.clear()
         filled = [self._make() if kept is None else kept for kept in self._instances]
