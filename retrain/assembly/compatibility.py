@@ -5,7 +5,6 @@ Pure functions of the config and of what the parts declare about themselves.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
 from retrain.config import RunConfig, SamplingConfig
 from retrain.environment import Environment
-from retrain.errors import ConfigError, shown
+from retrain.errors import ConfigError, nearest, shown
 from retrain.losses import Normalisation, row_of
 
 SHAPING = frozenset({"temperature", "top_p", "top_k"})
@@ -124,7 +123,7 @@ def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[
     if ":" in loss and not (loss in able or capabilities.custom_losses):
         yield f"{where} does not support a loss of your own; it has {', '.join(able)}"
     elif ":" not in loss and loss not in able:
-        hint = "".join(f"; the nearest is {n}" for n in difflib.get_close_matches(loss, able, n=1))
+        hint = nearest(loss, able, "; the nearest is {}")
         if row.shared and row.shared[0] in able:
             hint = f"; {row.shared[0]} with normalisation: {row.shared[1]} is the same"
         yield f"{where} has no loss {loss!r}{hint} (it has {', '.join(able)})"
