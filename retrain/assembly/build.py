@@ -8,22 +8,12 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from retrain.algorithms.base import Algorithm
+from retrain.assembly import sections
 from retrain.assembly.compatibility import check_compatible, warnings_about
 from retrain.assembly.kinds import make
 from retrain.assembly.learner import Learner
 from retrain.assembly.parts import Given, Parts
 from retrain.assembly.rows import check_rows, row_checks
-from retrain.assembly.sections import (
-    chat_template,
-    check_endpoint,
-    check_installed,
-    environment_of,
-    opponents_of,
-    options_of,
-    problem_lines,
-    scorer_of,
-    tool_format,
-)
 from retrain.config import PromptsConfig, RunConfig
 from retrain.config.paths import find_model
 from retrain.config.plugins import construct
@@ -46,23 +36,23 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
     """
     given = given or Given()
     attempt = _Attempts()
-    environment = attempt(partial(environment_of, config), given.environment)
+    environment = attempt(partial(sections.environment_of, config), given.environment)
     algorithm: Callable[[], Algorithm] = attempt(
         partial(make, "algorithm", config.algorithm, "algorithm", config), given.algorithm
     )
     training, rows, held_out = _prompts(config, given, attempt, environment, algorithm)
-    scorer = attempt(partial(scorer_of, config), given.scorer)
-    opponents = attempt(lambda: opponents_of(config, environment(), scorer()))
+    scorer = attempt(partial(sections.scorer_of, config), given.scorer)
+    opponents = attempt(lambda: sections.opponents_of(config, environment(), scorer()))
     checked = _checked_rows(attempt, environment, algorithm, scorer, rows, held_out)
-    options = attempt(partial(options_of, config))
-    attempt(lambda: check_installed(options(), config))
-    attempt(lambda: check_endpoint(config, runs_agent(environment())))
+    options = attempt(partial(sections.options_of, config))
+    attempt(lambda: sections.check_installed(options(), config))
+    attempt(lambda: sections.check_endpoint(config, runs_agent(environment())))
     loggers = [
         attempt(partial(make, "logger", plugin, f"loggers.{index}", config))
         for index, plugin in enumerate(config.loggers)
     ]
-    template = attempt(partial(chat_template, config), given.chat_template)
-    form = attempt(partial(tool_format, config))
+    template = attempt(partial(sections.chat_template, config), given.chat_template)
+    form = attempt(partial(sections.tool_format, config))
     attempt(partial(find_model, config.model, config.base_dir))
     fit = attempt(
         lambda: check_compatible(algorithm(), options(), config, _class_made_by(environment()))
@@ -105,7 +95,7 @@ class _Attempts:
         try:
             part = make() if made is None else made
         except ConfigError as error:
-            self._problems += problem_lines(error)
+            self._problems += sections.problem_lines(error)
             return _failed
         return lambda: part
 

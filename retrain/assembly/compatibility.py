@@ -54,19 +54,8 @@ def check_compatible(
 
 def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:
     """What is allowed, but rarely intended."""
-    stall, sampling = config.deadlines.stall, config.sampling
-    longer = {
-        name: limit
-        for name, limit in config.deadlines
-        if name not in ("stall", "blocked", "outage") and limit > stall
-    }
-    if longer:  # during one long call nothing else may progress
-        yield (
-            f"deadlines.stall is {stall:g} s, less than deadlines."
-            f"{', '.join(f'{name} ({limit:g})' for name, limit in longer.items())}: a longer call "
-            "can end the run before it reaches its own deadline; raise stall to at least "
-            f"{max(longer.values()):g}, or lower the others"
-        )
+    sampling = config.sampling
+    yield from _short_stall(config)
     if sampling.temperature == 0 and config.algorithm.group_size > 1:
         yield (
             "sampling.temperature is 0: the rollouts of a group are equal unless the environment "
@@ -78,16 +67,7 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             "trainer's probability to the sampler's. This backend's trainer does not apply these "
             "settings, so the ratio is not 1 even for fresh samples; watch kl/sampler_trainer"
         )
-    if config.algorithm.arguments.get("credit", "whole") != "whole":
-        for index, reward in enumerate(config.rewards):
-            # the built-in rewards have no parts per turn
-            parts = reward.type == "environment" or ":" in reward.type or ".py" in reward.type
-            if parts and reward.clip is not None:
-                yield (
-                    f"rewards.{index}.clip: what each turn earned is not used of a clipped reward: "
-                    "all of it counts at the last turn, despite algorithm.credit. Remove clip to "
-                    "give each turn its own credit"
-                )
+    yield from _clipped_credit(config)
     own = sorted(SHAPING.intersection(config.endpoint.honour))
     if own and row_of(loss).reads == "ratio":
         yield (
@@ -101,6 +81,37 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             f"algorithm.loss: {loss} has no ratio, so samples of older weights are trained as if "
             "they were fresh; set staleness.target to 0, or set algorithm.mismatch"
         )
+
+
+def _short_stall(config: RunConfig) -> Iterator[str]:
+    """During one long call nothing else may progress."""
+    stall = config.deadlines.stall
+    longer = {
+        name: limit
+        for name, limit in config.deadlines
+        if name not in ("stall", "blocked", "outage") and limit > stall
+    }
+    if longer:
+        yield (
+            f"deadlines.stall is {stall:g} s, less than deadlines."
+            f"{', '.join(f'{name} ({limit:g})' for name, limit in longer.items())}: a longer call "
+            "can end the run before it reaches its own deadline; raise stall to at least "
+            f"{max(longer.values()):g}, or lower the others"
+        )
+
+
+def _clipped_credit(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.arguments.get("credit", "whole") == "whole":
+        return
+    for index, reward in enumerate(config.rewards):
+        # the built-in rewards have no parts per turn
+        parts = reward.type == "environment" or ":" in reward.type or ".py" in reward.type
+        if parts and reward.clip is not None:
+            yield (
+                f"rewards.{index}.clip: what each turn earned is not used of a clipped reward: all "
+                "of it counts at the last turn, despite algorithm.credit. Remove clip to give each "
+                "turn its own credit"
+            )
 
 
 def _shaped(sampling: SamplingConfig, capabilities: Capabilities) -> str:
