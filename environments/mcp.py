@@ -103,13 +103,18 @@ Filled = Annotated[str, AfterValidator(_filled)]
 class Server(BaseModel):
     """A server: a program, or a URL."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     command: list[str] = []
+    """The program and its arguments."""
     env: dict[str, Filled] = Field(default={}, repr=False)
+    """The program's variables; ${NAME} is an environment variable of the run."""
     url: str = Field(default="", repr=False)
+    """The URL of a server that runs."""
     headers: dict[str, Filled] = Field(default={}, repr=False)
+    """Of each request, with ${NAME} as in `env`."""
     prefix: str = ""
+    """What the names of its tools begin with."""
 
     @model_validator(mode="before")
     @classmethod
