@@ -84,8 +84,8 @@ TABLE = (
     Deaths(
         "group",
         (
-            before("/collective_rpc", 1),
             before("/collective_rpc", 3),
+            before("/collective_rpc", 2),
             after("/collective_rpc", 3),
         ),
         "group",
