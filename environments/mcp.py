@@ -103,18 +103,13 @@ Filled = Annotated[str, AfterValidator(_filled)]
 class Server(BaseModel):
     """A server: a program, or a URL."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    command: list[str] = []
-    """The program and its arguments."""
-    env: dict[str, Filled] = Field(default={}, repr=False)
-    """The program's variables; ${NAME} is an environment variable of the run."""
-    url: str = Field(default="", repr=False)
-    """The URL of a server that runs."""
-    headers: dict[str, Filled] = Field(default={}, repr=False)
-    """Of each request, with ${NAME} as in `env`."""
-    prefix: str = ""
-    """What the names of its tools begin with."""
+    command: list[str] = Field([], description="The program and its arguments.")
+    env: dict[str, Filled] = Field({}, repr=False, description="The program's variables.")
+    url: str = Field("", repr=False, description="The URL of a server that runs.")
+    headers: dict[str, Filled] = Field({}, repr=False, description="Of each request to the URL.")
+    prefix: str = Field("", description="What the names of its tools begin with.")
 
     @model_validator(mode="before")
     @classmethod
