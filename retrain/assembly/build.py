@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, TypeVar
 
 from retrain.algorithms.base import Algorithm
 from retrain.assembly import sections
@@ -19,13 +18,12 @@ from retrain.config.paths import find_model
 from retrain.config.plugins import construct
 from retrain.config.problems import keys_of
 from retrain.environment import Environment
-from retrain.errors import ConfigError, PromptError
+from retrain.errors import PromptError
 from retrain.prompts import Origin, PromptSource
 from retrain.prompts.building import built
 from retrain.prompts.examples import Pairs
 from retrain.rewarding import Scorer
 
-T = TypeVar("T")
 Held = PromptSource | None
 
 
@@ -35,7 +33,7 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
     Raises ConfigError with every problem of every part, and of what does not fit together.
     """
     given = given or Given()
-    attempt = _Attempts()
+    attempt = sections.Attempts()
     environment = attempt(partial(sections.environment_of, config), given.environment)
     algorithm: Callable[[], Algorithm] = attempt(
         partial(make, "algorithm", config.algorithm, "algorithm", config), given.algorithm
@@ -84,35 +82,10 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
     return replace(parts, warnings=tuple(warnings))
 
 
-class _Attempts:
-    """Makes parts, and collects the problems of those that can't be made."""
-
-    def __init__(self) -> None:
-        self._problems: list[str] = []
-
-    def __call__(self, make: Callable[[], T], made: T | None = None) -> Callable[[], T]:
-        """Make a part, unless it is `made`. The result returns it, or raises if that failed."""
-        try:
-            part = make() if made is None else made
-        except ConfigError as error:
-            self._problems += sections.problem_lines(error)
-            return _failed
-        return lambda: part
-
-    def finish(self) -> None:
-        """Raises ConfigError with all problems, if there are any."""
-        if self._problems:
-            raise ConfigError(*self._problems)
-
-
-def _failed() -> NoReturn:
-    raise ConfigError  # its problems are collected already
-
-
 def _prompts(
     config: RunConfig,
     given: Given,
-    attempt: _Attempts,
+    attempt: sections.Attempts,
     environment: Callable[[], Callable[[], Environment]],
     algorithm: Callable[[], Algorithm],
 ) -> tuple[Callable[[], PromptSource], Callable[[], PromptSource], Callable[[], Held]]:
@@ -153,7 +126,7 @@ def _checked(where: str, source: PromptSource) -> PromptSource:
 
 
 def _checked_rows(
-    attempt: _Attempts,
+    attempt: sections.Attempts,
     environment: Callable[[], Callable[[], Environment]],
     algorithm: Callable[[], Algorithm],
     scorer: Callable[[], Scorer],

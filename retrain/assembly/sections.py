@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import cast
+from importlib.util import find_spec
+from typing import NoReturn, TypeVar, cast
 
 from pydantic import ValidationError
 
 from retrain.adapters.base import AdapterOptions
 from retrain.assembly.kinds import maker, target_of
-from retrain.assembly.packages import installed, missing_packages
 from retrain.chat.formats.base import Format
 from retrain.chat.probing import KIND
 from retrain.config import Plugin, RunConfig
@@ -27,9 +27,37 @@ from retrain.errors import (
     UserCodeError,
     install_command,
 )
-from retrain.rewarding import Scorer, Term, term_of
+from retrain.rewarding import Scorer, term_of
 from retrain.rollout.opponents import Opponent, opponent_of
 from retrain.rollout.seats import seats_of
+
+T = TypeVar("T")
+
+
+class Attempts:
+    """Makes parts, and collects the problems of those that can't be made."""
+
+    def __init__(self) -> None:
+        self._problems: list[str] = []
+
+    def __call__(self, make: Callable[[], T], made: T | None = None) -> Callable[[], T]:
+        """Make a part, unless it is `made`. The result returns it, or raises if that failed."""
+        try:
+            part = make() if made is None else made
+        except ConfigError as error:
+            named = f"{error.source}: " if error.source else ""
+            self._problems += [named + problem for problem in error.problems]
+            return _failed
+        return lambda: part
+
+    def finish(self) -> None:
+        """Raises ConfigError with all problems, if there are any."""
+        if self._problems:
+            raise ConfigError(*self._problems)
+
+
+def _failed() -> NoReturn:
+    raise ConfigError  # its problems are collected already
 
 
 def environment_of(config: RunConfig) -> partial[Environment]:
@@ -88,32 +116,50 @@ def tool_format(config: RunConfig) -> Format | None:
 
 
 def scorer_of(config: RunConfig) -> Scorer:
-    terms: list[Term] = []
-    problems: list[str] = []
-    for index, reward in enumerate(config.rewards):
-        try:
-            terms.append(term_of(reward, f"rewards.{index}", config.base_dir, config.deadlines))
-        except ConfigError as error:
-            problems += problem_lines(error)
-    if problems:
-        raise PluginError(*problems)
+    attempt, base_dir, deadlines = Attempts(), config.base_dir, config.deadlines
+    terms = [
+        attempt(partial(term_of, reward, f"rewards.{index}", base_dir, deadlines))
+        for index, reward in enumerate(config.rewards)
+    ]
+    attempt.finish()
     concurrency = config.rollout.reward_concurrency
-    return Scorer(terms, deadlines=config.deadlines, concurrency=concurrency)
+    return Scorer([term() for term in terms], deadlines=deadlines, concurrency=concurrency)
 
 
 def check_installed(options: AdapterOptions, config: RunConfig) -> None:
-    if missing := list(missing_packages(options, config.backend.type)):
-        raise PluginError(*missing)
+    """One problem per optional dependency set of which a module is missing."""
+    problems = [
+        f"backend.type: {config.backend.type} needs what is not installed ({missing}): "
+        f"{install_command(extra)}"
+        for extra, modules in options.needs().items()
+        if (missing := _missing(modules))
+    ]
+    if problems:
+        raise PluginError(*problems)
+
+
+def _missing(modules: Sequence[str]) -> str:
+    """Those that can't be found; none is imported."""
+
+    def found(module: str) -> bool:
+        try:
+            return find_spec(module) is not None
+        except ModuleNotFoundError:  # the package that it is in
+            return False
+
+    return ", ".join(name for name in modules if not found(name))
 
 
 def check_endpoint(config: RunConfig, needed: bool) -> None:
-    missing = [name for name in ("starlette", "uvicorn") if not installed(name)]
-    if needed and missing:
+    """What an environment that runs an agent needs."""
+    if not needed:
+        return
+    if missing := _missing(("starlette", "uvicorn")):
         raise PluginError(
             f"environment.type: {config.environment.type} runs an agent, which needs what is not "
-            f"installed ({', '.join(missing)}): {install_command('agents')}"
+            f"installed ({missing}): {install_command('agents')}"
         )
-    if needed and config.endpoint.port:
+    if config.endpoint.port:
         from retrain.endpoint.connections import bound
 
         try:
@@ -142,7 +188,3 @@ def options_of(config: RunConfig) -> AdapterOptions:
         ]
         problems += problems_of(error, found, theirs, "backend", keys_of(RunConfig))
         raise PluginError(*problems) from None
-
-
-def problem_lines(error: ConfigError) -> list[str]:
-    return [f"{error.source}: {p}" if error.source else p for p in error.problems]
