@@ -24,14 +24,24 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from retrain import (
     ConfigError,
+    ContextTask,
     Message,
     Prompt,
     ToolCall,
@@ -45,7 +55,6 @@ from retrain import (
 
 if TYPE_CHECKING:
     from mcp.client import Client
-    from pydantic_core import ErrorDetails
 
 OF_THE_MODEL = frozenset({-32601, -32602})
 """JSON-RPC errors that the model can cause: no such method, invalid parameters."""
@@ -81,16 +90,53 @@ def _printed(record: logging.LogRecord) -> bool:
     return False
 
 
+def _filled(text: str) -> str:
+    """The text with the environment variables in it; raises ValueError for one that is not set."""
+    if unset := [name for name in VARIABLE.findall(text) if name not in os.environ]:
+        raise ValueError(f"the environment variable {unset[0]} is not set")
+    return VARIABLE.sub(lambda match: os.environ[match[1]], text)
+
+
+Filled = Annotated[str, AfterValidator(_filled)]
+
+
 class Server(BaseModel):
     """A server: a program, or a URL."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    command: list[str] = []
-    env: dict[str, str] = Field(default={}, repr=False)
-    url: str = Field(default="", repr=False)
-    headers: dict[str, str] = Field(default={}, repr=False)
-    prefix: str = ""
+    command: list[str] = Field([], description="The program and its arguments.")
+    env: dict[str, Filled] = Field({}, repr=False, description="The program's variables.")
+    url: str = Field("", repr=False, description="The URL of a server that runs.")
+    headers: dict[str, Filled] = Field({}, repr=False, description="Of each request to the URL.")
+    prefix: str = Field("", description="What the names of its tools begin with.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_out(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            words = ", ".join((["python"] if given.endswith(".py") else []) + given.split())
+            raise ValueError(f"expected a mapping, such as {{command: [{words}]}}")
+        return given
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _in_words(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            raise ValueError(f"expected a list: [{', '.join(given.split())}]")
+        return given
+
+    @model_validator(mode="after")
+    def _either(self) -> Self:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("expected either `command` (a program) or `url`")
+        if self.command and self.headers:
+            raise ValueError("`headers` is only for `url`; remove it")
+        if self.url and self.env:
+            raise ValueError("`env` is only for `command`; remove it")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: got {self.url!r}, expected http://... or https://...")
+        return self
 
     @property
     def label(self) -> str:
@@ -117,7 +163,7 @@ class Mcp(ToolEnvironment):
     def __init__(
         self,
         *,
-        servers: list[dict[str, Any] | str],
+        servers: list[Server],
         tools: list[str] | None = None,
         share: bool = False,
         max_turns: int | None = None,
@@ -135,7 +181,7 @@ class Mcp(ToolEnvironment):
         if not servers:
             raise ConfigError("environment.servers: got an empty list, expected servers")
         self.servers = [
-            _resolved(server, f"environment.servers.{index}", base_dir)
+            _located(server, base_dir, f"environment.servers.{index}.command")
             for index, server in enumerate(servers)
         ]
         self.allowed, self.share = tools, share
@@ -193,9 +239,7 @@ class Sessions:
         self._key = asyncio.get_running_loop(), *self.names
         self._users = 0
         self._lock = asyncio.Lock()
-        self._leave = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._connections: list[Connection] = []
+        self._opened = ContextTask(partial(_connected, servers), "mcp sessions")
         self._found: dict[str, tuple[Connection, ToolSpec]] = {}
         self._asked = 0.0
         """When the servers listed the tools in `_found`."""
@@ -225,74 +269,38 @@ class Sessions:
         """
         clock = asyncio.get_running_loop().time
         async with self._lock:
-            # Without connections, it was cancelled while it opened them, and may not have ended.
-            opened = self._task is not None and not self._task.done() and self._connections != []
-            failed = any(connection.failed for connection in self._connections)
-            if opened and not failed and clock() - self._asked < trust:
+            connections = self._opened.value
+            failed = any(connection.failed for connection in connections or ())
+            if connections and not failed and clock() - self._asked < trust:
                 return self._found
             try:
-                self._found = await self._listed(opened)
+                self._found = await _listed(connections or await self._opened.open())
             except ConnectionError:
-                if not opened:
+                if not connections:
                     raise
-                await self._end()
-                self._found = await self._listed(False)
+                self._found = await _listed(await self._opened.open())
             self._asked = clock()
             return self._found
 
     async def close(self) -> None:
         """End the sessions and the programs."""
         async with self._lock:
-            await self._end()
+            await self._opened.close()
 
-    async def _listed(self, opened: bool) -> dict[str, tuple[Connection, ToolSpec]]:
-        if not opened:
-            await self._open()
-        found: dict[str, tuple[Connection, ToolSpec]] = {}
-        for connection in self._connections:
-            for tool in await connection.tools():
-                name = connection.server.prefix + tool.name
-                if name in found:
-                    first = found[name][0].server.label
-                    raise ValueError(
-                        f"two MCP servers have a tool {name!r} ({first}, {connection.server.label})"
-                        ": set the `prefix` of one"
-                    )
-                found[name] = connection, tool
-        return found
 
-    async def _open(self) -> None:
-        await self._end()
-        ready: asyncio.Future[list[Connection]] = asyncio.get_running_loop().create_future()
-        self._leave = asyncio.Event()
-        self._task = asyncio.create_task(self._live(ready, self._leave), name="mcp sessions")
-        try:
-            self._connections = await ready
-        except asyncio.CancelledError:
-            self._task.cancel()
-            raise
-
-    async def _end(self) -> None:
-        if self._task is not None:
-            self._leave.set()
-            await asyncio.wait([self._task])
-            self._task, self._connections = None, []
-
-    async def _live(self, ready: asyncio.Future[list[Connection]], leave: asyncio.Event) -> None:
-        try:
-            async with AsyncExitStack() as stack:
-                connections = [
-                    await stack.enter_async_context(_connected(server)) for server in self.servers
-                ]
-                if not ready.done():
-                    ready.set_result(connections)
-                    await leave.wait()
-        except Exception as error:  # noqa: BLE001 - once it is ready, the next call says so
-            if not ready.done():
-                ready.set_exception(error)
-        finally:
-            if not ready.done():
-                ready.cancel()
+async def _listed(connections: Sequence[Connection]) -> dict[str, tuple[Connection, ToolSpec]]:
+    found: dict[str, tuple[Connection, ToolSpec]] = {}
+    for connection in connections:
+        for tool in await connection.tools():
+            name = connection.server.prefix + tool.name
+            if name in found:
+                first = found[name][0].server.label
+                raise ValueError(
+                    f"two MCP servers have a tool {name!r} ({first}, {connection.server.label})"
+                    ": set the `prefix` of one"
+                )
+            found[name] = connection, tool
+    return found
 
 
 class Connection:
@@ -406,60 +414,22 @@ class Connection:
 
 
 @asynccontextmanager
-async def _connected(server: Server) -> AsyncIterator[Connection]:
-    """An open session with a server; raises ConnectionError."""
-    with tempfile.TemporaryFile("w+") as log:
-        fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)  # so that it can be cut while it is written
-        async with AsyncExitStack() as stack:
-            connection = Connection(server, log)
-            await connection.connect(stack)
-            yield connection
+async def _connected(servers: Sequence[Server]) -> AsyncIterator[list[Connection]]:
+    """Open sessions with all servers; raises ConnectionError."""
+    async with AsyncExitStack() as stack:
+        connections = []
+        for server in servers:
+            log = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - as a context
+            fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)  # so that it can be cut while it grows
+            connections.append(Connection(server, log))
+            await connections[-1].connect(stack)
+        yield connections
 
 
-def _resolved(given: Mapping[str, Any] | str, where: str, base_dir: Path) -> Server:
-    """The server with the path of its program and its variables; raises ConfigError."""
-    if isinstance(given, str):
-        words = given.split()
-        command = [*(["python"] if words[0].endswith(".py") else []), *words] if words else ["..."]
-        raise ConfigError(
-            f"{where}: got {given!r}, expected a mapping, such as "
-            f"{{command: [{', '.join(command)}]}}"
-        )
-    if isinstance(written := given.get("command"), str):
-        raise ConfigError(
-            f"{where}.command: got {written!r}, expected a list: [{', '.join(written.split())}]"
-        )
-    try:
-        server = Server.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(
-            *(f"{'.'.join(map(str, (where, *e['loc'])))}: {_said(e)}" for e in error.errors())
-        ) from None
-    if bool(server.command) == bool(server.url):
-        raise ConfigError(f"{where}: expected either `command` (a program) or `url`")
-    if server.command and server.headers:
-        raise ConfigError(f"{where}.headers: only for `url`; remove it")
-    if server.url and server.env:
-        raise ConfigError(f"{where}.env: only for `command`; remove it")
-    if server.url and not server.url.startswith(("http://", "https://")):
-        raise ConfigError(f"{where}.url: got {server.url!r}, expected http://... or https://...")
-    command = server.command and find_command(server.command, base_dir, f"{where}.command")
-    env = {name: _filled(text, f"{where}.env.{name}") for name, text in server.env.items()}
-    headers = {n: _filled(text, f"{where}.headers.{n}") for n, text in server.headers.items()}
-    return server.model_copy(update={"command": command, "env": env, "headers": headers})
-
-
-def _said(error: ErrorDetails) -> str:
-    if error["type"] == "extra_forbidden":
-        return f"unknown key; expected one of {', '.join(Server.model_fields)}"
-    return f"got {error['input']!r}: {error['msg']}"
-
-
-def _filled(text: str, where: str) -> str:
-    """The text with the environment variables in it; raises ConfigError for one that is not set."""
-    if unset := [name for name in VARIABLE.findall(text) if name not in os.environ]:
-        raise ConfigError(f"{where}: the environment variable {unset[0]} is not set")
-    return VARIABLE.sub(lambda match: os.environ[match[1]], text)
+def _located(server: Server, base_dir: Path, where: str) -> Server:
+    """The server with the path of its program; raises ConfigError."""
+    command = server.command and find_command(server.command, base_dir, where)
+    return server.model_copy(update={"command": command})
 
 
 def _text(block: Any) -> str:

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "retrain.adapters.base": "Adapter AdapterOptions AdapterState Capabilities",
     "retrain.algorithms.base": "Algorithm",
+    "retrain.concurrency.contexts": "ContextTask",
     "retrain.concurrency.programs": "Finished owned_programs run_program",
     "retrain.concurrency.threads": "DaemonPool in_thread",
     "retrain.config": "RunConfig load_config parse_config",
@@ -36,7 +37,9 @@ _HOMES = {
     ),
     "retrain.sampler": "Sampler SamplingParams Tokenizer",
     "retrain.tools": "FunctionTool ToolEnvironment ToolError",
+    "retrain.transport.budgets": "Budget",
     "retrain.transport.chat": "ChatClient ChatReply",
+    "retrain.transport.replies": "ReplyCache",
     "retrain.types": (
         "Batch Completion Group Message Metrics Prompt Row Sample Ticket Trajectory Turn"
     ),
@@ -66,6 +69,7 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.adapters.base import Adapter as Adapter, AdapterOptions as AdapterOptions
     from retrain.adapters.base import AdapterState as AdapterState, Capabilities as Capabilities
     from retrain.algorithms.base import Algorithm as Algorithm
+    from retrain.concurrency.contexts import ContextTask as ContextTask
     from retrain.concurrency.programs import Finished as Finished, owned_programs as owned_programs
     from retrain.concurrency.programs import run_program as run_program
     from retrain.concurrency.threads import DaemonPool as DaemonPool, in_thread as in_thread
@@ -102,7 +106,9 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.sandbox import grade as grade, program_in as program_in
     from retrain.sandbox import sandbox_of as sandbox_of, read_tests as read_tests
     from retrain.sandbox import tests_of as tests_of
+    from retrain.transport.budgets import Budget as Budget
     from retrain.transport.chat import ChatClient as ChatClient, ChatReply as ChatReply
+    from retrain.transport.replies import ReplyCache as ReplyCache
     from retrain.types import Batch as Batch, Completion as Completion, Group as Group
     from retrain.types import Message as Message, Metrics as Metrics, Prompt as Prompt
     from retrain.types import Sample as Sample, Ticket as Ticket, Trajectory as Trajectory

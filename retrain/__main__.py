@@ -6,7 +6,6 @@ A command's modules load when it is called, so that `--help` is fast.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import math
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from retrain import __version__
+from retrain.errors import nearest
 from retrain.run import DONE, FAILED, USAGE, drive, exit_code, leave
 from retrain.run import main as run_command
 
@@ -48,9 +48,8 @@ def command(argv: Sequence[str]) -> int:
         print(f"retrain {__version__}")
         return DONE
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
-        print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
+        hint = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        print(f"error: unknown command {name!r}{hint}", file=sys.stderr)
         return USAGE
     called = {"run": run_command, "check": _check, "report": _report, "chat": _chat}
     return exit_code(lambda: {**called, "serve": _serve, "schema": _schema}[name](rest))

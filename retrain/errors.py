@@ -24,10 +24,11 @@ line, and the pipe records that as the outcome of the rollout.
 
 from __future__ import annotations
 
+import difflib
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -195,6 +196,12 @@ def first_of(items: Sequence[str], separator: str = ", ", limit: int = 8) -> str
     """The first `limit` items as errors show them, and how many more there are."""
     more = [f"and {len(items) - limit} more"] if len(items) > limit else []
     return separator.join([*items[:limit], *more])
+
+
+def nearest(name: str, known: Iterable[str], said: str = "; did you mean {}?") -> str:
+    """`said` with the known name that resembles `name` most; empty if none does."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return said.format(*close) if close else ""
 
 
 def install_command(extra: str) -> str:

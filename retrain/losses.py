@@ -12,13 +12,12 @@ beforehand (`batching.normalised`), so that the losses of micro-batches add up t
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from retrain.errors import ConfigError, shown
+from retrain.errors import ConfigError, nearest, shown
 
 Normalisation = Literal["token", "sequence", "batch"]
 """What a loss is averaged over: tokens, sequences of token means, or sequences of token sums."""
@@ -203,6 +202,7 @@ LOSSES: dict[str, Loss] = {
 }
 """The losses by name. `algorithm.loss` can also name a function of the user's."""
 
+NEAR = " (did you mean {!r}?)"
 _CUSTOM = Loss()
 _FOREIGN = Loss(normalises_itself=True)
 
@@ -248,23 +248,18 @@ def check_keys(name: str, config: Mapping[str, Any]) -> None:
     TRL checks the values of its own losses.
     """
     if name not in LOSSES:
-        near, known = _nearest(name, LOSSES), ", ".join(sorted(LOSSES))
+        near, known = nearest(name, LOSSES, NEAR), ", ".join(sorted(LOSSES))
         raise ConfigError(f"no loss is called {name!r}{near}; expected one of {known}")
     row = LOSSES[name]
     for key, value in config.items():
         where = f"algorithm.loss_config.{key}"
         if key not in row.keys:
             takes = f"it takes {', '.join(row.keys) or 'no keys'}"
-            near = _nearest(key, row.keys)
+            near = nearest(str(key), row.keys, NEAR)
             raise ConfigError(f"{where}: the loss {name!r} has no such key{near}; {takes}")
         wrong = isinstance(value, bool) or not isinstance(value, (int, float, type(None)))
         if row.formula and (wrong or not math.isfinite(value or 0.0)):
             raise ConfigError(f"{where}: got {shown(value)}, expected a number")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def pair_rows(pair_ids: Sequence[float], credits: Sequence[float]) -> list[tuple[int, int]]:

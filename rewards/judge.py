@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import re
-import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,13 +13,14 @@ from statistics import fmean
 from typing import Any, Literal
 
 from retrain import (
+    Budget,
     BudgetError,
     ChatClient,
     Message,
     Metrics,
+    ReplyCache,
     Reward,
     RewardCalculator,
-    RunError,
     Trajectory,
     UserCodeError,
 )
@@ -42,8 +42,6 @@ NO_ANSWER = "\n\nThe right answer:\n{answer}"
 PLACES = ("rubric", "prompt", "answer", "completion", "reasoning", "conversation", "other")
 BETTER = "a line `Better: A`, `Better: B` or `Better: tie`"
 NUMBER = r"(-?\d+(?:\.\d+)?)"
-MOST_KEPT = 100_000
-"""Replies that the cache keeps in memory."""
 
 
 class Judge(RewardCalculator):
@@ -110,19 +108,20 @@ class Judge(RewardCalculator):
         self.reply = "json" if self.criteria else reply
         self.rubric, self.rivals = rubric, rivals
         self.template = template or (PAIR_TEMPLATE if mode == "pairwise" else TEMPLATE)
-        self.price, self.concurrency = price or (0.0, 0.0), concurrency
-        self.limits = {
-            "max_calls": max_calls, "max_total_tokens": max_total_tokens, "max_cost": max_cost
-        }  # fmt: skip
+        self.budget = Budget(
+            at_once=concurrency,
+            price=price,
+            max_calls=max_calls,
+            max_total_tokens=max_total_tokens,
+            max_cost=max_cost,
+        )
         self._check(weights or {})
         sent = {"max_tokens": max_tokens, "temperature": temperature, **(options or {})}
         self.advice = f". If it was cut off, raise max_tokens ({max_tokens})" if max_tokens else ""
         self.client = ChatClient(url, model, api_key_env=api_key_env, total=retry_seconds, **sent)
-        self.cache = Cache(None if cache is None else Path(cache))
-        self.spent: Counter[str] = Counter()
-        """What the whole run has used: calls, prompt_tokens and completion_tokens."""
-        self.reported: Counter[str] = Counter()
-        self.under_way = 0
+        self.cache = ReplyCache(None if cache is None else Path(cache))
+        self.seen: Counter[str] = Counter()
+        """Replies since the last step that were cached, or had no verdict."""
         self.unread: ValueError | None = None
         """The error of the last reply, as long as no reply had a verdict."""
         self.readable = False
@@ -153,13 +152,10 @@ class Judge(RewardCalculator):
             raise ValueError(f"scale: got {list(self.scale)}, expected [low, high], low below high")
         if self.criteria and not sum(self.weights.values()) > 0:
             raise ValueError("weights: their sum is not above 0")
-        if min(self.attempts, self.concurrency) < 1:
-            name = "attempts" if self.attempts < 1 else "concurrency"
-            raise ValueError(f"{name}: got {getattr(self, name)}, expected an integer >= 1")
+        if self.attempts < 1:
+            raise ValueError(f"attempts: got {self.attempts}, expected an integer >= 1")
         if self.rivals < 0 or self.rivals % 2:
             raise ValueError(f"rivals: got {self.rivals}, expected an even number, or 0 for all")
-        if self.limits["max_cost"] is not None and self.price == (0.0, 0.0):
-            raise ValueError("max_cost: needs the price of tokens; set price")
 
     def check_group(self, size: int) -> None:
         if self.mode == "pairwise" and self.rivals >= size:
@@ -169,8 +165,7 @@ class Judge(RewardCalculator):
             )
 
     async def setup(self) -> None:
-        self.bound = asyncio.Semaphore(self.concurrency)
-        self.settled = asyncio.Condition()
+        self.budget.open()
         self.cache.open()
 
     async def close(self) -> None:
@@ -276,7 +271,7 @@ class Judge(RewardCalculator):
         key = hashlib.sha256(json.dumps(self.client.request(messages)).encode()).hexdigest()
         async with self.cache.lock(key):
             if (kept := self.cache.get(key)) is not None:
-                self.spent["cached"] += 1
+                self.seen["cached"] += 1
                 return read(kept)
             for attempt in range(1, self.attempts + 1):
                 answer = without_reasoning(await self._call(messages))
@@ -285,7 +280,7 @@ class Judge(RewardCalculator):
                     self.readable = True
                     break
                 except ValueError as error:
-                    self.spent["unreadable"] += 1
+                    self.seen["unreadable"] += 1
                     self.unread = ValueError(f"{error}; expected {ending}, at its end{self.advice}")
                     if attempt == self.attempts:
                         raise self.unread from None
@@ -297,101 +292,22 @@ class Judge(RewardCalculator):
 
     async def _call(self, messages: Sequence[Message]) -> str:
         """One call within the budget; raises BudgetError when that is used up."""
-        async with self.bound:
-            async with self.settled:
-                await self.settled.wait_for(self._admits)
-                self.under_way += 1
-            spent: Counter[str] = Counter(calls=1)
-            try:
-                reply = await self.client.ask(messages)
-                spent["prompt_tokens"] = reply.prompt_tokens
-                spent["completion_tokens"] = reply.completion_tokens
-                return reply.text
-            except RunError as error:
-                if getattr(error, "status", None) or getattr(error, "code", "") == "connect":
-                    spent.clear()  # a call that the server rejected or failed costs nothing
-                raise
-            finally:
-                self.under_way -= 1
-                self.spent += spent
-                async with self.settled:
-                    self.settled.notify_all()
-
-    def _admits(self) -> bool:
-        """Whether a call may begin now; raises BudgetError when it never may."""
-        used, most = self._used(), self.limits["max_calls"]
-        for name, limit in self.limits.items():
-            if limit is not None and used[name] >= limit:
-                advice = "Raise it"
-                if self.unread is not None and not self.readable:
-                    advice = f"No reply had a verdict: {self.unread}. Fix that"
-                raise BudgetError(
-                    f"reward '{self.name or 'judge'}': {name} = {limit:g} is used up, so the run "
-                    f"ends. {advice}, and continue with --resume"
-                )
-        return most is None or used["max_calls"] + self.under_way < most
-
-    def _used(self) -> dict[str, float]:
-        tokens = self.spent["prompt_tokens"] + self.spent["completion_tokens"]
-        cost = self._cost(self.spent)
-        return {"max_calls": self.spent["calls"], "max_total_tokens": tokens, "max_cost": cost}
-
-    def _cost(self, spent: Counter[str]) -> float:
-        """Dollars."""
-        given, said = self.price
-        return (given * spent["prompt_tokens"] + said * spent["completion_tokens"]) / 1e6
+        try:
+            return await self.budget.ask(self.client, messages)
+        except BudgetError as error:
+            advice = "Raise it"
+            if self.unread is not None and not self.readable:
+                advice = f"No reply had a verdict: {self.unread}. Fix that"
+            raise BudgetError(
+                f"reward '{self.name or 'judge'}': {error}, so the run ends. {advice}, and "
+                "continue with --resume"
+            ) from None
 
     def metrics(self) -> Metrics:
         """Calls, cached replies, tokens and dollars since the last step."""
-        new = self.spent - self.reported
-        self.reported = self.spent.copy()
-        counts = {name: new[name] for name in ("calls", "cached", "unreadable")}
-        tokens = new["prompt_tokens"] + new["completion_tokens"]
-        return {**counts, "tokens": tokens, "cost": self._cost(new)}
-
-
-class Cache:
-    """The judge's readable replies by request, in memory and in a file of SQLite."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.kept: dict[str, str] = {}
-        self.locks: dict[str, asyncio.Lock] = {}
-        self.file: sqlite3.Connection | None = None
-
-    def open(self) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = sqlite3.connect(self.path, isolation_level=None)
-            self.file.execute("PRAGMA journal_mode=WAL")
-            self.file.execute("PRAGMA synchronous=OFF")  # a reply that is lost is asked for again
-            self.file.execute(
-                "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, text TEXT)"
-            )
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-
-    def lock(self, key: str) -> asyncio.Lock:
-        """Held while a request is under way, so that an equal one waits for its reply."""
-        if len(self.locks) > MOST_KEPT:
-            self.locks = {k: lock for k, lock in self.locks.items() if lock.locked()}
-        return self.locks.setdefault(key, asyncio.Lock())
-
-    def get(self, key: str) -> str | None:
-        if key not in self.kept and self.file is not None:
-            row = self.file.execute("SELECT text FROM replies WHERE key = ?", (key,)).fetchone()
-            return None if row is None else str(row[0])
-        return self.kept.get(key)
-
-    def put(self, key: str, text: str) -> None:
-        if self.file is not None:
-            self.file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, text))
-            return
-        if len(self.kept) >= MOST_KEPT:
-            del self.kept[next(iter(self.kept))]
-        self.kept[key] = text
+        seen, self.seen = self.seen, Counter()
+        counts = {name: seen[name] for name in ("cached", "unreadable")}
+        return {**self.budget.metrics(), **counts}
 
 
 def quoted(name: str, text: str) -> str:

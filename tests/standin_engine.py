@@ -360,40 +360,29 @@ class Engine:
         for name in self.adapters:
             self._models[name] = self._adapted(*self._lora[name])
 
-    def join(self, info: Mapping[str, Any]) -> None:
+    def join(
+        self, host: str, port: int, first: int, world_size: int, backend: str, seconds: float
+    ) -> None:
         """Join the trainer's group; blocks."""
-        self._group = join(
-            info["host"],
-            info["port"],
-            info["rank_offset"],
-            info["world_size"],
-            info["backend"],
-            info["seconds"],
-        )
+        self._group = join(host, port, first, world_size, backend, seconds)
 
-    def receive(self, info: Mapping[str, Any]) -> dict[str, Tensor]:
+    def receive(self, bucket: Bucket) -> dict[str, Tensor]:
         """The bucket that the trainer sends; blocks."""
-        if info.keys() != {"begin", "names", "dtypes", "shapes"}:
-            raise ValueError(f"Invalid update_info for Engine: got {sorted(info)}")
-        bucket = Bucket(info["names"], info["dtypes"], info["shapes"])
         packed = torch.empty(bucket.size, dtype=torch.uint8)
         broadcast(self._group, packed)
         return dict(bucket.unpack(packed))
 
-    def take(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.inference_mode():
-            self._load(weights)
+    @torch.inference_mode()
+    def take(self, weights: Mapping[str, Tensor], *, begin: bool, end: bool) -> None:
+        """Load a bucket; our worker packs a tied head again."""
+        self.updating = self.updating or begin
+        self._load(weights)
+        if end:
+            self._repack()
+            self.updating = self.broken = False
 
     def leave(self) -> None:
         self._group = None
-
-    @torch.inference_mode()
-    def finish_update(self, label: str | None) -> None:
-        """Our worker packs a tied head again."""
-        self._repack()
-        self.updating = self.broken = False
-        if label is not None:
-            self.relabel(label)
 
     # --- adapters
 

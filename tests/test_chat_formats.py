@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.assembly.build import tool_format
+from retrain.assembly import tool_format
 from retrain.chat import Chat, Conversation
 from retrain.chat.probing import format_named, formats
 from retrain.chat.tools import parse_reply

@@ -119,7 +119,7 @@ SLOT = {"type": "slot_match"}
         ([{"type": "environment", "name": "own"}], "rewards.0.name: not a key of environment"),
         ([{"type": "min", "of": ["exact_mach"]}], "rewards.0.of.0.type: "),
         ([{**EXACT, "of": [SLOT]}], "rewards.0.of: exact_match combines no rewards; remove it, or"),
-        ([{**EXACT, "clip": [1, 0]}], "rewards.0.clip: got [1, 0], but expected [low, high], with"),
+        ([{**EXACT, "clip": [1, 0]}], "rewards.0.clip: got [1, 0], expected [low, high], with"),
         ([{**EXACT, "weight": "x"}], "rewards.0.weight: got 'x', expected a number"),
         ([{**EXACT, "weight": {"start": 1, "end": 0}}], "rewards.0.weight.steps: missing"),
         ([{**EXACT, "weight": {"start": 1, "end": 0, "step": 9}}],

@@ -19,7 +19,7 @@ from unittest.mock import ANY
 import pytest
 
 from environments import mcp
-from environments.mcp import Mcp
+from environments.mcp import Mcp, Server
 from retrain import ConfigError, in_thread
 from retrain.assembly import assemble
 from retrain.config import parse_config
@@ -29,10 +29,14 @@ HERE = Path(__file__).parent
 STDIO = {"command": ["python", "mcp_server.py"]}
 
 
+def mcp_of(*servers: dict[str, Any], **keys: Any) -> Mcp:
+    return Mcp(servers=[Server.model_validate(server) for server in servers], **keys)
+
+
 @asynccontextmanager
 async def opened(*servers: dict[str, Any], **keys: Any) -> AsyncIterator[Mcp]:
     """An environment in its first rollout."""
-    environment = Mcp(servers=list(servers), base_dir=HERE, **keys)
+    environment = mcp_of(*servers, base_dir=HERE, **keys)
     try:
         await environment.setup()
         await environment.reset(PROMPT)
@@ -97,7 +101,7 @@ async def test_rollouts_may_share_a_server_and_get_a_new_one_when_it_dies(
 
 
 async def test_a_crash_fails_its_rollout_and_the_next_one_has_a_new_server() -> None:
-    make = partial(Mcp, servers=[STDIO], base_dir=HERE)
+    make = partial(mcp_of, STDIO, base_dir=HERE)
     script = [written("add", a=2, b=2), written("crash")]
     for group in await played(make, script, rounds=2):
         [lost] = group.trajectories
@@ -148,7 +152,7 @@ async def test_a_server_that_never_worked_ends_the_run_and_one_that_did_does_not
 ) -> None:
     script = tmp_path / "server.py"
     script.write_text("raise SystemExit('no index')")
-    make = partial(Mcp, servers=[{"command": ["python", str(script)]}])
+    make = partial(mcp_of, {"command": ["python", str(script)]})
     with pytest.raises(ConfigError, match=r"environment.servers: .* output: no index$"):
         await played(make, [written("pid"), "ok"])
     script.write_text((HERE / "mcp_server.py").read_text())
@@ -162,7 +166,7 @@ async def test_a_server_that_never_worked_ends_the_run_and_one_that_did_does_not
 async def test_a_setup_that_is_cut_short_leaves_no_process(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "pid")
     silent = f"trap '' TERM; echo $$ > {fifo}; cat > /dev/null"
-    environment = Mcp(servers=[{"command": ["sh", "-c", silent]}])
+    environment = mcp_of({"command": ["sh", "-c", silent]})
     setup = asyncio.create_task(environment.setup())
     pid = int(await in_thread(fifo.read_text))
     assert lives(pid)
@@ -177,8 +181,8 @@ async def test_a_setup_that_is_cancelled_costs_those_that_share_it_no_tools(tmp_
     os.mkfifo(fifo := tmp_path / "started")
     served = f"exec {sys.executable} {HERE}/mcp_server.py"
     first_is_silent = f"mkdir {tmp_path}/x && echo > {fifo} && exec cat; {served}"
-    servers = [{"command": ["sh", "-c", first_is_silent]}]
-    one, other = (Mcp(servers=servers, share=True) for _ in range(2))
+    server = {"command": ["sh", "-c", first_is_silent]}
+    one, other = (mcp_of(server, share=True) for _ in range(2))
     setups = [asyncio.create_task(mcp.setup()) for mcp in (one, other)]
     await in_thread(fifo.read_text)
     setups[0].cancel()
@@ -193,7 +197,7 @@ async def test_a_setup_that_is_cancelled_costs_those_that_share_it_no_tools(tmp_
 def test_a_server_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "secret")
     url = {"url": "http://me:secret@host/mcp?key=secret", "headers": {"A": "${KEY}"}}
-    environment = Mcp(servers=[url, {"command": ["sh"], "env": {"A": "${KEY}"}}])
+    environment = mcp_of(url, {"command": ["sh"], "env": {"A": "${KEY}"}})
     assert "secret" not in repr(environment.servers)
     assert environment.servers[0].label == "http://host/mcp"
 
@@ -245,14 +249,17 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
         ([], "servers: got an empty list, expected servers"),
         ([{}], "servers.0: expected either `command` (a program) or `url`"),
         ([{"command": ["no-such-program"]}], "servers.0.command: there is no program"),
-        ([{"url": "ftp://x"}], "servers.0.url: got 'ftp://x', expected http://"),
-        ([{"url": "http://x", "env": {"A": "1"}}], "servers.0.env: only for `command`"),
-        ([{"command": ["sh"], "headers": {"A": "1"}}], "servers.0.headers: only for `url`"),
+        ([{"url": "ftp://x"}], "servers.0: url: got 'ftp://x', expected http://"),
+        ([{"url": "http://x", "env": {"A": "1"}}], "servers.0: `env` is only for `command`"),
+        ([{"command": ["sh"], "headers": {"A": "1"}}], "servers.0: `headers` is only for `url`"),
         (
             [{"url": "http://x", "headers": {"A": "${NOT_SET_HERE}"}}],
-            "servers.0.headers.A: the environment variable NOT_SET_HERE is not set",
+            "servers.0.headers.A: got '${NOT_SET_HERE}', but the environment variable NOT_SET_",
         ),
-        ([{"comand": ["sh"]}], "servers.0.comand: unknown key; expected one of command,"),
+        (
+            [{"comand": ["sh"]}],
+            "servers.0.comand: unknown key; did you mean environment.servers.0.com",
+        ),
         ([{"command": "sh x"}], "servers.0.command: got 'sh x', expected a list: [sh, x]"),
         (["x.py"], "servers.0: got 'x.py', expected a mapping, such as {command: [python, x.py]}"),
     ],
@@ -268,4 +275,4 @@ def test_the_missing_package_is_named_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "mcp.client.client", None)
     with pytest.raises(ConfigError, match=r"extra mcp is not installed .*: pip install .*\[mcp\]'"):
-        Mcp(servers=[STDIO], base_dir=HERE)
+        mcp_of(STDIO, base_dir=HERE)

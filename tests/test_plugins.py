@@ -224,7 +224,10 @@ def wanted(
         ({"size": 1, "rate": "fast"}, "x.rate: got 'fast', expected a number"),
         ({"size": 1, "mode": "c"}, "x.mode: got 'c', expected 'a' or 'b'"),
         ({"size": 1, "names": [1]}, "x.names.0: got 1, expected a string"),
-        ({"size": 1, "server": {"url": "a", "name": 1}}, "x.server.name: unknown key"),
+        (
+            {"size": 1, "server": {"url": "a", "name": 1}},
+            "x.server.name: unknown key; expected one of url",
+        ),
         ({"size": 1, "server": {}}, "x.server.url: missing; wanted needs it"),
         ({"size": 1, "shares": {"a": "b"}}, "x.shares.a: got 'b', expected a number"),
     ],

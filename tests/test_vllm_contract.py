@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,12 @@ class Speaker:
 
     async def change(self, folder: Path, label: str, method: str = "reload_weights") -> None:
         name = "weights_path"
-        await self.post("/collective_rpc", {"method": method, "kwargs": {name: str(folder)}})
+        await self.call(method, **{name: str(folder)})
         await self.post("/update_weight_version", {"new_version": label})
+
+    async def call(self, method: str, expect: int = 200, **arguments: Any) -> str:
+        body = {"method": method, "kwargs": arguments}
+        return await self.post("/collective_rpc", body, expect)
 
     async def metric(self, name: str) -> float:
         text = (await self.http.get("/metrics")).text
@@ -191,7 +196,6 @@ async def test_says_what_it_is(server: Speaker, place: Served) -> None:
     assert (model["logprobs_mode"], model["max_logprobs"]) == ("processed_logprobs", -1)
     assert (model["dtype"], model["max_model_len"], model["model"]) == ("torch.float32", 512, root)
     assert parallel["worker_extension_cls"] == "retrain.engine.vllm.worker.Extension"
-    assert info["weight_transfer_config"] == {"backend": "retrain"}
     assert [lora[key] for key in ("max_loras", "max_cpu_loras", "max_lora_rank")] == [3, 6, 16]
     assert await server.get("/get_world_size") == {"world_size": 1}
     assert await server.get("/weight_info") == {"weight_version": "default"}
@@ -288,14 +292,7 @@ async def test_refuses_what_it_cannot_sample(server: Speaker) -> None:
 
 
 async def test_refuses_orders_out_of_order(server: Speaker) -> None:
-    unknown = {"method": "no_such_method"}
-    assert "has no attribute" in await server.post("/collective_rpc", unknown, expect=500)
-    empty = {"update_info": {"names": [], "dtypes": [], "shapes": []}}
-    words = await server.post("/update_weights", empty, expect=500)
-    assert "start_weight_update must be called before" in words
-    words = await server.post("/finish_weight_update", {"weight_version": "4"}, expect=500)
-    assert "without a matching start_weight_update" in words
-    assert "Field required" in await server.post("/update_weights", {}, expect=400)
+    assert "has no attribute" in await server.call("no_such_method", expect=500)
     assert "Field required" in await server.post("/update_weight_version", {}, expect=400)
     assert "'abort', 'wait' or 'keep'" in await server.post("/pause?mode=odd", expect=400)
     assert await server.get("/weight_info") == {"weight_version": "default"}
@@ -368,26 +365,23 @@ async def test_takes_weights_from_a_group(
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = listener.getsockname()[1]
-        init = {"host": "127.0.0.1", "port": port, "world_size": 2, "rank_offset": 1}
-        init |= {"backend": "gloo", "seconds": 30.0}
+        meeting = {"host": "127.0.0.1", "port": port, "world_size": 2, "first": 1}
+        meeting |= {"backend": "gloo", "seconds": 30.0}
         own = asyncio.to_thread(
             join, "127.0.0.1", port, 0, 2, "gloo", 30.0, os.dup(listener.fileno())
         )
-        group, _ = await asyncio.gather(
-            own, server.post("/init_weight_transfer_engine", {"init_info": init})
-        )
+        group, _ = await asyncio.gather(own, server.call("retrain_join", **meeting))
     await server.post("/pause?mode=keep")
-    await server.post("/start_weight_update")
-    info = {"names": names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "begin": True}
     packed = bucket.pack(weights, torch.device("cpu"))
-    sending = asyncio.to_thread(broadcast, group, packed)
-    await asyncio.gather(sending, server.post("/update_weights", {"update_info": info}))
-    await server.post("/finish_weight_update", {"weight_version": "7"})
+    for end in (False, True):  # the first attempt is broken off
+        sending = asyncio.to_thread(broadcast, group, packed)
+        info = {**asdict(bucket), "begin": True, "end": end}
+        await asyncio.gather(sending, server.call("retrain_receive", **info))
+    await server.post("/update_weight_version", {"new_version": "7"})
     await server.post("/resume")
     assert await server.get("/weight_info") == {"weight_version": "7"}
     ids = [*range(9, 49)]
     assert apart(await server.score(ids), expected(models["b"], ids[:1], ids[1:])) < 1e-4
-    await server.post("/shutdown_weight_transfer_engine")
 
 
 def adapter_of(model: PreTrainedModel, folder: Path, seed: int) -> PreTrainedModel:
@@ -501,8 +495,7 @@ async def test_a_failed_reload_ends_the_server(
 ) -> None:
     """The last test of this server."""
     await server.post("/pause?mode=keep")
-    missing = {"method": "reload_weights", "kwargs": {"weights_path": "/no/such/folder"}}
-    await server.post("/collective_rpc", missing, expect=500)
+    await server.call("reload_weights", weights_path="/no/such/folder", expect=500)
     assert (await server.http.get("/health")).status_code == 200
     await server.post("/resume")
     assert "EngineCore" in await server.post(GENERATE, body_of(PROMPT), expect=500)

@@ -145,7 +145,7 @@ def test_the_log_of_a_server_that_does_not_start_is_kept(folder: Path, tmp_path:
     [
         ({}, "sampler: got neither of url and python, expected one"),
         ({"url": "http://a:1", "python": "x"}, "sampler: got both of url and python"),
-        ({"url": "ftp://a"}, r"sampler.url: got 'ftp://a', but expected http\(s\)://host"),
+        ({"url": "ftp://a"}, r"sampler.url: got 'ftp://a', expected http\(s\)://host"),
         ({"url": ["http://a:1", "http://a:1/"]}, "expected each server once"),
         ({"url": "http://a:1", "gpu_memory": 0.5}, "got url and gpu_memory, which only a server"),
         (

@@ -393,7 +393,7 @@ async def test_a_seed_reaches_no_server_on_a_cpu(
             {"lora": (8, 4)},
             "has --max-loras 3, but up to 4 versions",
         ),
-        ("group", FLAGS, {}, "has the weight transfer None, but sampler.publish is group"),
+        ("group", FLAGS, {}, "does not have retrain's worker extension, but sampler"),
         ("folder", FLAGS, {"tokens": 1000}, "has --max-model-len 512, but the run needs 1000"),
         (
             "group",

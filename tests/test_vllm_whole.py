@@ -79,7 +79,7 @@ MOMENTS: dict[str, list[dict[str, Any]]] = {
         {"die_after": {"/collective_rpc": 2}},
         {"die_after": {"/resume": 3}},
     ],
-    "group": [{"die": {"/update_weights": 2}}],
+    "group": [{"die": {"/collective_rpc": 3}}],
     "adapter": [{"die": {"/v1/load_lora_adapter": 3}}],
 }
 """A few; `tests.chaos.servers` has more."""

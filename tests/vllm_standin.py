@@ -25,6 +25,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from starlette.routing import Route
 
 from retrain.engine.sampler import eos_ids
 from retrain.engine.stopping import Stopping
+from retrain.engine.vllm.transfer import Bucket
 from retrain.sampler import SamplingParams
 
 VERSION = "0.32.0"
@@ -51,11 +53,6 @@ RL = {
     "/weight_info",
     "/server_info",
     "/get_world_size",
-    "/init_weight_transfer_engine",
-    "/shutdown_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
 }
 """Mounted with VLLM_SERVER_DEV_MODE=1."""
 LORA = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
@@ -163,11 +160,6 @@ class Server:
             "GET /weight_info": lambda _: JSONResponse({"weight_version": self.engine.label}),
             "GET /server_info": self.server_info,
             "GET /get_world_size": lambda _: JSONResponse({"world_size": 1}),
-            "POST /init_weight_transfer_engine": self.init_transfer,
-            "POST /shutdown_weight_transfer_engine": self.shutdown_transfer,
-            "POST /start_weight_update": self.start_update,
-            "POST /update_weights": self.update_weights,
-            "POST /finish_weight_update": self.finish_update,
             "POST /v1/load_lora_adapter": self.load_adapter,
             "POST /v1/unload_lora_adapter": self.unload_adapter,
             "POST /standin": self.change,
@@ -275,7 +267,6 @@ class Server:
             "scheduler_config": {"max_num_seqs": o.max_num_seqs},
             "device_config": {"device": "cpu"},
             "lora_config": {**lora, "max_cpu_loras": o.max_cpu_loras} if o.enable_lora else None,
-            "weight_transfer_config": o.weight_transfer_config,
         }
         shown = config if request.query_params.get("config_format") == "json" else str(config)
         return JSONResponse({"vllm_config": shown, "vllm_env": {}})
@@ -428,19 +419,31 @@ class Server:
 
     async def collective_rpc(self, request: Request) -> Response:
         body = await json_of(request)
-        method, ours = body.get("method"), bool(self.options.worker_extension_cls)
-        if method != "reload_weights" and not (ours and method == "retrain_reload"):
+        calls: dict[str, Any] = {"reload_weights": self._reload}
+        if self.options.worker_extension_cls:
+            calls["retrain_reload"] = partial(self._reload, repack=True)
+            calls |= {"retrain_join": self._join, "retrain_receive": self._receive}
+        if (method := body.get("method")) not in calls:
             raise internal(f"'CPUWorker' object has no attribute '{method}'")
-        given = [*body.get("args", ()), *body.get("kwargs", {}).values()]
         try:
-            if self.faults.fail_reload:
-                self.faults.fail_reload -= 1
-                self.engine.broken = True
-                raise ValueError("a fault of the stand-in")
-            self.engine.reload(Path(given[0]), repack=method == "retrain_reload")
-        except (ValueError, RuntimeError, OSError) as error:
+            await calls[method](**body.get("kwargs", {}))
+        except (ValueError, RuntimeError, OSError, TypeError) as error:
             raise internal(str(error)) from error
         return JSONResponse({"results": [None]})
+
+    async def _join(self, **info: Any) -> None:
+        await asyncio.to_thread(self.engine.join, **info)
+
+    async def _receive(self, *, begin: bool, end: bool, **bucket: Any) -> None:
+        found = await asyncio.to_thread(self.engine.receive, Bucket(**bucket))
+        self.engine.take(found, begin=begin, end=end)
+
+    async def _reload(self, weights_path: str, repack: bool = False) -> None:
+        if self.faults.fail_reload:
+            self.faults.fail_reload -= 1
+            self.engine.broken = True
+            raise ValueError("a fault of the stand-in")
+        self.engine.reload(Path(weights_path), repack=repack)
 
     async def update_weight_version(self, request: Request) -> Response:
         body = await json_of(request)
@@ -448,62 +451,6 @@ class Server:
             raise invalid("body.new_version", "missing", "Field required")
         self.engine.relabel(body["new_version"])
         return JSONResponse({"success": True, "new_version": body["new_version"]})
-
-    def _needs_transfer(self) -> None:
-        if self.options.weight_transfer_config is None:
-            raise internal(
-                "Weight transfer not configured. Please set weight_transfer_config to enable "
-                "weight transfer."
-            )
-
-    async def init_transfer(self, request: Request) -> Response:
-        body = await json_of(request)
-        if "init_info" not in body:
-            raise invalid("body.init_info", "missing", "Field required")
-        self._needs_transfer()
-        try:
-            await asyncio.to_thread(self.engine.join, body["init_info"])
-        except (KeyError, RuntimeError) as error:
-            raise internal(str(error)) from error
-        return JSONResponse({"message": "Weight transfer initialized"})
-
-    def shutdown_transfer(self, _: Request) -> Response:
-        self._needs_transfer()
-        self.engine.leave()
-        return JSONResponse({"message": "Weight transfer shut down"})
-
-    def start_update(self, _: Request) -> Response:
-        self._needs_transfer()
-        if self.engine.updating:
-            raise internal(
-                "start_weight_update called while a weight update is already active. Call "
-                "finish_weight_update first."
-            )
-        self.engine.updating = True
-        return JSONResponse({"message": "Weight update started"})
-
-    async def update_weights(self, request: Request) -> Response:
-        body = await json_of(request)
-        if "update_info" not in body:
-            raise invalid("body.update_info", "missing", "Field required")
-        self._needs_transfer()
-        if not self.engine.updating:
-            raise internal("start_weight_update must be called before update_weights.")
-        try:
-            found = await asyncio.to_thread(self.engine.receive, body["update_info"])
-            self.engine.take(found)
-        except (ValueError, RuntimeError, KeyError, AttributeError) as error:
-            self.engine.broken, self.engine.updating = True, False
-            raise internal(str(error)) from error
-        return JSONResponse({"message": "Weights updated"})
-
-    async def finish_update(self, request: Request) -> Response:
-        body = await json_of(request)
-        self._needs_transfer()
-        if not self.engine.updating:
-            raise internal("finish_weight_update called without a matching start_weight_update.")
-        self.engine.finish_update(body.get("weight_version"))
-        return JSONResponse({"message": "Weight update finished"})
 
     # --- adapters
 
@@ -665,7 +612,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-cpu-loras", type=int)
     made.add_argument("--max-lora-rank", type=int, default=16)
     made.add_argument("--worker-extension-cls", default="")
-    made.add_argument("--weight-transfer-config", type=json.loads)
     made.add_argument("--api-key")
     return made
 

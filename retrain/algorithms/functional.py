@@ -16,12 +16,12 @@ LARGEST = 1e30
 """The largest valid reward; a loss in float32, whose maximum is 3e38, would overflow."""
 
 
-def is_flat(rewards: Sequence[float], tolerance: float = FLAT) -> bool:
+def is_flat(rewards: Sequence[float]) -> bool:
     """Whether all rewards are equal, up to rounding; true for fewer than two rewards."""
     if len(rewards) < 2:
         return True
     low, high = min(rewards), max(rewards)
-    return high - low <= tolerance * max(1.0, abs(low), abs(high))
+    return high - low <= FLAT * max(1.0, abs(low), abs(high))
 
 
 def std(values: Sequence[float], ddof: int = 1) -> float:

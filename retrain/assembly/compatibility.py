@@ -5,7 +5,6 @@ Pure functions of the config and of what the parts declare about themselves.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
 from retrain.config import RunConfig, SamplingConfig
 from retrain.environment import Environment
-from retrain.errors import ConfigError, shown
+from retrain.errors import ConfigError, nearest, shown
 from retrain.losses import Normalisation, row_of
 
 SHAPING = frozenset({"temperature", "top_p", "top_k"})
@@ -55,19 +54,8 @@ def check_compatible(
 
 def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:
     """What is allowed, but rarely intended."""
-    stall, sampling = config.deadlines.stall, config.sampling
-    longer = {
-        name: limit
-        for name, limit in config.deadlines
-        if name not in ("stall", "blocked", "outage") and limit > stall
-    }
-    if longer:  # during one long call nothing else may progress
-        yield (
-            f"deadlines.stall is {stall:g} s, less than deadlines."
-            f"{', '.join(f'{name} ({limit:g})' for name, limit in longer.items())}: a longer call "
-            "can end the run before it reaches its own deadline; raise stall to at least "
-            f"{max(longer.values()):g}, or lower the others"
-        )
+    sampling = config.sampling
+    yield from _short_stall(config)
     if config.prompts.held_out and (config.eval is None or config.eval.prompts.type != "held_out"):
         yield (
             f"prompts.held_out keeps {config.prompts.held_out:g} of the rows from training, and "
@@ -84,16 +72,7 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             "trainer's probability to the sampler's. This backend's trainer does not apply these "
             "settings, so the ratio is not 1 even for fresh samples; watch kl/sampler_trainer"
         )
-    if config.algorithm.arguments.get("credit", "whole") != "whole":
-        for index, reward in enumerate(config.rewards):
-            # the built-in rewards have no parts per turn
-            parts = reward.type == "environment" or ":" in reward.type or ".py" in reward.type
-            if parts and reward.clip is not None:
-                yield (
-                    f"rewards.{index}.clip: what each turn earned is not used of a clipped reward: "
-                    "all of it counts at the last turn, despite algorithm.credit. Remove clip to "
-                    "give each turn its own credit"
-                )
+    yield from _clipped_credit(config)
     own = sorted(SHAPING.intersection(config.endpoint.honour))
     if own and row_of(loss).reads == "ratio":
         yield (
@@ -107,6 +86,37 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             f"algorithm.loss: {loss} has no ratio, so samples of older weights are trained as if "
             "they were fresh; set staleness.target to 0, or set algorithm.mismatch"
         )
+
+
+def _short_stall(config: RunConfig) -> Iterator[str]:
+    """During one long call nothing else may progress."""
+    stall = config.deadlines.stall
+    longer = {
+        name: limit
+        for name, limit in config.deadlines
+        if name not in ("stall", "blocked", "outage") and limit > stall
+    }
+    if longer:
+        yield (
+            f"deadlines.stall is {stall:g} s, less than deadlines."
+            f"{', '.join(f'{name} ({limit:g})' for name, limit in longer.items())}: a longer call "
+            "can end the run before it reaches its own deadline; raise stall to at least "
+            f"{max(longer.values()):g}, or lower the others"
+        )
+
+
+def _clipped_credit(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.arguments.get("credit", "whole") == "whole":
+        return
+    for index, reward in enumerate(config.rewards):
+        # the built-in rewards have no parts per turn
+        parts = reward.type == "environment" or ":" in reward.type or ".py" in reward.type
+        if parts and reward.clip is not None:
+            yield (
+                f"rewards.{index}.clip: what each turn earned is not used of a clipped reward: all "
+                "of it counts at the last turn, despite algorithm.credit. Remove clip to give each "
+                "turn its own credit"
+            )
 
 
 def _shaped(sampling: SamplingConfig, capabilities: Capabilities) -> str:
@@ -129,7 +139,7 @@ def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[
     if ":" in loss and not (loss in able or capabilities.custom_losses):
         yield f"{where} does not support a loss of your own; it has {', '.join(able)}"
     elif ":" not in loss and loss not in able:
-        hint = "".join(f"; the nearest is {n}" for n in difflib.get_close_matches(loss, able, n=1))
+        hint = nearest(loss, able, "; the nearest is {}")
         if row.shared and row.shared[0] in able:
             hint = f"; {row.shared[0]} with normalisation: {row.shared[1]} is the same"
         yield f"{where} has no loss {loss!r}{hint} (it has {', '.join(able)})"

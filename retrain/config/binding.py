@@ -50,7 +50,8 @@ def bind(
         called_with = [name for name in provided if name not in ours]
         others = f", in addition to what it is called with: {', '.join(called_with)}"
         missing = f"{getattr(target, '__name__', target)} needs it{others if called_with else ''}"
-        valid = [name for name in (*parameters, *beside) if name not in provided]
+        types = {name: parameter.annotation for name, parameter in parameters.items()}
+        valid = {k: t for k, t in {**types, **dict.fromkeys(beside)}.items() if k not in provided}
         problems = problems_of(
             error, valid, prefix=where, known=known, missing=missing, values=arguments
         )

@@ -44,14 +44,22 @@ def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str,
         if isinstance(value, Mapping) and value:
             inner = (unknown_key(f"{path}.{key}", value[key], (), known) for key in value)
             return [line for lines in inner for line in lines]
-    advice = f"; expected one of {', '.join(sorted(here))}" if here else ""
-    others = [other for other in known if known[other] != path]  # of another type of this section
-    close = difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.6)
-    if close := [end] if (end := _ends_in(name, list(here))) else close:
-        advice = f"; did you mean {here.get(close[0]) or known[close[0]]}?"
+    return [f"{path}: unknown key{_advice(path, here, known, home)}"]
+
+
+def _advice(path: str, here: Mapping[str, str], known: Mapping[str, str], home: str | None) -> str:
+    """What to do about a key that resembles none of those at its place, `here`."""
+    name = path.rpartition(".")[2]
+    if name in ADVICE:
+        return f"; {ADVICE[name]}"
     if home := home or _home(path, known):
-        advice = f"; use {home}"
-    return [f"{path}: unknown key{f'; {ADVICE[name]}' if name in ADVICE else advice}"]
+        return f"; use {home}"
+    others = [other for other in known if known[other] != path]  # of another type of this section
+    if end := _ends_in(name, list(here)):
+        return f"; did you mean {here[end]}?"
+    for close in difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.6):
+        return f"; did you mean {here.get(close) or known[close]}?"
+    return f"; expected one of {', '.join(sorted(here))}" if here else ""
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str | None:

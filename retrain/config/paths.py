@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from retrain.errors import ConfigError, NotFoundError, first_of
+from retrain.errors import ConfigError, NotFoundError, first_of, nearest
 
 TINY = "tiny"
 _MODEL = (
@@ -134,10 +134,9 @@ def neighbours(path: Path) -> str:
 
 def _similar(tried: list[Path]) -> str:
     for path in tried:
-        if path.parent.is_dir():
-            names = [entry.name for entry in path.parent.iterdir()]
-            if near := difflib.get_close_matches(path.name, names, n=1):
-                return f"; did you mean {near[0]}?"
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        if near := nearest(path.name, (entry.name for entry in beside)):
+            return near
     return ""
 
 

@@ -16,7 +16,6 @@ A user's mistake is a PluginError with the file and the line.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -31,7 +30,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from retrain.config.paths import find_file
-from retrain.errors import ConfigError, PluginError, PromptError
+from retrain.errors import ConfigError, PluginError, PromptError, nearest
 
 T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -135,9 +134,8 @@ def _named(kind: str, name: str, where: str, base_dir: Path) -> Path:
             return files[name]
     names = sorted(set().union(*found))
     module, _, last = name.rpartition(".")
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    hint = f"; for a class of your own write {module}:{last}" if module else hint
+    own = f"; for a class of your own write {module}:{last}"
+    hint = own if module else nearest(name, names)
     if not names:
         raise PluginError(
             f"{where}: there is no {kind} {name!r}; write module:name or path/file.py:name"
@@ -161,8 +159,7 @@ def _member(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
     others = f"it defines {names}" if names else f"it defines no {base.__name__}"
     if value is None:
         public = [known for known in dir(module) if known[0] != "_"]
-        near = difflib.get_close_matches(name, public, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; {others}"
+        hint = nearest(name, public) or f"; {others}"
         raise PluginError(f"{where}: there is no {name} in {source}{hint}")
     raise PluginError(f"{where}: {name} in {source} is no {base.__name__}; {others}")
 

@@ -39,7 +39,7 @@ _MISSING = {
 
 def problems_of(
     error: ValidationError,
-    keys: type[BaseModel] | Sequence[str],
+    keys: type[BaseModel] | Mapping[str, Any],
     ignored: Collection[str] = (),
     prefix: str = "",
     known: Mapping[str, str] | None = None,
@@ -48,7 +48,7 @@ def problems_of(
 ) -> list[str]:
     """One line per problem, each with its dotted path below `prefix`; none for `ignored` paths.
 
-    `keys` is the model that was validated, or the valid keys of a plug-in. `known` maps the names
+    `keys` is the model that was validated, or the types of a plug-in's keys. `known` maps the names
     of further keys to their paths. `missing` says who needs a missing key. `values` are the
     plug-in's keys.
     """
@@ -118,7 +118,8 @@ def _expected(detail: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         return f"expected {context['expected']}"
     if kind == "value_error":
-        return f"but {context['error']}"
+        said = str(context["error"])
+        return said if said.startswith("expected ") else f"but {said}"
     return f"but {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}"
 
 
@@ -151,15 +152,19 @@ def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
                 yield from _paths(inner, path)
 
 
-def _beside(keys: type[BaseModel] | Sequence[str], location: Sequence[int | str]) -> Sequence[str]:
+def _beside(
+    keys: type[BaseModel] | Mapping[str, Any], location: Sequence[int | str]
+) -> Sequence[str]:
     """The valid keys at the place of `location`'s last part."""
     if not isinstance(keys, type):
-        return keys if len(location) == 1 else ()
+        first, *rest = location
+        inner = _models_in(keys.get(str(first)))
+        return [key for model in inner for key in _beside(model, rest)] if rest else list(keys)
     return [key for model in _place(keys, location[:-1])[1] for key in _keys(model)]
 
 
 def _place(
-    keys: type[BaseModel] | Sequence[str],
+    keys: type[BaseModel] | Mapping[str, Any],
     location: Sequence[int | str],
     values: Mapping[str, Any] | None = None,
 ) -> tuple[list[int | str], list[type[BaseModel]]]:

@@ -7,27 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from retrain.endpoint.api import (
-    Decode,
-    Event,
-    Request,
-    Stop,
-    Temperature,
-    Tokens,
-    TopK,
-    TopP,
-    Wire,
-    arguments_of,
-    call_of,
-    invalid,
-    message_of,
-    offered,
-    options_of,
-    parse,
-    text_of,
-    unforced,
-    unused_of,
-)
+from retrain.endpoint import api
 from retrain.errors import shown
 from retrain.rollout.calls import CallError, Reply
 from retrain.types import Message
@@ -51,17 +31,17 @@ _NAMES = {
 }
 
 
-class _Message(Wire):
+class _Message(api.Wire):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class _ToolChoice(Wire):
+class _ToolChoice(api.Wire):
     type: Literal["auto", "any", "tool", "none"]
     disable_parallel_tool_use: bool = False
 
 
-class _Count(Wire):
+class _Count(api.Wire):
     """What `count_tokens` gets, too."""
 
     model: str = ""
@@ -72,11 +52,11 @@ class _Count(Wire):
 
 
 class _Create(_Count):
-    max_tokens: Tokens
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    stop_sequences: Stop | None = None
+    max_tokens: api.Tokens
+    temperature: api.Temperature | None = None
+    top_p: api.TopP | None = None
+    top_k: api.TopK | None = None
+    stop_sequences: api.Stop | None = None
     thinking: Block | None = None
     stream: bool | None = False
 
@@ -86,11 +66,11 @@ class Messages:
 
     prefix = "msg"
 
-    def read(self, body: Mapping[str, Any]) -> Request:
-        return _request(parse(_Create, body), body)
+    def read(self, body: Mapping[str, Any]) -> api.Request:
+        return _request(api.parse(_Create, body), body)
 
     def answer(
-        self, request: Request, answer_id: str, replies: Sequence[Reply], decode: Decode
+        self, request: api.Request, answer_id: str, replies: Sequence[Reply], decode: api.Decode
     ) -> dict[str, Any]:
         [reply] = replies
         reason, sequence = _ending(reply, request.options.get("stop", ()))
@@ -111,7 +91,7 @@ class Messages:
             },
         }
 
-    def events(self, request: Request, answer: dict[str, Any]) -> Iterator[Event]:
+    def events(self, request: api.Request, answer: dict[str, Any]) -> Iterator[api.Event]:
         """Each block in one delta, as SDKs accumulate them."""
         usage = answer["usage"]
         ending = {key: answer[key] for key in ("stop_reason", "stop_sequence")}
@@ -128,9 +108,9 @@ class Messages:
         yield _event({"type": "message_stop"})
 
 
-def read_count(body: Mapping[str, Any]) -> Request:
+def read_count(body: Mapping[str, Any]) -> api.Request:
     """`POST /messages/count_tokens`."""
-    return _request(parse(_Count, body), body)
+    return _request(api.parse(_Count, body), body)
 
 
 def error_body(error: CallError) -> dict[str, Any]:
@@ -140,25 +120,25 @@ def error_body(error: CallError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _request(asked: _Count, body: Mapping[str, Any]) -> Request:
+def _request(asked: _Count, body: Mapping[str, Any]) -> api.Request:
     messages = [m for i, given in enumerate(asked.messages) for m in _messages(given, i)]
     if messages[-1]["role"] == "assistant":
-        raise invalid(
+        raise api.invalid(
             "messages: the last message is the assistant's, which the endpoint can't continue; "
             "end with a message of the user"
         )
-    if system := text_of(asked.system, "system"):
-        messages.insert(0, message_of("system", system))
-    tools = offered(asked.tools or (), _function)
+    if system := api.text_of(asked.system, "system"):
+        messages.insert(0, api.message_of("system", system))
+    tools = api.offered(asked.tools or (), _function)
     choice = asked.tool_choice or _ToolChoice(type="auto")
-    unforceable = unforced(tools, choice.type, not choice.disable_parallel_tool_use)
-    return Request(
+    unforceable = api.unforced(tools, choice.type, not choice.disable_parallel_tool_use)
+    return api.Request(
         asked.model,
         messages,
         () if choice.type == "none" else tools,
         stream=bool(getattr(asked, "stream", False)),
-        options=options_of(asked, _NAMES),
-        unused=unused_of(body, UNUSED) + unforceable,
+        options=api.options_of(asked, _NAMES),
+        unused=api.unused_of(body, UNUSED) + unforceable,
         body=asked,
     )
 
@@ -177,18 +157,18 @@ def _messages(message: _Message, number: int) -> list[Message]:
     """A message in the form of templates: each result of a tool is a separate message."""
     where = f"messages.{number}.content"
     if isinstance(message.content, str):
-        return [message_of(message.role, message.content)]
+        return [api.message_of(message.role, message.content)]
     if message.role == "assistant":
         return [_said(message.content, where)]
     found, texts = [], []
     for index, block in enumerate(message.content):
         if block.get("type") == "tool_result":
-            text = text_of(block.get("content"), f"{where}.{index}.content")
-            found.append(message_of("tool", text, tool_call_id=block.get("tool_use_id")))
+            text = api.text_of(block.get("content"), f"{where}.{index}.content")
+            found.append(api.message_of("tool", text, tool_call_id=block.get("tool_use_id")))
         else:
             texts.append(block)
     if texts or not found:
-        found.append(message_of(message.role, text_of(texts, where)))
+        found.append(api.message_of(message.role, api.text_of(texts, where)))
     return found
 
 
@@ -199,14 +179,14 @@ def _said(blocks: Sequence[Block], where: str) -> Message:
         kind = block.get("type")
         if kind == "tool_use":
             name, call_id = str(block.get("name")), str(block.get("id"))
-            calls.append(call_of(name, block.get("input"), call_id, f"{where}.{index}"))
+            calls.append(api.call_of(name, block.get("input"), call_id, f"{where}.{index}"))
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
             texts.append(block)
     thought = "\n".join(thoughts)
-    text = text_of(texts, where)
-    return message_of("assistant", text, reasoning_content=thought, tool_calls=calls)
+    text = api.text_of(texts, where)
+    return api.message_of("assistant", text, reasoning_content=thought, tool_calls=calls)
 
 
 def _content(reply: Reply, with_thinking: bool) -> list[Block]:
@@ -226,7 +206,7 @@ def _in_parts(block: Block) -> tuple[Block, Block]:
     """How a block begins in a stream, and its only delta."""
     kind = block["type"]
     if kind == "tool_use":
-        text = arguments_of(block["input"])
+        text = api.arguments_of(block["input"])
         return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": text}
     return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
 
@@ -242,5 +222,5 @@ def _ending(reply: Reply, stop: Sequence[str]) -> tuple[str, str | None]:
     return "end_turn" if met is None else "stop_sequence", met
 
 
-def _event(data: dict[str, Any]) -> Event:
+def _event(data: dict[str, Any]) -> api.Event:
     return data["type"], data

@@ -8,30 +8,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field
 
-from retrain.endpoint.api import (
-    Decode,
-    Event,
-    Request,
-    Seed,
-    Stop,
-    Temperature,
-    Tokens,
-    TopK,
-    TopP,
-    Wire,
-    arguments_of,
-    call_of,
-    finish,
-    invalid,
-    logprobs_of,
-    message_of,
-    offered,
-    options_of,
-    parse,
-    text_of,
-    unforced,
-    unused_of,
-)
+from retrain.endpoint import api
 from retrain.rollout.calls import CallError, Reply
 from retrain.types import Message
 
@@ -50,21 +27,21 @@ UNUSED = (
 )  # fmt: skip
 TEXTS = frozenset({"role", "content", "tool_call_id", "name", "reasoning_content"})
 """The fields of a message that are strings."""
-DONE: Event = ("", "[DONE]")
+DONE: api.Event = ("", "[DONE]")
 Count = Annotated[int, Field(ge=1, le=128)]
 
 
-class _Function(Wire):
+class _Function(api.Wire):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class _Call(Wire):
+class _Call(api.Wire):
     id: str = ""
     function: _Function
 
 
-class _Message(Wire):
+class _Message(api.Wire):
     role: str
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[_Call] | None = None
@@ -74,22 +51,22 @@ class _Message(Wire):
     reasoning_content: str | None = None
 
 
-class _StreamOptions(Wire):
+class _StreamOptions(api.Wire):
     include_usage: bool = False
 
 
-class Sampling(Wire):
+class Sampling(api.Wire):
     model: str = ""
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
     n: Count | None = 1
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    stop: Stop | None = None
-    seed: Seed | None = None
+    max_tokens: api.Tokens | None = None
+    max_completion_tokens: api.Tokens | None = None
+    temperature: api.Temperature | None = None
+    top_p: api.TopP | None = None
+    top_k: api.TopK | None = None
+    stop: api.Stop | None = None
+    seed: api.Seed | None = None
 
 
 class _Chat(Sampling):
@@ -120,45 +97,45 @@ class Chat:
 
     prefix = "chatcmpl"
 
-    def read(self, body: Mapping[str, Any]) -> Request:
-        asked = parse(_Chat, body)
+    def read(self, body: Mapping[str, Any]) -> api.Request:
+        asked = api.parse(_Chat, body)
         messages = [
-            _plain(raw) or _message(parse(_Message, raw, f"messages.{i}"), f"messages.{i}")
+            _plain(raw) or _message(api.parse(_Message, raw, f"messages.{i}"), f"messages.{i}")
             for i, raw in enumerate(asked.messages)
         ]
         only_sampled("top_logprobs", asked.top_logprobs, most=0)
-        tools = offered(asked.tools or asked.functions or (), function_of)
+        tools = api.offered(asked.tools or asked.functions or (), function_of)
         choice = asked.tool_choice or asked.function_call
-        unforceable = unforced(tools, choice, asked.parallel_tool_calls)
-        return Request(
+        unforceable = api.unforced(tools, choice, asked.parallel_tool_calls)
+        return api.Request(
             asked.model,
             messages,
             () if choice == "none" else tools,
             n=asked.n or 1,
             stream=bool(asked.stream),
-            options=options_of(asked, NAMES),
-            unused=unused_of(body, UNUSED) + unforceable,
+            options=api.options_of(asked, NAMES),
+            unused=api.unused_of(body, UNUSED) + unforceable,
             body=asked,
         )
 
     def answer(
-        self, request: Request, answer_id: str, replies: Sequence[Reply], decode: Decode
+        self, request: api.Request, answer_id: str, replies: Sequence[Reply], decode: api.Decode
     ) -> dict[str, Any]:
         choices = []
         for index, reply in enumerate(replies):
-            message, reason = _said(reply), finish(reply)
+            message, reason = _said(reply), api.finish(reply)
             if request.body.functions and not request.body.tools and "tool_calls" in message:
                 message["function_call"] = message.pop("tool_calls")[0]["function"]
                 reason = "function_call"
             logprobs = None
             if request.body.logprobs:
-                logprobs = {"content": logprobs_of(reply, decode), "refusal": None}
+                logprobs = {"content": api.logprobs_of(reply, decode), "refusal": None}
             choices.append(
                 {"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs}
             )
         return envelope("chat.completion", answer_id, request, choices, replies)
 
-    def events(self, request: Request, answer: dict[str, Any]) -> Iterator[Event]:
+    def events(self, request: api.Request, answer: dict[str, Any]) -> Iterator[api.Event]:
         """The whole message in one event per choice, then its end, as SDKs accumulate them."""
         head = {**answer, "object": "chat.completion.chunk"}
         usage = head.pop("usage")
@@ -197,16 +174,16 @@ def _plain(raw: Mapping[str, Any]) -> Message | None:
 
 def _message(message: _Message, where: str) -> Message:
     if message.role not in ROLES:
-        raise invalid(f"{where}.role: got {message.role!r}, expected one of {', '.join(ROLES)}")
+        raise api.invalid(f"{where}.role: got {message.role!r}, expected one of {', '.join(ROLES)}")
     calls = [
-        call_of(c.function.name, c.function.arguments, c.id, f"{where}.tool_calls.{i}")
+        api.call_of(c.function.name, c.function.arguments, c.id, f"{where}.tool_calls.{i}")
         for i, c in enumerate(message.tool_calls or ())
     ]
     if (call := message.function_call) is not None:
-        calls.append(call_of(call.name, call.arguments, "", f"{where}.function_call"))
-    return message_of(
+        calls.append(api.call_of(call.name, call.arguments, "", f"{where}.function_call"))
+    return api.message_of(
         ROLES[message.role],
-        text_of(message.content, f"{where}.content"),
+        api.text_of(message.content, f"{where}.content"),
         reasoning_content=message.reasoning_content,
         tool_calls=calls,
         tool_call_id=message.tool_call_id,
@@ -217,7 +194,7 @@ def _message(message: _Message, where: str) -> Message:
 def only_sampled(name: str, got: int | None, most: int) -> None:
     """Raise CallError 400 if a call asks for the log-probs of other tokens than the sampled."""
     if got is not None and got > most:
-        raise invalid(
+        raise api.invalid(
             f"{name}: got {got}, expected at most {most}: the endpoint returns the log-probs of "
             "sampled tokens only"
         )
@@ -233,7 +210,7 @@ def _said(reply: Reply) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": arguments_of(call.arguments)},
+                "function": {"name": call.name, "arguments": api.arguments_of(call.arguments)},
             }
             for call in reply.tool_calls
         ]
@@ -243,7 +220,7 @@ def _said(reply: Reply) -> dict[str, Any]:
 def envelope(
     kind: str,
     answer_id: str,
-    request: Request,
+    request: api.Request,
     choices: Sequence[Mapping[str, Any]],
     replies: Sequence[Reply],
 ) -> dict[str, Any]:
@@ -263,7 +240,9 @@ def envelope(
     }
 
 
-def ending(request: Request, head: dict[str, Any], usage: dict[str, Any]) -> Iterable[Event]:
+def ending(
+    request: api.Request, head: dict[str, Any], usage: dict[str, Any]
+) -> Iterable[api.Event]:
     options = request.body.stream_options
     if options is not None and options.include_usage:
         yield "", {**head, "choices": [], "usage": usage}

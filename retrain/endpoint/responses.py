@@ -10,26 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from retrain.endpoint.api import (
-    Decode,
-    Event,
-    Request,
-    Temperature,
-    Tokens,
-    TopP,
-    Wire,
-    arguments_of,
-    call_of,
-    invalid,
-    logprobs_of,
-    message_of,
-    offered,
-    options_of,
-    parse,
-    text_of,
-    unforced,
-    unused_of,
-)
+from retrain.endpoint import api
 from retrain.endpoint.openai import ROLES, function_of, only_sampled
 from retrain.errors import shown
 from retrain.rollout.calls import Reply
@@ -43,7 +24,7 @@ LOGPROBS = "message.output_text.logprobs"
 _NAMES = {"max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
 
 
-class _Create(Wire):
+class _Create(api.Wire):
     model: str = ""
     input: str | list[Item] = ""
     instructions: str | None = None
@@ -51,9 +32,9 @@ class _Create(Wire):
     tools: list[Item] | None = None
     tool_choice: str | Item | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: Tokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    max_output_tokens: api.Tokens | None = None
+    temperature: api.Temperature | None = None
+    top_p: api.TopP | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
@@ -65,36 +46,38 @@ class Responses:
 
     prefix = "resp"
 
-    def read(self, body: Mapping[str, Any]) -> Request:
-        asked = parse(_Create, body)
+    def read(self, body: Mapping[str, Any]) -> api.Request:
+        asked = api.parse(_Create, body)
         if refused := [name for name in REFUSED if body.get(name)]:
-            raise invalid(f"{refused[0]}: not supported by the endpoint; send the call without it")
+            raise api.invalid(
+                f"{refused[0]}: not supported by the endpoint; send the call without it"
+            )
         only_sampled("top_logprobs", asked.top_logprobs, most=0)
         messages = _messages(asked.input)
         if not messages and asked.previous_response_id is None:
-            raise invalid("input: got no items, expected at least one")
-        tools = offered(asked.tools or (), function_of)
+            raise api.invalid("input: got no items, expected at least one")
+        tools = api.offered(asked.tools or (), function_of)
         heeded = {**body, "truncation": body.get("truncation") == "auto"}
-        unforceable = unforced(tools, asked.tool_choice, asked.parallel_tool_calls)
-        return Request(
+        unforceable = api.unforced(tools, asked.tool_choice, asked.parallel_tool_calls)
+        return api.Request(
             asked.model,
             messages,
             () if asked.tool_choice == "none" else tools,
             system=asked.instructions or "",
             previous=asked.previous_response_id or "",
             stream=bool(asked.stream),
-            options=options_of(asked, _NAMES),
-            unused=unused_of(heeded, UNUSED) + unforceable,
+            options=api.options_of(asked, _NAMES),
+            unused=api.unused_of(heeded, UNUSED) + unforceable,
             body=asked,
         )
 
     def answer(
-        self, request: Request, answer_id: str, replies: Sequence[Reply], decode: Decode
+        self, request: api.Request, answer_id: str, replies: Sequence[Reply], decode: api.Decode
     ) -> dict[str, Any]:
         asked, [reply] = request.body, replies
         whole = reply.completion.stop_reason == "stop" or bool(reply.tool_calls)
         wanted = LOGPROBS in (asked.include or ())
-        logprobs = logprobs_of(reply, decode) if wanted else []
+        logprobs = api.logprobs_of(reply, decode) if wanted else []
         return {
             "id": answer_id,
             "object": "response",
@@ -118,7 +101,7 @@ class Responses:
             "usage": _usage(reply),
         }
 
-    def events(self, request: Request, answer: dict[str, Any]) -> Iterator[Event]:
+    def events(self, request: api.Request, answer: dict[str, Any]) -> Iterator[api.Event]:
         """Each item in whole, in the order in which SDKs accumulate them."""
         begun = {**answer, "status": "in_progress", "output": [], "usage": None}
         begun["incomplete_details"] = None
@@ -141,17 +124,17 @@ class Responses:
 def _messages(items: str | Sequence[Item]) -> list[Message]:
     """The messages of an input; a turn of the model is several items, but one message."""
     if isinstance(items, str):
-        return [message_of("user", items)] if items else []
+        return [api.message_of("user", items)] if items else []
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         where = f"input.{number}"
         kind = item.get("type") or "message"
         if kind not in tuple(_ITEMS):  # it may be no string
-            raise invalid(
+            raise api.invalid(
                 f"{where}: got an item of type {shown(kind)}, expected one of {', '.join(_ITEMS)}"
             )
         _ITEMS[kind](messages, item, where)
-    return [message_of(**message) for message in messages]
+    return [api.message_of(**message) for message in messages]
 
 
 def _turn(messages: list[dict[str, Any]], ended_by: Sequence[str]) -> dict[str, Any]:
@@ -163,10 +146,10 @@ def _turn(messages: list[dict[str, Any]], ended_by: Sequence[str]) -> dict[str, 
 
 
 def _add_message(messages: list[dict[str, Any]], item: Item, where: str) -> None:
-    role, text = item.get("role"), text_of(item.get("content"), f"{where}.content")
+    role, text = item.get("role"), api.text_of(item.get("content"), f"{where}.content")
     if not isinstance(role, str) or ROLES.get(role, "tool") == "tool":
         got = shown(role)
-        raise invalid(f"{where}.role: got {got}, expected user, assistant, system or developer")
+        raise api.invalid(f"{where}.role: got {got}, expected user, assistant, system or developer")
     if role == "assistant":
         _turn(messages, ("content", "tool_calls"))["content"] = text
     else:
@@ -174,19 +157,19 @@ def _add_message(messages: list[dict[str, Any]], item: Item, where: str) -> None
 
 
 def _add_reasoning(messages: list[dict[str, Any]], item: Item, where: str) -> None:
-    text = text_of(item.get("content") or item.get("summary"), f"{where}.content")
+    text = api.text_of(item.get("content") or item.get("summary"), f"{where}.content")
     turn = _turn(messages, ("content", "tool_calls", "reasoning_content"))
     turn["reasoning_content"] = text
 
 
 def _add_call(messages: list[dict[str, Any]], item: Item, where: str) -> None:
     name, call_id = _named(item, "name", where), _named(item, "call_id", where)
-    call = call_of(name, item.get("arguments", "{}"), call_id, where)
+    call = api.call_of(name, item.get("arguments", "{}"), call_id, where)
     _turn(messages, ()).setdefault("tool_calls", []).append(call)
 
 
 def _add_output(messages: list[dict[str, Any]], item: Item, where: str) -> None:
-    text = text_of(item.get("output"), f"{where}.output")
+    text = api.text_of(item.get("output"), f"{where}.output")
     call_id = _named(item, "call_id", where)
     messages.append({"role": "tool", "content": text, "tool_call_id": call_id})
 
@@ -194,7 +177,7 @@ def _add_output(messages: list[dict[str, Any]], item: Item, where: str) -> None:
 def _named(item: Item, key: str, where: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
-        raise invalid(f"{where}.{key}: got {shown(value)}, expected a string")
+        raise api.invalid(f"{where}.{key}: got {shown(value)}, expected a string")
     return value
 
 
@@ -222,7 +205,7 @@ def _output(
             "type": "function_call",
             "call_id": call.id,
             "name": call.name,
-            "arguments": arguments_of(call.arguments),
+            "arguments": api.arguments_of(call.arguments),
         }
         for call in reply.tool_calls
     ]

@@ -63,7 +63,6 @@ class LocalSampler:
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         *,
-        version: int = 0,
         max_rows: int = 256,
         isolate: bool = False,
         threads: int = 1,
@@ -80,9 +79,7 @@ class LocalSampler:
         self._outbox: list[Request | Call] = []
         own = copy.deepcopy(model).requires_grad_(False)
         own.train(False)
-        self._worker = Worker(
-            own, tokenizer, version, max_rows=max_rows, isolate=isolate, threads=threads
-        )
+        self._worker = Worker(own, tokenizer, max_rows=max_rows, isolate=isolate, threads=threads)
 
     @property
     def version(self) -> int:

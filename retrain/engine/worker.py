@@ -64,7 +64,6 @@ class Worker:
         self,
         model: PreTrainedModel,
         tokenizer: Tokenizer,
-        version: int,
         *,
         max_rows: int,
         isolate: bool,
@@ -74,7 +73,7 @@ class Worker:
         self._tokenizer = tokenizer
         self._alone = isolate or not shares_rows(model.config.get_text_config())
         self.stats = SamplerStats()
-        self.current = Generation(model, version)
+        self.current = Generation(model, 0)
         self._draining: list[Generation] = []
         self._spare: Generation | None = None
         self._waiting: deque[Request] = deque()

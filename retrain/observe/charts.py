@@ -38,21 +38,17 @@ def charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, An
     keys = list(dict.fromkeys(key for row in rows for key in row))
     components = [key for key in keys if key.startswith("reward/") and key.endswith("/mean")]
     rewards = list(dict.fromkeys(["reward/mean", *components]))
+    main = [_chart(title, names, rows, "main") for title, names in MAIN]
     used = {"step", "version", *rewards, *(name for _, names in MAIN for name in names)}
-    spreads = {
-        component.removesuffix("/mean"): [component, *spread]
-        for component in components
-        if (spread := [key for end in SPREAD if (key := component[:-4] + end) in keys])
-    }
-    used |= {key for names in spreads.values() for key in names}
+    further = []
+    for name in [component.removesuffix("/mean") for component in components]:
+        spread = [key for end in SPREAD if (key := f"{name}/{end}") in keys]
+        if spread:
+            further.append(_chart(name, [f"{name}/mean", *spread], rows, "further"))
+            used.update(spread)
     others = [key for key in keys if key not in used and not key.startswith("eval/")]
-    drawn = [
-        _chart("Reward", rewards, rows, "wide"),
-        _evaluation(evaluations),
-        *(_chart(title, names, rows, "main") for title, names in MAIN),
-        *(_chart(name, names, rows, "further") for name, names in spreads.items()),
-        *(_chart(key, [key], rows, "further") for key in others),
-    ]
+    further += [_chart(key, [key], rows, "further") for key in others]
+    drawn = [_chart("Reward", rewards, rows, "wide"), _evaluation(evaluations), *main, *further]
     return [chart for chart in drawn if chart["series"]]
 
 

@@ -5,11 +5,11 @@ A missing, unknown or invalid field is a ServiceError (400) that names it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from retrain.errors import shown
+from retrain.errors import nearest, shown
+from retrain.losses import NEAR
 from retrain.protocols.training import AdamParams
 from retrain.service.errors import invalid
 from retrain.service.trainable import Tuning
@@ -58,9 +58,7 @@ _REASONS = {
 def known_loss(loss: str, losses: Mapping[str, Inputs]) -> Inputs:
     """The inputs of a loss; raises ServiceError with the nearest name for an unknown loss."""
     if loss not in losses:
-        close = difflib.get_close_matches(loss, losses, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        hint = _REASONS.get(loss, hint)
+        hint = _REASONS.get(loss) or nearest(loss, losses, NEAR)
         known = ", ".join(losses)
         raise invalid(f"loss_fn {shown(loss)} is not supported{hint}; expected one of {known}")
     return losses[loss]

@@ -84,9 +84,9 @@ TABLE = (
     Deaths(
         "group",
         (
-            before("/start_weight_update", 2),
-            before("/update_weights", 2),
-            after("/finish_weight_update", 2),
+            before("/collective_rpc", 3),
+            before("/collective_rpc", 2),
+            after("/collective_rpc", 3),
         ),
         "group",
     ),
@@ -103,7 +103,7 @@ REAL = (
     Deaths("idle, and just after a restart", ({"die_idle": {GENERATE: 4}}, before(GENERATE, 2))),
     Deaths("while it loads", (before("/resume", 3), {"start": 8})),
     Deaths("folder", (after("/pause", 2), after("/collective_rpc", 2))),
-    Deaths("group", (before("/update_weights", 2),), "group"),
+    Deaths("group", (before("/collective_rpc", 3),), "group"),
     Deaths("adapter", (before("/v1/load_lora_adapter", 4),), "adapter"),
 )
 """A real server takes longer to start."""

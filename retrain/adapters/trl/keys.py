@@ -6,14 +6,14 @@ TRL is not imported, which would load torch: its field names are read from its s
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from retrain.losses import LOSSES
+from retrain.errors import nearest
+from retrain.losses import LOSSES, NEAR
 
 _SAMPLER = "it has no effect: this adapter's own sampler generates the completions"
 _DATA = "it has no effect: the batches come from the run, not from a data set of TRL's"
@@ -94,8 +94,7 @@ def refusal(key: str) -> str | None:
     known = installed_keys()
     if not known or key in known:
         return None
-    close = difflib.get_close_matches(key, sorted(known), n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    hint = nearest(key, sorted(known), NEAR)
     return f"the installed TRL's GRPOConfig has no key {key!r}{hint}"
 
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from retrain.engine.vllm.client import Facts, Lora, VllmClient
-from retrain.engine.vllm.transfer import ENGINE
+from retrain.engine.vllm.transfer import EXTENSION
 from retrain.errors import AdapterError, ConfigError
 from retrain.transport.refusals import RemoteError
 
@@ -150,10 +150,10 @@ def _flags(facts: Facts, needs: Needs) -> Iterator[str]:
             f"has --max-model-len {facts.context}, but the run needs {needs.tokens} tokens: raise "
             "it, or lower sampling.max_tokens or rollout.max_sequence_length"
         )
-    if needs.way == "group" and facts.transfer != ENGINE:
+    if needs.way == "group" and facts.extension != EXTENSION:
         yield (
-            f"has the weight transfer {facts.transfer!r}, but sampler.publish is group. Start it "
-            "as docs/vllm.md shows, or set sampler.publish: folder"
+            "does not have retrain's worker extension, but sampler.publish is group. Start it as "
+            "docs/vllm.md shows, or set sampler.publish: folder"
         )
     if needs.lora is not None and needs.way == "adapter":
         yield from _adapters(facts.lora, needs.lora)

@@ -60,8 +60,6 @@ class Facts:
     cpu: bool
     lora: Lora | None
     """None: it takes no adapters."""
-    transfer: str | None
-    """The name of its engine for weight transfers."""
     extension: str
     """The class of its `--worker-extension-cls`."""
 
@@ -138,7 +136,7 @@ class VllmClient:
         found = await self._get("server_info?config_format=json", timeout=60.0)
         config = found["vllm_config"]
         model, device = config["model_config"], config.get("device_config") or {}
-        lora, transfer = config.get("lora_config"), config.get("weight_transfer_config") or {}
+        lora = config.get("lora_config")
         return Facts(
             str(model["model"]),
             str(model["dtype"]).removeprefix("torch."),
@@ -146,7 +144,6 @@ class VllmClient:
             str(model.get("logprobs_mode")),
             "cpu" in (device.get("device"), device.get("device_type")),
             Lora(int(lora["max_lora_rank"]), int(lora["max_loras"])) if lora else None,
-            transfer.get("backend"),
             str((config.get("parallel_config") or {}).get("worker_extension_cls")),
         )
 
@@ -186,29 +183,15 @@ class VllmClient:
         """Continue; sent again until it is answered, since a lost one freezes the server."""
         await self._post("resume", idempotent=True, timeout=15.0, policy=RESUMING)
 
-    async def start_update(self) -> None:
-        """The first of the three calls of a transfer; the server is paused."""
-        await self._post("start_weight_update")
+    async def call(self, method: str, **arguments: Any) -> None:
+        """Call a method of vLLM's worker, or of our extension, in each worker process.
 
-    async def update(self, info: Mapping[str, Any]) -> None:
-        """Receive tensors; `info` is the transfer engine's. Returns when they have arrived."""
-        await self._post("update_weights", {"update_info": info})
-
-    async def finish_update(self, version: str) -> None:
-        """Serve the received weights under this label."""
-        await self._post("finish_weight_update", {"weight_version": version})
-
-    async def reload(self, folder: Path, *, method: str = "reload_weights") -> None:
-        """Load the weights of a folder that the server can read; the server is paused.
-
-        `method` is one of vLLM's worker or of our extension, `reload_...(weights_path)`. A failure
-        leaves the server unusable.
+        A failure may leave the server unusable.
         """
-        arguments = {"method": method, "kwargs": {"weights_path": str(folder)}}
-        await self._post("collective_rpc", arguments)
+        await self._post("collective_rpc", {"method": method, "kwargs": arguments})
 
     async def set_version(self, version: str) -> None:
-        """Label the weights, after `reload`."""
+        """Label the weights."""
         await self._post("update_weight_version", {"new_version": version}, idempotent=True)
 
     async def load_lora(self, name: str, folder: Path) -> None:
@@ -221,10 +204,6 @@ class VllmClient:
     async def unload_lora(self, name: str) -> None:
         """Free an adapter's slot, once its requests have ended."""
         await self._post("v1/unload_lora_adapter", {"lora_name": name})
-
-    async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Join a process group; `info` is the transfer engine's."""
-        await self._post("init_weight_transfer_engine", {"init_info": info})
 
     async def _get(self, path: str, timeout: float = 30.0) -> Json:
         return await self._control.send(

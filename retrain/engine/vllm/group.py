@@ -1,4 +1,4 @@
-"""The fastest way for all weights: a broadcast over a torch process group to our transfer engine.
+"""The fastest way for all weights: a broadcast over a torch process group.
 
 Rank 0 is this process, in a daemon thread, since a broadcast to a dead peer may hang. A server that
 fails is left out, and the others get all weights again over a new group.
@@ -26,7 +26,6 @@ from retrain.engine.vllm.options import is_loopback
 from retrain.engine.vllm.transfer import Bucket, address_towards, broadcast, join
 from retrain.engine.vllm.ways import Failures, Weights, WholeWay, each, while_alive
 from retrain.errors import AdapterError
-from retrain.transport.refusals import RemoteError
 
 BUCKET_BYTES = 256 << 20
 SECONDS = 60.0
@@ -56,8 +55,6 @@ class GroupWay(WholeWay):
         self._backend = ""
         self._bucket_bytes, self._seconds = bucket_bytes, seconds
         self._workers: dict[VllmClient, int] = {}
-        self._begun: set[VllmClient] = set()
-        """Servers with an update that has begun and not ended: vLLM rejects another start."""
         self._weights: Mapping[str, Tensor] = {}
         self._group: Any = None  # a torch process group
         self._members: list[VllmClient] = []
@@ -66,7 +63,6 @@ class GroupWay(WholeWay):
     async def meet(self, server: VllmClient) -> None:
         await super().meet(server)
         self._workers[server] = await server.world_size()
-        self._begun.discard(server)  # it may have been restarted
         if server in self._members:
             self._leave()
 
@@ -74,7 +70,7 @@ class GroupWay(WholeWay):
         self._weights, _ = await self._complete(weights)
         self._version = version
 
-    async def deliver(self, servers: Sequence[VllmClient]) -> Failures:
+    async def _load(self, servers: Sequence[VllmClient]) -> Failures:
         failures: Failures = {}
         alive, tries = list(servers), 2
         while alive:
@@ -105,10 +101,9 @@ class GroupWay(WholeWay):
         try:
             if self._group is None or self._members != servers:
                 await self._form(servers)
-            await self._all([s for s in servers if s not in self._begun], self._start)
-            for number, names in enumerate(parts(self._weights, self._bucket_bytes, self._dtype)):
-                await self._send(servers, self._bucket(names), begin=not number)
-            await self._all(servers, self._finish)
+            buckets = list(parts(self._weights, self._bucket_bytes, self._dtype))
+            for number, names in enumerate(buckets, 1):
+                await self._send(servers, names, begin=number == 1, end=number == len(buckets))
         except _FailedError as error:
             return {server: error.failures.get(server, error) for server in servers}
         return None
@@ -123,46 +118,35 @@ class GroupWay(WholeWay):
         with socket.create_server((own, 0), family=family, backlog=1024) as listening:
             port, listener = listening.getsockname()[1], listening.detach()
         world = 1 + sum(self._workers[server] for server in servers)
-        info = {"host": own, "port": port, "world_size": world, "seconds": self._seconds}
-        info["backend"] = "nccl" if self._nccl else "gloo"
-        backend, seconds = info["backend"], self._seconds
+        meeting = {"host": own, "port": port, "world_size": world, "seconds": self._seconds}
+        meeting["backend"] = backend = "nccl" if self._nccl else "gloo"
 
-        async def init(server: VllmClient) -> None:
+        def init(server: VllmClient) -> Coroutine[Any, Any, None]:
             before = servers[: servers.index(server)]
-            offset = 1 + sum(self._workers[other] for other in before)
-            await server.init_transfer({**info, "rank_offset": offset})
+            first = 1 + sum(self._workers[other] for other in before)
+            return server.call("retrain_join", **meeting, first=first)
 
-        group = await self._beside(
-            servers, init, lambda: join(own, port, 0, world, backend, seconds, listener)
+        self._group = await self._beside(
+            servers, init, lambda: join(own, port, 0, world, backend, self._seconds, listener)
         )
-        self._group, self._members = group, servers
+        self._members = servers
 
-    async def _send(self, servers: list[VllmClient], bucket: Bucket, *, begin: bool) -> None:
-        first = self._weights[bucket.names[0]].device
-        packed = bucket.pack(self._weights, first if self._nccl else torch.device("cpu"))
-        info = {"begin": begin, **asdict(bucket)}
-        own = partial(broadcast, self._group, packed)
-        await self._beside(servers, lambda server: self._update(server, info), own)
-
-    async def _start(self, server: VllmClient) -> None:
-        try:
-            await server.start_update()
-        except RemoteError as error:
-            if "already active" in str(error):  # of a run that was killed; the next attempt ends it
-                self._begun.add(server)
-            raise
-        self._begun.add(server)
-
-    async def _update(self, server: VllmClient, info: Mapping[str, Any]) -> None:
-        try:
-            await server.update(info)
-        except Exception:
-            self._begun.discard(server)  # vLLM ends an update that fails
-            raise
-
-    async def _finish(self, server: VllmClient) -> None:
-        self._begun.discard(server)
-        await server.finish_update(str(self._version))
+    async def _send(
+        self, servers: list[VllmClient], names: Sequence[str], *, begin: bool, end: bool
+    ) -> None:
+        """One bucket."""
+        tensors = [self._weights[name] for name in names]
+        types = [str(sent_type(tensor, self._dtype)).removeprefix("torch.") for tensor in tensors]
+        bucket = Bucket(names, types, [list(tensor.shape) for tensor in tensors])
+        packed = bucket.pack(
+            self._weights, tensors[0].device if self._nccl else torch.device("cpu")
+        )
+        info = {**asdict(bucket), "begin": begin, "end": end}
+        await self._beside(
+            servers,
+            lambda server: server.call("retrain_receive", **info),
+            partial(broadcast, self._group, packed),
+        )
 
     async def _beside(
         self,
@@ -187,7 +171,7 @@ class GroupWay(WholeWay):
                     traceback.clear_frames(error.__traceback__)
                 del own
                 self._leave()  # now nothing refers to the group, which closes its connections
-                await asyncio.wait(calls or tasks, timeout=self._seconds + GRACE)  # `mine` may hang
+                await asyncio.wait(calls, timeout=self._seconds + GRACE)  # `mine` may hang
             late = TimeoutError(f"no answer within {self._seconds + GRACE:g} s")
             errors = [(task.exception() if task.done() else late) for task in tasks]
         finally:
@@ -200,20 +184,10 @@ class GroupWay(WholeWay):
             raise _FailedError({s: e for s, e in failed if isinstance(e, Exception)}, errors[0])
         return mine.result()
 
-    async def _all(
-        self, servers: list[VllmClient], call: Callable[[VllmClient], Coroutine[Any, Any, None]]
-    ) -> None:
-        await self._beside(servers, call, lambda: None)
-
     async def _usable(self, found: Failures) -> set[VllmClient]:
         """Servers that are alive, and that answered, so that another attempt may succeed."""
         down = await each(list(found), _check)
         return {s for s, e in found.items() if s not in down and not isinstance(e, TimeoutError)}
-
-    def _bucket(self, names: Sequence[str]) -> Bucket:
-        tensors = [self._weights[name] for name in names]
-        types = [str(sent_type(tensor, self._dtype)).removeprefix("torch.") for tensor in tensors]
-        return Bucket(list(names), types, [list(tensor.shape) for tensor in tensors])
 
     @property
     def _nccl(self) -> bool:

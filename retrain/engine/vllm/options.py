@@ -32,7 +32,6 @@ OURS = {
     "max_cpu_loras": "`staleness.max`",
     "max_lora_rank": "`lora.r` of the backend",
     "worker_extension_cls": "`publish: group`",
-    "weight_transfer_config": "`publish: group`",
 }
 """vLLM's flags that a run sets itself, and the key that sets them."""
 SHORT_FORMS = {"tp": "tensor_parallel_size", "o": "optimization_level"}

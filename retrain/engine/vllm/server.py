@@ -23,7 +23,7 @@ from typing import Any
 
 from retrain.concurrency import children
 from retrain.engine.vllm.client import Lora, VllmClient
-from retrain.engine.vllm.transfer import ENGINE, EXTENSION
+from retrain.engine.vllm.transfer import EXTENSION
 from retrain.errors import AdapterError
 
 HOST = "127.0.0.1"
@@ -101,7 +101,6 @@ class Launch:
             "max_logprobs": -1,
             "enable_scale_out": True,
             "worker_extension_cls": EXTENSION,
-            "weight_transfer_config": {"backend": ENGINE},
         }
         if self.lora is not None:
             flags |= {

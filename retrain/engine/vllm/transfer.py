@@ -19,10 +19,8 @@ from torch import Tensor
 
 dist: Any = torch.distributed  # it exports its types through star imports, or not at all
 
-ENGINE = "retrain"
-"""The name of the transfer engine, for vLLM's `--weight-transfer-config`."""
 EXTENSION = "retrain.engine.vllm.worker.Extension"
-"""The class for vLLM's `--worker-extension-cls`; its import registers the engine."""
+"""The class for vLLM's `--worker-extension-cls`."""
 ALIGNMENT = 16
 """Bytes; the position of a weight in a bucket must be a multiple of its element's size."""
 

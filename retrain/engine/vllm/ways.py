@@ -160,7 +160,7 @@ class AdapterWay(Way):
 
 
 class WholeWay(Way):
-    """Gives all weights of the model."""
+    """Gives all weights of the model, and labels them by their version."""
 
     def __init__(self, model: str, dtype: torch.dtype | None) -> None:
         self._model, self._dtype = model, dtype
@@ -171,6 +171,16 @@ class WholeWay(Way):
     async def meet(self, server: VllmClient) -> None:
         """Learn what it is."""
         self._facts[server] = await server.facts()
+
+    async def deliver(self, servers: Sequence[VllmClient]) -> Failures:
+        failures = await self._load(servers)
+        loaded = [server for server in servers if server not in failures]
+        label = str(self._version)
+        return failures | await each(loaded, lambda server: server.set_version(label))
+
+    @abstractmethod
+    async def _load(self, servers: Sequence[VllmClient]) -> Failures:
+        """As `deliver`, without the label."""
 
     async def _complete(self, weights: Weights) -> tuple[dict[str, Tensor], Json]:
         """The weights to send, and a config.json that fits them."""
@@ -216,14 +226,11 @@ class FolderWay(WholeWay):
 
         self._folder, self._version = await self._thread.run(write), version
 
-    async def deliver(self, servers: Sequence[VllmClient]) -> Failures:
-        folder = self._folder
-        assert folder is not None
-
+    async def _load(self, servers: Sequence[VllmClient]) -> Failures:
         async def reload(server: VllmClient) -> None:
             ours = self._facts[server].extension == EXTENSION
-            await server.reload(folder, method="retrain_reload" if ours else "reload_weights")
-            await server.set_version(str(self._version))
+            method = "retrain_reload" if ours else "reload_weights"
+            await server.call(method, weights_path=str(self._folder))
 
         return await each(servers, reload)
 

@@ -6,7 +6,6 @@ They train with the pipe, so every key of a retrain YAML works here too
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ from retrain.config import RunConfig, parse_config, plain
 from retrain.config.paths import find_model
 from retrain.config.problems import problems_of
 from retrain.environment import Environment
-from retrain.errors import ConfigError, RewardError, shown
+from retrain.errors import ConfigError, RewardError, nearest, shown
 from retrain.observe.callbacks import Callback, TrainingResult
 from retrain.trainer.base import BaseTrainer, Plan, Task, blocking, one_reward
 from retrain.trainer.columns import Wanted
@@ -82,9 +81,8 @@ class PresetTrainer(BaseTrainer):
         nested: dict[str, Any] = {"policy": {"model_name": name}}
         for key, value in keys.items():
             if key not in paths:
-                near = difflib.get_close_matches(key, paths, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(paths))}"
-                raise TypeError(f"{cls.__name__}.from_pretrained: unknown keyword {key!r}; {hint}")
+                hint = nearest(key, paths) or f"; known: {', '.join(sorted(paths))}"
+                raise TypeError(f"{cls.__name__}.from_pretrained: unknown keyword {key!r}{hint}")
             if value is None:
                 continue
             *sections, last = paths[key].split(".")

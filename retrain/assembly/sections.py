@@ -1,0 +1,196 @@
+"""What single sections of a config describe; `build` puts the parts together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import NoReturn, TypeVar, cast
+
+from pydantic import ValidationError
+
+from retrain.adapters.base import AdapterOptions
+from retrain.assembly.kinds import maker, target_of
+from retrain.chat.formats.base import Format
+from retrain.chat.probing import KIND
+from retrain.config import Plugin, RunConfig
+from retrain.config.foreign import HOMES
+from retrain.config.paths import find_file
+from retrain.config.plugins import built_in_names, construct, find_plugin
+from retrain.config.problems import keys_of, problems_of
+from retrain.environment import Environment
+from retrain.errors import (
+    ConfigError,
+    PluginError,
+    RunError,
+    UserCodeError,
+    install_command,
+)
+from retrain.rewarding import Scorer, Term, WeightedReward, term_of
+from retrain.rollout.opponents import Opponent, opponent_of
+from retrain.rollout.seats import seats_of
+
+T = TypeVar("T")
+
+
+class Attempts:
+    """Makes parts, and collects the problems of those that can't be made."""
+
+    def __init__(self) -> None:
+        self._problems: list[str] = []
+
+    def __call__(self, make: Callable[[], T], made: T | None = None) -> Callable[[], T]:
+        """Make a part, unless it is `made`. The result returns it, or raises if that failed."""
+        try:
+            part = make() if made is None else made
+        except ConfigError as error:
+            named = f"{error.source}: " if error.source else ""
+            self._problems += [named + problem for problem in error.problems]
+            return _failed
+        return lambda: part
+
+    def finish(self) -> None:
+        """Raises ConfigError with all problems, if there are any."""
+        if self._problems:
+            raise ConfigError(*self._problems)
+
+
+def _failed() -> NoReturn:
+    raise ConfigError  # its problems are collected already
+
+
+def environment_of(config: RunConfig) -> partial[Environment]:
+    made: partial[Environment] = maker("environment", config.environment, "environment", config)
+    construct("environment", made)  # reports before the run what the constructor rejects
+    return made
+
+
+def opponents_of(
+    config: RunConfig, make: Callable[[], Environment], scorer: Scorer
+) -> tuple[Mapping[str, Opponent], Mapping[str, Opponent]]:
+    """The opponents of training and of evaluations; raises ConfigError if the seats don't fit."""
+    held_out = config.eval.opponents if config.eval else None
+    try:
+        names = seats_of("environment", construct("environment", make))
+    except UserCodeError as error:
+        raise PluginError(str(error)) from error
+    if both := sorted(set(scorer.composition.names).intersection(names)):
+        raise PluginError(f"environment: the seat {both[0]} has the name of a reward: rename one")
+    found: list[dict[str, Opponent]] = []
+    for where, section in (("opponents", config.opponents), ("eval.opponents", held_out)):
+        if section is None:
+            found.append(found[0])
+            continue
+        for name in section:
+            if name not in names:
+                seats = f"expected one of {', '.join(names)}" if names else "but it has no seats"
+                raise PluginError(f"{where}: got {name!r}, no seat of the environment, {seats}")
+        if names and len(section) == len(names):
+            raise PluginError(f"{where}: got all seats, expected at least one that is trained")
+        found.append(
+            {n: opponent_of(p, f"{where}.{n}", config.base_dir) for n, p in section.items()}
+        )
+    return found[0], found[1]
+
+
+def chat_template(config: RunConfig) -> str:
+    """`auto`, `none`, or the content of the file `chat.template`; raises ConfigError."""
+    template, where = config.chat.template, "chat.template: "
+    if template in ("auto", "none"):
+        return template
+    path = find_file(template, config.base_dir, where)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}can't read {path}: {error}") from error
+
+
+def tool_format(config: RunConfig) -> Format | None:
+    """The format `chat.tools`; None if it is to be inferred. Raises PluginError."""
+    name = config.chat.tools
+    if name == "auto":
+        return None
+    found = find_plugin(KIND, name, "chat.tools", config.base_dir)
+    return cast(Format, construct("chat.tools", found) if inspect.isclass(found) else found)
+
+
+def scorer_of(config: RunConfig) -> Scorer:
+    attempt = Attempts()
+    terms = [attempt(partial(_term, config, index)) for index in range(len(config.rewards))]
+    attempt.finish()
+    concurrency = config.rollout.reward_concurrency
+    return Scorer([term() for term in terms], deadlines=config.deadlines, concurrency=concurrency)
+
+
+def _term(config: RunConfig, index: int) -> Term:
+    where = f"rewards.{index}"
+    term = term_of(config.rewards[index], where, config.base_dir, config.deadlines)
+    if isinstance(term, WeightedReward):
+        check = partial(term.calculator.check_group, config.algorithm.group_size)
+        construct(where, check, type(term.calculator))
+    return term
+
+
+def check_installed(options: AdapterOptions, config: RunConfig) -> None:
+    """One problem per optional dependency set of which a module is missing."""
+    problems = [
+        f"backend.type: {config.backend.type} needs what is not installed ({missing}): "
+        f"{install_command(extra)}"
+        for extra, modules in options.needs().items()
+        if (missing := _missing(modules))
+    ]
+    if problems:
+        raise PluginError(*problems)
+
+
+def _missing(modules: Sequence[str]) -> str:
+    """Those that can't be found; none is imported."""
+
+    def found(module: str) -> bool:
+        try:
+            return find_spec(module) is not None
+        except ModuleNotFoundError:  # the package that it is in
+            return False
+
+    return ", ".join(name for name in modules if not found(name))
+
+
+def check_endpoint(config: RunConfig, needed: bool) -> None:
+    """What an environment that runs an agent needs."""
+    if not needed:
+        return
+    if missing := _missing(("starlette", "uvicorn")):
+        raise PluginError(
+            f"environment.type: {config.environment.type} runs an agent, which needs what is not "
+            f"installed ({missing}): {install_command('agents')}"
+        )
+    if config.endpoint.port:
+        from retrain.endpoint.connections import bound
+
+        try:
+            bound(config.endpoint).close()  # the model has not loaded yet
+        except RunError as error:
+            raise PluginError(str(error)) from error
+
+
+def options_of(config: RunConfig) -> AdapterOptions:
+    found: type[AdapterOptions] = target_of("backend", config.backend, "backend", config)
+    keys = config.backend.arguments
+    try:
+        return found.model_validate(keys)
+    except ValidationError as error:
+        others = [name for name in built_in_names("backend") if name != config.backend.type]
+        theirs: dict[str, list[str]] = {}  # the keys that only other backends have
+        for other in others:
+            kind = target_of("backend", Plugin(type=other), "backend", config)
+            for key in keys.keys() & kind.model_fields.keys() - found.model_fields.keys():
+                if HOMES.get(key, "backend.").startswith("backend."):  # else of another section
+                    theirs.setdefault(f"backend.{key}", []).append(other)
+        problems = [
+            f"{path}: not a key of {config.backend.type}, only of {' and '.join(owners)}: remove "
+            "it, or choose another backend.type"
+            for path, owners in sorted(theirs.items())
+        ]
+        problems += problems_of(error, found, theirs, "backend", keys_of(RunConfig))
+        raise PluginError(*problems) from None
