@@ -258,6 +258,7 @@ async def test_functions_run_in_processes_and_are_made_of_keys(folder: Path) -> 
             {"type": "mine.py:some", "bonous": 2.0},
             "bonous: unknown key; did you mean rewards.0.bo",
         ),
+        ({"type": "mine.py:right", "wieght": 2}, "wieght: unknown key; did you mean rewards.0.w"),
         ({"type": "mine.py:made"}, "size: missing"),
         ({"type": "mine.py:short", "prompts": []}, "prompts: the run sets this argument"),
     ],
