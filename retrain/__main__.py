@@ -68,20 +68,30 @@ def _check(argv: Sequence[str]) -> int:
     parser.add_argument(
         "keys", metavar="key=value", nargs="*", default=[], help="keys of the environment or config"
     )
+    parser.add_argument(
+        "--reply",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="a reply of the model that the rewards of a config score too; may be repeated",
+    )
     arguments = parser.parse_intermixed_args(argv)
-    findings = drive(_watched_check(arguments.subject, arguments.keys))
+    findings = drive(_watched_check(arguments.subject, arguments.keys, arguments.reply))
     print(*findings, sep="\n")
     return DONE if all(finding.good for finding in findings) else FAILED
 
 
-async def _watched_check(subject: str, keys: Sequence[str]) -> list[Finding]:
+async def _watched_check(
+    subject: str, keys: Sequence[str], replies: Sequence[str]
+) -> list[Finding]:
     """With a watchdog: code that blocks the loop can't be cancelled, so it ends the process."""
     from retrain.check import DEADLINE, check_subject
     from retrain.concurrency.watchdog import Watchdog
 
     never, tell = math.inf, partial(print, "FAIL ", flush=True)
     with Watchdog(stall=never, blocked=DEADLINE, grace=never, fail=print, last_words=tell):
-        return await check_subject(subject, keys, partial(print, file=sys.stderr, flush=True))
+        say = partial(print, file=sys.stderr, flush=True)
+        return await check_subject(subject, keys, say, replies)
 
 
 def _report(argv: Sequence[str]) -> int:

@@ -16,10 +16,11 @@ from typing import Any
 from retrain.assembly import Parts, assemble, maker
 from retrain.concurrency.deadlines import cancelled, user_call
 from retrain.config import DeadlinesConfig, Plugin, PromptsConfig, RunConfig, load_config
+from retrain.config.paths import TINY, find_model
 from retrain.config.plugins import built_in_names, construct, find_object
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment
-from retrain.errors import PluginError, UserCodeError
+from retrain.errors import ConfigError, NotFoundError, PluginError, UserCodeError
 from retrain.prompts import Origin
 from retrain.prompts.building import built
 from retrain.replay import (
@@ -66,19 +67,26 @@ VARIES = (
 
 
 async def check_subject(
-    subject: str, keys: Sequence[str] = (), say: Say = lambda text: None
+    subject: str,
+    keys: Sequence[str] = (),
+    say: Say = lambda text: None,
+    replies: Sequence[str] = (),
 ) -> list[Finding]:
     """Check a config's environment and rewards with its prompts, or an environment on its own.
 
     `keys` are overrides of the config, or `key=value` of the environment. `say` is called with what
-    is being waited for, if it takes long. Raises ConfigError if it can't be loaded.
+    is being waited for, if it takes long. The rewards of a config score `replies` too. Raises
+    ConfigError if it can't be loaded.
     """
     own = subject in built_in_names("environment")  # some included configs have such a name
     file = Path(subject) if own else config_file(subject)
     if file.suffix in (".yaml", ".yml"):
-        loaded = assemble(load_config(file, keys))
+        config, absent = _without_model(load_config(file, keys))
+        loaded = assemble(config)
         parts = replace(loaded, config=_limited(loaded.config))
-        return _explained(await _checked_parts(parts, say), loaded.config)
+        return _explained([*absent, *await _checked_parts(parts, say, replies)], loaded.config)
+    if replies:
+        raise ConfigError(f"--reply: got the environment {subject}, expected a config with rewards")
     arguments = {path[0]: value for path, value in map(parse_override, keys)}
     plugin = Plugin.model_validate({**arguments, "type": subject})
     config = RunConfig(base_dir=Path.cwd())
@@ -89,7 +97,19 @@ async def check_subject(
     return await check_environment(make, _own_tasks(make) or SAMPLES, say=say)
 
 
-async def _checked_parts(parts: Parts, say: Say) -> list[Finding]:
+def _without_model(config: RunConfig) -> tuple[RunConfig, list[Finding]]:
+    """The config; if its model is not trained yet, with another one and a warning."""
+    try:
+        find_model(config.model, config.base_dir)
+    except NotFoundError as error:
+        absent = Finding(True, "the model is not there yet", str(error), warning=True)
+        return config.model_copy(update={"model": TINY}), [absent]
+    except ConfigError:  # `assemble` reports it with the other problems
+        pass
+    return config, []
+
+
+async def _checked_parts(parts: Parts, say: Say, replies: Sequence[str]) -> list[Finding]:
     """Check the environment and the rewards of a config."""
     count = min(PROMPTS, len(parts.prompts))
     seed = parts.config.train.seed
@@ -101,8 +121,8 @@ async def _checked_parts(parts: Parts, say: Say) -> list[Finding]:
     findings = await check_environment(parts.environment, prompts, parts.config, say)
     if any(not f.good and f.what.startswith((SETUP, TOOLS, NO_ROLLOUT)) for f in findings):
         return [fit, *findings, Finding(False, "rewards: not tried, as no rollout succeeds")]
-    with waiting(say, "the rewards, called for three rollouts"):
-        trials = await tried_rewards(parts, prompts)
+    with waiting(say, "the rewards, called for a few rollouts"):
+        trials = await tried_rewards(parts, prompts, replies)
     return [fit, *findings, *trials]
 
 

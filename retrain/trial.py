@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from retrain.assembly import Parts
@@ -15,16 +15,25 @@ from retrain.rewarding.composition import ENVIRONMENT
 from retrain.rewarding.processes import ProcessReward
 from retrain.rollout import Slot
 from retrain.scripted import Finding, Say, Script, doorway, scripted, waiting
-from retrain.types import Prompt, Trajectory
+from retrain.types import Prompt, Ticket, Trajectory
 
 GARBAGE = "]]}> \\boxed{ </think> 1e999 \x00 \ufffd \U0001f642 {{ ((" + "x" * 200
 """No answer to anything, and a trap for parsers."""
 EMPTY = "empty text"
 Case = tuple[str, Trajectory]
+Plan = tuple[str, Prompt, str]
+"""A label, and a prompt with the reply to it."""
 NO_ROLLOUT = "the agent plays 0 "
 """How the trial of an agent begins that plays no rollout."""
 LABEL = 80
 """Characters of an answer that a line shows."""
+ANSWERS = 100
+"""The answers of so many rows are played, if the environment gives a reward."""
+SECONDS = 10.0
+"""No further answer is played after this time."""
+SHOWN = 5
+"""Rows with a wrong answer that are listed."""
+TRY = "try one with --reply TEXT"
 
 
 @dataclass
@@ -131,23 +140,35 @@ def _agents_trials(
     return trials
 
 
-async def tried_rewards(parts: Parts, prompts: Sequence[Prompt]) -> list[Finding]:
-    """Call each reward with rollouts that say the answer of the row, nothing, and garbage.
+async def tried_rewards(
+    parts: Parts, prompts: Sequence[Prompt], replies: Sequence[str] = ()
+) -> list[Finding]:
+    """Call each reward with rollouts that say the answer of the row, `replies`, nothing, garbage.
 
     The rollouts are played in the config's environment, so that rewards find its `info`.
     """
     prompt = next((p for p in prompts if p.answer is not None), prompts[0])
-    cases, failed = await _played(parts, prompt)
+    texts = {f"reply {shown(reply, LABEL)}": reply for reply in replies}
     trials: list[Finding] = []
+    if prompt.answer is not None:
+        texts = {f"answer {shown(prompt.answer, LABEL)}": str(prompt.answer), **texts}
+    elif not replies:
+        advice = f"if a column has them, set prompts.answer_column; else {TRY}"
+        trials.append(Finding(True, "the first rows have no answer that could be tried", advice))
+    plans = [(label, prompt, text) for label, text in texts.items()]
+    plans += [(EMPTY, prompt, ""), ("garbage", prompt, GARBAGE)]
+    cases, others, failed = await _played(parts, plans)
     if not cases:
-        return [_found(False, "rewards: not tried, as no rollout succeeds", tuple(failed))]
+        return [*trials, _found(False, "rewards: not tried, as no rollout succeeds", tuple(failed))]
     if failed:
         lines = [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
         lines.append("such a rollout is not trained: catch the error in the environment")
         what = "a rollout for the rewards fails"
         trials.append(Finding(True, what, "\n".join(lines), warning=True))
-    if not parts.scorer.rewards or any(t.rewards.get(ENVIRONMENT) for _, t in cases):
-        trials.append(_of_environment(cases))
+    if said := [_parsed(label, t) for label, t in cases if label.startswith("reply ")]:
+        trials.append(_found(True, "the replies, as the rewards get them", said))
+    if _rewarded(parts, cases):
+        trials += [_of_environment(cases), *_of_answers(others)]
     faults: list[str] = []
     try:
         async with parts.scorer.serving(faults.append):
@@ -157,45 +178,97 @@ async def tried_rewards(parts: Parts, prompts: Sequence[Prompt]) -> list[Finding
     return [*trials, *(_found(False, "rewards: close", [fault]) for fault in faults)]
 
 
-async def _played(parts: Parts, prompt: Prompt) -> tuple[list[Case], Mapping[str, list[str]]]:
-    """A rollout for each reply; for those that fail, the labels per error."""
-    replies = {EMPTY: "", "garbage": GARBAGE}
-    if prompt.answer is not None:
-        replies = {f"answer {shown(prompt.answer, LABEL)}": str(prompt.answer), **replies}
+async def _played(
+    parts: Parts, plans: Sequence[Plan]
+) -> tuple[list[Case], list[Case], Mapping[str, list[str]]]:
+    """The rollouts of the plans, those that say the answers of rows if the environment gives a
+    reward, and for those that fail, the labels per error."""
     script, unscored = Script(), Scorer([])
-    cases: list[Case] = []
     failed: dict[str, list[str]] = {}
+
+    async def play(plans: Iterable[Plan]) -> list[Case]:
+        cases: list[Case] = []
+        for label, prompt, script.reply in plans:
+            for played in (await slot.play(prompt)).trajectories:
+                seated = f"{label} {played.seat}".rstrip()
+                if played.outcome == "ok":
+                    cases.append((seated, played))
+                else:
+                    failed.setdefault(played.info["error"], []).append(seated)
+        return cases
+
     async with doorway(parts.runs_agent) as door:
         rollouts = scripted(parts.config, script, door)
         slot = Slot(1, parts.environment, rollouts, unscored, fault=lambda _: None)
         try:
-            for label, script.reply in replies.items():
-                for played in (await slot.play(prompt)).trajectories:
-                    seated = f"{label} {played.seat}".rstrip()
-                    if played.outcome == "ok":
-                        cases.append((seated, played))
-                    else:
-                        failed.setdefault(played.info["error"], []).append(seated)
+            cases = await play(plans)
+            answered = cases and _rewarded(parts, cases) and not parts.runs_agent
+            others = await play(_answers(parts)) if answered else []
         finally:
             await slot.close()
-    return cases, failed
+    return cases, others, failed
+
+
+def _answers(parts: Parts) -> Iterator[Plan]:
+    """The answers of the first rows."""
+    until = time.monotonic() + SECONDS
+    for index in range(min(ANSWERS, len(parts.prompts))):
+        if time.monotonic() > until:
+            return
+        prompt = parts.prompts.prompt(Ticket(0, index), parts.config.train.seed)
+        if prompt.answer is not None:
+            yield parts.prompts.location(index), prompt, str(prompt.answer)
+
+
+def _rewarded(parts: Parts, cases: Sequence[Case]) -> bool:
+    """Whether the steps of the environment give a reward, or nothing else does."""
+    return not parts.scorer.rewards or any(t.rewards.get(ENVIRONMENT) for _, t in cases)
+
+
+def _parsed(label: str, played: Trajectory) -> str:
+    reasoning, completion = shown(played.reasoning, LABEL), shown(played.completion, LABEL)
+    return f"{label}: reasoning {reasoning}, completion {completion}"
 
 
 def _of_environment(cases: Sequence[Case]) -> Finding:
     """The reward of the environment's steps: an empty text must not get all of it."""
     lines = [f"{label}: {t.rewards.get(ENVIRONMENT, 0.0):g}" for label, t in cases]
-    short = {label: t for label, t in cases if not t.seat and len(t.turns) == 1}
+    what, single = f"reward '{ENVIRONMENT}'", [(k, t) for k, t in cases if not t.seat]
+    short = {label: t for label, t in single if len(t.turns) == 1}
     values = {label: t.rewards.get(ENVIRONMENT, 0.0) for label, t in short.items()}
     empty = values.pop(EMPTY, 0.0)
     values.pop("garbage", None)
     full = max(values.values(), default=1.0)
-    good = empty <= 0 or empty < full
-    if not good:
+    if empty > 0 and empty >= full:
         lines.append(
             "an empty text gets the full reward, so there is nothing to learn: check that the row "
             "has what the environment compares the reply with, such as tests or an answer"
         )
-    return _found(good, f"reward '{ENVIRONMENT}'", lines)
+        return _found(False, what, lines)
+    of_answer = [t.rewards.get(ENVIRONMENT, 0.0) for k, t in single if k.startswith("answer ")]
+    wrong = bool(of_answer) and max(of_answer) <= max(empty, 0.0)
+    if wrong:
+        lines.append(
+            "the answer gets no more than an empty text: check that it is right. If a reply must "
+            f"have another form, {TRY}"
+        )
+    return Finding(True, what, "\n".join(lines), warning=wrong)
+
+
+def _of_answers(cases: Sequence[Case]) -> Iterator[Finding]:
+    """Whether the answers of several rows get the same from the environment."""
+    values = {label: t.rewards.get(ENVIRONMENT, 0.0) for label, t in cases if not t.seat}
+    if len(values) < 2:
+        return
+    full = max(values.values())
+    lower = [f"{label}: {value:g}" for label, value in values.items() if value < full]
+    if not lower:
+        yield Finding(True, f"the answers of {len(values)} rows get {full:g} each")
+        return
+    more = [f"and {len(lower) - SHOWN} more"] if len(lower) > SHOWN else []
+    advice = "check that these answers are right, and the rows what they are compared with"
+    what = f"the answers of {len(lower)} of {len(values)} rows get less than {full:g}"
+    yield Finding(True, what, "\n".join([*lower[:SHOWN], *more, advice]), warning=True)
 
 
 def _found(good: bool, what: str, lines: Sequence[str] = ()) -> Finding:
@@ -208,7 +281,7 @@ async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) ->
     calculator = part.calculator
     judge = calculator.inner if isinstance(calculator, ProcessReward) else calculator
     calls = [cases] if compares(judge) else [[case] for case in cases]
-    good, failed = True, dict[str, list[str]]()
+    good, failed, values = True, dict[str, list[str]](), list[float]()
     for call in calls:
         started = time.perf_counter()
         verdicts = await scorer.verdicts(part, [trajectory for _, trajectory in call])
@@ -221,9 +294,14 @@ async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) ->
                 continue
             trajectory.rewards[part.name] = judged.value  # for those that come after it
             good = good and judged.outcome in ("ok", "invalid")
+            values += [judged.value] * (judged.outcome == "ok")
             lines.append(f"{label}: {_described(judged)} {took}")
     lines += [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
-    return _found(good and not failed, f"reward '{part.name}'", tuple(lines))
+    good = good and not failed
+    same = good and len(values) == len(cases) and len(set(values)) == 1
+    if same:
+        lines.append(f"every reply gets the same: for a reply that should get another value, {TRY}")
+    return Finding(good, f"reward '{part.name}'", "\n".join(lines), warning=same)
 
 
 def _described(judged: Reward) -> str:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from retrain import RewardCalculator, Trajectory
+from retrain import RewardCalculator, Row, Trajectory
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _POWER = r"[eE][-+]?\d+|\s*(?:×|x|\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?[-+]?\d+\}?"
@@ -44,14 +44,22 @@ class Numeric(RewardCalculator):
         self.marker = marker
         self.absolute, self.relative = absolute, relative
 
+    def check_row(self, row: Row) -> None:
+        if row.answer is not None:  # if no row has one, a warning says so
+            self.right(row.answer)
+
     async def calculate(self, trajectory: Trajectory) -> float:
-        answer = trajectory.prompt.answer
+        right = self.right(trajectory.prompt.answer)
+        said = number_in(trajectory.completion, self.marker)
+        return float(said is not None and self.equal(said, right))
+
+    def right(self, answer: object) -> Number:
+        """The number of an answer; raises ValueError if it has none."""
         text = repr(answer) if isinstance(answer, float) else str(answer)
         right = number_in(text, self.marker if self.marker and self.marker in text else None)
         if right is None:
             raise ValueError(f"the prompt's answer is {text!r}, expected one with a number")
-        said = number_in(trajectory.completion, self.marker)
-        return float(said is not None and self.equal(said, right))
+        return right
 
     def equal(self, said: Number, right: Number) -> bool:
         """Whether the numbers are equal; if one is in percent, as a hundredth too."""

@@ -22,7 +22,7 @@ from retrain.errors import ConfigError
 from retrain.rewarding import Scorer
 from retrain.rewarding.building import calculator_of, weighted_reward
 from retrain.rewarding.processes import ProcessReward
-from retrain.types import Completion, Group, Prompt, Trajectory, Turn
+from retrain.types import Completion, Group, Prompt, Row, Trajectory, Turn
 
 SCHEMA = {
     "type": "object",
@@ -269,6 +269,14 @@ async def test_a_row_without_an_answer_is_an_error(name: str) -> None:
     assert not built("contains", strings="a").needs_answer
     with pytest.raises(ValueError, match="answer"):
         await value(name, {}, "4", None)
+
+
+def test_an_answer_without_a_number_is_found_before_the_run() -> None:
+    numeric, user = built("numeric", marker="####"), {"role": "user", "content": "2+2="}
+    for answer in (4, "#### 4", "4", None):
+        numeric.check_row(Row((user,), answer))
+    with pytest.raises(ValueError, match="the prompt's answer is 'four', expected one with a numb"):
+        numeric.check_row(Row((user,), "four"))
 
 
 async def test_a_pattern_that_backtracks_forever_is_late_and_blocks_nothing() -> None:

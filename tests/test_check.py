@@ -185,8 +185,13 @@ def test_the_command_checks_a_file_and_a_config(
     assert "FAIL  reset and step" in capsys.readouterr().out
     (tmp_path / "task.yaml").write_text("prompts: [{prompt: a, answer: b}]\nrewards: exact_match")
     assert command(["check", "quickstart"]) == 0
-    assert command(["check", "task.yaml"]) == 0
-    assert "ok    all parts of the config load" in capsys.readouterr().out
+    assert command(["check", "own.py:Own", "size=3", "--reply", "b"]) == 2
+    assert "--reply: got the environment own.py:Own" in capsys.readouterr().err
+    assert command(["check", "task.yaml", "model=runs/sft/final"]) == 0
+    first, advice, fit, *_ = capsys.readouterr().out.splitlines()
+    assert first == "warn  the model is not there yet"
+    assert advice.startswith(f"      model: folder not found: {tmp_path}/runs/sft/final")
+    assert fit.startswith("ok    all parts of the config load")
 
 
 def test_a_step_that_blocks_the_loop_is_named_and_the_command_ends(tmp_path: Path) -> None:
@@ -258,6 +263,10 @@ def test_a_configs_rewards_are_called_and_shown(
         out = capsys.readouterr().out
         return code, re.sub(r"[0-9.]+ ms", "N ms", out[out.index("no task is leaked") + 18 :])
 
+    same = (
+        "      every reply gets the same: for a reply that should get another value, try one with "
+        "--reply TEXT"
+    )
     good = "[exact_match, scores.py:parts, scores.py:excludes, scores.py:reads_info]"
     code, text = shown(f"rewards={good}", "environment=counting.py")
     assert code == 0
@@ -266,19 +275,33 @@ def test_a_configs_rewards_are_called_and_shown(
         "      answer 'aa': 1 in N ms",
         "      empty text: 0 in N ms",
         "      garbage: 0 in N ms",
-        "ok    reward 'parts'",
+        "warn  reward 'parts'",
         "      answer 'aa': 0.5 (long 2) in N ms",
         "      empty text: 0.5 (long 0) in N ms",
         "      garbage: 0.5 (long 239) in N ms",
+        same,
         "ok    reward 'excludes'",
         "      answer 'aa': invalid in N ms",
         "      empty text: invalid in N ms",
         "      garbage: invalid in N ms",
-        "ok    reward 'reads_info'",
+        "warn  reward 'reads_info'",
         "      answer 'aa': 1 in N ms",
         "      empty text: 1 in N ms",
         "      garbage: 1 in N ms",
+        same,
     ]
+    thought = ["--reply", "<think>so</think>aa"]
+    code, text = shown("rewards={type: format, tags: [think]}", "prompts=[a]", *thought)
+    assert code == 0
+    assert text.splitlines() == [
+        "ok    the replies, as the rewards get them",
+        "      reply '<think>so</think>aa': reasoning 'so', completion 'aa'",
+        "warn  reward 'format'",
+        "      reply '<think>so</think>aa': 0 in N ms",
+        "      empty text: 0 in N ms",
+        "      garbage: 0 in N ms",
+        same,
+    ], "these tags allow no text after them"
     code, text = shown("rewards={type: scores.py:Ranked, processes: 1}")
     assert code == 0
     assert text.count(": 3 in N ms") == 3, "one call, as in a run"
@@ -388,6 +411,9 @@ class Lenient(Environment):
 class Strict(Environment):
     async def step(self, action):
         return StepResult([], float(action.text == self.prompt.answer), True, False, {})
+class Picky(Environment):
+    async def step(self, action):
+        return StepResult([], float(action.text == "x"), True, False, {})
 class Late(Environment):
     tools = [ToolSpec("look", "")]
     async def step(self, action):
@@ -419,6 +445,20 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
         assert code == 1
         assert "FAIL  reward 'environment'" in lines
         assert "an empty text gets the full reward" in lines[-1]
+    assert "ok    the first rows have no answer that could be tried" in lines
+    assert "set prompts.answer_column; else try one with --reply TEXT" in "".join(lines)
+
+    rows = ["{prompt: a, answer: x}", "{prompt: b, answer: y}", "{prompt: c}"]
+    code, lines = shown("Strict", f"prompts=[{', '.join([*rows, rows[0]])}]")
+    assert (code, lines[-1]) == (0, "ok    the answers of 3 rows get 1 each")
+    code, lines = shown("Picky", f"prompts=[{', '.join(rows)}]")
+    assert (code, lines[-3:-1]) == (
+        0,
+        ["warn  the answers of 1 of 2 rows get less than 1", "      row 1: 0"],
+    )
+    code, lines = shown("Picky", f"prompts=[{rows[1]}]")
+    assert (code, lines[-5]) == (0, "warn  reward 'environment'")
+    assert "the answer gets no more than an empty text: check that it is right" in lines[-1]
 
     code, lines = shown("Down", "rewards=[exact_match, slot_match]")
     assert code == 1

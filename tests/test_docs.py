@@ -194,7 +194,7 @@ def test_every_config_of_the_cookbook_is_valid_but_for_what_is_not_on_this_machi
     """Its model, its data, and the package verifiers."""
     for file in sorted((folder / "configs/cookbook").glob("*.yaml")):
         config = load_config(file)
-        row = '[{prompt: hello, answer: hello, test_list: ["assert f(1) == 2"]}]'
+        row = '[{prompt: hello, answer: "5", solution: a, test_list: ["assert f(1) == 2"]}]'
         here = ["model=tiny", f"prompts={row}", *([f"eval.prompts={row}"] if config.eval else [])]
         if config.environment.type == "verifiers":  # needs its package
             here += ["environment={type: single_turn}", "rewards=exact_match"]

@@ -157,7 +157,6 @@ def test_a_users_package_hides_no_built_in(folder: Path, monkeypatch: pytest.Mon
         ("environment", "raises:X", "raises.py:2: RuntimeError: no database"),
         ("environment", "syntax.py", "syntax.py:1: SyntaxError:"),
         ("environment", "leaves.py", "leaves.py:1: SystemExit: 3"),
-        ("reward", "asks.py:f", "reward.type: asks.py: reward 'f' requires compleshun"),
         ("environment", "lacks.py", "No module named 'surely_not_there'"),
         ("environment", "lacks:X", "No module named 'surely_not_there'"),
         ("algorithm", "abstract.py:Half", "Half in "),
@@ -172,7 +171,6 @@ def test_what_cannot_be_found_says_what_to_do(
         "raises": "x = 1\nraise RuntimeError('no database')",
         "syntax": "def f(:",
         "leaves": "raise SystemExit(3)",
-        "asks": "from retrain import reward\n@reward\ndef f(compleshun): return 1.0",
         "lacks": "import surely_not_there",
         "abstract": header + "class Half(Algorithm): pass",
     }
@@ -296,7 +294,7 @@ def length(completion, target: int, scale: float = 1.0): return helper(completio
 async def constant(value: float = 1.0): return value
 
 @reward(name="nice", factor=2)
-def decorated(completion, factor, bonus=0): return factor + bonus
+def decorated(completion, factor, required, bonus=0): return factor + bonus + required
 
 class Calculator(RewardCalculator):
     def __init__(self, value: float): self.value = value
@@ -308,7 +306,7 @@ class Calculator(RewardCalculator):
         rewards=[
             {"type": "scores.py:length", "target": 1, "scale": 2},
             {"type": "scores.py:constant", "weight": 3},
-            {"type": "scores.py:decorated", "bonus": 1},
+            {"type": "scores.py:decorated", "bonus": 0.5, "required": 0.5},
             {"type": "scores.py:Calculator", "value": 5, "name": "own"},
         ],
     )
@@ -337,6 +335,14 @@ class Calculator(RewardCalculator):
         ({"type": "r.py:Fails"}, "rewards.0: Fails(...) raised OSError: no model (r.py:"),
         ({"type": "r.py:object_", "x": 1}, "rewards.0.x: unknown key"),
         (
+            {"type": "r.py:any_", "wieght": 1},
+            "rewards.0.wieght: unknown key; did you mean rewards.0",
+        ),
+        ({"type": "r.py:any_", "targt": 1, "proceses": 2}, "rewards.0.targt: unknown key; did you"),
+        ({"type": "r.py:any_", "scale": 1, "onlyif": "x"}, "0.only_if? If not, declare it as an"),
+        ({"type": "r.py:decorated"}, "rewards.0.word: missing; decorated needs it, in addition"),
+        ({"type": "r.py:by_place"}, "rewards.0: reward 'by_place' requires positional arguments"),
+        (
             {"type": "r.py:fine", "name": "environment"},
             "the name 'environment' is reserved for the reward of the environment's steps",
         ),
@@ -345,8 +351,14 @@ class Calculator(RewardCalculator):
 def test_a_rewards_keys_are_checked(folder: Path, reward: dict[str, Any], message: str) -> None:
     (folder / "r.py").write_text(
         """
-from retrain import RewardCalculator
+from retrain import RewardCalculator, reward
 def fine(completion, target: int = 1): return 1.0
+@reward
+def any_(completion, target: int = 1, **further): return 1.0
+@reward
+def decorated(completion, word): return 1.0
+@reward
+def by_place(completion, /): return 1.0
 def needs(completion, word: str): return 1.0
 class Fails(RewardCalculator):
     def __init__(self): raise OSError("no model")

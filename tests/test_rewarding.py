@@ -105,11 +105,9 @@ async def test_a_function_gets_the_names_that_it_declares(name, expected):
     assert scope["seen"] == [expected]
 
 
-def test_a_function_that_asks_for_an_unknown_name_is_refused_at_once():
-    with pytest.raises(
-        PluginError, match=r"requires response, .*called by name with any of prompt"
-    ):
-        reward(lambda response: 1.0)
+async def test_a_function_that_asks_for_an_unknown_name_is_refused_before_a_rollout():
+    with pytest.raises(RunError, match=r"requires response, .*called by name with any of prompt"):
+        await scored(played("yes"), reward(lambda response: 1.0))
 
 
 async def test_keys_of_the_yaml_are_bound_and_not_passed_twice():

@@ -13,8 +13,14 @@ from transformers import TrainerState
 from trl import GRPOTrainer
 
 from retrain.assembly import assemble
-from retrain.config import DeadlinesConfig, PromptsConfig, RewardConfig, parse_config
-from retrain.errors import PluginError
+from retrain.config import (
+    DeadlinesConfig,
+    PromptsConfig,
+    RewardConfig,
+    RunConfig,
+    parse_config,
+)
+from retrain.errors import ConfigError, PluginError
 from retrain.prompts import ListPrompts
 from retrain.prompts.preparing import prepared
 from retrain.rewarding import Scorer
@@ -250,7 +256,7 @@ async def test_all_turns_are_one_completion_with_the_reasoning(folder: Path) -> 
             "reward 'short' raised ValueError: it returned 1 values",
         ),
         ({"type": "mine.py:number"}, "it returned 1.0, expected a list of 2"),
-        ({"type": "mine.py:some"}, "it requires the column level, but the row has answer"),
+        ({"type": "mine.py:some"}, "some requires the column level, but the row has answer"),
         ({"type": "mine.py:content"}, "were text; for messages set `completions: messages`"),
     ],
 )
@@ -281,6 +287,7 @@ async def test_functions_run_in_processes_and_are_made_of_keys(folder: Path) -> 
             {"type": "mine.py:some", "bonous": 2.0},
             "bonous: unknown key; did you mean rewards.0.bo",
         ),
+        ({"type": "mine.py:right", "wieght": 2}, "wieght: unknown key; did you mean rewards.0.w"),
         ({"type": "mine.py:made"}, "size: missing"),
         ({"type": "mine.py:short", "prompts": []}, "prompts: the run sets this argument"),
     ],
@@ -290,15 +297,17 @@ def test_a_wrong_key_is_an_error_at_once(keys: dict[str, Any], problem: str, fol
         weighted_reward(RewardConfig(**keys), "rewards.0", folder, DeadlinesConfig())
 
 
-async def test_check_tries_a_function_of_trl_and_warns_of_missing_answers(folder: Path) -> None:
-    config = parse_config(
-        {
-            "prompts": [{"prompt": "a="}],
-            "rewards": [{"type": "mine.py:later"}, {"type": "mine.py:content"}],
-        },
-        base_dir=folder,
-    )
-    parts = assemble(config)
+async def test_check_tries_a_function_of_trl_whose_columns_all_rows_have(
+    folder: Path,
+) -> None:
+    def config(*rows: dict[str, Any]) -> RunConfig:
+        rewards = [{"type": "mine.py:later"}, {"type": "mine.py:content"}]
+        return parse_config({"prompts": list(rows), "rewards": rewards}, base_dir=folder)
+
+    missing = "row 1: later requires the column answer, but the row has level"
+    with pytest.raises(ConfigError, match=missing):
+        assemble(config({"prompt": "a=", "answer": "a"}, {"prompt": "b=", "level": 2}))
+    parts = assemble(config({"prompt": "a=", "answer": "a"}))
     trials = await tried_rewards(parts, [parts.prompts.prompt(Ticket(0, 0))])
-    assert [trial.good for trial in trials] == [False, False]
+    assert [trial.good for trial in trials] == [True, False]
     assert parts.scorer.rewards[0].calculator.needs_answer

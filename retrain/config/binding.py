@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, NotRequired, Required
 
 from pydantic import ConfigDict, Field, PydanticUserError, Strict, TypeAdapter, ValidationError
@@ -38,29 +39,40 @@ def bind(
         beside: Other valid keys at this place, for the hints.
         known: The keys of the whole config and their paths, for the hints.
 
-    Raises PluginError with every unknown, missing or wrongly typed key.
+    Raises PluginError with every unknown, missing or wrongly typed key. If `target` has `**kwargs`,
+    only keys that resemble a valid one are unknown.
     """
     parameters = _signature(target)
     ours = {name: value for name, value in (given or {}).items() if name in parameters}
     before = {name: value for name, value in (bound or {}).items() if name in parameters}
     provided = (*provided, *ours)
+    types = {name: parameter.annotation for name, parameter in parameters.items()}
+    valid = {k: t for k, t in {**types, **dict.fromkeys(beside)}.items() if k not in provided}
     try:
         keys = typed_keys(target, provided, given=before).validate_python(dict(arguments))
     except ValidationError as error:
         called_with = [name for name in provided if name not in ours]
         others = f", in addition to what it is called with: {', '.join(called_with)}"
         missing = f"{getattr(target, '__name__', target)} needs it{others if called_with else ''}"
-        types = {name: parameter.annotation for name, parameter in parameters.items()}
-        valid = {k: t for k, t in {**types, **dict.fromkeys(beside)}.items() if k not in provided}
         problems = problems_of(
             error, valid, prefix=where, known=known, missing=missing, values=arguments
         )
         raise PluginError(*problems) from None
+    if misspelt := list(_misspelt(keys.keys() - parameters.keys(), valid, where)):
+        raise PluginError(*misspelt)
     if taken := [key for key in keys if key in provided]:  # only with **kwargs: all keys are valid
         raise PluginError(
             *(f"{where}.{key}: the run sets this argument; remove it" for key in taken)
         )
     return {**ours, **before, **keys}
+
+
+def _misspelt(further: Collection[str], valid: Collection[str], where: str) -> Iterator[str]:
+    """The problems of keys that only `**kwargs` accepts, but that resemble a valid one."""
+    for key in sorted(further):
+        for near in difflib.get_close_matches(key, valid, n=1, cutoff=0.8):
+            unknown = f"{where}.{key}: unknown key; did you mean {where}.{near}?"
+            yield f"{unknown} If not, declare it as an argument"
 
 
 def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> dict[str, Any]:

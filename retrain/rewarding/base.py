@@ -15,6 +15,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, cast, overload
 
@@ -102,8 +103,8 @@ class RewardCalculator(ABC):
 class FunctionReward(RewardCalculator):
     """A plain or async function as a RewardCalculator; still callable as the function itself.
 
-    `bound` are arguments with fixed values. Raises PluginError when the function requires an
-    argument that is neither bound nor one of ARGUMENTS.
+    `bound` are arguments with fixed values. That the function requires no others is checked later,
+    by `wants`: the YAML may bind arguments of a decorated function.
     """
 
     def __init__(self, function: Callable[..., Any], name: str = "", **bound: Any) -> None:
@@ -111,11 +112,13 @@ class FunctionReward(RewardCalculator):
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.bound = bound
         self.is_async = is_async(function)
-        self._wants = [(wanted, ARGUMENTS[wanted]) for wanted in self._declared()]
         self.needs_answer = requires_answer(function, bound)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **{**self.bound, **kwargs})
+
+    async def setup(self) -> None:
+        _ = self.wants  # before the first rollout, if no YAML made it
 
     async def calculate(self, trajectory: Trajectory) -> Verdict:
         verdict: Any = self.call(trajectory)
@@ -127,18 +130,22 @@ class FunctionReward(RewardCalculator):
 
     def arguments(self, trajectory: Trajectory) -> dict[str, Any]:
         """The arguments that it declares, of this rollout."""
-        return {name: value_of(trajectory) for name, value_of in self._wants}
+        return {name: value_of(trajectory) for name, value_of in self.wants}
 
     def call_with(self, arguments: Mapping[str, Any]) -> Any:
         """What the function returns for these arguments."""
         return self.function(**arguments, **self.bound)
 
-    def _declared(self) -> tuple[str, ...]:
-        """The arguments to call it with, less the bound ones."""
+    @cached_property
+    def wants(self) -> list[tuple[str, Callable[[Trajectory], Any]]]:
+        """The arguments to call it with, less the bound ones, and what makes each of a rollout.
+
+        Raises PluginError if it requires one that is neither bound nor one of ARGUMENTS.
+        """
         parameters = inspect.signature(self.function).parameters.values()
         free = tuple(name for name in NAMES if name not in self.bound)
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return free
+            return [(name, ARGUMENTS[name]) for name in free]
         required = [p.name for p in parameters if p.default is p.empty]
         unknown = [name for name in required if name not in (*free, *self.bound)]
         if unknown or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
@@ -147,7 +154,7 @@ class FunctionReward(RewardCalculator):
                 f"but a reward is called by name with any of {', '.join(NAMES)}. Give other "
                 "arguments a default, or a value in the YAML."
             )
-        return tuple(p.name for p in parameters if p.name in free)
+        return [(p.name, ARGUMENTS[p.name]) for p in parameters if p.name in free]
 
 
 @overload

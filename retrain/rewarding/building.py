@@ -141,4 +141,9 @@ def _function(found: Any, section: RewardConfig, where: str) -> FunctionReward:
         provided=NAMES,
         beside=RewardConfig.model_fields,
     )
-    return FunctionReward(function, made.name if made else "", **keys)
+    scores = FunctionReward(function, made.name if made else "", **keys)
+    try:
+        _ = scores.wants
+    except PluginError as error:
+        raise PluginError(f"{where}: {error}") from None
+    return scores

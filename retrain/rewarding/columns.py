@@ -19,7 +19,7 @@ from retrain.config import RewardConfig
 from retrain.config.binding import bind
 from retrain.errors import PluginError, first_of, shown
 from retrain.rewarding.base import Reward, RewardCalculator, is_async, requires_answer
-from retrain.types import Message, Trajectory
+from retrain.types import Message, Prompt, Row, Trajectory
 
 Form = Literal["text", "messages"]
 LISTS = ("prompts", "completions", "completion_ids")
@@ -71,6 +71,18 @@ class ColumnReward(RewardCalculator):
         )
         return cls(function, form, **bound)
 
+    def check_row(self, row: Row) -> None:
+        self._check_columns(_columns(row))
+
+    def _check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a row has all columns that the function requires."""
+        if missing := sorted(self._required - columns.keys() - self.bound.keys()):
+            raise ValueError(
+                f"{self.name} requires the column {first_of(missing)}, but the row has "
+                f"{first_of(list(columns)) or 'no columns'}. A prompt source's `answer_column` "
+                "renames a column to `answer`."
+            )
+
     async def calculate(self, trajectory: Trajectory) -> Any:
         [verdict] = await self.calculate_group([trajectory])
         return verdict
@@ -93,15 +105,10 @@ class ColumnReward(RewardCalculator):
     def _arguments(self, group: Sequence[Trajectory]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What the function is called with, and the components that its `log_metric` fills."""
         form = self._form_of(group[0])
-        rows = [_columns(trajectory) for trajectory in group]
+        rows = [_columns(trajectory.prompt) for trajectory in group]
+        self._check_columns(rows[0])
         given: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
         given.update(self.bound)
-        if missing := sorted(self._required - given.keys()):
-            raise ValueError(
-                f"it requires the column {first_of(missing)}, but the row has "
-                f"{first_of(list(rows[0])) or 'no columns'}. A prompt source's `answer_column` "
-                "renames a column to `answer`."
-            )
         components: dict[str, Any] = {}
         given |= {
             "prompts": [_prompt(trajectory, form) for trajectory in group],
@@ -148,11 +155,10 @@ def _annotated(parameter: inspect.Parameter | None) -> Form | None:
     return "text" if "list[str]" in text else None
 
 
-def _columns(trajectory: Trajectory) -> dict[str, Any]:
-    prompt = trajectory.prompt
-    answer = {} if prompt.answer is None else {"answer": prompt.answer}
+def _columns(row: Row | Prompt) -> dict[str, Any]:
+    answer = {} if row.answer is None else {"answer": row.answer}
     reserved = (*GIVEN, "prompt", "completion")
-    return answer | {k: value for k, value in prompt.metadata.items() if k not in reserved}
+    return answer | {k: value for k, value in row.metadata.items() if k not in reserved}
 
 
 def _prompt(trajectory: Trajectory, form: Form) -> str | list[Message]:
