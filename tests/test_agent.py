@@ -21,7 +21,7 @@ import pytest
 
 from environments.agent import Agent
 from retrain import find_function, parse_config, run_program, scripted
-from retrain.assembly import assemble, build
+from retrain.assembly import assemble, sections
 from retrain.check import check_environment
 from retrain.concurrency import deadlines
 from retrain.endpoint.server import EndpointServer
@@ -495,6 +495,6 @@ def test_a_config_of_an_agent_needs_no_rewards_but_the_extra(
 ) -> None:
     config = parse_config({"prompts": ["x"], "environment": {"type": "agent", "command": ["sh"]}})
     assert assemble(config).runs_agent
-    monkeypatch.setattr(build, "installed", lambda name: name != "uvicorn")
+    monkeypatch.setattr(sections, "find_spec", lambda name: None if name == "uvicorn" else name)
     with pytest.raises(ConfigError, match=r"agent runs an agent.*\(uvicorn\): .*\[agents\]"):
         assemble(config)

@@ -296,12 +296,11 @@ def test_a_configs_rewards_are_called_and_shown(
     assert text.splitlines() == [
         "ok    the replies, as the rewards get them",
         "      reply '<think>so</think>aa': reasoning 'so', completion 'aa'",
-        "warn  reward 'format'",
-        "      reply '<think>so</think>aa': 0 in N ms",
+        "ok    reward 'format'",
+        "      reply '<think>so</think>aa': 1 in N ms",
         "      empty text: 0 in N ms",
         "      garbage: 0 in N ms",
-        same,
-    ], "these tags allow no text after them"
+    ]
     code, text = shown("rewards={type: scores.py:Ranked, processes: 1}")
     assert code == 0
     assert text.count(": 3 in N ms") == 3, "one call, as in a run"
@@ -353,7 +352,7 @@ def broken(page: str) -> str:
 def slow() -> str:
     "Takes long."
     calls.append("slow")
-    time.sleep(0.1)
+    time.sleep(0.5)
     return "done"
 class Page: pass
 def page() -> object:
@@ -369,7 +368,7 @@ def test_the_tools_of_a_config_are_called_a_few_times_and_their_results_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(replay, "PATIENCE", 0.09)
+    monkeypatch.setattr(replay, "PATIENCE", 0.45)
     (tmp_path / "t.py").write_text(TOOLS)
     names = ("area", "clock", "broken", "slow", "page")
     (tmp_path / "task.yaml").write_text(

@@ -35,18 +35,17 @@ def test_reinforcement_goes_on_from_the_demonstrations(capsys):
     assert sum(rewards[-tenth:]) / tenth > 0.65  # 0.8
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(40)
 @pytest.mark.timeout(300)  # the longest of all
 def test_reinforcement_teaches_what_to_ask_a_tool(capsys):
-    """Four prompts, which take fewer steps than all."""
-    assert main([str(ROOT / "configs" / "tools_sft.yaml"), "train.groups_per_step=16"]) == 0
-    fewer = ("prompts.limit=4", "train.groups_per_step=4", "train.total_train_steps=40")
-    assert main([str(ROOT / "configs" / "tools.yaml"), *fewer, "backend.learning_rate=2e-3"]) == 0
+    assert main([str(ROOT / "configs" / "tools_sft.yaml")]) == 0
+    fewer = "train.total_train_steps=50"
+    assert main([str(ROOT / "configs" / "tools.yaml"), fewer]) == 0
     rows = history("tools")
     rewards = [row["reward/mean"] for row in rows]
     tenth = len(rewards) // 10
-    gained = (sum(rewards[-tenth:]) - sum(rewards[:tenth])) / tenth
-    assert gained > 0.1  # 0.36; 0.15 with another seed
+    assert sum(rewards[:tenth]) / tenth < 0.42
+    assert sum(rewards[-tenth:]) / tenth > 0.45  # about 0.55; 0.63 +- 0.02 ten steps later
     scored, turns = rows[-1]["rollouts/ok"], rows[-1]["rollouts/turns"]
     assert turns > 1.9 * scored, "a call and an answer each, not products by heart"
 

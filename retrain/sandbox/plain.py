@@ -65,7 +65,7 @@ class NoSandbox(Sandbox):
             folder = Path(tempfile.mkdtemp(prefix="retrain-program-"))
             started = time.monotonic()
             try:
-                await in_thread(partial(_write, folder, files))
+                _write(folder, files)
                 async with asyncio.timeout(limits.seconds):
                     done = await run_program(
                         shell, stdin=stdin, cwd=folder, keep=limits.output << 10
