@@ -80,6 +80,7 @@ async def _talk(subject: Subject, arguments: argparse.Namespace, options: dict[s
         if terminal:
             _note(HELP)
         pool = DaemonPool(1, "retrain-stdin")
+        stack.callback(pool.close)
         while (line := await pool.run(lambda: _line(terminal))) is not None:
             if line in ("/quit", "/exit"):
                 break
