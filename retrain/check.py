@@ -102,7 +102,7 @@ def _without_model(config: RunConfig) -> tuple[RunConfig, list[Finding]]:
     try:
         find_model(config.model, config.base_dir)
     except NotFoundError as error:
-        absent = Finding(True, "the model is not there yet", str(error), warning=True)
+        absent = Finding(True, "the model does not exist yet", str(error), warning=True)
         return config.model_copy(update={"model": TINY}), [absent]
     except ConfigError:  # `assemble` reports it with the other problems
         pass

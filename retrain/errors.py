@@ -198,6 +198,9 @@ def first_of(items: Sequence[str], separator: str = ", ", limit: int = 8) -> str
     return separator.join([*items[:limit], *more])
 
 
+NEAR = " (did you mean {!r}?)"
+
+
 def nearest(name: str, known: Iterable[str], said: str = "; did you mean {}?") -> str:
     """`said` with the known name that resembles `name` most; empty if none does."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from retrain.errors import ConfigError, nearest, shown
+from retrain.errors import NEAR, ConfigError, nearest, shown
 
 Normalisation = Literal["token", "sequence", "batch"]
 """What a loss is averaged over: tokens, sequences of token means, or sequences of token sums."""
@@ -202,7 +202,6 @@ LOSSES: dict[str, Loss] = {
 }
 """The losses by name. `algorithm.loss` can also name a function of the user's."""
 
-NEAR = " (did you mean {!r}?)"
 _CUSTOM = Loss()
 _FOREIGN = Loss(normalises_itself=True)
 

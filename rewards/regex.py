@@ -33,7 +33,7 @@ class Regex(RewardCalculator):
             self.pattern = regex.compile(pattern)
         except regex.error as error:
             raise ValueError(
-                f"pattern is {pattern!r}, which is no regular expression: {error}"
+                f"pattern: got {pattern!r}, expected a regular expression ({error})"
             ) from None
         if group is not None and group not in (*range(self.pattern.groups + 1), *self.names):
             raise ValueError(f"group is {group}, which the pattern {pattern!r} does not have")

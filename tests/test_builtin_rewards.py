@@ -227,7 +227,7 @@ async def test_each_case_of_a_reward(name: str) -> None:
         ({"type": "contains", "strings": []}, "at least one"),
         (
             {"type": "regex", "pattern": "("},
-            r"pattern is '\(', which is no .*: missing \)",
+            r"pattern: got '\(', expected a regular expression \(missing \)",
         ),
         ({"type": "regex", "pattern": "a", "group": "b"}, "group is b"),
         ({"type": "regex", "pattern": "a", "timeout": 0.0}, "expected a number > 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -242,6 +243,12 @@ def test_a_long_reply_of_markup_is_read_in_little_time(name: str) -> None:
             assert time.process_time() - started < 1.0, (piece, at)  # a quadratic one takes long
 
 
+def test_the_tag_of_mistral_may_be_in_strings_of_a_call() -> None:
+    tags = {"a": "x[TOOL_CALLS]y", "b": [1, "z[TOOL_CALLS]"], "c": "[TOOL_CALLS] [TOOL_CALLS]"}
+    (found,) = format_named("mistral").find(f"[TOOL_CALLS]add[ARGS]{json.dumps(tags)} hi", 0)
+    assert (found.error, found.arguments) == (None, tags)
+
+
 def test_thousands_of_broken_calls_of_mistral_are_read_in_little_time() -> None:
     for broken in ('[TOOL_CALLS]add[ARGS]{"a": ', '[TOOL_CALLS]add[ARGS]{"a": "\\"'):
         started = time.process_time()
@@ -342,6 +349,7 @@ def test_tools_with_an_unknown_format_are_an_error_that_names_the_formats() -> N
 
 
 PIPES = """
+import json
 import re
 from retrain.chat.formats.base import Format, named_call
 

@@ -189,7 +189,7 @@ def test_the_command_checks_a_file_and_a_config(
     assert "--reply: got the environment own.py:Own" in capsys.readouterr().err
     assert command(["check", "task.yaml", "model=runs/sft/final"]) == 0
     first, advice, fit, *_ = capsys.readouterr().out.splitlines()
-    assert first == "warn  the model is not there yet"
+    assert first == "warn  the model does not exist yet"
     assert advice.startswith(f"      model: folder not found: {tmp_path}/runs/sft/final")
     assert fit.startswith("ok    all parts of the config load")
 

@@ -319,7 +319,7 @@ async def test_deadlines_of_equal_length_end_one_after_the_other_each_at_its_own
     await asyncio.gather(hang("first", 0.05), later())
     await hang("third", 0.05)  # no timer is left
     assert list(took) == ["short", "first", "second", "third"]
-    assert all(took[name] >= 0.049 for name in ("first", "second", "third"))
+    assert all(0.049 <= took[name] < 5 for name in ("first", "second", "third"))
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ class Calculator(RewardCalculator):
             "rewards.0.wieght: unknown key; did you mean rewards.0",
         ),
         ({"type": "r.py:any_", "targt": 1, "proceses": 2}, "rewards.0.targt: unknown key; did you"),
-        ({"type": "r.py:any_", "scale": 1, "onlyif": "x"}, "0.only_if? If not, declare it as an"),
+        ({"type": "r.py:any_", "scale": 1, "onlyif": "x"}, "0.only_if? Otherwise declare it"),
         ({"type": "r.py:decorated"}, "rewards.0.word: missing; decorated needs it, in addition"),
         ({"type": "r.py:by_place"}, "rewards.0: reward 'by_place' requires positional arguments"),
         (

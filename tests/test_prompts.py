@@ -176,8 +176,8 @@ def test_parquet_and_saved_data_sets_are_read(tmp_path: Path) -> None:
             "p.jsonl, line 2, column 11: invalid JSON: Expecting value",
         ),
         ("p.json", '[\n"a",\n}', "p.json, line 3, column 1: invalid JSON"),
-        ("p.jsonl", '"a"\n' + "[" * 10**5, "p.jsonl, line 2: the JSON has too many levels"),
-        ("p.json", "[" * 10**5, "p.json: the JSON has too many levels"),
+        ("p.jsonl", '"a"\n' + "[" * 10**5, "p.jsonl, line 2: the JSON is nested too deeply"),
+        ("p.json", "[" * 10**5, "p.json: the JSON is nested too deeply"),
         (
             "p.json",
             '{"prompt": "a"}',

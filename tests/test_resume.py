@@ -14,6 +14,7 @@ from contextlib import nullcontext, suppress
 from itertools import cycle
 from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -533,7 +534,7 @@ def test_the_ledger_loses_no_ticket_and_gives_none_out_twice(moves):
     def order(epoch):
         return epoch_order(epoch, 5, 0, True)
 
-    ledger, done = Ledger(order), set()
+    ledger, done = Ledger(order, 5), set()
     saved = (ledger.state(), set())
     for move in moves:
         if move == "issue":
@@ -551,7 +552,7 @@ def test_the_ledger_loses_no_ticket_and_gives_none_out_twice(moves):
         elif move == "save":
             saved = (json.loads(json.dumps(ledger.state())), set(done))
         elif move == "crash":
-            ledger, done = Ledger(order), set(saved[1])
+            ledger, done = Ledger(order, 5), set(saved[1])
             ledger.restore(saved[0])
     for _ in range(len(moves) + 5):  # as many as may be open, and an epoch
         ledger.issue()
@@ -564,7 +565,7 @@ async def test_a_long_epoch_is_ordered_in_a_thread_also_after_a_checkpoint_at_it
 
     def order(epoch):
         threads.append(threading.current_thread())
-        return range(2)
+        return numpy.arange(2)  # no sequence has a truth value of its own
 
     ledger = Ledger(order, 1_000_000)
     for restored in False, True:
@@ -580,4 +581,4 @@ async def test_a_long_epoch_is_ordered_in_a_thread_also_after_a_checkpoint_at_it
 
 def test_a_ticket_that_is_not_open_cant_be_retired():
     with pytest.raises(KeyError):
-        Ledger(lambda epoch: [0]).retire([Ticket(0, 0)])
+        Ledger(lambda epoch: [0], 1).retire([Ticket(0, 0)])

@@ -17,6 +17,7 @@ import signal
 import threading
 from asyncio import runners
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context
 from typing import Any, TypeVar
 
 from retrain.errors import AdapterError, DeadlineError, LateError, UserCodeError, blame
@@ -40,9 +41,11 @@ class OwnTask(asyncio.Task[T]):
         self.cancel()
 
 
-def own_task(coroutine: Coroutine[Any, Any, T], name: str | None = None) -> OwnTask[T]:
-    """Start a coroutine in an OwnTask."""
-    task = OwnTask(coroutine, loop=asyncio.get_running_loop(), name=name)
+def own_task(
+    coroutine: Coroutine[Any, Any, T], name: str | None = None, context: Context | None = None
+) -> OwnTask[T]:
+    """Start a coroutine in an OwnTask, with a copy of the current context or with this one."""
+    task = OwnTask(coroutine, loop=asyncio.get_running_loop(), name=name, context=context)
     task.parent = asyncio.current_task()
     return task
 
@@ -63,13 +66,19 @@ async def absorb() -> None:
     task.asked = False
 
 
-async def apart(coroutine: Coroutine[Any, Any, T], name: str, *, abandon: bool = False) -> T:
+async def apart(
+    coroutine: Coroutine[Any, Any, T],
+    name: str,
+    *,
+    abandon: bool = False,
+    context: Context | None = None,
+) -> T:
     """Await a coroutine in its own task, so that user code can't cancel the caller's.
 
     Raises UserCodeError if user code cancelled the task, and what the coroutine raises. With
     `abandon`, a cancellation waits at most STUCK_SECONDS for code that swallows it.
     """
-    task = own_task(coroutine, name)
+    task = own_task(coroutine, name, context)
     interrupted = False
     while not task.done():
         try:
@@ -105,7 +114,12 @@ async def contained(coroutine: Coroutine[Any, Any, T]) -> T:
         raise blame("user code", error) from error
 
 
-async def called(name: str, call: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
+async def called(
+    name: str,
+    call: Callable[..., T | Awaitable[T]],
+    *arguments: Any,
+    context: Context | None = None,
+) -> T:
     """`apart` for one call of a plain or async function of the user."""
 
     async def calling() -> T:
@@ -113,7 +127,7 @@ async def called(name: str, call: Callable[..., T | Awaitable[T]], *arguments: A
         result: T = await returned if inspect.isawaitable(returned) else returned
         return result
 
-    return await apart(contained(calling()), name, abandon=True)
+    return await apart(contained(calling()), name, abandon=True, context=context)
 
 
 async def user_call(
@@ -235,6 +249,7 @@ class _Timers(threading.local):
     """One timer for all limits of equal length, since they end in the order in which they began.
 
     A timer of asyncio for each would take several times as long, to make, to sort and to cancel.
+    Each length keeps a timer until its end, so lengths are to be few: those of the config.
     """
 
     def __init__(self) -> None:

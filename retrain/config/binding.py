@@ -7,7 +7,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import Annotated, Any, NotRequired, Required
 
 from pydantic import ConfigDict, Field, PydanticUserError, Strict, TypeAdapter, ValidationError
@@ -67,12 +67,13 @@ def bind(
     return {**ours, **before, **keys}
 
 
-def _misspelt(further: Collection[str], valid: Collection[str], where: str) -> Iterator[str]:
+def _misspelt(further: Set[str], valid: Collection[str], where: str) -> Iterator[str]:
     """The problems of keys that only `**kwargs` accepts, but that resemble a valid one."""
-    for key in sorted(further):
+    plurals = {f"{name}s" for name in valid} | {name.removesuffix("s") for name in valid}
+    for key in sorted(further - plurals):  # perhaps another argument
         for near in difflib.get_close_matches(key, valid, n=1, cutoff=0.8):
             unknown = f"{where}.{key}: unknown key; did you mean {where}.{near}?"
-            yield f"{unknown} If not, declare it as an argument"
+            yield f"{unknown} Otherwise declare it as an argument of the function"
 
 
 def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> dict[str, Any]:

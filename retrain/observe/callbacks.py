@@ -6,7 +6,8 @@
 
 - Callbacks are called in the given order, one at a time; a hook may be `def` or `async def`.
 - They observe the run and may ask it to stop; they get a copy of the metrics.
-- Each call has its own task, so an `async with` can't be entered in one hook and left in another.
+- Each call has its own task, and all have the same context variables. An `async with` can't be
+  entered in one hook and left in another.
 - An exception in a callback ends the run, with a note that names the callback. `on_train_end` is
   still called on all callbacks, and has `deadlines.stall` for that.
 """
@@ -16,12 +17,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
-from retrain.concurrency.deadlines import called
+from retrain.concurrency.deadlines import adapter_call, called
 from retrain.config import RunConfig
 from retrain.errors import shown
 from retrain.jsonable import default
@@ -151,13 +153,15 @@ class Callbacks:
                     "derived from retrain.Callback"
                 )
         self._callbacks = tuple(callbacks)
+        self._context = copy_context()
+        """Of all calls: a variable that one hook sets is set in the next one."""
 
     async def call(self, hook: Hook, *arguments: object) -> None:
         """Call this hook of every callback; only `on_train_end` goes on after an error."""
         first: Exception | None = None
         for callback in self._callbacks:
             try:
-                await _called(callback, hook, *map(_own_copy, arguments))
+                await self._called(callback, hook, *map(_own_copy, arguments))
             except Exception as error:
                 if hook != "on_train_end":
                     raise
@@ -165,15 +169,20 @@ class Callbacks:
         if first is not None:
             raise first
 
-    async def state(self, fail: Callable[[Exception], None]) -> list[dict[str, Any]]:
+    async def state(
+        self, fail: Callable[[Exception], None], seconds: float
+    ) -> list[dict[str, Any]]:
         """The state of each callback, with the name of its class.
 
-        A callback that fails doesn't cost the checkpoint: its state is empty, and `fail` is called.
+        A callback that fails, or takes longer than `seconds`, doesn't cost the checkpoint: its
+        state is empty, and `fail` is called.
         """
         states: list[dict[str, Any]] = []
         for callback in self._callbacks:
             try:
-                state = await _called(callback, "state_dict")
+                what = f"{type(callback).__name__}.state_dict"
+                call = self._called(callback, "state_dict")
+                state = await adapter_call(what, call, seconds, "checkpoint")
             except Exception as error:  # noqa: BLE001 - the run fails with it, after the checkpoint
                 state = {}
                 fail(error)
@@ -184,21 +193,21 @@ class Callbacks:
         """Restore each callback from the entry at its place, if it is of its class."""
         for callback, entry in zip(self._callbacks, saved, strict=False):
             if entry["of"] == type(callback).__name__ and entry["state"]:
-                await _called(callback, "load_state_dict", dict(entry["state"]))
+                await self._called(callback, "load_state_dict", dict(entry["state"]))
 
-
-async def _called(callback: Callback, hook: str, *arguments: object) -> Any:  # any: of user code
-    """Call a method in a task of its own. An error gets a note that names it."""
-    name = f"{type(callback).__name__}.{hook}"
-    try:
-        returned = await called(name, getattr(callback, hook), *arguments)
-        return _copied(returned) if hook == "state_dict" else returned
-    except Exception as error:
-        note = "raised by the callback "
-        # A trainer's own callback calls those of its user: only the inner one is named.
-        if not any(known.startswith(note) for known in getattr(error, "__notes__", ())):
-            error.add_note(f"{note}{name}")
-        raise
+    async def _called(self, callback: Callback, hook: str, *arguments: object) -> Any:
+        """Call a method in its own task. An error gets a note that names it."""
+        name = f"{type(callback).__name__}.{hook}"
+        try:
+            method = getattr(callback, hook)
+            returned = await called(name, method, *arguments, context=self._context)
+            return _copied(returned) if hook == "state_dict" else returned
+        except Exception as error:
+            note = "raised by the callback "
+            # A trainer's own callback calls those of its user: only the inner one is named.
+            if not any(known.startswith(note) for known in getattr(error, "__notes__", ())):
+                error.add_note(f"{note}{name}")
+            raise
 
 
 def _copied(state: Any) -> dict[str, Any]:  # any: of user code

@@ -7,30 +7,31 @@ same order; groups that were finished by then are in the checkpoint and are not 
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from retrain.concurrency.threads import in_thread
 from retrain.types import Ticket
 
 AT_ONCE = 10_000
 """Rows of an epoch that are put in order on the event loop, which takes milliseconds."""
 
 TWICE = range(2)
-"""A checkpoint may be at the end of its epoch, whose rows show that it is."""
+"""A checkpoint may be at the end of its epoch, which only the length of the order shows."""
 
 
 class Ledger:
     """Issues tickets, epoch after epoch; `order(epoch)` lists the rows in the order of issue."""
 
-    def __init__(self, order: Callable[[int], Sequence[int]], rows: int = 0) -> None:
+    def __init__(self, order: Callable[[int], Sequence[int]], rows: int) -> None:
         """`rows` is the number of rows in an epoch, which decides what `ready` does."""
         self._order_of, self._rows = order, rows
         self.epoch = 0
         self._position = 0
-        self._order: Sequence[int] = ()
-        """That of the epoch; empty until its first row is issued."""
+        self._order: Sequence[int] | None = None
+        """That of the epoch, once it was needed."""
         self._again: deque[Ticket] = deque()
         self.open: dict[Ticket, None] = {}
         """Issued and not trained yet, in the order of issue."""
@@ -40,7 +41,7 @@ class Ledger:
         20 seconds), in a thread. Otherwise `issue` does it."""
         for _ in TWICE if self._rows > AT_ONCE else ():
             if self._turned():
-                self._order = await asyncio.to_thread(self._order_of, self.epoch)
+                self._order = await in_thread(partial(self._order_of, self.epoch))
 
     def issue(self, *, fresh: bool = False) -> Ticket:
         """The next ticket: one that was reissued, else (or if `fresh`) the epoch's next row."""
@@ -72,7 +73,7 @@ class Ledger:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`: what was open then is issued again first."""
         self.epoch, self._position = state["epoch"], state["position"]
-        self._order = ()
+        self._order = None
         self.open = {}
         self._again = deque(Ticket.parse(text) for text in (*state["open"], *state["again"]))
 
@@ -80,14 +81,15 @@ class Ledger:
         for _ in TWICE:
             if self._turned():
                 self._order = self._order_of(self.epoch)
+        assert self._order is not None
         row = self._order[self._position]
         self._position += 1
         return Ticket(self.epoch, row)
 
     def _turned(self) -> bool:
         """Begin the next epoch if all rows of this one are issued; whether its order is needed."""
-        if self._order and self._position == len(self._order):
+        if self._order is not None and self._position == len(self._order):
             self.epoch += 1
             self._position = 0
-            self._order = ()
-        return not self._order
+            self._order = None
+        return self._order is None

@@ -39,7 +39,9 @@ async def checkpoint(run: Run) -> None:
     if run.checkpoints.saved == run.step:
         return
     await run.evaluation.previous()
-    callbacks = await run.callbacks.state(run.failed_callback)  # before: user code is not to run
+    callbacks = await run.callbacks.state(
+        run.failed_callback, run.config.deadlines.checkpoint
+    )  # before: user code is not to run
     fill = partial(_fill, run, callbacks)
     path = await run.within(
         "save",
@@ -114,7 +116,8 @@ async def restore(run: Run) -> None:
             f"this run can't be resumed: its prompts had {before} rows, now they have {rows}. "
             "Restore the data, or start a new run with --run-dir."
         )
-    if saved.counters.get("rows_hash", run.rows_hash) != run.rows_hash:
+    hashed = saved.counters.get("rows_hash")
+    if hashed and run.rows_hash and hashed != run.rows_hash:
         run.record.fault(
             "the rows of the prompts are not those of the checkpoint, so the rest of the run "
             "trains on other prompts. Restore the data, or make its source return the same rows "

@@ -120,7 +120,7 @@ async def _open_and_drive(
             if resume:
                 await apart(contained(restore(run)), "restore")
             elif start_from is not None:
-                await apart(begin_from(run, start_from), "begin")
+                await apart(contained(begin_from(run, start_from)), "begin")
             with rare_collections(run.in_flight):
                 return await drive(run)
         except (Exception, asyncio.CancelledError) as error:

@@ -23,7 +23,7 @@ from retrain.errors import PromptError, blame
 from retrain.types import Message, Prompt, Row, Ticket
 
 HASHED = 16
-"""About so many rows are in the hash by which a resume finds that a source has changed."""
+"""The approximate number of rows in the hash by which a resume finds that a source has changed."""
 
 
 class EmptyPromptError(ValueError):
@@ -120,11 +120,11 @@ class PromptSource(ABC):
             raise PromptError(f"{self.place(index)}: {error}") from None
 
     def rows_hash(self) -> str:
-        """A hash of rows in equal distances; empty if not all rows are read at the start."""
-        if not self.read_at_start:
-            return ""
-        found = hashlib.sha256()
-        for index in range(0, len(self), max(1, len(self) // HASHED)):
+        """A hash of rows in equal distances: of the first and the last one if the others are not
+        read at the start."""
+        found, count = hashlib.sha256(), len(self)
+        distance = count // HASHED if self.read_at_start else count - 1
+        for index in range(0, count, max(1, distance)):
             row = self.checked_row(index)
             parts = [(message["role"], message["content"]) for message in row.messages]
             found.update(repr((parts, row.answer)).encode(errors="replace"))

@@ -34,7 +34,7 @@ CACHED = 256 * 2**20
 """Bytes of parquet row groups that are kept in memory, at least one."""
 LONGEST = 2**31 - 1
 """Characters of a field of csv, whose limit is 131072 by default: less than a long context."""
-TOO_DEEP = "the JSON has too many levels of lists and objects in each other"
+TOO_DEEP = "the JSON is nested too deeply"
 BOM = b"\xef\xbb\xbf"
 _DECODER = json.JSONDecoder()
 _SCAN: Callable[[str, int], tuple[Any, int]] = vars(_DECODER)["scan_once"]

@@ -64,7 +64,7 @@ class NoSandbox(Sandbox):
             # Not in a thread, which a cancellation would abandon with its folder.
             folder = Path(tempfile.mkdtemp(prefix="retrain-program-"))
             started = time.monotonic()
-            try:
+            try:  # nor these, which are small: such a thread would still write
                 _write(folder, files)
                 async with asyncio.timeout(limits.seconds):
                     done = await run_program(

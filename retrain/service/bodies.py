@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from retrain.errors import nearest, shown
-from retrain.losses import NEAR
+from retrain.errors import NEAR, nearest, shown
 from retrain.protocols.training import AdamParams
 from retrain.service.errors import invalid
 from retrain.service.trainable import Tuning

@@ -102,7 +102,7 @@ class TinkerProtocol(Protocol):
         return {"supported_models": [model]}
 
     async def _create_session(self, call: Call) -> Json:
-        metadata(call.body)  # not kept, but refused as everywhere
+        metadata(call.body)  # not kept, but checked as in all requests
         return {"session_id": self._service.create_session().id, "type": "create_session"}
 
     async def _heartbeat(self, call: Call) -> Json:

@@ -125,7 +125,8 @@ class Hooks(Callback):
 
     async def state_dict(self) -> Any:
         assert self.run is not None
-        return {"callbacks": await self._callbacks.state(self.run.failed_callback)}
+        seconds = self.run.config.deadlines.checkpoint
+        return {"callbacks": await self._callbacks.state(self.run.failed_callback, seconds)}
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
         await self._callbacks.restore(state["callbacks"])

@@ -45,8 +45,8 @@ _AS_HTTPX: tuple[tuple[type[Exception], type[httpx.TransportError]], ...] = (
     (Exception, httpx.ReadError),
 )
 """aiohttp's errors as httpx's; the first row that fits decides."""
-_HIDDEN = re.compile(r"(?<=//)[^/@\s]*@| ssl:\S+")
-"""The user and password in a proxy's URL."""
+_HIDDEN = re.compile(r"(?<=//)[^/@\s]*@| ssl:(?:<[^>]*>|\S+)")
+"""What an error does not show: the credentials of a proxy, and the client's setting of TLS."""
 
 
 class NetworkTransport(httpx.AsyncBaseTransport):

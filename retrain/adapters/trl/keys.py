@@ -12,8 +12,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from retrain.errors import nearest
-from retrain.losses import LOSSES, NEAR
+from retrain.errors import NEAR, nearest
+from retrain.losses import LOSSES
 
 _SAMPLER = "it has no effect: this adapter's own sampler generates the completions"
 _DATA = "it has no effect: the batches come from the run, not from a data set of TRL's"

@@ -74,7 +74,8 @@ def _read_json(text: str, at: int, end: int) -> tuple[Any, int]:
         except ValueError as error:
             if end >= len(text) or not str(error).startswith("Unterminated string"):
                 raise
-            end += end - at
+            end = text.find(TAG, end + (end - at))
+            end = len(text) if end < 0 else end
 
 
 def _decoded(call: object) -> object:

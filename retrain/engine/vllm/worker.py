@@ -74,6 +74,10 @@ class Extension:
     def retrain_reload(self, weights_path: str) -> None:
         """vLLM's `reload_weights` from a folder, and a tied head too."""
         worker: Any = self
+        if self.retrain_unfinished:  # of a run that was killed: its layers wait for weights
+            config = worker.vllm_config.model_config
+            finalize_layerwise_reload(worker.model_runner.get_model(), config)
+            self.retrain_unfinished = False
         worker.reload_weights(weights_path=weights_path)
         repack_tied_head(worker)
 
