@@ -245,7 +245,7 @@ def test_a_long_reply_of_markup_is_read_in_little_time(name: str) -> None:
 
 def test_the_tag_of_mistral_may_be_in_strings_of_a_call() -> None:
     tags = {"a": "x[TOOL_CALLS]y", "b": [1, "z[TOOL_CALLS]"], "c": "[TOOL_CALLS] [TOOL_CALLS]"}
-    (found,) = format_named("mistral").find(f"[TOOL_CALLS]add[ARGS]{json.dumps(tags)} hi", 0)
+    found, *_ = format_named("mistral").find(f"[TOOL_CALLS]add[ARGS]{json.dumps(tags)} hi", 0)
     assert (found.error, found.arguments) == (None, tags)
 
 
