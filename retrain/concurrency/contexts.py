@@ -1,4 +1,4 @@
-"""ContextTask: an async context manager that is entered and left in one task of its own."""
+"""ContextTask: an async context manager that is entered and left in a separate task."""
 
 from __future__ import annotations
 

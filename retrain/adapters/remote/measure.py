@@ -74,7 +74,7 @@ class Trainee(Protocol):
     async def step(self, datums: Sequence[Datum], adam: AdamParams, *, apart: bool = False) -> None:
         """One update with the loss, whose weights are the advantages.
 
-        With `apart`, each row is sent in a request of its own.
+        With `apart`, each row is sent in a separate request.
         """
 
 
