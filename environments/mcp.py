@@ -26,11 +26,10 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -65,6 +64,8 @@ TRUST_SECONDS = 1.0
 MOST_LOG = 2**20
 """Bytes of a server's output that may be kept."""
 VARIABLE = re.compile(r"\$\{(\w+)\}")
+SECRET = "env", "headers"
+"""The keys of a server whose values no error shows."""
 TAIL = 1000
 """Characters of a server's last output in an error."""
 
@@ -90,25 +91,33 @@ def _printed(record: logging.LogRecord) -> bool:
     return False
 
 
-def _filled(text: str) -> str:
-    """The text with the environment variables in it; raises ValueError for one that is not set."""
-    if unset := [name for name in VARIABLE.findall(text) if name not in os.environ]:
-        raise ValueError(f"the environment variable {unset[0]} is not set")
-    return VARIABLE.sub(lambda match: os.environ[match[1]], text)
+def _filled_in(key: str, given: Any) -> dict[Any, str]:
+    """A mapping of strings with the environment variables filled in.
 
-
-Filled = Annotated[str, AfterValidator(_filled)]
+    Raises ValueError, which names the place and shows no value, if it is something else or a
+    variable is not set.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{key}: expected a mapping of strings")
+    for name, text in given.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{key}.{name}: expected a string; put the value in quotes")
+        if unset := [found for found in VARIABLE.findall(text) if found not in os.environ]:
+            raise ValueError(f"{key}.{name}: the environment variable {unset[0]} is not set")
+    return {
+        name: VARIABLE.sub(lambda match: os.environ[match[1]], text) for name, text in given.items()
+    }
 
 
 class Server(BaseModel):
     """A server: a program, or a URL."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     command: list[str] = Field([], description="The program and its arguments.")
-    env: dict[str, Filled] = Field({}, repr=False, description="The program's variables.")
+    env: dict[str, str] = Field({}, repr=False, description="The program's variables.")
     url: str = Field("", repr=False, description="The URL of a server that runs.")
-    headers: dict[str, Filled] = Field({}, repr=False, description="Of each request to the URL.")
+    headers: dict[str, str] = Field({}, repr=False, description="Of each request to the URL.")
     prefix: str = Field("", description="What the names of its tools begin with.")
 
     @model_validator(mode="before")
@@ -118,6 +127,14 @@ class Server(BaseModel):
             words = ", ".join((["python"] if given.endswith(".py") else []) + given.split())
             raise ValueError(f"expected a mapping, such as {{command: [{words}]}}")
         return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_secrets(cls, given: Any) -> Any:
+        """Fill in the variables. An error of a single field would show its value."""
+        if not isinstance(given, Mapping):
+            return given
+        return {**given, **{key: _filled_in(key, given[key]) for key in SECRET if key in given}}
 
     @field_validator("command", mode="before")
     @classmethod
@@ -181,7 +198,7 @@ class Mcp(ToolEnvironment):
         if not servers:
             raise ConfigError("environment.servers: got an empty list, expected servers")
         self.servers = [
-            _located(server, base_dir, f"environment.servers.{index}.command")
+            _located(server, base_dir, f"environment.servers.{index}")
             for index, server in enumerate(servers)
         ]
         self.allowed, self.share = tools, share
@@ -426,9 +443,18 @@ async def _connected(servers: Sequence[Server]) -> AsyncIterator[list[Connection
         yield connections
 
 
-def _located(server: Server, base_dir: Path, where: str) -> Server:
+def _located(given: Server | Mapping[str, Any], base_dir: Path, where: str) -> Server:
     """The server with the path of its program; raises ConfigError."""
-    command = server.command and find_command(server.command, base_dir, where)
+    try:
+        server = Server.model_validate(given)  # a mapping if Python code made the environment
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, (where, *found['loc'])))}: "
+            + found["msg"].removeprefix("Value error, ")
+            for found in error.errors()
+        ]
+        raise ConfigError(*problems) from None
+    command = server.command and find_command(server.command, base_dir, f"{where}.command")
     return server.model_copy(update={"command": command})
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import inspect
 import marshal
+import math
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -149,15 +151,25 @@ class Database:
         return queried(self.source, self.image, query, seconds, most)
 
     def rows_apart(self, query: str, seconds: float, most: int) -> Rows:
-        """The rows of a query of the model, in its own process. Raises ValueError."""
+        """The rows of a query of the model, in its own process.
+
+        Raises ValueError for a query that fails, and RuntimeError if a signal ended the process:
+        the rollout fails and gets no score. Ctrl-C does not reach the process, which has its own
+        session. It sets an alarm, so that it ends even if its parent was killed.
+        """
         given = marshal.dumps((self.source, self.image, query, seconds, most))
-        command = [sys.executable, "-I", "-S", "-c", PROGRAM]
+        limit = seconds + START_SECONDS
+        command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(math.ceil(limit))]
         try:
             done = subprocess.run(
-                command, input=given, capture_output=True, timeout=seconds + START_SECONDS
+                command, input=given, capture_output=True, timeout=limit, start_new_session=True
             )
         except subprocess.TimeoutExpired:
             raise ValueError("interrupted") from None
+        if done.returncode == -signal.SIGALRM:
+            raise ValueError("interrupted")
+        if done.returncode < 0:
+            raise RuntimeError(f"signal {-done.returncode} ended the process of the query")
         if done.returncode:
             raise ValueError(f"the query ended its process: {done.stderr.decode()[-200:]}")
         rows: Rows | str = marshal.loads(done.stdout)
@@ -221,7 +233,11 @@ def allowed(action: int, _first: Any, name: Any, *_: Any) -> int:
 
 
 def main() -> None:
-    """The process of a query: writes its rows, or what is wrong with it."""
+    """The process of a query: writes its rows, or what is wrong with it.
+
+    The default action of SIGALRM ends the process even inside SQLite's C code.
+    """
+    signal.alarm(int(sys.argv[1]))
     try:
         result: Rows | str = queried(*marshal.load(sys.stdin.buffer))
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
@@ -232,7 +248,7 @@ def main() -> None:
 PROGRAM = "\n".join(
     [
         "from __future__ import annotations",
-        "import marshal, sqlite3, sys, threading",
+        "import marshal, signal, sqlite3, sys, threading",
         "from contextlib import contextmanager",
         f"READS, LENGTH, MOST = {READS}, {LENGTH}, {MOST}",
         *map(inspect.getsource, (queried, interrupted, read, allowed, main)),

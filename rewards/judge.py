@@ -109,7 +109,7 @@ class Judge(RewardCalculator):
         self.rubric, self.rivals = rubric, rivals
         self.template = template or (PAIR_TEMPLATE if mode == "pairwise" else TEMPLATE)
         self.budget = Budget(
-            at_once=concurrency,
+            concurrency=concurrency,
             price=price,
             max_calls=max_calls,
             max_total_tokens=max_total_tokens,

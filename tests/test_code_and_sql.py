@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import marshal
+import signal
 import sqlite3
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,8 @@ import pytest
 
 from environments.code import Code
 from environments.echo import Echo
-from environments.sql import Sql
-from retrain import Action, ConfigError, Prompt, StepResult, Trajectory, Turn
+from environments.sql import PROGRAM, Sql, found, opened
+from retrain import Action, ConfigError, Prompt, StepResult, Trajectory, Turn, in_thread
 from retrain.assembly import assemble
 from retrain.assembly import rows as assembly_rows
 from retrain.config import parse_config
@@ -224,16 +229,43 @@ async def test_a_query_only_reads_and_ends(tmp_path: Path, file: bool) -> None:
     assert path.read_bytes() == before
 
 
+BLOB = "replace(hex(zeroblob(6000)), '00', '{}')"
+CALL = f"trim({BLOB.format('a')}, {BLOB.format('b')} || 'a')"
+SLOW = f"SELECT {', '.join([CALL] * 2000)}"
+"""Calls in one row, of which each takes a tenth of a second: minutes in total."""
+
+
 async def test_a_query_that_looks_for_no_interruption_is_killed(monkeypatch: Any) -> None:
-    """Calls in one row, of which each takes a tenth of a second: an hour in total."""
     monkeypatch.setattr("environments.sql.START_SECONDS", 0.8)
-    text = "replace(hex(zeroblob({})), '00', '{}')"
-    call = f"trim({text.format(6000, 'a')}, {text.format(6000, 'b')} || 'a')"
-    query = f"SELECT {', '.join([call] * 2000)}"
     started = time.monotonic()
-    [result] = await played(Sql(seconds=0.2, attempts=2), asking("SELECT 1"), query)
+    [result] = await played(Sql(seconds=0.2, attempts=2), asking("SELECT 1"), SLOW)
     assert time.monotonic() - started < 20
     assert result.observation[0]["content"] == "error: interrupted"
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGALRM"])
+async def test_a_query_whose_process_is_killed_is_no_wrong_answer(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a process that leads its own session may kill its group here."""
+    alone = "import os, signal\nassert os.getsid(0) == os.getpid()\n"
+    monkeypatch.setattr("environments.sql.PROGRAM", f"{alone}os.killpg(0, signal.{end})")
+    playing = played(Sql(attempts=2), asking("SELECT 1"), "SELECT 1")
+    if end == "SIGALRM":
+        [result] = await playing
+        assert result.observation[0]["content"] == "error: interrupted"
+        return
+    with pytest.raises(RuntimeError, match="signal 9 ended the process of the query"):
+        await playing
+
+
+async def test_a_query_ends_without_its_parent() -> None:
+    """The parent's own time limit is far away."""
+    database = opened(found(None, Path()))
+    given = marshal.dumps((database.source, database.image, SLOW, 60.0, 9))
+    command = [sys.executable, "-I", "-S", "-c", PROGRAM, "1"]
+    done = await in_thread(partial(subprocess.run, command, input=given, timeout=60))
+    assert done.returncode == -signal.SIGALRM
 
 
 async def test_the_model_sees_the_tables_and_a_wrong_answer_is_an_error() -> None:

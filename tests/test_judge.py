@@ -22,6 +22,8 @@ from retrain.errors import ConfigError
 from retrain.observe.run_dir import read_metrics
 from retrain.pipeline import train
 from retrain.rollout.calls import Calls
+from retrain.transport.budgets import Budget
+from retrain.transport.replies import ReplyCache
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 from rewards import judge
 from tests.fake_weaver import serve
@@ -190,6 +192,21 @@ async def test_equal_requests_are_sent_once_and_a_file_keeps_them(tmp_path):
     async with scorer_of(lambda body: "Score: 0", **keys) as (scorer, server):
         assert [t.reward for t in await scored(scorer, "a", "b", "c")] == [0.5, 0.5, 0.0]
         assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_a_cache_keeps_any_string_and_reads_the_files_of_older_versions(tmp_path, file):
+    cache = ReplyCache(tmp_path / "x.sqlite" if file else None)
+    cache.open()
+    cache.put("a", "5 \ud800 é")
+    cache._do("INSERT INTO replies VALUES ('old', 'é')")
+    assert [cache.get(key) for key in ("a", "old", "none")] == ["5 \ud800 é", "é", None]
+    cache.close()
+
+
+def test_the_error_of_a_budget_names_its_argument():
+    with pytest.raises(ValueError, match="concurrency: got 0, expected an integer >= 1"):
+        Budget(concurrency=0)
 
 
 def refusing(*statuses, after="0"):

@@ -20,7 +20,7 @@ import pytest
 
 from environments import mcp
 from environments.mcp import Mcp, Server
-from retrain import ConfigError, in_thread
+from retrain import ConfigError, ContextTask, in_thread
 from retrain.assembly import assemble
 from retrain.config import parse_config
 from tests.tools_kit import PROMPT, answers, played, written
@@ -253,8 +253,13 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
         ([{"url": "http://x", "env": {"A": "1"}}], "servers.0: `env` is only for `command`"),
         ([{"command": ["sh"], "headers": {"A": "1"}}], "servers.0: `headers` is only for `url`"),
         (
-            [{"url": "http://x", "headers": {"A": "${NOT_SET_HERE}"}}],
-            "servers.0.headers.A: got '${NOT_SET_HERE}', but the environment variable NOT_SET_",
+            [{"url": "http://x", "headers": {"A": "Bearer sk-secret ${NOT_SET_HERE}"}}],
+            "servers.0: headers.A: the environment variable NOT_SET_HERE is not set",
+        ),
+        ([{"url": "http://x", "headers": "sk-secret"}], "servers.0: headers: expected a mapping"),
+        (
+            [{"command": ["sh"], "env": {"A": ["sk-secret"]}}],
+            "servers.0: env.A: expected a string; put the value in quotes",
         ),
         (
             [{"comand": ["sh"]}],
@@ -266,8 +271,43 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
 )
 def test_wrong_servers_are_reported_before_the_run(servers: list[Any], problem: str) -> None:
     environment = {"type": "mcp", "servers": servers}
-    with pytest.raises(ConfigError, match=re.escape(f"environment.{problem}")):
+    with pytest.raises(ConfigError, match=re.escape(f"environment.{problem}")) as raised:
         assemble(parse_config({"prompts": ["a="], "environment": environment}))
+    assert "sk-secret" not in str(raised.value)
+
+
+def test_servers_may_be_mappings_in_python() -> None:
+    servers: list[Any] = [{"command": ["sh"], "env": {"A": "1"}}]
+    assert Mcp(servers=servers).servers == mcp_of(*servers).servers
+    servers.append({"url": "http://x", "headers": {"A": "sk-secret ${NOT_SET_HERE}"}})
+    problem = r"^environment.servers.1: headers.A: the environment variable NOT_SET_HERE is not set"
+    with pytest.raises(ConfigError, match=problem):
+        Mcp(servers=servers)
+    with pytest.raises(ConfigError, match=r"^environment.servers.0.prefix: Input should be a"):
+        Mcp(servers=[{"command": ["sh"], "prefix": 1}])  # type: ignore[list-item]
+
+
+async def test_a_context_that_cancels_itself_or_exits_fails_for_who_opens_it() -> None:
+    @asynccontextmanager
+    async def failing(how: str) -> AsyncIterator[None]:
+        await asyncio.sleep(0)
+        if how == "exits":
+            raise SystemExit(3)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+        yield
+
+    context = ContextTask(partial(failing, "cancels"), "sessions")
+    problem = "^sessions: the context cancelled itself while it opened$"
+    with pytest.raises(ConnectionError, match=problem):
+        await context.open()
+    await context.close()
+    context = ContextTask(partial(failing, "exits"), "sessions")
+    with pytest.raises(SystemExit, match="3"):
+        await context.open()
+    await context.close()
 
 
 def test_the_missing_package_is_named_with_the_command_that_installs_it(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Generic, TypeVar
 
+from retrain.concurrency.deadlines import is_theirs
+
 T = TypeVar("T")
 
 
@@ -29,7 +31,10 @@ class ContextTask(Generic[T]):
         return self._value if self._task is not None and not self._task.done() else None
 
     async def open(self) -> T:
-        """Enter a new one, and leave the one before. Raises what entering raises."""
+        """Enter a new one, and leave the one before.
+
+        Raises what entering raises, and ConnectionError if the context cancels its own task.
+        """
         await self.close()
         ready: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._leave = asyncio.Event()
@@ -55,8 +60,16 @@ class ContextTask(Generic[T]):
                 if not ready.done():
                     ready.set_result(value)
                     await leave.wait()
-        except Exception as error:  # noqa: BLE001 - once it is open, whoever uses it sees it fail
-            if not ready.done():
+        except asyncio.CancelledError:
+            if not ready.done():  # a caller that is cancelled has cancelled `ready`
+                ready.set_exception(
+                    ConnectionError(f"{self._name}: the context cancelled itself while it opened")
+                )
+            raise
+        except BaseException as error:  # in a task, SystemExit would end the event loop
+            if not is_theirs(error):
+                raise
+            if not ready.done():  # once it is open, whoever uses it sees it fail
                 ready.set_exception(error)
         finally:
             if not ready.done():

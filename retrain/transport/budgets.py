@@ -14,26 +14,26 @@ from retrain.types import Message, Metrics
 class Budget:
     """Limits the calls of a client, and counts them and their tokens; `open` it first.
 
-    `at_once` is the most calls at the same time, `price` the dollars per million tokens of prompts
-    and of replies. A limit of None is none.
+    `concurrency` is the most calls at the same time, `price` the dollars per million tokens of
+    prompts and of replies. None means no limit.
     """
 
     def __init__(
         self,
         *,
-        at_once: int,
+        concurrency: int,
         price: tuple[float, float] | None = None,
         max_calls: int | None = None,
         max_total_tokens: int | None = None,
         max_cost: float | None = None,
     ) -> None:
         """Raises ValueError for keys that make no sense."""
-        if at_once < 1:
-            raise ValueError(f"concurrency: got {at_once}, expected an integer >= 1")
+        if concurrency < 1:
+            raise ValueError(f"concurrency: got {concurrency}, expected an integer >= 1")
         self._price = price or (0.0, 0.0)
         if max_cost is not None and self._price == (0.0, 0.0):
             raise ValueError("max_cost: needs the price of tokens; set price")
-        self._at_once = at_once
+        self._concurrency = concurrency
         self._limits = {
             "max_calls": max_calls, "max_total_tokens": max_total_tokens, "max_cost": max_cost
         }  # fmt: skip
@@ -44,7 +44,7 @@ class Budget:
 
     def open(self) -> None:
         """For the event loop that runs now."""
-        self._bound, self._settled = asyncio.Semaphore(self._at_once), asyncio.Condition()
+        self._bound, self._settled = asyncio.Semaphore(self._concurrency), asyncio.Condition()
 
     async def ask(self, client: ChatClient, messages: Sequence[Message]) -> str:
         """The text of `client.ask`; raises BudgetError when the budget is used up."""

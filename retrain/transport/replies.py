@@ -11,7 +11,7 @@ MOST_IN_MEMORY = 100_000
 
 
 class ReplyCache:
-    """Keeps texts by keys; `open` it first. Several runs may use the file of one `path`."""
+    """Stores strings by key; `open` it first. Several runs may use the file of one `path`."""
 
     def __init__(self, path: Path | None) -> None:
         """By default the replies are in memory."""
@@ -42,15 +42,24 @@ class ReplyCache:
     def get(self, key: str) -> str | None:
         """The reply to a request; None if there is none."""
         row = self._do("SELECT text FROM replies WHERE key = ?", key).fetchone()
-        return None if row is None else str(row[0])
+        if row is None:
+            return None
+        [text] = row
+        if isinstance(text, bytes):
+            return text.decode("utf-8", "surrogatepass")
+        return str(text)  # in a file of an older version
 
     def put(self, key: str, text: str) -> None:
-        """Keep a reply."""
-        self._do("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, text)
+        """Keep a reply. SQLite has no strings with lone surrogates, so it gets bytes."""
+        self._do(
+            "INSERT OR REPLACE INTO replies VALUES (?, ?)",
+            key,
+            text.encode("utf-8", "surrogatepass"),
+        )
         if self._path is None:
             newest = "SELECT MAX(rowid) FROM replies"
             self._do(f"DELETE FROM replies WHERE rowid <= ({newest}) - {MOST_IN_MEMORY}")
 
-    def _do(self, statement: str, *values: str) -> sqlite3.Cursor:
+    def _do(self, statement: str, *values: str | bytes) -> sqlite3.Cursor:
         assert self._file is not None, "open it first"
         return self._file.execute(statement, values)
