@@ -334,13 +334,17 @@ async def test_a_connection_lost_after_the_request_was_sent_may_have_acted() -> 
     assert (raised.value.code, raised.value.may_have_acted) == ("disconnect", True)
 
 
-async def test_a_refused_connection_cannot_have_acted() -> None:
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_a_refused_connection_cannot_have_acted(scheme: str) -> None:
     async with loopback(lambda reader, writer: asyncio.sleep(0)) as url:
         pass  # closed again: nobody listens on that port
+    url = url.replace("http", scheme)
     async with HttpClient(url, policy=RetryPolicy(attempts=1)) as remote:
         with pytest.raises(RemoteError, match="could not reach") as raised:
             await remote.send(Call("POST", "x", idempotent=False), body)
     assert (raised.value.code, raised.value.may_have_acted) == ("connect", False)
+    assert "ssl:" not in str(raised.value)
+    assert "object at" not in str(raised.value)
 
 
 async def test_https_to_a_plain_port_is_told_at_once() -> None:
