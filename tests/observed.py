@@ -43,7 +43,7 @@ class ObservedRun:
         result = TrainingResult(
             status, self.step, 1, self.run_dir.path, rows[-1] if rows else {}, rows
         )
-        await callbacks.call("on_train_end", self, result)
+        await callbacks.end(self, result, 60.0)
         return result
 
 

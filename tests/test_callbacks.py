@@ -82,8 +82,8 @@ async def test_every_callback_hears_of_the_end_and_the_first_error_is_raised(
 ) -> None:
     last = RaisingToo()
     with pytest.raises(ValueError, match="first"):
-        await Callbacks([Raising(), last]).call(
-            "on_train_end", run, TrainingResult("completed", 0, 0, tmp_path)
+        await Callbacks([Raising(), last]).end(
+            run, TrainingResult("completed", 0, 0, tmp_path), 60.0
         )
     assert last.called
 

@@ -499,12 +499,21 @@ async def test_p1_a_resume_that_fails_keeps_the_checkpoint(tmp_path):
     assert trained_once(tmp_path)
 
 
+class HearsTheEnd(Callback):
+    def on_train_end(self, trainer, result):
+        self.status = result.status
+
+
 @pytest.mark.parametrize(
     ("worst", "error", "message"),
     [
         (cancel_while_waiting, UserCodeError, "user code cancelled the task 'Worst.on_train_end'"),
         (throws(SystemExit(0)), UserCodeError, "user code raised SystemExit: 0"),
-        (asyncio.Event().wait, DeadlineError, "on_train_end took longer than deadlines.stall"),
+        (
+            asyncio.Event().wait,
+            DeadlineError,
+            "^Worst.on_train_end took longer than deadlines.stall = 2.0 s",
+        ),
     ],
 )
 async def test_a_callback_can_neither_hide_nor_delay_the_end(tmp_path, worst, error, message):
@@ -512,8 +521,9 @@ async def test_a_callback_can_neither_hide_nor_delay_the_end(tmp_path, worst, er
     config = config_in(tmp_path, deadlines={"stall": 2.0})
     async with asyncio.timeout(30):
         with pytest.raises(error, match=message):
-            await train(config, callbacks=[Worst("on_train_end", worst)])
+            await train(config, callbacks=[Worst("on_train_end", worst), (last := HearsTheEnd())])
     assert events(tmp_path, "end")[-1]["status"] == "completed"
+    assert last.status == "completed", "the callbacks after it are called too"
 
 
 class Reports(Judge):
@@ -636,21 +646,22 @@ from retrain.observe.callbacks import Callback
 from retrain.pipeline import train
 
 class Blocks(Callback):
-    def on_step_end(self, trainer, step, metrics):
-        if step == 3:
+    def HOOK(self, trainer, *arguments):
+        if trainer.step >= 3:
             time.sleep(3600)
 
-config = mock_config(Path(sys.argv[1]), deadlines={"blocked": 0.5})
+config = mock_config(Path(sys.argv[1]), train={"total_train_steps": 4}, deadlines={"blocked": 0.5})
 asyncio.run(train(config, callbacks=[Blocks()]))
 """
 
 
-def test_p13_a_run_that_the_watchdog_ends_says_why(tmp_path):
-    assert played(tmp_path, BLOCKED).returncode == 1
+@pytest.mark.parametrize("hook", ["on_step_end", "on_train_end"])
+def test_p13_a_run_that_the_watchdog_ends_says_why(tmp_path, hook):
+    assert played(tmp_path, BLOCKED.replace("HOOK", hook)).returncode == 1
     folder = tmp_path / "run"
-    [end] = events(folder, "end")
+    end = events(folder, "end")[-1]
     assert (end["status"], end["error"]["type"]) == ("failed", "StallError")
-    where = "blocked for 0.5 s by Blocks.on_step_end"
+    where = f"blocked for 0.5 s by Blocks.{hook}"
     assert where in end["error"]["message"]
     assert where in (folder / "error.txt").read_text()
     assert where in digest(folder)["failure"]["text"]

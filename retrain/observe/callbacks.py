@@ -9,7 +9,7 @@
 - Each call has its own task, and all have the same context variables. An `async with` can't be
   entered in one hook and left in another.
 - An exception in a callback ends the run, with a note that names the callback. `on_train_end` is
-  still called on all callbacks, and has `deadlines.stall` for that.
+  still called on all callbacks, and each may take `deadlines.stall`.
 """
 
 from __future__ import annotations
@@ -157,14 +157,20 @@ class Callbacks:
         """Of all calls: a variable that one hook sets is set in the next one."""
 
     async def call(self, hook: Hook, *arguments: object) -> None:
-        """Call this hook of every callback; only `on_train_end` goes on after an error."""
+        """Call this hook of every callback."""
+        for callback in self._callbacks:
+            await self._called(callback, hook, *map(_own_copy, arguments))
+
+    async def end(self, run: Any, result: TrainingResult, seconds: float) -> None:
+        """Call `on_train_end` of every callback, each within `seconds`; then raise the first error.
+
+        `run` is the `trainer` of the hook.
+        """
         first: Exception | None = None
         for callback in self._callbacks:
             try:
-                await self._called(callback, hook, *map(_own_copy, arguments))
-            except Exception as error:
-                if hook != "on_train_end":
-                    raise
+                await self._within(seconds, "stall", callback, "on_train_end", run, result)
+            except Exception as error:  # noqa: BLE001 - raised below
                 first = first or error
         if first is not None:
             raise first
@@ -180,9 +186,7 @@ class Callbacks:
         states: list[dict[str, Any]] = []
         for callback in self._callbacks:
             try:
-                what = f"{type(callback).__name__}.state_dict"
-                call = self._called(callback, "state_dict")
-                state = await adapter_call(what, call, seconds, "checkpoint")
+                state = await self._within(seconds, "checkpoint", callback, "state_dict")
             except Exception as error:  # noqa: BLE001 - the run fails with it, after the checkpoint
                 state = {}
                 fail(error)
@@ -194,6 +198,13 @@ class Callbacks:
         for callback, entry in zip(self._callbacks, saved, strict=False):
             if entry["of"] == type(callback).__name__ and entry["state"]:
                 await self._called(callback, "load_state_dict", dict(entry["state"]))
+
+    async def _within(
+        self, seconds: float, key: str, callback: Callback, hook: str, *arguments: object
+    ) -> Any:
+        """Call a method within `deadlines.KEY`; raises DeadlineError that names the callback."""
+        call = self._called(callback, hook, *arguments)
+        return await adapter_call(f"{type(callback).__name__}.{hook}", call, seconds, key)
 
     async def _called(self, callback: Callback, hook: str, *arguments: object) -> Any:
         """Call a method in its own task. An error gets a note that names it."""

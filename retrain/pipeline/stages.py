@@ -25,7 +25,7 @@ from pathlib import Path
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
 from retrain.batching import batch_of, fitting, kl_penalised, make_samples
-from retrain.concurrency.deadlines import adapter_call, apart, called, cancelled, contained
+from retrain.concurrency.deadlines import apart, called, cancelled, contained
 from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
 from retrain.errors import NonFiniteError, NoSignalError, RunError, StallError, UserCodeError
@@ -64,7 +64,7 @@ async def train(
         status: Status = "failed"
         failure: BaseException | None = None
         try:
-            with _watched(run):
+            with _watched(run, config.deadlines.stall):
                 status = await _open_and_drive(run, opening, resume, start_from)
         except BaseException as error:
             failure = error
@@ -80,22 +80,22 @@ async def train(
 
 
 @contextmanager
-def _watched(run: Run) -> Iterator[None]:
-    """Run the watchdog. A stall cancels the calling task and raises StallError."""
+def _watched(run: Run, stall: float) -> Iterator[None]:
+    """Run the watchdog. `stall` seconds without progress cancel the caller and raise StallError."""
     deadlines = run.config.deadlines
     task = asyncio.current_task()
     assert task is not None
 
-    def stall(error: StallError) -> None:
+    def cancel(error: StallError) -> None:
         run.stalled = error
         task.cancel()
 
     try:
         with Watchdog(
-            stall=deadlines.stall,
+            stall=stall,
             blocked=deadlines.blocked,
             grace=deadlines.close + deadlines.checkpoint,
-            fail=stall,
+            fail=cancel,
             last_words=run.record.last_words,
             folder=run.run_dir.path,
         ) as run.watchdog:
@@ -146,8 +146,8 @@ async def _end(run: Run, status: Status, failure: BaseException | None) -> None:
         first = error
     try:
         run.record.report()
-        last = run.callbacks.call("on_train_end", run, run.result(status))
-        await adapter_call("on_train_end", last, run.config.deadlines.stall, "stall")
+        with _watched(run, math.inf):  # each callback has a deadline, but one may block the loop
+            await run.callbacks.end(run, run.result(status), run.config.deadlines.stall)
     except Exception as error:  # noqa: BLE001 - raised or noted below
         first = first or error
     if first is None:

@@ -109,7 +109,8 @@ class Hooks(Callback):
     async def on_train_end(self, trainer: RunFace, result: TrainingResult) -> None:
         if self.progress.checkpoint != self._began_from:
             await self._copy()
-        await self._callbacks.call("on_train_end", self._trainer, self.finished(result))
+        seconds = trainer.config.deadlines.stall
+        await self._callbacks.end(self._trainer, self.finished(result), seconds)
 
     def finished(self, result: TrainingResult) -> TrainingResult:
         """The result, with the metrics of the last step even if this run made no step."""
