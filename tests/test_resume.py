@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.errors import CheckpointError
+from retrain.errors import AdapterError, CheckpointError
 from retrain.observe.callbacks import Callback
 from retrain.observe.console import Console
 from retrain.observe.journal import read_lines
@@ -181,6 +181,37 @@ async def test_an_evaluation_that_was_cut_off_is_done_again(tmp_path, fatal):
     whole, parts = evaluated(tmp_path / "whole"), evaluated(tmp_path / "parts")
     assert [step for step, _ in whole["events"]] == [2, 4, 6, 8, 10, 12] == whole["rows"]
     assert parts == whole
+
+
+async def test_an_evaluation_that_fails_costs_no_step_and_is_done_with_the_saved_weights(tmp_path):
+    """Step 5, trained meanwhile, is kept. A backend loads one checkpoint, so 4 is not made up."""
+
+    class Fails(DiesInEvaluation):
+        async def sample(self, prompt_ids, params, n=1):
+            try:
+                return await super().sample(prompt_ids, params, n)
+            except Dies.Crash:
+                raise AdapterError("lost") from None
+
+    config = config_in(
+        tmp_path,
+        backend={"type": "benchmarks.mock_engine:MockOptions", "update": 0.01},
+        staleness={"target": 0},
+        train={"order": "in_order"},
+        eval={"prompts": {"type": "list", "rows": [{"prompt": "z=", "answer": "zzzz"}]},
+              "every": 4, "samples": 1},
+    )  # fmt: skip
+    adapter = Fails(MockOptions(**config.backend.arguments), config)
+    adapter.fatal = 4
+    with pytest.raises(ExceptionGroup):
+        await train(config, parts=parts_with(config, adapter))
+    assert max(Checkpoints(tmp_path / "checkpoints").steps()) == 5
+    await train(config, resume=True)
+    found = evaluated(tmp_path)
+    assert [step for step, _ in found["events"]] == [5, 8, 12] == found["rows"]
+    assert found["rollouts"] == [(step, "-1.0.0") for step in (5, 8, 12)]
+    best = max(found["events"], key=lambda event: event[1])[0]
+    assert found["best"] == f"step_{best}"
 
 
 async def test_an_evaluation_that_ctrl_c_cuts_off_is_done_with_the_weights_that_were_saved(

@@ -103,7 +103,8 @@ def tenths(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 class Callback:
     """Override the hooks that you need; each may be sync or async.
 
-    A sync hook blocks the event loop: one that waits for a disk or a network should be async.
+    A sync hook blocks the event loop: one that waits for a disk or a network should be async. One
+    that blocks it for `deadlines.blocked` ends the process, without a checkpoint.
     """
 
     def on_train_begin(self, trainer: Run) -> Any:  # any: None, or an awaitable of it
