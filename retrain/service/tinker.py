@@ -34,11 +34,6 @@ from retrain.service.values import INT64, Json, integer, iso, metadata, ttl, wan
 
 FIELDS = 2**18
 """Fields of a protobuf request, in all its messages: a datum has about 40."""
-NUMBERED = frozenset(
-    {"forward_backward", "forward", "optim_step", "save_weights", "save_weights_for_sampler"}
-    | {"load_weights"}
-)
-"""The paths whose requests have a number of their model."""
 
 
 class TinkerProtocol(Protocol):
@@ -318,8 +313,6 @@ class TinkerProtocol(Protocol):
 
     def rejected(self, call: Call) -> None:
         """Let the numbers after that of a rejected training request run."""
-        if call.request.url.path.rpartition("/")[2] not in NUMBERED:
-            return
         if call.protobuf:
             model_id, seq_id = scanning.address(call.raw) or (None, None)
         else:

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -35,6 +35,7 @@ from retrain.service.thread import TrainerThread
 
 LARGEST_RANK = 64
 """Of an adapter at servers that the service starts; one of a higher rank is merged."""
+NO_LORA = Lora(rank=0, slots=0)
 BASE = None
 """The key of the base model's weights."""
 SAMPLE_SECONDS = 3600.0
@@ -53,28 +54,20 @@ class Snapshots(NamedTuple):
     adapter: Callable[[Place], LoraWeights]
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """The adapters that the servers can hold."""
-
-    count: int
-    rank: int
-
-
 class VllmPool:
     """Samplers of many snapshots over the same servers; belongs to one event loop."""
 
     def __init__(
         self,
         whole: ServedSampler,
-        slots: Slots | None,
+        lora: Lora,
         snapshots: Snapshots,
         scratch: TemporaryDirectory[str],
     ) -> None:
-        """`scratch` is deleted in the end."""
+        """`lora` are the adapters that may be live at once; `scratch` is deleted in the end."""
         self._whole, self._snapshots, self._scratch = whole, snapshots, scratch
-        self._slots = slots or Slots(0, 0)
-        self._adapters = SamplerPool(whole.beside, snapshots.adapter, self._slots.count)
+        self._largest_rank = lora.rank
+        self._adapters = SamplerPool(whole.beside, snapshots.adapter, lora.slots)
         self._ranks: dict[Place, int] = {}
         self._present: object = _NOTHING
         """The key of the weights that the servers have."""
@@ -127,7 +120,7 @@ class VllmPool:
         """Whether the servers can take a snapshot as an adapter."""
         if key not in self._ranks:
             self._ranks[key] = await asyncio.to_thread(self._snapshots.rank, key)
-        return 0 < self._ranks[key] <= self._slots.rank
+        return 0 < self._ranks[key] <= self._largest_rank
 
     async def _switch(self, key: Place | None) -> None:
         """Serve the weights of `key` as the model's own, once no request uses other ones."""
@@ -163,11 +156,11 @@ async def open_pool(
         service=True,
     )
     try:
-        sampler, slots = await open_servers(options, opening, settings.max_live_samplers)
+        sampler, lora = await open_servers(options, opening, settings.max_live_samplers)
     except BaseException:
         scratch.cleanup()
         raise
-    pool = VllmPool(sampler, slots, snapshots, scratch)
+    pool = VllmPool(sampler, lora, snapshots, scratch)
     try:
         text = tokenizer.encode(PROBE, add_special_tokens=False)
         probe = probe_of(text, opening.limits.vocabulary)
@@ -182,8 +175,8 @@ async def open_pool(
 
 async def open_servers(
     options: VllmOptions, opening: Opening, live: int
-) -> tuple[ServedSampler, Slots | None]:
-    """A sampler over checked servers, to which nothing is published yet, and their adapters.
+) -> tuple[ServedSampler, Lora]:
+    """A sampler over checked servers, to which nothing is published yet, and their free adapters.
 
     Servers that this process starts get room for `live` adapters. Raises as `open_vllm`.
     """
@@ -197,19 +190,19 @@ async def open_servers(
         options = options.model_copy(update={"publish": "folder"})
     sampler = await open_vllm(options, opening, ServedSampler)
     try:
-        slots = await _slots(sampler.fleet.up[0].client) if wanted else None
+        lora = await _free(sampler.fleet.up[0].client) if wanted else NO_LORA
     except BaseException:
         await sampler.close()
         raise
-    return sampler, slots
+    return sampler, lora
 
 
-async def _slots(server: VllmClient) -> Slots | None:
-    """What a server's flags allow; None if it takes no adapters."""
+async def _free(server: VllmClient) -> Lora:
+    """The adapters that a server's flags allow, besides the slot of the base model."""
     lora = (await server.facts()).lora
     if lora is None or not await server.takes_adapters():
-        return None
+        return NO_LORA
     if lora.slots < 2:  # see `open_servers`
         log.warning("%s has --max-loras 1: raise it to 2 or more to serve adapters", server.url)
-        return None
-    return Slots(lora.slots - 1, lora.rank)
+        return NO_LORA
+    return Lora(lora.rank, lora.slots - 1)

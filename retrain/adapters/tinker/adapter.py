@@ -76,15 +76,10 @@ class TinkerAdapter(RemoteAdapter):
     async def _native(
         self, loss: str, config: LossKeys, datums: Sequence[Datum], adam: AdamParams
     ) -> tuple[list[list[float]] | None, Metrics]:
-        limit = self.config.deadlines.update
         rows = [row(loss, datum) for datum in datums]
-        passing = await self._model.forward_backward(
-            rows, loss, loss_config(loss, config), most_rows=self._most_rows
-        )
-        stepping = await self._model.optim_step(adam)
-        output, stepped = await passing.result(limit), await stepping.result(limit)
+        output, stepped = await self._step_of(loss, loss_config(loss, config), rows, adam)
         complete = has_logprobs(output)
-        metrics = {**service_metrics(output, needed=not complete), **grad_norm(stepped)}
+        metrics = {**service_metrics(output, needed=not complete), **stepped}
         return output.logprobs if complete else None, metrics
 
     async def _forward(self, datums: Sequence[Datum]) -> list[list[float]]:
@@ -100,17 +95,20 @@ class TinkerAdapter(RemoteAdapter):
     async def _backward(
         self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]], adam: AdamParams
     ) -> Metrics:
-        limit = self.config.deadlines.update
         rows = [
             weighted(datum, [-slope for slope in own])
             for datum, own in zip(datums, slopes, strict=True)
         ]
-        passing = await self._model.forward_backward(
-            rows, "cross_entropy", most_rows=self._most_rows
-        )
+        return (await self._step_of("cross_entropy", {}, rows, adam))[1]
+
+    async def _step_of(
+        self, loss: str, config: wire.LossConfig, rows: Sequence[wire.Datum], adam: AdamParams
+    ) -> tuple[wire.ForwardBackwardOutput, Metrics]:
+        """The output and the metrics of one step; optim_step is submitted before the pass ends."""
+        limit = self.config.deadlines.update
+        passing = await self._model.forward_backward(rows, loss, config, most_rows=self._most_rows)
         stepping = await self._model.optim_step(adam)
-        await passing.result(limit)
-        return grad_norm(await stepping.result(limit))
+        return await passing.result(limit), grad_norm(await stepping.result(limit))
 
 
 def row(loss: str, datum: Datum) -> wire.Datum:

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -116,20 +116,14 @@ class Connection:
         return await self.submit(_post(endpoint, payload, **rest), kind)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a sample on the service, if it supports that."""
-        if self.flags.sample_cancel_enabled:
-            self.in_background(
-                self.post(
-                    "cancel_future", {"request_id": request_id}, timeout=30.0, policy=NO_RETRY
-                )
-            )
-
-    def in_background(self, cleaning: Coroutine[Any, Any, object]) -> None:
-        """Run a clean-up call as a task; `drain` waits for it."""
+        """Cancel a sample on the service, if it supports that; `drain` waits for the call."""
+        if not self.flags.sample_cancel_enabled:
+            return
 
         async def run() -> None:
+            payload = {"request_id": request_id}
             try:
-                await cleaning
+                await self.post("cancel_future", payload, timeout=30.0, policy=NO_RETRY)
             except RemoteError as error:
                 log.info("clean-up on the service failed: %s", error)
 
@@ -254,11 +248,11 @@ class Future(Generic[T]):
         return self._kind.from_json(body)
 
     def _body(self, response: httpx.Response) -> dict[str, Any]:
-        if response.status_code < 300:
-            return json_object(response)
         try:
             return json_object(response)
         except ValueError:
+            if response.status_code < 300:
+                raise
             if response.status_code == 408:
                 return {}
         # A proxy in front of the service sometimes answers with an empty 400.

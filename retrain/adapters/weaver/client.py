@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import retrain
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import PACE, Connection, clean_up, or_undo
+from retrain.adapters.weaver.connection import PACE, Connection, Operation, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.sampling import SamplingSession
 from retrain.protocols.training import LoraConfig
@@ -195,7 +195,7 @@ class WeaverClient:
         if loading is not None:
             what = "loading weights into a sampling session"
             try:
-                await self._connection.watch(loading, lambda _: None, what=what).result()
+                await Operation(self._connection, loading, lambda _: None, what=what).result()
             except BaseException:
                 await clean_up(session.close())
                 raise

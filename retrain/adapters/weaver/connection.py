@@ -41,21 +41,8 @@ LOST_POLLS = 20
 """Polls in a row that may fail because the service has lost its own store."""
 
 
-def _json(response: httpx.Response) -> Any:
-    return json.loads(response.content)
-
-
-def _optional_json(response: httpx.Response) -> Any:
-    """The reply's JSON value, {} for an empty body."""
-    return _json(response) if response.content.strip() else {}
-
-
 def _operation(response: httpx.Response) -> wire.OperationState:
-    return wire.operation(_json(response))
-
-
-def _as_is(value: Any) -> Any:
-    return value
+    return wire.operation(json.loads(response.content))
 
 
 class Operation(Generic[T]):
@@ -63,23 +50,19 @@ class Operation(Generic[T]):
 
     def __init__(
         self,
-        http: HttpClient,
+        connection: Connection,
         state: wire.OperationState,
         parse: Callable[[Any], T],
         *,
         what: str,
-        deadline: float,
-        pace: RetryPolicy,
     ) -> None:
         """`parse` reads the result from the response; its ValueError means a malformed reply."""
         self.id = state.id
         self.what = what
-        self._http = http
+        self._connection = connection
         self._state = state
         self._parse = parse
-        self._deadline = deadline
-        self._ends = time.monotonic() + deadline
-        self._pace = pace
+        self._ends = time.monotonic() + connection.deadline
 
     @property
     def settled(self) -> bool:
@@ -113,7 +96,7 @@ class Operation(Generic[T]):
         began = reported = time.monotonic()
         polls = lost = 0
         while not self.settled:
-            pause = self._pace.pause(polls)
+            pause = self._connection.pace.pause(polls)
             now = time.monotonic()
             if now + pause > self._ends:
                 raise self._late()
@@ -130,7 +113,7 @@ class Operation(Generic[T]):
         call = Call("GET", f"api/v1/operations/{self.id}")
         try:
             async with asyncio.timeout(max(self._ends - time.monotonic(), 0.0)):
-                self._state = await self._http.send(call, _operation)
+                self._state = await self._connection.http.send(call, _operation)
         except TimeoutError:
             raise self._late() from None
         except RemoteError as error:
@@ -143,7 +126,7 @@ class Operation(Generic[T]):
     def _late(self) -> RemoteError:
         waits = self._state.waiting_for
         return RemoteError(
-            f"{self.what} is still {self._state.status} after {self._deadline:g} s"
+            f"{self.what} is still {self._state.status} after {self._connection.deadline:g} s"
             + (f": {waits}" if waits else ""),
             code="timeout",
             retryable=True,
@@ -175,7 +158,7 @@ class Connection:
     """The service recognises a repeated seq_id, so a training call may be sent again."""
 
     async def call(
-        self, method: str, path: str, payload: Any = None, parse: Callable[[Any], T] = _as_is
+        self, method: str, path: str, payload: Any = None, parse: Callable[[Any], T] | None = None
     ) -> T:
         """`parse` of the reply's JSON.
 
@@ -183,11 +166,16 @@ class Connection:
         empty. One that `parse` can't read is a RemoteError at once: the service has acted, and
         might create a second session or model.
         """
+
+        def read(response: httpx.Response) -> Any:
+            empty = parse is None and not response.content.strip()
+            return None if empty else json.loads(response.content)
+
         where = f"api/v1/{path}"
         call = Call(method, where) if payload is None else Call.json(method, where, payload)
-        reply = await self.http.send(call, _optional_json if parse is _as_is else _json)
+        reply = await self.http.send(call, read)
         try:
-            return parse(reply)
+            return parse(reply) if parse is not None else reply
         except (ValueError, KeyError, TypeError) as error:
             raise RemoteError(
                 f"{method} {where}: the reply can't be read: {error}",
@@ -209,13 +197,7 @@ class Connection:
         Raises ValueError on NaN and infinity, which JSON can't represent.
         """
         call = Call.json("POST", f"api/v1/{path}", payload, idempotent=idempotent)
-        return self.watch(await self.http.send(call, _operation), parse, what=what)
-
-    def watch(
-        self, state: wire.OperationState, parse: Callable[[Any], T], *, what: str
-    ) -> Operation[T]:
-        """An operation that the service has started."""
-        return Operation(self.http, state, parse, what=what, deadline=self.deadline, pace=self.pace)
+        return Operation(self, await self.http.send(call, _operation), parse, what=what)
 
 
 async def or_undo(make: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]]) -> T:
