@@ -15,6 +15,7 @@ from retrain.assembly import Parts
 from retrain.errors import (
     CheckpointError,
     ConfigError,
+    DeadlineError,
     NoSignalError,
     NotFoundError,
     PromptError,
@@ -839,6 +840,16 @@ def test_a_callback_that_raises_stops_training_and_is_raised_itself():
         grpo().fit(ROWS, variety, callbacks=[Raises()])
     assert raised.value.__notes__ == ["raised by the callback Raises.on_step_end"]
     assert ends == ["failed"]
+
+
+def test_a_callback_that_never_ends_is_named_and_does_not_keep_the_trainer():
+    class Hangs(Callback):
+        async def on_train_end(self, trainer, result):
+            await asyncio.Event().wait()
+
+    with pytest.raises(DeadlineError, match=r"^Hangs.on_train_end took longer") as raised:
+        grpo(deadlines={"stall": 2.0}).fit(ROWS, variety, callbacks=[Hangs()])
+    assert not hasattr(raised.value, "__notes__")
 
 
 @pytest.mark.parametrize(("hook", "steps"), [("on_step_begin", 1), ("on_step_end", 2)])

@@ -139,6 +139,10 @@ class Callback:
         """Restore the result of `state_dict` on a resume, before `on_train_begin`."""
 
 
+class Nested(Callback):
+    """A callback that calls those of a user: they have the deadlines, and errors name them."""
+
+
 class Callbacks:
     """Calls callbacks in order; raises TypeError if one is a class or not a Callback."""
 
@@ -205,6 +209,8 @@ class Callbacks:
     ) -> Any:
         """Call a method within `deadlines.KEY`; raises DeadlineError that names the callback."""
         call = self._called(callback, hook, *arguments)
+        if isinstance(callback, Nested):
+            return await call
         return await adapter_call(f"{type(callback).__name__}.{hook}", call, seconds, key)
 
     async def _called(self, callback: Callback, hook: str, *arguments: object) -> Any:
@@ -215,10 +221,8 @@ class Callbacks:
             returned = await called(name, method, *arguments, context=self._context)
             return _copied(returned) if hook == "state_dict" else returned
         except Exception as error:
-            note = "raised by the callback "
-            # A trainer's own callback calls those of its user: only the inner one is named.
-            if not any(known.startswith(note) for known in getattr(error, "__notes__", ())):
-                error.add_note(f"{note}{name}")
+            if not isinstance(callback, Nested):
+                error.add_note(f"raised by the callback {name}")
             raise
 
 

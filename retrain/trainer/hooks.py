@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from retrain.observe.callbacks import Callback, Callbacks, TrainingResult
+from retrain.concurrency.deadlines import adapter_call
+from retrain.observe.callbacks import Callbacks, Nested, TrainingResult
 from retrain.observe.callbacks import Run as RunFace
 from retrain.pipeline.checkpoint import copy
 from retrain.pipeline.resume import checkpoint
@@ -39,7 +40,7 @@ class Gate:
         self.done: asyncio.Queue[Metrics] = asyncio.Queue()
 
 
-class Hooks(Callback):
+class Hooks(Nested):
     """The only callback that the pipe calls in a trainer's run."""
 
     def __init__(
@@ -107,9 +108,9 @@ class Hooks(Callback):
         await self._callbacks.call("on_checkpoint", self._trainer, step, path)
 
     async def on_train_end(self, trainer: RunFace, result: TrainingResult) -> None:
-        if self.progress.checkpoint != self._began_from:
-            await self._copy()
         seconds = trainer.config.deadlines.stall
+        if self.progress.checkpoint != self._began_from:
+            await adapter_call("the copy of the checkpoint", self._copy(), seconds, "stall")
         await self._callbacks.end(self._trainer, self.finished(result), seconds)
 
     def finished(self, result: TrainingResult) -> TrainingResult:
