@@ -21,6 +21,7 @@ from retrain import (
     ReplyCache,
     Reward,
     RewardCalculator,
+    RunError,
     Trajectory,
     UserCodeError,
 )
@@ -167,6 +168,12 @@ class Judge(RewardCalculator):
     async def setup(self) -> None:
         self.budget.open()
         self.cache.open()
+        try:
+            await self.client.reach()
+        except RunError as error:
+            wrong_key = getattr(error, "status", None) == 401
+            advice = "Set `api_key_env`" if wrong_key else "Start the server, or correct `url`"
+            raise UserCodeError(f"{error}. {advice}") from error
 
     async def close(self) -> None:
         self.cache.close()
