@@ -159,9 +159,13 @@ class Judge(RewardCalculator):
             raise ValueError(f"rivals: got {self.rivals}, expected an even number, or 0 for all")
 
     def check_group(self, size: int) -> None:
-        if self.mode == "pairwise" and self.rivals >= size:
+        if self.mode != "pairwise":
+            return
+        if size < 2:
+            raise ValueError("mode: pairwise compares the rollouts of a group, so it needs two")
+        if self.rivals >= size:
             raise ValueError(
-                f"rivals: got {self.rivals}, expected less than algorithm.group_size, {size}; 0 "
+                f"rivals: got {self.rivals}, expected less than the rollouts of a group; 0 "
                 "compares with all others"
             )
 

@@ -360,7 +360,7 @@ def test_each_rollout_has_as_many_rivals(count):
         ({"scale": [1, 1]}, "scale: got [1.0, 1.0], expected [low, high]"),
         ({"attempts": 0}, "attempts: got 0, expected an integer >= 1"),
         ({"rivals": 3}, "rivals: got 3, expected an even number"),
-        ({"mode": "pairwise", "rivals": 8}, "rivals: got 8, expected less than algorithm.group_s"),
+        ({"mode": "pairwise", "rivals": 8}, "rivals: got 8, expected less than the rollouts of a"),
         ({"max_cost": 1}, "max_cost: needs the price of tokens; set price"),
         ({"base_url": "x"}, "base_url: unknown key; did you mean rewards.0.url?"),
         ({"base_dir": "x"}, "base_dir: unknown key"),
@@ -372,6 +372,35 @@ def test_a_wrong_key_is_an_error_at_the_start(keys, message):
     with pytest.raises(ConfigError) as caught:
         assemble(parse_config({"prompts": ["a"], "rewards": [section]}))
     assert f"rewards.0.{message}" in str(caught.value)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("samples", "keys", "message"),
+    [
+        (4, {"rivals": 4}, "rivals: got 4, expected less than the rollouts of a group"),
+        (1, {}, "mode: pairwise compares the rollouts of a group, so it needs two"),
+        (5, {"rivals": 4}, ""),
+    ],
+)
+def test_a_group_of_an_evaluation_must_be_large_enough_too(inside, samples, keys, message):
+    judged = {"type": "judge", "url": "http://a", "model": "m", "mode": "pairwise", **keys}
+    config = parse_config(
+        {
+            "prompts": ["a"],
+            "rewards": [{"type": "sum", "of": [judged]} if inside else judged],
+            "algorithm": {"type": "grpo", "group_size": 8},
+            "eval": {"prompts": ["a"], "samples": samples},
+        }
+    )
+    if not message:
+        assemble(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        assemble(config)
+    where = "rewards.0.of.0" if inside else "rewards.0"
+    assert f"{where}.{message}" in str(caught.value)
+    assert str(caught.value).endswith(f"(eval.samples is {samples})")
 
 
 async def test_a_run_reports_what_a_judge_behind_a_gate_cost_until_its_budget_ends_it(tmp_path):
