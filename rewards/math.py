@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from retrain import Reward, RewardCalculator, Row, Trajectory, needing
 
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
+BRACES = re.compile(r"(?<!\\)[{}]")
+"""Not those of a set, which have a backslash."""
 CHECKING = 5.0
 """Seconds that the answers of all rows may be checked before the run."""
 
@@ -58,7 +61,7 @@ class Math(RewardCalculator):
             raise ValueError("the prompt has no answer: add an `answer` to its row")
         said, started = trajectory.completion, time.perf_counter()
         if self.boxed:
-            said = said[said.rfind("\\boxed") :] if "\\boxed" in said else ""
+            said = last_box(said)
         right = self.expected(str(answer))
         equal = self.library.verify(right, self.parsed(said), timeout_seconds=self.timeout)
         if not equal and time.perf_counter() - started >= self.timeout:
@@ -75,6 +78,19 @@ class Math(RewardCalculator):
     def parsed(self, text: str) -> list[Any]:
         found: list[Any] = self.library.parse(text, parsing_timeout=self.timeout)
         return found
+
+
+def last_box(text: str) -> str:
+    """The text from its last `\\boxed` on; empty if that does not close, as in a reply cut off."""
+    _, mark, rest = text.rpartition("\\boxed")
+    if not rest.lstrip().startswith("{"):
+        return mark and mark + rest
+    depth = 0
+    for brace in BRACES.findall(rest):
+        depth += (brace == "{") - (brace == "}")
+        if not depth:
+            return mark and mark + rest
+    return ""
 
 
 def unreadable(answer: object) -> ValueError:

@@ -264,8 +264,8 @@ def test_a_configs_rewards_are_called_and_shown(
         return code, re.sub(r"[0-9.]+ ms", "N ms", out[out.index("no task is leaked") + 18 :])
 
     same = (
-        "      every reply gets the same, the answer too: check that it is right. For a reply that "
-        "should get another value, try one with --reply TEXT"
+        "      every reply gets the same: for a reply that should get another value, try one with "
+        "--reply TEXT"
     )
     good = "[exact_match, scores.py:parts, scores.py:excludes, scores.py:reads_info]"
     code, text = shown(f"rewards={good}", "environment=counting.py")
@@ -352,6 +352,10 @@ def test_a_wrong_reference_solution_is_found_by_a_reward_that_checks_rows(
             "      row 1: 0\n      row 2: 0\n      check that these answers are right"
         )
         assert (listed in out) == (not gate), "a gate may keep a reward from these rows"
+    assert command(["check", "task.yaml", f"prompts=[{rows[1]}, {rows[1]}]"]) == 0
+    out = capsys.readouterr().out
+    assert "every reply gets the same, the answer too: check that it is right. For a re" in out
+    assert "the answers of" not in out
 
 
 def test_a_config_that_trains_rows_has_no_environment_to_check(

@@ -185,9 +185,11 @@ def _of_answers(values: Mapping[str, float], giver: str = "") -> Iterator[Findin
     """Whether the answers of several rows get the same reward; nan is a failure."""
     full = max((v for v in values.values() if not math.isnan(v)), default=0.0)
     lower = [f"{row}: {_number(value)}" for row, value in values.items() if not value >= full]
-    if len(values) > 1 and not lower:
+    if len(values) < 2:
+        return
+    if not lower and full > 0:
         yield Finding(True, f"the answers of {len(values)} rows get {full:g} each{giver}")
-    elif len(values) > 1:
+    elif lower:
         more = [f"and {len(lower) - SHOWN} more"] if len(lower) > SHOWN else []
         advice = "check that these answers are right, and the rows what they are compared with"
         what = f"the answers of {len(lower)} of {len(values)} rows get less than {full:g}{giver}"
@@ -245,10 +247,11 @@ async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) ->
     good = good and not failed
     same = good and len(values) == len(cases) and len(set(values)) == 1
     if same:
-        answer = any(label.startswith("answer ") for label, _ in cases)
-        advice = "the answer too: check that it is right. F" if answer else "f"
+        reads = _inner(part).needs_answer or part in _readers(scorer)
+        answer = reads and any(label.startswith("answer ") for label, _ in cases)
+        begin = ", the answer too: check that it is right. For" if answer else ": for"
         lines.append(
-            f"every reply gets the same, {advice}or a reply that should get another value, {TRY}"
+            f"every reply gets the same{begin} a reply that should get another value, {TRY}"
         )
     return Finding(good, f"reward '{part.name}'", "\n".join(lines), warning=same)
 
