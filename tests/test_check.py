@@ -335,6 +335,25 @@ def test_a_configs_rewards_are_called_and_shown(
             assert f"FAIL  rewards: {hook}\n      reward 'Down': {hook} raised ConnectE" in text
 
 
+def test_a_reply_that_reasons_before_it_calls_a_tool_calls_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "def now() -> str:\n    'The time.'\n    return '12:00'\n"
+        "def calls(trajectory): return trajectory.info['tool_calls']\n"
+    )
+    tools = "environment: {type: tools, tools: [own.py:now]}\nrewards: own.py:calls"
+    (tmp_path / "task.yaml").write_text(f"prompts: [a]\n{tools}")
+    reply = '<think>so</think><tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert command(["check", "task.yaml", "--reply", reply]) == 0
+    out = capsys.readouterr().out
+    [line] = [
+        line for line in out.splitlines() if line.startswith("      reply") and " in " in line
+    ]
+    assert ": 1 in " in line
+
+
 def test_a_wrong_reference_solution_is_found_by_a_reward_that_checks_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -498,9 +517,9 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
     assert [line for line in lines if "OSError" in line] == ["      Down.setup raised OSError: a"]
     assert lines[-1] == "FAIL  rewards: not tried, as no rollout succeeds"
 
-    monkeypatch.setattr(check, "DEADLINE", 0.05)
+    monkeypatch.setattr(check, "DEADLINE", 1.0)  # a blocked loop ends the process after it
     for keys, said in (
-        ([], "0.05 s, the limit of this check. To raise it, set deadlines.step."),
+        ([], "1 s, the limit of this check. To raise it, set deadlines.step."),
         (["deadlines.step=0.06"], "deadlines.step = 0.06 s"),
     ):
         code, lines = shown("Late", *keys)
