@@ -149,7 +149,7 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
         wrapped.__cause__ = error
         return wrapped
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in stack if not _is_library(f.filename)]
+    frames = [f for f in stack if not is_library(f.filename)]
     if not frames and not any(f.filename.startswith(INCLUDED) for f in stack):
         frames = [f for f in stack[-1:] if not f.filename.startswith(LIBRARIES[0])]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
@@ -159,9 +159,15 @@ def blame(owner: str, error: BaseException) -> UserCodeError:
     return wrapped
 
 
-def _is_library(file: str) -> bool:
-    """Also of another environment's packages, which PYTHONPATH may add."""
+def is_library(file: str) -> bool:
+    """Whether a file is not the user's; also of another environment's packages on PYTHONPATH."""
     return file.startswith((*LIBRARIES, *INCLUDED, "<frozen ")) or "/site-packages/" in file
+
+
+def place_of(function: object) -> str:
+    """ " (file:line)" of the definition of a Python function; empty for anything else."""
+    code = getattr(function, "__code__", None)
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
 
 
 def alike(error: str) -> str:

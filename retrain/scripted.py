@@ -47,6 +47,11 @@ class Finding:
         return f"{word}  {self.what}{advice}"
 
 
+def found(good: bool, what: str, lines: Sequence[str] = ()) -> Finding:
+    """A check with lines of advice, or of what was found."""
+    return Finding(good, what, "\n".join(lines))
+
+
 async def tried(what: str, check: Awaitable[None]) -> Finding:
     """The finding of a check that raises if it fails."""
     try:
@@ -130,7 +135,7 @@ class Script:
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, n: int = 1
     ) -> list[Completion]:
-        called = self.reply.startswith(OPEN) and self.reply in "".join(map(chr, prompt_ids))
+        called = OPEN in self.reply and self.reply in "".join(map(chr, prompt_ids))
         reply = "done" if called else self.reply
         ids = [ord(letter) for letter in reply]
         return [Completion(ids, [0.0] * len(ids), reply, "stop", 0)] * n

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from retrain import RewardCalculator, Trajectory
+from retrain import RewardCalculator, Row, Trajectory
 
 
 class Contains(RewardCalculator):
@@ -30,6 +30,10 @@ class Contains(RewardCalculator):
         self.enough = any if match == "any" else all
         self.flags = re.IGNORECASE if ignore_case else 0
         self.edges = (r"(?<!\w)", r"(?!\w)") if words else ("", "")
+
+    def check_row(self, row: Row) -> None:
+        if self.strings is None and row.answer is not None:
+            _listed(row.answer)
 
     async def calculate(self, trajectory: Trajectory) -> float:
         if self.strings is None and trajectory.prompt.answer is None:

@@ -46,12 +46,12 @@ class Format(RewardCalculator):
         self.fixed = [piece for piece in self.pieces if piece != "..."]
         if "..." not in pieces or not self.fixed:
             raise ValueError(f"got {given!r}, expected a template such as '<think>...</think>'")
-        self.partial, self.opened = partial, opened
+        self.partial, self.opener = partial, self.fixed[0] if opened else ""
 
     async def calculate(self, trajectory: Trajectory) -> float:
         turns = trajectory.turns
         text = turns[-1].completion.text if turns else trajectory.completion
-        held = self.conditions(self.fixed[0] + text if self.opened else text)
+        held = self.conditions(self.opener + text)
         return sum(held) / len(held) if self.partial else float(all(held))
 
     def conditions(self, text: str) -> list[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 from referencing import Registry
 
-from retrain import RewardCalculator, Trajectory
+from retrain import RewardCalculator, Row, Trajectory
 
 
 class JsonSchema(RewardCalculator):
@@ -43,6 +44,10 @@ class JsonSchema(RewardCalculator):
         self.validator = None if schema is None else _validator(schema)
         self.column, self.fenced = column, fenced
 
+    def check_row(self, row: Row) -> None:
+        if self.column is not None:
+            self.of_row(row.metadata)
+
     async def calculate(self, trajectory: Trajectory) -> float:
         validator = self.validator or self.of_row(trajectory.prompt.metadata)
         text = trajectory.completion
@@ -56,12 +61,25 @@ class JsonSchema(RewardCalculator):
 
     def of_row(self, row: Mapping[str, Any]) -> Any:
         if self.column not in row:
-            raise ValueError(f"the row has no column {self.column}, only {', '.join(row)}")
+            names = ", ".join(row) or "none"
+            raise ValueError(f"column `{self.column}` is missing; its columns are {names}")
         schema = row[self.column]
-        return _validator(json.loads(schema) if isinstance(schema, str) else schema)
+        return _read(schema) if isinstance(schema, str) else _validator(schema)
+
+
+@lru_cache(maxsize=1024)
+def _read(text: str) -> Any:
+    """The validator of a schema in JSON; raises ValueError."""
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the schema {text[:100]!r} is no JSON: {error}") from None
+    return _validator(schema)
 
 
 def _validator(schema: Any) -> Any:
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"the schema is {str(schema)[:100]!r}, expected a mapping")
     kind = validator_for(schema)
     try:
         kind.check_schema(schema)

@@ -21,6 +21,7 @@ from retrain import (
     ReplyCache,
     Reward,
     RewardCalculator,
+    RunError,
     Trajectory,
     UserCodeError,
 )
@@ -158,15 +159,25 @@ class Judge(RewardCalculator):
             raise ValueError(f"rivals: got {self.rivals}, expected an even number, or 0 for all")
 
     def check_group(self, size: int) -> None:
-        if self.mode == "pairwise" and self.rivals >= size:
+        if self.mode != "pairwise":
+            return
+        if size < 2:
+            raise ValueError("mode: pairwise compares the rollouts of a group, so it needs two")
+        if self.rivals >= size:
             raise ValueError(
-                f"rivals: got {self.rivals}, expected less than algorithm.group_size, {size}; 0 "
+                f"rivals: got {self.rivals}, expected less than the rollouts of a group; 0 "
                 "compares with all others"
             )
 
     async def setup(self) -> None:
         self.budget.open()
         self.cache.open()
+        try:
+            await self.client.reach()
+        except RunError as error:
+            wrong_key = getattr(error, "status", None) == 401
+            advice = "Set `api_key_env`" if wrong_key else "Start the server, or correct `url`"
+            raise UserCodeError(f"{error}. {advice}") from error
 
     async def close(self) -> None:
         self.cache.close()

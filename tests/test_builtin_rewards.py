@@ -17,7 +17,8 @@ from trl.rewards import (
     get_soft_overlong_punishment,
 )
 
-from retrain.config import DeadlinesConfig, RewardConfig
+from retrain.assembly import assemble
+from retrain.config import DeadlinesConfig, RewardConfig, parse_config
 from retrain.errors import ConfigError
 from retrain.rewarding import Scorer
 from retrain.rewarding.building import calculator_of, weighted_reward
@@ -109,6 +110,11 @@ CASES: dict[str, list[tuple[dict[str, Any], str, Any, float]]] = {
         ({}, "so 0.5", r"\frac{1}{2}", 1),
         ({}, r"\boxed{\frac{2}{4}}", r"$\frac{1}{2}$", 1),
         ({}, r"\boxed{3}", 4, 0),
+        ({"boxed": True}, r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}", 1),
+        ({"boxed": True}, r"\boxed{\left\{1, 2\right\}}", r"\{1,2\}", 1),
+        ({"boxed": True}, r"\boxed{3}, no: \boxed{4 or", 4, 0),
+        ({"boxed": True}, r"\boxed 4", 4, 1),
+        ({"boxed": True}, "4 {} is it", 4, 0),
         ({}, "I don't know", 4, 0),
         ({}, "", 4, 0),
         ({}, "1,234", 1234, 1),
@@ -277,6 +283,46 @@ def test_an_answer_without_a_number_is_found_before_the_run() -> None:
         numeric.check_row(Row((user,), answer))
     with pytest.raises(ValueError, match="the prompt's answer is 'four', expected one with a numb"):
         numeric.check_row(Row((user,), "four"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "row", "problem"),
+    [
+        (
+            {"type": "math"},
+            {"answer": "\\boxed{72"},
+            r"the prompt's answer '\\boxed{72' is no mathematical expression",
+        ),
+        ({"type": "math"}, {"answer": ""}, "the prompt's answer '' is no mathematical expression"),
+        ({"type": "contains"}, {"answer": []}, "got the strings [], expected at least one"),
+        ({"type": "json_schema", "column": "schema"}, {}, "column `schema` is missing"),
+        (
+            {"type": "json_schema", "column": "schema"},
+            {"schema": "{'type': 'object'}"},
+            """the schema "{'type': 'object'}" is no JSON: Expecting property name""",
+        ),
+        (
+            {"type": "json_schema", "column": "schema"},
+            {"schema": {"type": "text"}},
+            "the schema is invalid at $.type: 'text' is not valid under any",
+        ),
+        (
+            {"type": "json_schema", "column": "schema"},
+            {"schema": 5},
+            "the schema is '5', expected a m",
+        ),
+    ],
+)
+def test_a_row_that_can_t_be_scored_is_found_before_the_run(
+    keys: dict[str, Any], row: dict[str, Any], problem: str
+) -> None:
+    good = {"prompt": "1", "answer": "$\\frac{1}{2}$", "schema": '{"type": "string"}'}
+    rows = [good, {**good, "answer": 5}, {**good, "answer": None}, {"prompt": "2", **row}]
+    with pytest.raises(ConfigError) as caught:
+        assemble(parse_config({"prompts": rows, "rewards": [keys]}))
+    [text] = caught.value.problems
+    assert text.startswith(f"prompts: the list, row 3: {problem}")
+    assemble(parse_config({"prompts": rows[:3], "rewards": [keys]}))
 
 
 async def test_a_pattern_that_backtracks_forever_is_late_and_blocks_nothing() -> None:

@@ -278,7 +278,7 @@ def test_a_configs_rewards_are_called_and_shown(
         "warn  reward 'parts'",
         "      answer 'aa': 0.5 (long 2) in N ms",
         "      empty text: 0.5 (long 0) in N ms",
-        "      garbage: 0.5 (long 239) in N ms",
+        "      garbage: 0.5 (long 248) in N ms",
         same,
         "ok    reward 'excludes'",
         "      answer 'aa': invalid in N ms",
@@ -301,6 +301,17 @@ def test_a_configs_rewards_are_called_and_shown(
         "      empty text: 0 in N ms",
         "      garbage: 0 in N ms",
     ]
+    opened = "rewards=[{type: format, tags: [think], opened: true}, exact_match]"
+    code, text = shown(opened, "--reply", "<think>so</think>aa", "--reply", "so</think>aa")
+    assert code == 0
+    assert [line[6:] for line in text.splitlines() if line.startswith("      ")] == [
+        "reply '<think>so</think>aa': reasoning 'so', completion 'aa'",
+        "reply 'so</think>aa': reasoning 'so', completion 'aa'",
+        *("answer 'aa': 0 in N ms", "reply '<think>so</think>aa': 1 in N ms"),
+        *("reply 'so</think>aa': 1 in N ms", "empty text: 0 in N ms", "garbage: 0 in N ms"),
+        *("answer 'aa': 1 in N ms", "reply '<think>so</think>aa': 1 in N ms"),
+        *("reply 'so</think>aa': 1 in N ms", "empty text: 0 in N ms", "garbage: 0 in N ms"),
+    ]
     code, text = shown("rewards={type: scores.py:Ranked, processes: 1}")
     assert code == 0
     assert text.count(": 3 in N ms") == 3, "one call, as in a run"
@@ -322,6 +333,48 @@ def test_a_configs_rewards_are_called_and_shown(
             code, text = shown(f"rewards=[{{{down}, hook: {hook}}}]")
             assert code == 1
             assert f"FAIL  rewards: {hook}\n      reward 'Down': {hook} raised ConnectE" in text
+
+
+def test_a_reply_that_reasons_before_it_calls_a_tool_calls_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "def now() -> str:\n    'The time.'\n    return '12:00'\n"
+        "def calls(trajectory): return trajectory.info['tool_calls']\n"
+    )
+    tools = "environment: {type: tools, tools: [own.py:now]}\nrewards: own.py:calls"
+    (tmp_path / "task.yaml").write_text(f"prompts: [a]\n{tools}")
+    reply = '<think>so</think><tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert command(["check", "task.yaml", "--reply", reply]) == 0
+    out = capsys.readouterr().out
+    [line] = [
+        line for line in out.splitlines() if line.startswith("      reply") and " in " in line
+    ]
+    assert ": 1 in " in line
+
+
+def test_a_wrong_reference_solution_is_found_by_a_reward_that_checks_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        f'{{prompt: a, answer: "def f(): return {n}", tests: "assert f() == 2"}}' for n in "213"
+    ]
+    (tmp_path / "task.yaml").write_text(f"prompts: [{', '.join(rows)}]\nrewards: code_tests")
+    for gate in (False, True):
+        gated = "[exact_match, {type: code_tests, only_if: exact_match}]"
+        assert command(["check", "task.yaml", *([f"rewards={gated}"] if gate else [])]) == 0
+        out = capsys.readouterr().out
+        listed = (
+            "warn  the answers of 2 of 3 rows get less than 1 from 'code_tests'\n"
+            "      row 1: 0\n      row 2: 0\n      check that these answers are right"
+        )
+        assert (listed in out) == (not gate), "a gate may keep a reward from these rows"
+    assert command(["check", "task.yaml", f"prompts=[{rows[1]}, {rows[1]}]"]) == 0
+    out = capsys.readouterr().out
+    assert "every reply gets the same, the answer too: check that it is right. For a re" in out
+    assert "the answers of" not in out
 
 
 def test_a_config_that_trains_rows_has_no_environment_to_check(
@@ -464,9 +517,9 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
     assert [line for line in lines if "OSError" in line] == ["      Down.setup raised OSError: a"]
     assert lines[-1] == "FAIL  rewards: not tried, as no rollout succeeds"
 
-    monkeypatch.setattr(check, "DEADLINE", 0.05)
+    monkeypatch.setattr(check, "DEADLINE", 1.0)  # a blocked loop ends the process after it
     for keys, said in (
-        ([], "0.05 s, the limit of this check. To raise it, set deadlines.step."),
+        ([], "1 s, the limit of this check. To raise it, set deadlines.step."),
         (["deadlines.step=0.06"], "deadlines.step = 0.06 s"),
     ):
         code, lines = shown("Late", *keys)

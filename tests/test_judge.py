@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from retrain.assembly import assemble
 from retrain.chat import Chat
 from retrain.config import EndpointConfig, parse_config
 from retrain.endpoint.server import EndpointServer
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, RunError
 from retrain.observe.run_dir import read_metrics
 from retrain.pipeline import train
 from retrain.rollout.calls import Calls
@@ -53,15 +54,18 @@ class Server:
         return JSONResponse({"choices": [{"message": message}], "usage": usage})
 
 
+def judged_by(url, **keys):
+    section = {"type": "judge", "url": f"{url}/v1", "model": "wise", "retry_seconds": 5} | keys
+    return assemble(parse_config({"prompts": ["a"], "rewards": [section]})).scorer
+
+
 @asynccontextmanager
 async def scorer_of(says, **keys):
     """A scorer with one judge, and its server."""
     server = Server(says)
     routes = [Route("/v1/chat/completions", server.answer, methods=["POST"])]
     async with serve(Starlette(routes=routes)) as url:
-        section = {"type": "judge", "url": f"{url}/v1", "model": "wise", "retry_seconds": 5} | keys
-        config = parse_config({"prompts": ["a"], "rewards": [section]})
-        scorer = assemble(config).scorer
+        scorer = judged_by(url, **keys)
         async with scorer.serving(pytest.fail):
             yield scorer, server
 
@@ -248,6 +252,36 @@ async def test_a_server_that_keeps_failing_is_an_outage_and_one_that_refuses_is_
         assert "check the API key" in trajectory.info["error"]
 
 
+async def test_a_server_that_is_down_or_rejects_the_key_is_found_before_the_first_rollout():
+    async def ready(scorer):
+        async with scorer.serving(pytest.fail):
+            pass
+
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        down = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(RunError) as caught:
+            await ready(judged_by(down, retry_seconds=0.1))
+    assert str(caught.value).startswith(
+        f"reward 'judge': setup: GET models: could not reach {down}"
+    )
+    assert str(caught.value).endswith("Start the server, or correct `url`")
+
+    statuses = []
+
+    async def models(request):
+        return JSONResponse({}, statuses.pop(0), {"retry-after": "0"})
+
+    async with serve(Starlette(routes=[Route("/v1/models", models)])) as url:
+        statuses += [401]
+        with pytest.raises(RunError, match=r"check the API key \[401\]. Set `api_key_env`$"):
+            await ready(judged_by(url))
+        for answers in ([503, 502, 200], [404], [403], [501], [500]):  # it starts, or has no list
+            statuses += answers
+            await ready(judged_by(url))
+            assert not statuses
+
+
 async def test_a_slow_reply_is_late_and_calls_are_bounded():
     async def slow(body):
         await asyncio.Event().wait()
@@ -326,7 +360,7 @@ def test_each_rollout_has_as_many_rivals(count):
         ({"scale": [1, 1]}, "scale: got [1.0, 1.0], expected [low, high]"),
         ({"attempts": 0}, "attempts: got 0, expected an integer >= 1"),
         ({"rivals": 3}, "rivals: got 3, expected an even number"),
-        ({"mode": "pairwise", "rivals": 8}, "rivals: got 8, expected less than algorithm.group_s"),
+        ({"mode": "pairwise", "rivals": 8}, "rivals: got 8, expected less than the rollouts of a"),
         ({"max_cost": 1}, "max_cost: needs the price of tokens; set price"),
         ({"base_url": "x"}, "base_url: unknown key; did you mean rewards.0.url?"),
         ({"base_dir": "x"}, "base_dir: unknown key"),
@@ -338,6 +372,35 @@ def test_a_wrong_key_is_an_error_at_the_start(keys, message):
     with pytest.raises(ConfigError) as caught:
         assemble(parse_config({"prompts": ["a"], "rewards": [section]}))
     assert f"rewards.0.{message}" in str(caught.value)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("samples", "keys", "message"),
+    [
+        (4, {"rivals": 4}, "rivals: got 4, expected less than the rollouts of a group"),
+        (1, {}, "mode: pairwise compares the rollouts of a group, so it needs two"),
+        (5, {"rivals": 4}, ""),
+    ],
+)
+def test_a_group_of_an_evaluation_must_be_large_enough_too(inside, samples, keys, message):
+    judged = {"type": "judge", "url": "http://a", "model": "m", "mode": "pairwise", **keys}
+    config = parse_config(
+        {
+            "prompts": ["a"],
+            "rewards": [{"type": "sum", "of": [judged]} if inside else judged],
+            "algorithm": {"type": "grpo", "group_size": 8},
+            "eval": {"prompts": ["a"], "samples": samples},
+        }
+    )
+    if not message:
+        assemble(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        assemble(config)
+    where = "rewards.0.of.0" if inside else "rewards.0"
+    assert f"{where}.{message}" in str(caught.value)
+    assert str(caught.value).endswith(f"(eval.samples is {samples})")
 
 
 async def test_a_run_reports_what_a_judge_behind_a_gate_cost_until_its_budget_ends_it(tmp_path):

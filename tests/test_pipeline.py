@@ -418,11 +418,40 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
         mean = sum(r["rewards"][name] for r in last) / len(last)
         assert evaluations[-1][f"eval/reward/{name}/mean"] == pytest.approx(mean)
     assert evaluations[-1]["eval/rollouts/failed"] == 0 < evaluations[-1]["eval/tokens/completion"]
+    assert not any("mixture" in key or "tool" in key for row in written for key in row)
     lines = closing(result, tally, 1.0)
     assert ("", "18 in evaluations, 0 failed") in lines
     [(_, text)] = [line for line in lines if line[0] == "rollouts"]
     [fact] = [f for f in digest(tmp_path)["facts"] if f["label"] == "rollouts"]
     assert text.startswith(f"{fact['value']} scored, 0 failed")
+
+
+async def test_each_source_of_a_mixture_has_its_own_reward(tmp_path):
+    sources = [
+        {"type": "list", "name": name, "rows": [{"prompt": f"{c}=", "answer": c * 4, "mixture": 1}]}
+        for name, c in (("one", "a"), ("two", "b"))
+    ]
+    mixture = {"type": "mixture", "sources": sources}
+    await train(
+        mock_config(
+            tmp_path,
+            prompts=mixture,
+            train={"total_train_steps": 3},
+            eval={"prompts": mixture, "every": 3, "samples": 2},
+        )
+    )
+    *rows, last = read_lines(tmp_path / "metrics.jsonl")
+    played = rollouts_of(tmp_path)
+    for name in ("one", "two"):
+        own = [r for r in played if r["metadata"]["mixture"] == name]
+        for row in rows:
+            found = [r["reward"] for r in own if r["ticket"][0] != "-" and r["step"] == row["step"]]
+            key = f"reward/mixture/{name}"
+            assert row[f"{key}/mean"] == pytest.approx(sum(found) / len(found))
+            assert row[f"{key}/max"] == max(found)
+        evaluated = [r["reward"] for r in own if r["ticket"][0] == "-"]
+        assert last[f"eval/reward/mixture/{name}/mean"] == pytest.approx(sum(evaluated) / 2)
+        assert last[f"eval/pass@2/{name}"] == float(max(evaluated) >= 1.0)
 
 
 class Closing(Environment):

@@ -32,7 +32,7 @@ from retrain.config.binding import bind, key_schema
 from retrain.config.plugins import Kind, built_in_names, find_plugin
 from retrain.config.yaml_text import parse_yaml
 from retrain.environment import Environment
-from retrain.errors import ConfigError, PluginError
+from retrain.errors import ConfigError, PluginError, place_of
 from retrain.rewarding import FunctionReward
 from retrain.types import Completion, Group, Prompt, Trajectory, Turn
 
@@ -216,7 +216,7 @@ def wanted(
     ("keys", "message"),
     [
         ({"size": 1, "raet": 2}, "x.raet: unknown key; did you mean x.rate?"),
-        ({}, "x.size: missing; wanted needs it"),
+        ({}, f"x.size: missing; wanted{place_of(wanted)} needs it"),
         ({"size": True}, "x.size: got true, expected an integer"),
         ({"size": "1"}, "x.size: got '1', expected an integer"),
         ({"size": 1, "rate": "fast"}, "x.rate: got 'fast', expected a number"),
@@ -226,7 +226,7 @@ def wanted(
             {"size": 1, "server": {"url": "a", "name": 1}},
             "x.server.name: unknown key; expected one of url",
         ),
-        ({"size": 1, "server": {}}, "x.server.url: missing; wanted needs it"),
+        ({"size": 1, "server": {}}, f"x.server.url: missing; wanted{place_of(wanted)} needs it"),
         ({"size": 1, "shares": {"a": "b"}}, "x.shares.a: got 'b', expected a number"),
     ],
 )
@@ -329,7 +329,7 @@ class Calculator(RewardCalculator):
         ),
         (
             {"type": "r.py:needs"},
-            "rewards.0.word: missing; needs needs it, in addition to what it is called with",
+            "rewards.0.word: missing; needs (r.py:10) needs it, in addition to what it is called",
         ),
         ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion: unknown key"),
         ({"type": "r.py:Fails"}, "rewards.0: Fails(...) raised OSError: no model (r.py:"),
@@ -340,8 +340,11 @@ class Calculator(RewardCalculator):
         ),
         ({"type": "r.py:any_", "targt": 1, "proceses": 2}, "rewards.0.targt: unknown key; did you"),
         ({"type": "r.py:any_", "scale": 1, "onlyif": "x"}, "0.only_if? Otherwise declare it"),
-        ({"type": "r.py:decorated"}, "rewards.0.word: missing; decorated needs it, in addition"),
-        ({"type": "r.py:by_place"}, "rewards.0: reward 'by_place' requires positional arguments"),
+        ({"type": "r.py:decorated"}, "rewards.0.word: missing; decorated (r.py:6) needs it, in"),
+        (
+            {"type": "r.py:by_place"},
+            "rewards.0: reward 'by_place' (r.py:8) requires positional arg",
+        ),
         (
             {"type": "r.py:fine", "name": "environment"},
             "the name 'environment' is reserved for the reward of the environment's steps",
@@ -368,8 +371,32 @@ class Fine(RewardCalculator):
 object_ = Fine()
 """
     )
-    message = message.replace("(r.py:", f"at {folder / 'r.py'}:")
+    message = message.replace("no model (r.py:", f"no model at {folder / 'r.py'}:")
     assert message in problems(folder, rewards=[reward])
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("reward('a')(len)", "expected a function; to name a reward, write @reward(name='a')"),
+        ("reward(5)", "@reward: got 5, expected a function"),
+        ("reward(name=5)(len)", "@reward: got the name 5, expected a string"),
+        ("reward(print, scal=1)", "reward 'print' has no argument scal"),
+        ("reward(min)", "reward 'min' has no signature; wrap it in a function"),
+        ("@reward(scal=1)\ndef near(completion, scale=2): return 1.0",
+         "reward 'near' (r.py:3) has no argument scal; did you mean scale?"),
+        ("@reward\ndef each(completion): yield 1.0",
+         "reward 'each' (r.py:3) yields; expected it to return a number or a Reward"),
+        ("json.loads('no')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+    ],
+)  # fmt: skip
+def test_what_a_decorator_rejects_is_at_a_line_of_the_users(
+    folder: Path, code: str, message: str
+) -> None:
+    (folder / "r.py").write_text(f"import json\nfrom retrain import reward\n{code}\n")
+    text = problems(folder, rewards=["r.py"])
+    assert text.startswith(f"rewards.0.type: importing r.py failed at {folder / 'r.py'}:3: ")
+    assert message in text
 
 
 def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:

@@ -19,6 +19,8 @@ from environments.tools import Tools
 from retrain import ConfigError, Prompt, ToolError, find_object
 from retrain.chat.tools import check_tools
 from retrain.check import check_environment
+from retrain.pipeline.meter import Meter
+from retrain.types import Group, Trajectory
 from tests.tools_kit import PROMPT, ROOT, answers, played, reply, written
 
 HERE = Path(__file__)
@@ -285,6 +287,21 @@ async def test_groups_end_by_an_answer_or_the_limit_and_an_outage_is_no_reward()
         assert truncated.info["truncated"] == "environment.max_turns"
         assert lost.outage
         assert "nobody listens" in lost.info["error"]
+        meter = Meter()
+        meter.group(group)
+        found = meter.evaluation()
+        assert (found["eval/rollouts/tool_calls"], found["eval/rollouts/tool_errors"]) == (4, 0)
+
+
+def test_a_rollout_with_seats_counts_its_calls_once_and_other_values_are_not_counted() -> None:
+    info = {"tool_calls": 3, "tool_errors": 1}
+    seated = [Trajectory(PROMPT, info=info, seat=seat) for seat in ("a", "b", "a", "b")]
+    own = Trajectory(PROMPT, info={"tool_calls": ["search"]})
+    for trajectories, expected in ((seated, (6, 2)), ([own], (None, None))):
+        meter = Meter()
+        meter.group(Group(PROMPT, trajectories))
+        found = meter.evaluation()
+        assert tuple(found.get(f"eval/rollouts/tool_{n}") for n in ("calls", "errors")) == expected
 
 
 @pytest.mark.parametrize("names", [("Shop", "order"), (CALC,)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn, TypeVar, cast
@@ -27,7 +27,14 @@ from retrain.errors import (
     UserCodeError,
     install_command,
 )
-from retrain.rewarding import Scorer, Term, WeightedReward, term_of
+from retrain.rewarding import (
+    Combined,
+    RewardCalculator,
+    Scorer,
+    Term,
+    WeightedReward,
+    term_of,
+)
 from retrain.rollout.opponents import Opponent, opponent_of
 from retrain.rollout.seats import seats_of
 
@@ -126,10 +133,30 @@ def scorer_of(config: RunConfig) -> Scorer:
 def _term(config: RunConfig, index: int) -> Term:
     where = f"rewards.{index}"
     term = term_of(config.rewards[index], where, config.base_dir, config.deadlines)
-    if isinstance(term, WeightedReward):
-        check = partial(term.calculator.check_group, config.algorithm.group_size)
-        construct(where, check, type(term.calculator))
+    sizes = {"algorithm.group_size": config.algorithm.group_size}
+    if config.eval:
+        sizes["eval.samples"] = config.eval.samples
+    for path, reward in _called(term, where):
+        for key, size in sizes.items():
+            check = partial(_check_group, reward.calculator, size, key)
+            construct(path, check, type(reward.calculator))
     return term
+
+
+def _called(term: Term, where: str) -> Iterator[tuple[str, WeightedReward]]:
+    """The rewards of a term that call a calculator, with their paths."""
+    if isinstance(term, WeightedReward):
+        yield where, term
+    if isinstance(term, Combined):
+        for index, part in enumerate(term.of):
+            yield from _called(part, f"{where}.of.{index}")
+
+
+def _check_group(calculator: RewardCalculator, size: int, key: str) -> None:
+    try:
+        calculator.check_group(size)
+    except ValueError as error:
+        raise ValueError(f"{error} ({key} is {size})") from error
 
 
 def check_installed(options: AdapterOptions, config: RunConfig) -> None:

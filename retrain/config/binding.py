@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, Strict, TypeAdapter, 
 from typing_extensions import TypedDict
 
 from retrain.config.problems import problems_of
-from retrain.errors import PluginError
+from retrain.errors import PluginError, place_of
 
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -53,7 +53,8 @@ def bind(
     except ValidationError as error:
         called_with = [name for name in provided if name not in ours]
         others = f", in addition to what it is called with: {', '.join(called_with)}"
-        missing = f"{getattr(target, '__name__', target)} needs it{others if called_with else ''}"
+        name = f"{getattr(target, '__name__', target)}{place_of(target)}"
+        missing = f"{name} needs it{others if called_with else ''}"
         problems = problems_of(
             error, valid, prefix=where, known=known, missing=missing, values=arguments
         )

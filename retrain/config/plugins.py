@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from retrain.config.paths import find_file
-from retrain.errors import ConfigError, PluginError, PromptError, nearest
+from retrain.errors import ConfigError, PluginError, PromptError, is_library, nearest
 
 T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -275,14 +275,17 @@ def _blamed(where: str, what: str) -> Iterator[None]:
     except PluginError as error:
         if str(error).startswith(f"{where}: "):
             raise
-        raise PluginError(f"{where}: {what}: {error}") from error  # raised by a decorator
+        raise PluginError(  # raised by a decorator
+            f"{where}: importing {what} failed{line_of(error, own=True)}: {error}"
+        ) from error
     except SyntaxError as error:
         raise PluginError(
             f"{where}: {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
         ) from error
     except (Exception, SystemExit) as error:
         raise PluginError(
-            f"{where}: importing {what} failed{line_of(error)}: {type(error).__name__}: {error}"
+            f"{where}: importing {what} failed{line_of(error, own=True)}: {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 
@@ -325,10 +328,14 @@ def _is_key(problem: str, target: Any) -> bool:
         return False
 
 
-def line_of(error: BaseException) -> str:
-    """ " at file:line" of the last frame outside the import machinery."""
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if not frame.filename.startswith("<frozen") and frame.filename != __file__:
-            return f" at {frame.filename}:{frame.lineno}"
-    return ""
+def line_of(error: BaseException, own: bool = False) -> str:
+    """ " at file:line" of the last frame outside the import machinery; with `own`, of the last one
+    in a file of the user's, if there is any."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and frame.filename != __file__
+    ]
+    if own:
+        frames = [frame for frame in frames if not is_library(frame.filename)] or frames
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

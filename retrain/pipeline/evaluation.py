@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,7 @@ from retrain.config import EvalConfig, RunConfig
 from retrain.losses import FLOATS
 from retrain.pipeline.meter import Meter
 from retrain.pipeline.recorder import Recorder
-from retrain.prompts import PromptSource
+from retrain.prompts import MIXTURE, PromptSource
 from retrain.rollout import Playback, Slot
 from retrain.types import Group, Metrics, Sample, Ticket
 
@@ -120,7 +120,8 @@ class Evaluation:
         assert section is not None
         assert prompts is not None
         if self.parts.algorithm.source == "rollouts":
-            return rewards_of(await self._play(step, prompts, section.samples), section)
+            groups = await self._play(step, prompts, section.samples)
+            return rewards_of(groups, section, prompts.mixed)
         beta = self.parts.loss_config.get("beta")
         return await held_out_loss(prompts, self.make_slot(1), self.score, beta=beta)
 
@@ -144,22 +145,26 @@ class Evaluation:
         return groups
 
 
-def rewards_of(groups: Sequence[Group], config: EvalConfig) -> Metrics:
+def rewards_of(groups: Sequence[Group], config: EvalConfig, mixed: Collection[str] = ()) -> Metrics:
     """Mean reward, also of each component, and pass@k, with k = `config.samples` per prompt.
 
     A prompt passes when one of its rollouts reaches `pass_threshold`. Failed rollouts never pass
     and don't enter the means. With seats, a prompt counts once for each seat, whose own mean is
-    reported too: in a game somebody always wins.
+    reported too: in a game somebody always wins. `mixed` are the sources of a mixture, which have
+    a mean and a pass@k each.
     """
-    meter = Meter()
+    meter = Meter(mixed=mixed)
+    passed: dict[str, list[bool]] = {"": []}
     for group in groups:
         meter.group(group)
-    rewards = [[t.reward for t in part.scored] for group in groups for part in group.by_seat]
+        for part in group.by_seat:
+            passes = any(t.reward >= config.pass_threshold for t in part.scored)
+            passed[""].append(passes)
+            if mixed:
+                passed.setdefault(f"/{group.prompt.metadata[MIXTURE]}", []).append(passes)
     versions = [v for g in groups for t in g.trajectories for v in t.versions]
     return {
-        f"eval/pass@{config.samples}": fmean(
-            any(reward >= config.pass_threshold for reward in row) for row in rewards
-        ),
+        **{f"eval/pass@{config.samples}{source}": fmean(each) for source, each in passed.items()},
         **meter.evaluation(),
         "eval/version/min": min(versions, default=-1),
         "eval/version/max": max(versions, default=-1),

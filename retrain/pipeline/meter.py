@@ -3,6 +3,7 @@
 A group counts when the learner takes it, to train or to drop it. So `reward/*` covers every scored
 rollout once, trained or not, and every row has rewards even when groups finish in bursts. In a
 rollout with seats, each seat's trajectory counts as a rollout, and `reward/SEAT/mean` is its own.
+In a mixture, `reward/mixture/SOURCE/mean` is that of the rows of one source.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
 from retrain.algorithms.functional import std
 from retrain.batching import branches
 from retrain.pipeline.signal import without_signal
-from retrain.types import Group, Metrics
+from retrain.prompts import MIXTURE
+from retrain.types import Group, Metrics, Trajectory
 
 NOT_SAMPLED = ("kl/sampler_trainer", "entropy", "clip_fraction")
 """Metrics of an adapter that, like `ratio/*`, mean nothing where no token was sampled."""
@@ -24,17 +26,22 @@ NOT_SAMPLED = ("kl/sampler_trainer", "entropy", "clip_fraction")
 
 DROPS = ("stale", "failed", "outage", "no_signal")
 """Causes for which a group is dropped."""
+TOOLS = ("tool_calls", "tool_errors")
+"""What environments with tools count in the `info` of a rollout."""
 
 
 class Meter:
     """Counts what happened since the last `row`.
 
     `sampled` is false where rows of the data set are trained: metrics of rewards and of the sampler
-    are omitted. `by_group` is false where a group with equal rewards still has a signal.
+    are omitted. `by_group` is false where a group with equal rewards still has a signal. `mixed`
+    are the names of the sources of a mixture.
     """
 
-    def __init__(self, *, sampled: bool = True, by_group: bool = True) -> None:
-        self._sampled, self._by_group = sampled, by_group
+    def __init__(
+        self, *, sampled: bool = True, by_group: bool = True, mixed: Collection[str] = ()
+    ) -> None:
+        self._sampled, self._by_group, self._mixed = sampled, by_group, mixed
         self._began = time.perf_counter()
         self.start()
         self._clear()
@@ -63,6 +70,8 @@ class Meter:
                     components[name].append(value)
                 for turn in trajectory.turns:
                     versions.append(turn.completion.version)  # noqa: PERF401 - a comprehension takes longer
+            if TOOLS[0] in trajectory.info:
+                self._count_tools(group, trajectory)
             played = trajectory.turns
             turns += len(played)
             said = trajectory.sampled_tokens
@@ -75,6 +84,8 @@ class Meter:
             total += sum([played[branch[-1]].length for branch in made])
             more += max(0, len(made) - 1)
         self._rewards += rewards
+        if self._mixed and rewards:
+            components[f"{MIXTURE}/{group.prompt.metadata[MIXTURE]}"] += rewards
         if not dropped:
             self._versions += versions
         counts = self._counts
@@ -115,6 +126,7 @@ class Meter:
             "rollouts/failed": counts["failed rollouts"],
             "rollouts/turns": counts["turns"],
             "rollouts/branches": counts["branches"],
+            **{f"rollouts/{name}": count for name, count in self._tools.items()},
             "tokens/prompt": counts["prompt"],
             "tokens/completion": counts["sampled"],
             "tokens/per_second": counts["sampled"] / elapsed,
@@ -132,6 +144,7 @@ class Meter:
             "eval/rollouts/ok": len(self._rewards),
             "eval/rollouts/failed": self._counts["failed rollouts"],
             "eval/tokens/completion": self._counts["sampled"],
+            **{f"eval/rollouts/{name}": count for name, count in self._tools.items()},
             **({"eval/reward/mean": fmean(self._rewards)} if self._rewards else {}),
             **{f"eval/reward/{n}/mean": fmean(values) for n, values in self._components.items()},
         }
@@ -154,12 +167,20 @@ class Meter:
             "groups/zero_signal": self._counts["flat"],
         }
 
+    def _count_tools(self, group: Group, trajectory: Trajectory) -> None:
+        """Add the calls of a rollout, once if it has seats: all of them have its `info`."""
+        if trajectory.seat == group.trajectories[0].seat:
+            found = {name: trajectory.info.get(name) for name in TOOLS}
+            self._tools.update({n: count for n, count in found.items() if type(count) is int})
+
     def _clear(self) -> None:
         self._rewards: list[float] = []
         self._versions: list[int] = []
         """Those that sampled each turn of the scored rollouts that are trained."""
         self._components: defaultdict[str, list[float]] = defaultdict(list)
         self._counts: Counter[str] = Counter()
+        self._tools: Counter[str] = Counter()
+        """Without an entry if no environment counts calls of tools."""
 
 
 def spread(values: Sequence[float]) -> Metrics:

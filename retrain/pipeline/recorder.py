@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,21 @@ MAX_RENDERED = 16
 
 
 class Recorder:
-    """Writes to `run_dir` what a run with `algorithm` does."""
+    """Writes to `run_dir` what a run with `algorithm` does.
 
-    def __init__(self, run_dir: RunDirectory, algorithm: Algorithm) -> None:
+    `mixed` are the names of the sources of a mixture.
+    """
+
+    def __init__(
+        self, run_dir: RunDirectory, algorithm: Algorithm, mixed: Collection[str] = ()
+    ) -> None:
         self.run_dir = run_dir
         self.event = run_dir.event
         self.history: list[Metrics] = []
         """The rows of all steps, in order."""
         self._sampled = algorithm.source == "rollouts"
-        self.meter = Meter(sampled=self._sampled, by_group=algorithm.compares == "group")
+        by_group = algorithm.compares == "group"
+        self.meter = Meter(sampled=self._sampled, by_group=by_group, mixed=mixed)
         if not self._sampled:
             run_dir.tally.unit = algorithm.source
         self.progress: Callable[[], None] = lambda: None

@@ -80,7 +80,7 @@ class Run:
         """Whether the weights are those of `step`: false from an update until its step is done."""
         self.model: Path | str | None = None
         """Where the exported model is."""
-        self.record = Recorder(run_dir, parts.algorithm)
+        self.record = Recorder(run_dir, parts.algorithm, parts.prompts.mixed)
         self.checkpoints = Checkpoints(run_dir.checkpoints)
         self.ledger = Ledger(
             lambda epoch: parts.prompts.order(epoch, train.seed, train.shuffle),

@@ -22,6 +22,8 @@ from retrain.environment import Environment
 from retrain.errors import PromptError, blame
 from retrain.types import Message, Prompt, Row, Ticket
 
+MIXTURE = "mixture"
+"""The column of the metadata with the name of a row's source in a mixture."""
 HASHED = 16
 """The approximate number of rows in the hash by which a resume finds that a source has changed."""
 
@@ -63,6 +65,8 @@ class PromptSource(ABC):
     """The bytes of each row's messages, if all were read."""
     held_out: PromptSource | None = None
     """The rows that `prompts.held_out` keeps from training."""
+    mixed: Sequence[str] = ()
+    """The names of the sources of a mixture, which its rows have in the column MIXTURE."""
 
     @abstractmethod
     def __len__(self) -> int: ...

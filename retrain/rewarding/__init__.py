@@ -10,13 +10,14 @@ from retrain.rewarding.base import (
 )
 from retrain.rewarding.building import REWARD, term_of
 from retrain.rewarding.calls import compares
-from retrain.rewarding.composition import Term, WeightedReward
+from retrain.rewarding.composition import Combined, Term, WeightedReward
 from retrain.rewarding.scorer import Scorer
 from retrain.rewarding.verdicts import as_number, checked, fail
 
 __all__ = [
     "NAMES",
     "REWARD",
+    "Combined",
     "FunctionReward",
     "Reward",
     "RewardCalculator",

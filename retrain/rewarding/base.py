@@ -19,7 +19,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, cast, overload
 
-from retrain.errors import PluginError
+from retrain.errors import PluginError, nearest, place_of, shown
 from retrain.types import Metrics, Outcome, Row, Trajectory
 
 ARGUMENTS: Mapping[str, Callable[[Trajectory], Any]] = {
@@ -78,7 +78,8 @@ class RewardCalculator(ABC):
         """Raise ValueError for a row that can't be scored; see `Environment.check_row`."""
 
     def check_group(self, size: int) -> None:  # noqa: B027 - a default, not a forgotten body
-        """Raise ValueError if groups of `size` rollouts can't be scored."""
+        """Raise ValueError if groups of `size` rollouts can't be scored, in training or in
+        evaluations."""
 
     async def setup(self) -> None:  # noqa: B027 - a default, not a forgotten body
         """Connect or load, within `deadlines.setup`. If this raises, the run ends."""
@@ -108,6 +109,8 @@ class FunctionReward(RewardCalculator):
     """
 
     def __init__(self, function: Callable[..., Any], name: str = "", **bound: Any) -> None:
+        """Raises PluginError for what can't be a reward."""
+        check_function(function, name, bound)
         self.function = function
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.bound = bound
@@ -150,9 +153,10 @@ class FunctionReward(RewardCalculator):
         unknown = [name for name in required if name not in (*free, *self.bound)]
         if unknown or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise PluginError(
-                f"reward '{self.name}' requires {', '.join(unknown) or 'positional arguments'}, "
-                f"but a reward is called by name with any of {', '.join(NAMES)}. Give other "
-                "arguments a default, or a value in the YAML."
+                f"reward '{self.name}'{place_of(self.function)} requires "
+                f"{', '.join(unknown) or 'positional arguments'}, but a reward is called by name "
+                f"with any of {', '.join(NAMES)}. Give other arguments a default, or a value in "
+                "the YAML."
             )
         return [(p.name, ARGUMENTS[p.name]) for p in parameters if p.name in free]
 
@@ -170,6 +174,29 @@ def reward(function: Callable[..., Any] | None = None, *, name: str = "", **boun
     if function is not None:
         return FunctionReward(function, name, **bound)
     return lambda wrapped: FunctionReward(wrapped, name, **bound)
+
+
+def check_function(function: object, name: object, bound: Mapping[str, Any]) -> None:
+    """Raises PluginError unless `function` can be a reward with the arguments `bound`."""
+    if not callable(function):
+        advice = f"; to name a reward, write @reward(name={function!r})"
+        raise PluginError(
+            f"@reward: got {shown(function)}, expected a function"
+            f"{advice if isinstance(function, str) else ''}"
+        )
+    if not isinstance(name, str):
+        raise PluginError(f"@reward: got the name {shown(name)}, expected a string")
+    owner = f"reward '{name or getattr(function, '__name__', '')}'{place_of(function)}"
+    if inspect.isgeneratorfunction(function):
+        raise PluginError(f"{owner} yields; expected it to return a number or a Reward")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise PluginError(f"{owner} has no signature; wrap it in a function") from None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for unknown in sorted(bound.keys() - parameters.keys()):
+        raise PluginError(f"{owner} has no argument {unknown}{nearest(unknown, parameters)}")
 
 
 def requires_answer(function: Callable[..., Any], bound: Mapping[str, Any]) -> bool:

@@ -141,8 +141,8 @@ def _function(found: Any, section: RewardConfig, where: str) -> FunctionReward:
         provided=NAMES,
         beside=RewardConfig.model_fields,
     )
-    scores = FunctionReward(function, made.name if made else "", **keys)
     try:
+        scores = FunctionReward(function, made.name if made else "", **keys)
         _ = scores.wants
     except PluginError as error:
         raise PluginError(f"{where}: {error}") from None

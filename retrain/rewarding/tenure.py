@@ -54,7 +54,7 @@ class Tenure:
             self._ready.set_result(None)
             await self._over.wait()
         except UserCodeError as error:
-            self._ready.set_result(_named(error))
+            self._ready.set_result(self._named(error))
         except asyncio.CancelledError:  # by `end`, or by what `setup` left running: close it
             if not self._ready.done():
                 self._ready.set_result(UserCodeError(f"{self._owner}: setup was cancelled"))
@@ -64,7 +64,7 @@ class Tenure:
         try:
             await self._call("close")
         except UserCodeError as error:
-            self._fault(str(_named(error)))
+            self._fault(str(self._named(error)))
 
     async def _call(self, hook: str) -> None:
         """Await `setup` or `close`; raises UserCodeError or LateError."""
@@ -73,8 +73,7 @@ class Tenure:
             seconds += STUCK_SECONDS
         await user_call(f"{self._owner}: {hook}", call, seconds, hook)
 
-
-def _named(error: UserCodeError) -> UserCodeError:
-    """The error; that of a worker process names its owner already."""
-    cause = error.__cause__
-    return cause if isinstance(cause, UserCodeError) else error
+    def _named(self, error: UserCodeError) -> UserCodeError:
+        """The error; that of a worker process names its owner already."""
+        cause, in_worker = error.__cause__, isinstance(self._calculator, ProcessReward)
+        return cause if in_worker and isinstance(cause, UserCodeError) else error

@@ -15,6 +15,10 @@ from retrain.types import Message
 
 SECONDS = 600.0
 """The most that one attempt takes, unless `total` is less."""
+DOWN = frozenset((429, 502, 503, 504))
+"""Statuses of a server that loads or is overloaded, and of a proxy whose server is down."""
+REACHED = frozenset(range(300, 600)) - DOWN - {401}
+"""Statuses of a server that is up, whatever it says of its list of models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,15 @@ class ChatClient:
             secrets={"Authorization": f"Bearer {key}"} if key else {},
             policy=RetryPolicy(total=total),
         )
+
+    async def reach(self) -> None:
+        """Wait for a server that starts, up to 20 seconds: any answer but that of a wrong key will
+        do, since not every server lists its models.
+
+        Raises RunError when the server can't be reached, or rejects the key.
+        """
+        call = Call("GET", "models", accept=REACHED)
+        await self._http.send(call, lambda response: None)
 
     async def ask(self, messages: Sequence[Message], **options: Any) -> ChatReply:
         """The reply to a conversation; `options` are further fields of this request.

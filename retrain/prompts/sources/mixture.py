@@ -17,12 +17,9 @@ from retrain.config import PromptsConfig
 from retrain.config.problems import problems_of
 from retrain.config.reading import prompts_section
 from retrain.errors import PluginError, PromptError
-from retrain.prompts.base import Origin, PromptSource, numbers
+from retrain.prompts.base import MIXTURE, Origin, PromptSource, numbers
 from retrain.prompts.building import built
 from retrain.types import Row
-
-COLUMN = "mixture"
-"""The column of the metadata with the name of a row's source."""
 
 
 class _Part(PromptsConfig):
@@ -60,7 +57,7 @@ class MixturePrompts(PromptSource):
     def _take(
         self, parts: Sequence[PromptSource], weights: Sequence[float], names: Sequence[str]
     ) -> None:
-        self._parts, self._weights, self._names = parts, weights, names
+        self._parts, self._weights, self.mixed = parts, weights, names
         self._starts = [0, *accumulate(map(len, parts))]
         self.opened = any(part.opened for part in parts)
         self.sizes = array("Q", chain.from_iterable(part.sizes for part in parts))
@@ -81,7 +78,7 @@ class MixturePrompts(PromptSource):
         return made
 
     def each(self, change: Callable[[PromptSource], PromptSource]) -> PromptSource:
-        return self._of([part.each(change) for part in self._parts], self._weights, self._names)
+        return self._of([part.each(change) for part in self._parts], self._weights, self.mixed)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -93,7 +90,7 @@ class MixturePrompts(PromptSource):
     def row(self, index: int) -> Row:
         number, within = self._at(index)
         row = self._parts[number].checked_row(within)
-        return row._replace(metadata={**row.metadata, COLUMN: self._names[number]})
+        return row._replace(metadata={**row.metadata, MIXTURE: self.mixed[number]})
 
     def checked_row(self, index: int) -> Row:
         return self.row(index)

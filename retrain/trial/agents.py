@@ -1,0 +1,93 @@
+"""Play an agent with scripted replies: it must end without an error, whatever the model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from retrain.config import RunConfig
+from retrain.environment import Environment
+from retrain.errors import alike, shown
+from retrain.rewarding import Scorer
+from retrain.rollout import Slot
+from retrain.scripted import Finding, Say, Script, doorway, found, scripted, waiting
+from retrain.types import Prompt, Trajectory
+
+NO_ROLLOUT = "the agent plays 0 "
+"""How the trial of an agent begins that plays no rollout."""
+Case = tuple[str, Trajectory]
+
+
+async def tried_agent(
+    make: Callable[[], Environment],
+    prompts: Sequence[Prompt],
+    replies: Sequence[str],
+    config: RunConfig,
+    say: Say,
+) -> list[Finding]:
+    """Let an agent play the first prompt with each reply, and the others with the first reply.
+
+    It ends with the first rollout that exceeds its deadline.
+    """
+    script, faults = Script(), list[str]()
+    plays = [(0, reply) for reply in replies] + [(n, replies[0]) for n in range(1, len(prompts))]
+    played: list[tuple[int, Case]] = []
+    async with doorway(True) as door:
+        slot = Slot(1, make, scripted(config, script, door), Scorer([]), fault=faults.append)
+        try:
+            for row, script.reply in plays:
+                case = f"the model says {shown(script.reply, 24)} in row {row}"
+                limit = f"at most {config.deadlines.agent:g} s (deadlines.agent)"
+                with waiting(say, f"the agent, where {case}: {limit}"):
+                    trajectory = (await slot.play(prompts[row])).trajectories[0]  # all fail alike
+                played.append((row, (case, trajectory)))
+                if trajectory.outcome == "timeout":
+                    break
+        finally:
+            await slot.close()
+    lines = list(_failures([case for _, case in played]))
+    if left := len(plays) - len(played):
+        lines.append(f"{left} further rollouts were not tried after the timeout")
+    good = [(row, t) for row, (_, t) in played if t.outcome == "ok"]
+    rows, count = len({row for row, _ in good}), len(prompts)
+    some, all_rows = f"the agent plays {rows} of {count} rows", rows == count
+    ends = f"the agent ends without an error in {len(good)} of {len(plays)} rollouts"
+    trials = [
+        found(all_rows, some, () if all_rows else lines),
+        found(len(good) == len(plays) and not faults, ends, (lines if all_rows else []) + faults),
+    ]
+    limits = [str(t.info["truncated"]) for _, t in good if "truncated" in t.info]
+    if limits:
+        names = ", ".join(sorted(set(limits)))
+        met = f"{len(limits)} rollouts met the limit {names}, and count as they are"
+        trials.append(found(True, met))
+    return trials
+
+
+def _failures(played: Sequence[Case]) -> Iterator[str]:
+    """Lines about each error with its cases, and what to do; those that differ only by the rollout
+    are one error."""
+    kinds: dict[str, list[Case]] = {}
+    for case, trajectory in played:
+        if trajectory.outcome != "ok":
+            kinds.setdefault(alike(trajectory.info["error"]), []).append((case, trajectory))
+    for failed in kinds.values():
+        first, always = failed[0][1], len(failed) == len(played)
+        yield first.info["error"]
+        yield "  " + ("in every rollout" if always else f"if {', '.join(c for c, _ in failed)}")
+        yield f"  {_advice(first.info['error'], first.outcome, always=always)}"
+
+
+def _advice(error: str, outcome: str, *, always: bool) -> str:
+    if outcome == "timeout":
+        return "end earlier, or raise deadlines.agent"
+    if "never called the model" in error:
+        return (
+            "call the model at `base_url` with `api_key`; a command finds them in OPENAI_BASE_URL "
+            "and OPENAI_API_KEY"
+        )
+    if always:
+        return "it doesn't depend on what the model says: fix the agent"
+    return (
+        "such a rollout is not trained: catch the error, and return what there is. To train it "
+        "with a low reward, return that"
+    )

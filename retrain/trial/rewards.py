@@ -1,0 +1,269 @@
+"""Score scripted replies with a config's rewards, and with those of its environment."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from retrain.assembly import Parts
+from retrain.chat.reasoning import TAGS
+from retrain.errors import BudgetError, RunError, UserCodeError, shown
+from retrain.rewarding import (
+    Reward,
+    RewardCalculator,
+    Scorer,
+    WeightedReward,
+    checked,
+    compares,
+)
+from retrain.rewarding.composition import ENVIRONMENT
+from retrain.rewarding.processes import ProcessReward
+from retrain.rollout import Slot
+from retrain.scripted import Finding, Script, doorway, found, scripted
+from retrain.types import Prompt, Ticket, Trajectory, Turn
+
+GARBAGE = "]]}> \\boxed{ </think> 1e999 \x00 </think> \ufffd \U0001f642 {{ ((" + "x" * 200
+"""No answer to anything, and a trap for parsers. A tag that appears twice has no valid form."""
+EMPTY, NONSENSE = "empty text", "garbage"
+Case = tuple[str, Trajectory]
+Plan = tuple[str, Prompt, str]
+"""A label, and a prompt with the reply to it."""
+LABEL = 80
+"""Characters of an answer that a line shows."""
+ANSWERS = 100
+"""The answers of so many rows are played, if the environment gives a reward or one checks rows."""
+SECONDS = 10.0
+"""After this time no further answer is played, nor scored by the same reward."""
+SHOWN = 5
+"""Rows with a wrong answer that are listed."""
+TRY = "try one with --reply TEXT"
+
+
+async def tried_rewards(
+    parts: Parts, prompts: Sequence[Prompt], replies: Sequence[str] = ()
+) -> list[Finding]:
+    """Call each reward with rollouts that say the answer of the row, `replies`, nothing, garbage.
+
+    The rollouts are played in the config's environment, so that rewards find its `info`.
+    """
+    prompt = next((p for p in prompts if p.answer is not None), prompts[0])
+    texts = {f"reply {shown(reply, LABEL)}": reply for reply in replies}
+    trials: list[Finding] = []
+    if prompt.answer is not None:
+        texts = {f"answer {shown(prompt.answer, LABEL)}": str(prompt.answer), **texts}
+    elif not replies:
+        advice = f"if a column has them, set prompts.answer_column; else {TRY}"
+        trials.append(Finding(True, "the first rows have no answer that could be tried", advice))
+    plans = [(label, prompt, text) for label, text in texts.items()]
+    plans += [(EMPTY, prompt, ""), (NONSENSE, prompt, GARBAGE)]
+    cases, others, failed = await _played(parts, plans)
+    if not cases:
+        return [*trials, found(False, "rewards: not tried, as no rollout succeeds", tuple(failed))]
+    if failed:
+        lines = [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
+        lines.append("such a rollout is not trained: catch the error in the environment")
+        what = "a rollout for the rewards fails"
+        trials.append(Finding(True, what, "\n".join(lines), warning=True))
+    if said := [_parsed(label, t) for label, t in cases if label.startswith("reply ")]:
+        trials.append(found(True, "the replies, as the rewards get them", said))
+    if _rewarded(parts, cases):
+        values = {label: t.rewards.get(ENVIRONMENT, 0.0) for label, t in others if not t.seat}
+        trials += [_of_environment(cases), *_of_answers(values)]
+    faults: list[str] = []
+    try:
+        async with parts.scorer.serving(faults.append):
+            for part in parts.scorer.rewards:
+                trials.append(await _trial(parts.scorer, part, cases))
+                if part in _readers(parts.scorer):
+                    values = await _values(parts.scorer, part, others)
+                    trials += _of_answers(values, f" from '{part.name}'")
+    except RunError as error:
+        trials.append(found(False, "rewards: setup", [str(error)]))
+    return [*trials, *(found(False, "rewards: close", [fault]) for fault in faults)]
+
+
+async def _played(
+    parts: Parts, plans: Sequence[Plan]
+) -> tuple[list[Case], list[Case], Mapping[str, list[str]]]:
+    """The rollouts of the plans, those that say the answers of rows if the environment gives a
+    reward or a reward reads rows, and for those that fail, the labels per error."""
+    script, opener = Script(), _opener(parts)
+    failed: dict[str, list[str]] = {}
+
+    async def play(plans: Iterable[Plan]) -> list[Case]:
+        cases: list[Case] = []
+        for label, prompt, text in plans:
+            opened = opener if label.startswith("reply ") else ""
+            script.reply = opened + text.removeprefix(opened)
+            for played in (await slot.play(prompt)).trajectories:
+                seated = f"{label} {played.seat}".rstrip()
+                if played.outcome == "ok":
+                    played.turns = [_without(opened, turn) for turn in played.turns]
+                    cases.append((seated, played))
+                else:
+                    failed.setdefault(played.info["error"], []).append(seated)
+        return cases
+
+    async with doorway(parts.runs_agent) as door:
+        rollouts = scripted(parts.config, script, door)
+        slot = Slot(1, parts.environment, rollouts, Scorer([]), fault=lambda _: None)
+        try:
+            cases = await play(plans)
+            tried = _rewarded(parts, cases) or _readers(parts.scorer)
+            others = await play(_answers(parts)) if cases and tried and not parts.runs_agent else []
+        finally:
+            await slot.close()
+    return cases, others, failed
+
+
+def _opener(parts: Parts) -> str:
+    """The tag with which the prompts of a run open the reasoning, as its `format` says."""
+    tags = (getattr(_inner(part), "opener", "") for part in parts.scorer.rewards)
+    return next((tag for tag in tags if tag in TAGS), "")
+
+
+def _without(opener: str, turn: Turn) -> Turn:
+    """The turn as it is in a run, where the `opener` is not part of the reply."""
+    said, first = turn.completion, len(opener)  # one token per character
+    if not said.text.startswith(opener):  # after the call of a tool
+        return turn
+    ids, logprobs = said.token_ids[first:], said.logprobs[first:]
+    return replace(
+        turn, completion=replace(said, text=said.text[first:], token_ids=ids, logprobs=logprobs)
+    )
+
+
+def _answers(parts: Parts) -> Iterator[Plan]:
+    """The answers of the first rows."""
+    until = time.monotonic() + SECONDS
+    for index in range(min(ANSWERS, len(parts.prompts))):
+        if time.monotonic() > until:
+            return
+        prompt = parts.prompts.prompt(Ticket(0, index), parts.config.train.seed)
+        if prompt.answer is not None:
+            yield parts.prompts.location(index), prompt, str(prompt.answer)
+
+
+def _rewarded(parts: Parts, cases: Sequence[Case]) -> bool:
+    """Whether the steps of the environment give a reward, or nothing else does."""
+    return not parts.scorer.rewards or any(t.rewards.get(ENVIRONMENT) for _, t in cases)
+
+
+def _parsed(label: str, played: Trajectory) -> str:
+    reasoning, completion = shown(played.reasoning, LABEL), shown(played.completion, LABEL)
+    return f"{label}: reasoning {reasoning}, completion {completion}"
+
+
+def _of_environment(cases: Sequence[Case]) -> Finding:
+    """The reward of the environment's steps: an empty text must not get all of it."""
+    values = {label: t.rewards.get(ENVIRONMENT, 0.0) for label, t in cases}
+    lines = [f"{label}: {value:g}" for label, value in values.items()]
+    what, single = f"reward '{ENVIRONMENT}'", {k: t for k, t in cases if not t.seat}
+    short = {label: values[label] for label, t in single.items() if len(t.turns) == 1}
+    empty = short.pop(EMPTY, 0.0)
+    short.pop(NONSENSE, None)
+    if empty > 0 and empty >= max(short.values(), default=1.0):
+        lines.append(
+            "an empty text gets the full reward, so there is nothing to learn: check that the row "
+            "has what the environment compares the reply with, such as tests or an answer"
+        )
+        return found(False, what, lines)
+    of_answer = [values[label] for label in single if label.startswith("answer ")]
+    wrong = bool(of_answer) and max(of_answer) <= max(empty, 0.0)
+    if wrong:
+        lines.append(
+            "the answer gets no more than an empty text: check that it is right. If a reply must "
+            f"have another form, {TRY}"
+        )
+    return Finding(True, what, "\n".join(lines), warning=wrong)
+
+
+def _of_answers(values: Mapping[str, float], giver: str = "") -> Iterator[Finding]:
+    """Whether the answers of several rows get the same reward; nan is a failure."""
+    full = max((v for v in values.values() if not math.isnan(v)), default=0.0)
+    lower = [f"{row}: {_number(value)}" for row, value in values.items() if not value >= full]
+    if len(values) < 2:
+        return
+    if not lower and full > 0:
+        yield Finding(True, f"the answers of {len(values)} rows get {full:g} each{giver}")
+    elif lower:
+        more = [f"and {len(lower) - SHOWN} more"] if len(lower) > SHOWN else []
+        advice = "check that these answers are right, and the rows what they are compared with"
+        what = f"the answers of {len(lower)} of {len(values)} rows get less than {full:g}{giver}"
+        yield Finding(True, what, "\n".join([*lower[:SHOWN], *more, advice]), warning=True)
+
+
+def _number(value: float) -> str:
+    return "fails" if math.isnan(value) else f"{value:g}"
+
+
+def _readers(scorer: Scorer) -> list[WeightedReward]:
+    """The rewards that check rows, such as for tests, and that no gate keeps from some of them."""
+    return [
+        part
+        for part in scorer.rewards
+        if type(_inner(part)).check_row is not RewardCalculator.check_row
+        and not scorer.composition.is_gated(part.name)
+    ]
+
+
+async def _values(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) -> dict[str, float]:
+    """What a reward gives the answers of rows, until the time is up; nan for a failure."""
+    values, until = dict[str, float](), time.monotonic() + SECONDS
+    for label, trajectory in cases:
+        if time.monotonic() > until:
+            break
+        [verdict] = await scorer.verdicts(part, [trajectory])
+        values[label] = math.nan
+        with suppress(UserCodeError, BudgetError):
+            judged = checked(part.name, verdict)
+            values[label] = judged.value if judged.outcome == "ok" else math.nan
+    return values
+
+
+async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) -> Finding:
+    """The verdicts of one reward, with the time of each call."""
+    lines: list[str] = []
+    calls = [cases] if compares(_inner(part)) else [[case] for case in cases]
+    good, failed, values = True, dict[str, list[str]](), list[float]()
+    for call in calls:
+        started = time.perf_counter()
+        verdicts = await scorer.verdicts(part, [trajectory for _, trajectory in call])
+        took = f"in {1000 * (time.perf_counter() - started):.1f} ms"
+        for (label, trajectory), verdict in zip(call, verdicts, strict=True):
+            try:
+                judged = checked(part.name, verdict)
+            except (UserCodeError, BudgetError) as error:  # which is often the same for every reply
+                failed.setdefault(str(error), []).append(label)
+                continue
+            trajectory.rewards[part.name] = judged.value  # for those that come after it
+            good = good and judged.outcome in ("ok", "invalid")
+            values += [judged.value] * (judged.outcome == "ok")
+            lines.append(f"{label}: {_described(judged)} {took}")
+    lines += [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
+    good = good and not failed
+    same = good and len(values) == len(cases) and len(set(values)) == 1
+    if same:
+        reads = _inner(part).needs_answer or part in _readers(scorer)
+        answer = reads and any(label.startswith("answer ") for label, _ in cases)
+        begin = ", the answer too: check that it is right. For" if answer else ": for"
+        lines.append(
+            f"every reply gets the same{begin} a reply that should get another value, {TRY}"
+        )
+    return Finding(good, f"reward '{part.name}'", "\n".join(lines), warning=same)
+
+
+def _inner(part: WeightedReward) -> RewardCalculator:
+    """The calculator, or that of its worker processes."""
+    calculator = part.calculator
+    return calculator.inner if isinstance(calculator, ProcessReward) else calculator
+
+
+def _described(judged: Reward) -> str:
+    if judged.outcome != "ok":
+        return judged.outcome
+    components = ", ".join(f"{name} {value:g}" for name, value in judged.components.items())
+    return f"{judged.value:g}" + (f" ({components})" if components else "")
