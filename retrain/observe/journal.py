@@ -3,7 +3,8 @@
 - Lines are buffered and reach the OS in large writes: `flush` survives a kill -9, and `sync` a
   power cut. A file may end with an incomplete line; `repair` removes it and `read_lines` skips it.
 - Every line is valid JSON, whatever an environment puts into it: NaN and infinities become null and
-  are listed in the line's `nonfinite`; other values are written as their `repr`.
+  are listed in the line's `nonfinite`; other values are written as pydantic does, or as their
+  `repr`.
 - Any thread may write; lines are never interleaved.
 """
 
