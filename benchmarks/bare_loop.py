@@ -34,7 +34,7 @@ async def train_bare(
 ) -> None:
     """`steps` steps of `groups` groups, sampled in `slots` slots; `on_step` follows each."""
     done: asyncio.Queue[list[Sample]] = asyncio.Queue(groups)
-    source = cycle(rows)
+    source = enumerate(cycle(rows))  # shared: a seed of its own for each group, as in the pipe
     workers = [
         asyncio.create_task(_work(engine, source, rewards, group_size, done)) for _ in range(slots)
     ]
@@ -51,13 +51,13 @@ async def train_bare(
 
 async def _work(
     engine: MockAdapter,
-    source: Iterator[Row],
+    source: Iterator[tuple[int, Row]],
     rewards: Rewards,
     group_size: int,
     done: asyncio.Queue[list[Sample]],
 ) -> None:
     """Play one group after the other."""
-    for seed, row in enumerate(source):
+    for seed, row in source:
         prompt_ids = engine.tokenizer.encode(row["prompt"])
         params = SamplingParams(max_tokens=4, seed=seed)
         completions = await engine.sample(prompt_ids, params, group_size)

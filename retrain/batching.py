@@ -120,16 +120,26 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
 
     `credit` is one advantage, or one per sampled token, turn after turn.
     """
-    sampled = trajectory.sampled_tokens
+    sampled, turns = trajectory.sampled_tokens, trajectory.turns
     advantages = [float(credit)] * sampled if isinstance(credit, (int, float)) else list(credit)
     if len(advantages) != sampled:
         raise ValueError(
             f"rollout {run_id} has {sampled} sampled tokens, but {len(advantages)} advantages; "
             "expected one number, or one per sampled token"
         )
-    turns = trajectory.turns
     if len(turns) == 1 and sampled:  # the common case, fast
-        return [_only(turns[0], sampled, advantages, trajectory.prompt.id, run_id)]
+        prompt_ids, said, given = turns[0].prompt_ids, turns[0].completion, len(turns[0].prompt_ids)
+        return [
+            Sample(
+                [*prompt_ids, *said.token_ids],
+                [0] * given + [1] * sampled,
+                [0.0] * given + [*said.logprobs],
+                [0.0] * given + advantages,
+                [-1] * given + [*(said.versions or [said.version] * sampled)],
+                group_id=trajectory.prompt.id,
+                run_id=run_id,
+            )
+        ]
     starts = list(accumulate([len(t.completion.token_ids) for t in turns], initial=0))
     samples = []
     for branch in branches(turns):
@@ -153,20 +163,6 @@ def segments(trajectory: Trajectory, credit: Credit, run_id: str) -> list[Sample
         if any(mask):
             samples.append(Sample(*streams, group_id=trajectory.prompt.id, run_id=run_id))
     return samples
-
-
-def _only(turn: Turn, count: int, advantages: list[float], group_id: str, run_id: str) -> Sample:
-    """The sample of a rollout with one turn, of `count` tokens."""
-    said, given = turn.completion, len(turn.prompt_ids)
-    return Sample(
-        [*turn.prompt_ids, *said.token_ids],
-        [0] * given + [1] * count,
-        [0.0] * given + [*said.logprobs],
-        [0.0] * given + advantages,
-        [-1] * given + (list(said.versions) or [said.version] * count),
-        group_id=group_id,
-        run_id=run_id,
-    )
 
 
 def branches(turns: Sequence[Turn]) -> list[list[int]]:

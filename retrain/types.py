@@ -118,8 +118,7 @@ class Completion:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """The ids that the sampler got, its completion, and the environment's observation."""
 
     prompt_ids: Sequence[int]
@@ -259,12 +258,11 @@ class Group:
     @property
     def versions(self) -> set[int]:
         """The versions of the weights that sampled the tokens."""
-        found: set[int] = set()
-        for trajectory in self.trajectories:
-            for turn in trajectory.turns:
-                found.add(turn.completion.version)
-                found.update(turn.completion.versions)
-        return found - {-1}
+        said = [turn.completion for t in self.trajectories for turn in t.turns]
+        found = {completion.version for completion in said}
+        found.update(*[completion.versions for completion in said if completion.versions])
+        found.discard(-1)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,7 @@ async def test_a_schedule_counts_versions_and_a_combination_is_reported():
 async def test_parts_per_turn_and_token_are_weighted_and_survive_a_checkpoint():
     group = played("ab", turns=2)
     [trajectory] = group.trajectories
-    trajectory.turns = [replace(turn, reward=0.25) for turn in trajectory.turns]
+    trajectory.turns = [turn._replace(reward=0.25) for turn in trajectory.turns]
     trajectory.rewards["environment"] = 0.5
     judge = Length(turns=[1, 0.5], tokens=[0, 0, 0.125, 0])
     shut = Length(turns=[8, 8])
@@ -231,7 +231,7 @@ async def test_parts_per_turn_and_token_are_weighted_and_survive_a_checkpoint():
     assert trajectory.reward == 0.5 + 2.0 * 2 + 1.0
     assert trajectory.turn_rewards == [2.25, 1.25]
     assert all(
-        json.loads(line + "}")["turn_rewards"] == [2.25, 1.25]
+        json.loads(line + b"}")["turn_rewards"] == [2.25, 1.25]
         for info in ({}, {"a": 1})
         for line in encoded(replace(group, trajectories=[replace(trajectory, info=info)]))
     )

@@ -6,7 +6,6 @@ import re
 import socket
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 from starlette.applications import Starlette
@@ -171,7 +170,7 @@ async def test_a_template_of_ones_own():
     async with scorer_of(lambda body: "Score: 1", **keys) as (scorer, server):
         group = played("hi")
         [trajectory] = group.trajectories
-        trajectory.turns = [replace(turn, reasoning="because") for turn in trajectory.turns]
+        trajectory.turns = [turn._replace(reasoning="because") for turn in trajectory.turns]
         await scorer.score(group)
     text = server.asked[0]["messages"][1]["content"]
     assert re.match(

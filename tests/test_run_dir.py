@@ -482,7 +482,7 @@ json_like = st.recursive(
 @given(st.dictionaries(st.text(), json_like, max_size=4))
 def test_every_line_is_one_line_of_valid_json(line: dict[str, Any]) -> None:
     text = encode(line)
-    assert "\n" not in text
+    assert b"\n" not in text
     json.loads(text, parse_constant=pytest.fail)
 
 
@@ -519,7 +519,7 @@ def test_repair_cuts_after_the_last_whole_line(tmp_path: Path, content: bytes, l
 def test_many_lines_go_out_without_a_flush(tmp_path: Path) -> None:
     lines = Journal(tmp_path / "x.jsonl")
     for number in range(journal.CHUNK_LINES):
-        lines.write({"n": number})
+        lines.write(encode({"n": number}))
     assert len(list(read_lines(tmp_path / "x.jsonl"))) == journal.CHUNK_LINES
     lines.close()
 
@@ -529,7 +529,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     full = tmp_path / "events.jsonl"
     full.symlink_to("/dev/full")
     lines = Journal(full)
-    lines.write({"n": 1})
+    lines.write(encode({"n": 1}))
     with pytest.raises(RunError, match=r"can't write .*events\.jsonl: No space left"):
         lines.flush()
     with pytest.raises(RunError, match="No space left"):
@@ -539,5 +539,5 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
 
 def with_journal(path: Path, line: dict[str, Any]) -> None:
     lines = Journal(path)
-    lines.write(line)
+    lines.write(encode(line))
     lines.close()

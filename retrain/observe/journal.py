@@ -3,7 +3,8 @@
 - Lines are buffered and reach the OS in large writes: `flush` survives a kill -9, and `sync` a
   power cut. A file may end with an incomplete line; `repair` removes it and `read_lines` skips it.
 - Every line is valid JSON, whatever an environment puts into it: NaN and infinities become null and
-  are listed in the line's `nonfinite`; other values are written as their `repr`.
+  are listed in the line's `nonfinite`; other values are written as pydantic does, or as their
+  `repr`.
 - Any thread may write; lines are never interleaved.
 """
 
@@ -18,8 +19,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from retrain.errors import RunError
-from retrain.jsonable import default, plain_with
+from retrain.jsonable import plain_with
 
 CHUNK_LINES = 512
 """Lines are written out when there are this many ..."""
@@ -37,15 +40,14 @@ class Journal:
         except OSError as error:
             raise _refused(path, error) from error
         self._lock = threading.Lock()
-        self._lines: list[str] = []
+        self._lines: list[bytes] = []
         self._unwritten = b""
         self._flushed = time.monotonic()
 
-    def write(self, *lines: Mapping[str, Any] | str) -> None:  # any: users' values become JSON here
-        """Append lines in order; a string is a line that `encode` made."""
-        texts = [line if isinstance(line, str) else encode(line) for line in lines]
+    def write(self, *lines: bytes) -> None:
+        """Append lines that `encode` made, in order."""
         with self._lock:
-            self._lines += texts
+            self._lines += lines
             if len(self._lines) >= CHUNK_LINES or time.monotonic() - self._flushed >= CHUNK_SECONDS:
                 self._flush()
 
@@ -74,9 +76,7 @@ class Journal:
     def _flush(self) -> None:
         self._flushed = time.monotonic()
         if self._lines:
-            # a lone surrogate becomes its JSON escape, so the bytes stay valid UTF-8 and JSON
-            text = "\n".join(self._lines) + "\n"
-            self._unwritten += text.encode("utf-8", "backslashreplace")
+            self._unwritten += b"\n".join([*self._lines, b""])
             self._lines = []
         try:
             while self._unwritten:  # the rest after a full disk is written by the next flush
@@ -85,16 +85,21 @@ class Journal:
             raise _refused(self.path, error) from error
 
 
-def encode(line: Mapping[str, Any]) -> str:  # any: see Journal.write
-    """`line` as one line of valid JSON."""
+def encode(line: Mapping[str, Any]) -> bytes:  # any: values of users become JSON here
+    """`line` as one line of valid JSON in UTF-8."""
     try:
-        return _ENCODER.encode(line)
-    except Exception:  # noqa: BLE001 - NaN, odd keys, cycles, a user's object: slow path
-        nonfinite: dict[str, str] = {}
-        values = {str(key): plain_with(value, str(key), nonfinite) for key, value in line.items()}
-        if nonfinite:
-            values["nonfinite"] = nonfinite
-        return _ENCODER.encode(values)
+        text = to_json(line)
+        if b"NaN" not in text and b"Infinity" not in text:
+            return text
+    except Exception:  # noqa: BLE001 - cycles, a lone surrogate, a user's object: slow path
+        pass
+    nonfinite: dict[str, str] = {}
+    values = {str(key): plain_with(value, str(key), nonfinite) for key, value in line.items()}
+    if nonfinite:
+        values["nonfinite"] = nonfinite
+    whole = json.dumps(values, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    # a lone surrogate becomes its JSON escape
+    return whole.encode("utf-8", "backslashreplace")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
@@ -133,12 +138,3 @@ def _refused(path: Path, error: OSError) -> RunError:
         f"can't write {path}: {error.strerror or error}; free some space or choose another "
         "run directory, then continue with --resume"
     )
-
-
-_ENCODER = json.JSONEncoder(
-    separators=(",", ":"),
-    ensure_ascii=False,
-    allow_nan=False,
-    check_circular=False,  # a cycle is a RecursionError
-    default=default,
-)

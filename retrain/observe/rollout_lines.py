@@ -6,37 +6,30 @@ rest is encoded when the group has been played, so that the work is spread over 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from json.encoder import encode_basestring as quoted
 from typing import Any
 
 from retrain.observe.journal import encode
 from retrain.sampler import hash_of
-from retrain.types import Completion, Group, Message, Trajectory, Turn
+from retrain.types import Completion, Group, Trajectory, Turn
 
 
-def encoded(group: Group) -> list[str]:
+def encoded(group: Group) -> list[bytes]:
     """The rollouts of a group as lines without their last brace, for `with_fate`."""
-    lines: list[str] = []
+    lines: list[bytes] = []
     for _, alike in groupby(group.trajectories, _opening):
         rollouts = list(alike)
-        shared = _shared(rollouts[0])
-        try:
-            lines += _quick(rollouts, encode(shared)[:-1])
-        except (TypeError, ValueError):  # a failure, or a value of the user's
-            lines += [encode(shared | _line(t))[:-1] for t in rollouts]
+        shared = encode(_shared(rollouts[0]))[:-1] + b","
+        lines += [shared + encode(_line(t))[1:-1] for t in rollouts]
     return lines
 
 
-def with_fate(lines: Iterable[str], step: int | None, dropped: str = "") -> list[str]:
+def with_fate(lines: Iterable[bytes], step: int | None, dropped: str = "") -> list[bytes]:
     """Complete lines: `step` trained or evaluated these rollouts; or the cause of their drop."""
-    fate = f',"step":{json.dumps(step)}'
-    if dropped:
-        fate += f',"dropped":{json.dumps(dropped)}'
-    fate += "}"
-    return [line + fate for line in lines]
+    fate = {"step": step, "dropped": dropped} if dropped else {"step": step}
+    end = b"," + encode(fate)[1:]
+    return [line + end for line in lines]
 
 
 def names_of(tools: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -70,8 +63,13 @@ def _shared(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _line(trajectory: Trajectory) -> dict[str, Any]:
-    completions = [turn.completion for turn in trajectory.turns]
     ok = trajectory.outcome == "ok"
+    turns, versions, stop_reasons, changed = trajectory.turns, [], [], False
+    for turn in turns:
+        completion = turn.completion
+        versions.append(completion.version)
+        stop_reasons.append(completion.stop_reason)
+        changed = changed or bool(completion.versions)
     line: dict[str, Any] = {
         "index": trajectory.index,
         "messages": trajectory.messages or trajectory.prompt.messages,
@@ -79,17 +77,17 @@ def _line(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward if ok else None,
         "outcome": trajectory.outcome,
         "error": None if ok else trajectory.info.get("error"),
-        "versions": [completion.version for completion in completions],
+        "versions": versions,
         "tokens": trajectory.sampled_tokens,
-        "stop_reasons": [completion.stop_reason for completion in completions],
+        "stop_reasons": stop_reasons,
         "seconds": trajectory.seconds,
     }
     if trajectory.turn_rewards:
         line["turn_rewards"] = trajectory.turn_rewards
-    if any(completion.versions for completion in completions):
-        line["spans"] = [_spans(completion) for completion in completions]
-    if trajectory.turns and trajectory.turns[0].messages:
-        line["calls"] = [_call(trajectory.turns, turn) for turn in trajectory.turns]
+    if changed:
+        line["spans"] = [_spans(turn.completion) for turn in turns]
+    if turns and turns[0].messages:
+        line["calls"] = [_call(turns, turn) for turn in turns]
     if trajectory.info:
         line["info"] = trajectory.info
     if trajectory.seat:
@@ -97,68 +95,6 @@ def _line(trajectory: Trajectory) -> dict[str, Any]:
     if trajectory.result is not None:
         line["result"] = trajectory.result
     return line
-
-
-def _quick(rollouts: Sequence[Trajectory], head: str) -> list[str]:
-    """`head` with each `_line`, without the last brace, in less time; for usual rollouts.
-
-    Raises TypeError or ValueError for those that `_line` must encode.
-    """
-    known: dict[int, str] = {}  # the JSON of messages by `id`: rollouts share the first ones
-    seconds: Mapping[str, float] = {}
-    timed = "{}"
-    lines: list[str] = []
-    for trajectory in rollouts:
-        if trajectory.info or trajectory.seat or trajectory.outcome != "ok":
-            raise ValueError
-        if not trajectory.messages or trajectory.result is not None:
-            raise ValueError
-        messages = versions = stops = ""  # concatenation is faster than a join of a few
-        tokens = 0
-        for message in trajectory.messages:
-            messages += f",{known.get(id(message)) or _message(message, known)}"
-        for turn in trajectory.turns:
-            completion = turn.completion
-            if completion.versions or turn.messages:
-                raise ValueError
-            versions += f",{completion.version:d}"
-            stops += f",{quoted(completion.stop_reason)}"
-            tokens += len(completion.token_ids)
-        earned = ""
-        if trajectory.turn_rewards:
-            earned = f',"turn_rewards":[{",".join(map(_number, trajectory.turn_rewards))}]'
-        if trajectory.seconds != seconds:  # those of a group are often equal
-            seconds = trajectory.seconds
-            timed = _numbers(seconds)
-        lines.append(
-            f'{head},"index":{trajectory.index},"messages":[{messages[1:]}],'
-            f'"rewards":{_numbers(trajectory.rewards)},"reward":{_number(trajectory.reward)},'
-            f'"outcome":"ok","error":null,"versions":[{versions[1:]}],'
-            f'"tokens":{tokens},"stop_reasons":[{stops[1:]}],'
-            f'"seconds":{timed}{earned}'
-        )
-    return lines
-
-
-def _message(message: Message, known: dict[int, str]) -> str:
-    pairs = ""
-    for key, value in message.items():
-        pairs += f",{quoted(key)}:{quoted(value)}"  # type: ignore[arg-type]  # or it raises
-    text = known[id(message)] = f"{{{pairs[1:]}}}"
-    return text
-
-
-def _numbers(named: Mapping[str, float]) -> str:
-    pairs = ""
-    for key, value in named.items():
-        pairs += f",{quoted(key)}:{_number(value)}"
-    return f"{{{pairs[1:]}}}"
-
-
-def _number(value: float) -> str:
-    if type(value) is not float or value - value:  # NaN and infinities are not JSON
-        raise ValueError
-    return repr(value)
 
 
 def _call(turns: Sequence[Turn], turn: Turn) -> dict[str, Any]:

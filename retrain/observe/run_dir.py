@@ -37,7 +37,7 @@ from retrain.jsonable import plain
 from retrain.observe import upkeep
 from retrain.observe.causes import Causes
 from retrain.observe.failure import ERROR
-from retrain.observe.journal import Journal, read_lines, repair
+from retrain.observe.journal import Journal, encode, read_lines, repair
 from retrain.observe.rollout_lines import with_fate
 from retrain.observe.voided import cut
 from retrain.types import Group, Trajectory
@@ -146,9 +146,9 @@ class RunDirectory:
         """Append one event; times in `fields` are seconds since 1970, tickets are strings."""
         if kind == "dropped":
             self.tally.drops[str(fields.get("cause", "unknown"))] += 1
-        self._events.write({"event": kind, "time": time.time(), **fields})
+        self._events.write(encode({"event": kind, "time": time.time(), **fields}))
 
-    def rollouts(self, lines: Iterable[str], step: int | None = None, dropped: str = "") -> None:
+    def rollouts(self, lines: Iterable[bytes], step: int | None = None, dropped: str = "") -> None:
         """Append the `encoded` rollouts of a group, with their fate (see `with_fate`)."""
         self._rollouts.write(*with_fate(lines, step, dropped))
 
@@ -164,7 +164,7 @@ class RunDirectory:
 
     def metrics(self, row: Mapping[str, float]) -> None:
         """Append one step's metrics, and flush all files."""
-        self._metrics.write(row)
+        self._metrics.write(encode(row))
         self.flush()
 
     def sizes(self) -> dict[str, int]:

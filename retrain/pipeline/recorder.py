@@ -50,7 +50,7 @@ class Recorder:
         self.decode: Callable[[Sequence[int]], str] = lambda ids: ""
         """The text of token ids, with special tokens."""
         self._failure: BaseException | None = None
-        self._open: dict[str, list[str]] = {}
+        self._open: dict[str, list[bytes]] = {}
         """Lines of rollouts.jsonl by ticket: groups that were played, and no more yet."""
         self._rendered: set[tuple[str, ...]] = set()
         """The sets of tools that a `rendered` event has shown."""

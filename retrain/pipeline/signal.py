@@ -17,9 +17,8 @@ def without_signal(group: Group) -> bool:
     A seat with a single scored rollout has nothing to compare it with; a group of only such seats
     counts as one with signal.
     """
-    seats = [[t.reward for t in part.scored] for part in group.by_seat]
-    compared = [is_flat(rewards) for rewards in seats if len(rewards) > 1]
-    return bool(compared) and all(compared)
+    compared = [rewards for rewards in _by_seat([group]).values() if len(rewards) > 1]
+    return bool(compared) and all(map(is_flat, compared))
 
 
 class Signal:
@@ -76,7 +75,8 @@ class Signal:
 def _by_seat(groups: Sequence[Group]) -> dict[str, list[float]]:
     """The rewards of the scored trajectories of each seat."""
     rewards: dict[str, list[float]] = {}
-    for part in [part for group in groups for part in group.by_seat]:
-        if scored := part.scored:
-            rewards.setdefault(scored[0].seat, []).extend([t.reward for t in scored])
+    for group in groups:
+        for trajectory in group.trajectories:
+            if trajectory.outcome == "ok":
+                rewards.setdefault(trajectory.seat, []).append(trajectory.reward)
     return rewards

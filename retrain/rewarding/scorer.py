@@ -187,7 +187,7 @@ class Scorer:
         total = composition.total(rewards, step)
         combined = composition.values_of_combined(rewards, step) if composition.combined else {}
         fits = largest <= LARGEST and abs(total) <= LARGEST
-        if not fits or any(not abs(value) <= LARGEST for value in combined.values()):
+        if not fits or (combined and not all(abs(v) <= LARGEST for v in combined.values())):
             raise UserCodeError(
                 f"the rewards {shown(rewards, 200)} sum to {total}, expected numbers "
                 f"of at most {LARGEST:g}, for a loss in float32. Scale the reward down."

@@ -211,7 +211,7 @@ class Calls:
             return
         if not 0 <= turn < len(self.turns):
             raise CallError(404, "not_found", f"this rollout has no completion {turn}")
-        self.turns[turn] = replace(self.turns[turn], reward=self.turns[turn].reward + value)
+        self.turns[turn] = self.turns[turn]._replace(reward=self.turns[turn].reward + value)
 
     async def close(self) -> None:
         """The rollout is over: cancel the calls under way and refuse later ones."""

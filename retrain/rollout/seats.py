@@ -147,7 +147,7 @@ class Seats:
         return replace(
             whole,
             seat=seat,
-            turns=[t if t.parent is None else replace(t, parent=place[t.parent]) for t in turns],
+            turns=[t if t.parent is None else t._replace(parent=place[t.parent]) for t in turns],
             rewards={"environment": self.earned.get(seat, 0.0)},
             info=dict(whole.info),
             messages=messages,
