@@ -20,7 +20,7 @@ from retrain.config import RunConfig, parse_config
 from retrain.engine.vllm import checks
 from retrain.engine.vllm.checkpoint import Store
 from retrain.engine.vllm.client import Lora, VllmClient
-from retrain.engine.vllm.opening import _process
+from retrain.engine.vllm.opening import _processes
 from retrain.engine.vllm.options import VllmOptions
 from retrain.errors import AdapterError, ConfigError
 from retrain.pipeline.stages import train
@@ -115,8 +115,9 @@ async def test_weights_are_written_to_the_given_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    write = Store.write
-    monkeypatch.setattr(Store, "write", lambda *given: written.append(write(*given)) or written[-1])
+    write = Store._write
+    spy = lambda *given: written.append(write(*given)) or written[-1]  # noqa: E731
+    monkeypatch.setattr(Store, "_write", spy)
     (tmp_path / "shared").mkdir()
     keys = {"type": "vllm", "folder": str(tmp_path / "shared")}
     with stand_in(folder) as server:
@@ -201,7 +202,7 @@ def test_options_reach_the_command_line_of_each_server(
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     opening = opening_of(small_model(), folder, tmp_path, lora=Lora(4, 3))
-    launch = _process(options, opening, 1)._launch
+    launch = _processes(options, opening)[1]._launch
     words = " ".join(launch.command(80))
     assert words.startswith(f"{tmp_path}/bin/python -m vllm.entrypoints.openai.api_server")
     for flag in (

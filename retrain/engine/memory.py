@@ -21,8 +21,10 @@ TILE = 4096 * 32768
 """Logits that TRL's fused output head computes at once: tokens x vocabulary."""
 TILES = 3
 """float32 copies of a tile: logits, probabilities, their gradient."""
-LIBRARIES = {"cpu": 700 * 10**6, "cuda": 700 * 10**6}
+LIBRARIES = {"cpu": 550 * 10**6, "cuda": 700 * 10**6}
 """Of Python, torch and TRL on the CPU; of the CUDA context and the kernels on a card."""
+SHARED = 150 * 10**6
+"""Of the libraries on the CPU, what all processes of a machine share."""
 GROWTH = 1.5
 """The sampler's cache grows by this factor (see `kv_cache.RowCache`)."""
 
@@ -86,8 +88,11 @@ class Memory:
 
     @property
     def of_follower(self) -> Memory:
-        """Of another process than rank 0: it trains, but neither samples nor publishes."""
-        return replace(self, sampler=0, cache=0, publishing=0)
+        """Of another process than rank 0 on the CPU: it trains, but neither samples nor publishes.
+
+        Its part of the libraries is what it doesn't share with rank 0.
+        """
+        return replace(self, sampler=0, cache=0, publishing=0, libraries=self.libraries - SHARED)
 
 
 def estimate(shape: Shape, setup: Setup) -> Memory:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from retrain.concurrency.locks import FolderLock, in_use
+from retrain.concurrency.threads import DaemonPool
 from retrain.disk import sync
 from retrain.engine.models import PROCESS_STATE
 from retrain.engine.weights import LoraWeights
@@ -109,7 +110,10 @@ def _as_in_checkpoints(skeleton: Any, weights: dict[str, Tensor]) -> dict[str, T
 
 
 class Store:
-    """A private folder with the published versions; `folder` None is the memory or `scratch`."""
+    """A private folder with the published versions; `folder` None is the memory or `scratch`.
+
+    Its thread is a daemon, so that a disk that hangs does not keep the process alive.
+    """
 
     def __init__(self, folder: Path | None, scratch: Path) -> None:
         self._given = folder
@@ -117,12 +121,28 @@ class Store:
         self._lock: FolderLock | None = None
         self._path: Path | None = None
         self._written = 0
+        self._thread = DaemonPool(1, "retrain-publish")
 
-    def write(self, name: str, size: int, fill: Callable[[Path], None]) -> Path:
-        """The new folder that `fill` writes about `size` bytes to.
+    async def write(self, name: str, size: int, fill: Callable[[Path], None]) -> Path:
+        """The new folder that `fill`, called in a thread, writes about `size` bytes to.
 
         Raises AdapterError if it can't be written.
         """
+        return await self._thread.run(lambda: self._write(name, size, fill))
+
+    async def drop(self, folder: Path) -> None:
+        """Remove a version."""
+        await self._thread.run(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    def close(self) -> None:
+        """Remove everything."""
+        self._thread.close()
+        if self._path is not None and self._lock is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._lock.release()
+            self._path = self._lock = None
+
+    def _write(self, name: str, size: int, fill: Callable[[Path], None]) -> Path:
         self._written += 1
         try:
             home = self._home(size)
@@ -143,17 +163,6 @@ class Store:
                 "backend.sampler.folder to another folder"
             ) from error
         return done
-
-    def drop(self, folder: Path) -> None:
-        """Remove a version."""
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Remove everything."""
-        if self._path is not None and self._lock is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
-            self._lock.release()
-            self._path = self._lock = None
 
     def _home(self, size: int) -> Path:
         if self._path is None:

@@ -220,7 +220,7 @@ class Fleet:
     async def _recover(self, member: Member) -> None:
         """Bring a server back, with growing pauses; gives up when its restarts are used up."""
         pause = FIRST_PAUSE
-        damaged = isinstance(member.error, AdapterError) and not await member.client.health()
+        damaged = not await member.client.health()
         while True:
             try:
                 if member.process is not None and (damaged or member.process.failed):

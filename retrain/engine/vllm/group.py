@@ -24,8 +24,7 @@ from retrain.engine.vllm.checkpoint import parts, sent_type
 from retrain.engine.vllm.client import VllmClient
 from retrain.engine.vllm.options import is_loopback
 from retrain.engine.vllm.transfer import Bucket, address_towards, broadcast, join
-from retrain.engine.vllm.ways import Failures, Weights, WholeWay, each, while_alive
-from retrain.errors import AdapterError
+from retrain.engine.vllm.ways import Failures, Weights, WholeWay, while_alive
 
 BUCKET_BYTES = 256 << 20
 SECONDS = 60.0
@@ -186,8 +185,9 @@ class GroupWay(WholeWay):
 
     async def _usable(self, found: Failures) -> set[VllmClient]:
         """Servers that are alive, and that answered, so that another attempt may succeed."""
-        down = await each(list(found), _check)
-        return {s for s, e in found.items() if s not in down and not isinstance(e, TimeoutError)}
+        answered = [s for s, error in found.items() if not isinstance(error, TimeoutError)]
+        lives = await asyncio.gather(*(server.health() for server in answered))
+        return {server for server, alive in zip(answered, lives, strict=True) if alive}
 
     @property
     def _nccl(self) -> bool:
@@ -204,8 +204,3 @@ class _FailedError(Exception):
     def __init__(self, failures: Failures, own: BaseException | None) -> None:
         super().__init__(f"the transfer failed: {own}" if own else "the transfer failed")
         self.failures = failures
-
-
-async def _check(server: VllmClient) -> None:
-    if not await server.health():
-        raise AdapterError(f"{server.url} does not answer")

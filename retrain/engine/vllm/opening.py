@@ -111,7 +111,7 @@ async def open_vllm(
 
 async def _members(options: VllmOptions, opening: Opening, stack: AsyncExitStack) -> list[Member]:
     """The servers, all started or met at the same time; `stack` ends them."""
-    processes = [_process(options, opening, number) for number in range(_count(options))]
+    processes = _processes(options, opening)
     for process in processes:
         stack.push_async_callback(process.close)
     try:
@@ -167,44 +167,41 @@ def _start(options: VllmOptions) -> float:
     return options.start_seconds or START
 
 
-def _count(options: VllmOptions) -> int:
-    """How many servers the run starts."""
+def _processes(options: VllmOptions, opening: Opening) -> list[VllmServer]:
+    """The servers that the run starts, by their number."""
     if options.python is None:
-        return 0
-    return max(1, len(options.devices) // options.tensor_parallel)
-
-
-def _process(options: VllmOptions, opening: Opening, number: int) -> VllmServer:
-    assert options.python is not None
-    each = options.tensor_parallel
-    folder = opening.scratch / f"vllm-{number}"
-    folder.mkdir(exist_ok=True)
+        return []
     launch = Launch(
         opening.base_dir / options.python.expanduser(),
         opening.folder,
         str(opening.dtype).removeprefix("torch."),
         lora=opening.lora if options.way(lora=opening.lora is not None) == "adapter" else None,
-        devices=options.devices[number * each : (number + 1) * each],
-        tensor_parallel=each,
+        tensor_parallel=options.tensor_parallel,
         gpu_memory=options.gpu_memory,
         cpu=not torch.cuda.is_available(),
         args=options.args,
         seconds=_start(options),
     )
-    return VllmServer(launch, folder=folder, log=opening.logs / LOG.format(number=number))
+    processes: list[VllmServer] = []
+    for first in range(0, len(options.devices) or 1, options.tensor_parallel):
+        number, last = len(processes), first + options.tensor_parallel
+        folder = opening.scratch / f"vllm-{number}"
+        folder.mkdir(exist_ok=True)
+        own = replace(launch, devices=options.devices[first:last])
+        log = opening.logs / LOG.format(number=number)
+        processes.append(VllmServer(own, folder=folder, log=log))
+    return processes
 
 
 def _publisher(options: VllmOptions, opening: Opening) -> Publisher:
     folder = None if options.folder is None else opening.base_dir / options.folder.expanduser()
     store = Store(folder, opening.scratch)
-    adapters = AdapterWay(store)
-    name = options.way(lora=opening.lora is not None)
-    way: Way = adapters
-    if name == "group":
-        way = GroupWay(opening.folder, dtype=opening.dtype)
-    elif name == "folder" or opening.service:
-        way = FolderWay(store, opening.folder, dtype=opening.dtype)
-    return Publisher(way, adapters, in_flight=options.in_flight, seconds=opening.publish_seconds)
+    whole: Way = FolderWay(store, opening.folder, dtype=opening.dtype)
+    if options.way(lora=opening.lora is not None) == "group":
+        whole = GroupWay(opening.folder, dtype=opening.dtype)
+    return Publisher(
+        whole, AdapterWay(store), in_flight=options.in_flight, seconds=opening.publish_seconds
+    )
 
 
 def _within(limits: Limits, found: Sequence[Facts]) -> Limits:

@@ -35,8 +35,7 @@ class Publisher:
     """Publishes by one `way`, or adapters by another one; what happens to running requests
     meanwhile is `in_flight`.
 
-    `seconds` limits the update of a server, its pause included. One publish, `bring_up` or `retire`
-    runs at a time.
+    `seconds` limits the update of a server, its pause included. One call runs at a time.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Publisher:
     ) -> None:
         self._way, self._adapters = way, adapters or way
         self._in_flight, self._seconds = in_flight, seconds
-        self._turn = asyncio.Lock()
         self._met: dict[Way, set[VllmClient]] = {}
         """The servers that each way that has published knows."""
         self._resuming: set[asyncio.Task[None]] = set()
@@ -61,12 +59,11 @@ class Publisher:
         AdapterError, and changes no server, if the weights don't fit the model or can't be written.
         """
         way = self._adapters if isinstance(weights, LoraWeights) else self._way
-        async with self._turn:
-            met = self._met.get(way, set())
-            failures = await each([s for s in servers if s not in met], way.meet)
-            await way.prepare(weights, version)
-            self._met[way] = met | set(servers) - failures.keys()
-            failures |= await self._switch(way, [s for s in servers if s not in failures])
+        met = self._met.get(way, set())
+        failures = await each([s for s in servers if s not in met], way.meet)
+        await way.prepare(weights, version)
+        self._met[way] = met | set(servers) - failures.keys()
+        failures |= await self._switch(way, [s for s in servers if s not in failures])
         if failures:
             raise PublishError(failures)
 
@@ -75,19 +72,17 @@ class Publisher:
 
         The server may be new or restarted, or its last publish may have failed.
         """
-        async with self._turn:
-            if not self._met:
-                raise AdapterError(f"{server.url}: nothing is published yet")
-            for way, met in self._met.items():
-                failures = await each([server], way.meet) or await self._switch(way, [server])
-                if failures:
-                    raise PublishError(failures)
-                met.add(server)
+        if not self._met:
+            raise AdapterError(f"{server.url}: nothing is published yet")
+        for way, met in self._met.items():
+            failures = await each([server], way.meet) or await self._switch(way, [server])
+            if failures:
+                raise PublishError(failures)
+            met.add(server)
 
     async def retire(self, servers: Sequence[VllmClient], version: int) -> None:
         """An older version is no longer sampled: free what the servers and the disk hold of it."""
-        async with self._turn:
-            await self._adapters.retire(servers, version)
+        await self._adapters.retire(servers, version)
 
     async def close(self) -> None:
         """Free files and connections, once paused servers have been resumed."""

@@ -30,12 +30,9 @@ HOST = "127.0.0.1"
 MODEL = "policy"
 """The name under which a server serves the model."""
 POLL_SECONDS = 0.25
-PORTS = 3
-"""How many ports are tried if another process takes them."""
 END_SECONDS = 5.0
 """How long a server and its processes may take to end."""
 PYTHON = "Set backend.sampler.python to the Python of an environment with vLLM"
-TAKEN = "address already in use"
 SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 """Names of variables that the server does not get, except vLLM's own."""
 NOT_PASSED = re.compile(r"PYTHON|VIRTUAL_ENV$|CONDA_|RETRAIN_")
@@ -196,16 +193,10 @@ class VllmServer:
         Raises AdapterError if it ends, or does not answer in time.
         """
         write_worker(self._path)
-        for left in reversed(range(PORTS)):
-            with closing(_reserved_port()) as reservation:
-                port = reservation.getsockname()[1]
-                try:
-                    await self._start(port)
-                    return f"http://{HOST}:{port}"
-                except AdapterError as error:
-                    if not left or TAKEN not in str(error).lower():
-                        raise
-        raise AssertionError
+        with closing(_reserved_port()) as reservation:
+            port = reservation.getsockname()[1]
+            await self._start(port)
+        return f"http://{HOST}:{port}"
 
     async def restart(self) -> str:
         """End what is left of it, and start it again; returns its URL."""

@@ -13,14 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from retrain.concurrency.threads import DaemonPool
-from retrain.engine.vllm.checkpoint import (
-    Manifest,
-    Store,
-    nbytes,
-    write_adapter,
-    write_model,
-)
+from retrain.engine.vllm.checkpoint import Manifest, Store, nbytes, write_adapter, write_model
 from retrain.engine.vllm.client import Facts, Json, VllmClient
 from retrain.engine.vllm.transfer import EXTENSION
 from retrain.engine.weights import LoraWeights
@@ -115,7 +108,6 @@ class AdapterWay(Way):
     def __init__(self, store: Store) -> None:
         self._store = store
         self._folders: dict[int, Path] = {}
-        self._thread = DaemonPool(1, "retrain-publish")
 
     async def meet(self, server: VllmClient) -> None:
         """Unload what an earlier run left under our names."""
@@ -125,16 +117,10 @@ class AdapterWay(Way):
                     await server.unload_lora(name)
 
     async def prepare(self, weights: Weights, version: int) -> None:
-        if not isinstance(weights, LoraWeights):
-            raise AdapterError(
-                "publish: got all weights, expected a LoRA adapter; publish to folder or group"
-            )
+        assert isinstance(weights, LoraWeights), "`Publisher` gives all weights to another way"
         size = sum(nbytes(tensor, None) for tensor in weights.tensors.values())
-        self._folders[version] = await self._thread.run(
-            lambda: self._store.write(
-                adapter_name(version), size, lambda folder: write_adapter(folder, weights)
-            )
-        )
+        fill = partial(write_adapter, weights=weights)
+        self._folders[version] = await self._store.write(adapter_name(version), size, fill)
 
     async def deliver(self, servers: Sequence[VllmClient]) -> Failures:
         async def load(server: VllmClient) -> None:
@@ -152,10 +138,9 @@ class AdapterWay(Way):
         # A server that fails here fails its next request too, and is taken out then.
         await each(servers, lambda server: server.unload_lora(adapter_name(version)))
         del self._folders[version]
-        await self._thread.run(lambda: self._store.drop(folder))
+        await self._store.drop(folder)
 
     async def close(self) -> None:
-        self._thread.close()
         self._store.close()
 
 
@@ -201,7 +186,6 @@ class FolderWay(WholeWay):
         super().__init__(model, dtype)
         self._store = store
         self._folder: Path | None = None
-        self._thread = DaemonPool(1, "retrain-publish")
 
     async def meet(self, server: VllmClient) -> None:
         await super().meet(server)
@@ -216,15 +200,11 @@ class FolderWay(WholeWay):
     async def prepare(self, weights: Weights, version: int) -> None:
         sent, config = await self._complete(weights)
         size = sum(nbytes(tensor, self._dtype) for tensor in sent.values())
-
-        def write() -> Path:
-            fill = partial(write_model, weights=sent, config=config, dtype=self._dtype)
-            done = self._store.write(f"v{version}", size, fill)
-            if self._folder is not None:  # no server reads it any more
-                self._store.drop(self._folder)
-            return done
-
-        self._folder, self._version = await self._thread.run(write), version
+        fill = partial(write_model, weights=sent, config=config, dtype=self._dtype)
+        before = self._folder
+        self._folder, self._version = await self._store.write(f"v{version}", size, fill), version
+        if before is not None:  # no server reads it any more
+            await self._store.drop(before)
 
     async def _load(self, servers: Sequence[VllmClient]) -> Failures:
         async def reload(server: VllmClient) -> None:
@@ -235,5 +215,4 @@ class FolderWay(WholeWay):
         return await each(servers, reload)
 
     async def close(self) -> None:
-        self._thread.close()
         self._store.close()
