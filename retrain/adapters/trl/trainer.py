@@ -17,7 +17,6 @@ Invariants:
 
 from __future__ import annotations
 
-import gc
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -136,9 +135,6 @@ class PipeTrainer(WholeBatchLoss, Handover):
         alone = self.ranks.size == 1 or self.sharded
         with nullcontext() if last or alone else self.accelerator.no_sync(model):
             loss: Tensor = super().training_step(model, rows, None)
-        # A run collects garbage rarely (`rare_collections`), and cycles hold large tensors: without
-        # this, the peak of a run on the CPU was 1.5 times as high.
-        gc.collect(1)
         return loss
 
     def _check_sharding(self) -> None:
