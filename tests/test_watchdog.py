@@ -3,14 +3,17 @@
 Each runs in a process of its own.
 """
 
+import gc
 import os
 import signal
 import time
+import weakref
 
 import pytest
 
 from retrain.concurrency import children
 from retrain.concurrency.guardian import guardian
+from retrain.concurrency.watchdog import debugging
 from tests.pipe_kit import played
 
 SCRIPT = """
@@ -195,3 +198,19 @@ def test_the_first_process_of_a_container_needs_no_guardian(monkeypatch):
     alone = type(guardian)()
     alone.watch(alone, 60.0, None)
     alone.unwatch(alone)
+
+
+def test_the_search_for_a_debugger_keeps_no_frame_alive() -> None:
+    class Large:
+        pass
+
+    def frame() -> weakref.ref[Large]:
+        large = Large()
+        assert not debugging()
+        return weakref.ref(large)
+
+    gc.disable()
+    try:
+        assert frame()() is None
+    finally:
+        gc.enable()
