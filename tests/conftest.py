@@ -25,6 +25,9 @@ settings.register_profile("same", derandomize=True, deadline=None)  # a busy mac
 settings.register_profile("long", max_examples=1000, deadline=None)
 settings.load_profile("same")
 
+_frozen = 0
+"""The number of modules whose objects collections pass over."""
+
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's, for `-n auto`
 def pytest_xdist_auto_num_workers() -> int:
@@ -94,7 +97,20 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _collected() -> None:
+    """Begin each module without what the last one's tests have left."""
+    freeze()
+
+
+@pytest.fixture(autouse=True)
 def _cheap_collections() -> None:
-    """Let collections pass over what was there before this module's tests."""
+    """Let collections pass over what the tests before have imported."""
+    if len(sys.modules) > _frozen + 20:
+        freeze()
+
+
+def freeze() -> None:
+    global _frozen
     gc.collect()
     gc.freeze()
+    _frozen = len(sys.modules)

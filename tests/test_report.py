@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from retrain.errors import ConfigError
 from retrain.observe import report as report_module
@@ -162,8 +163,10 @@ def test_p13_the_report_of_a_killed_run_quotes_its_last_words(tmp_path: Path) ->
 
 def test_a_damaged_configuration_does_not_prevent_the_report(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
+    assert yaml.safe_load(digest(tmp_path / "run")["config"])["train"]["groups_per_step"] > 0
     (tmp_path / "run/config.yaml").write_text("a: [")
-    assert digest(tmp_path / "run")["facts"][0]["value"] == "4"
+    data = digest(tmp_path / "run")
+    assert (data["facts"][0]["value"], data["config"]) == ("4", "a: [")
 
 
 def test_what_a_resume_voids_is_not_counted(tmp_path: Path) -> None:

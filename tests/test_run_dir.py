@@ -243,7 +243,9 @@ def test_flushed_lines_survive_a_kill_which_frees_the_lock(tmp_path: Path) -> No
         "config = RunConfig.model_validate({'prompts': {'type': 'list'}})\n"
         f"run_dir = RunDirectory.open(Path({str(tmp_path)!r}), config)\n"
         "run_dir.event('issued', ticket='0.0.0'); run_dir.metrics({'step': 1})\n"
-        "if os.fork() == 0: sys.exit(sys.stdin.read())\n"  # a child that outlives the run
+        "end, begin = os.pipe()\n"
+        "if os.fork() == 0: os.write(begin, b'.'); sys.exit(sys.stdin.read())\n"  # outlives the run
+        "os.read(end, 1)\n"  # the child is there, and has let go of the lock
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as killed:

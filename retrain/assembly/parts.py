@@ -13,6 +13,7 @@ from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
 from retrain.assembly.learner import Learner
 from retrain.chat.formats.base import Format
+from retrain.concurrency.loading import uncollected
 from retrain.config import Plugin, RunConfig
 from retrain.config.plugins import Kind, find_plugin
 from retrain.environment import Environment
@@ -99,7 +100,8 @@ def adapter_of(options: AdapterOptions, config: RunConfig) -> Adapter:
     """
     where = "backend.type"
     try:
-        found = find_plugin(ADAPTER, options.adapter, where, config.base_dir)
+        with uncollected():
+            found = find_plugin(ADAPTER, options.adapter, where, config.base_dir)
     except PluginError as error:
         missing = error.__cause__
         if not isinstance(missing, ModuleNotFoundError):

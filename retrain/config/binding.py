@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from functools import lru_cache
 from typing import Annotated, Any, NotRequired, Required
 
 from pydantic import ConfigDict, Field, PydanticUserError, Strict, TypeAdapter, ValidationError
@@ -114,10 +115,20 @@ def _checkable(annotation: Any) -> Any:
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return Any
     try:
+        has_schema = _has_schema(annotation)
+    except TypeError:  # not hashable: Annotated with a list
+        has_schema = _has_schema.__wrapped__(annotation)
+    return _strict(annotation) if has_schema else Any
+
+
+@lru_cache(maxsize=1024)
+def _has_schema(annotation: Any) -> bool:
+    """Whether values can be checked; cached, since pydantic takes a millisecond to find out."""
+    try:
         TypeAdapter(annotation).json_schema()
     except PydanticUserError:
-        return Any
-    return _strict(annotation)
+        return False
+    return True
 
 
 def _descriptions(target: Callable[..., Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -134,7 +135,8 @@ def _visible(value: Any, path: str, hidden: Collection[str]) -> Any:
     }
 
 
-def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
+@cache
+def keys_of(model: type[BaseModel], prefix: str = "") -> Mapping[str, str]:
     """The last part of each key below `model`, mapped to its path; several are joined by "or"."""
     found: dict[str, list[str]] = {}
     for path in dict.fromkeys(_paths(model, prefix)):

@@ -14,7 +14,7 @@ import yaml
 
 from retrain.config import RunConfig
 from retrain.errors import ConfigError
-from retrain.observe.run_dir import CONFIG, EVENTS
+from retrain.observe.run_dir import CONFIG, EVENTS, LOADER
 
 
 def wanted_folder(config: RunConfig) -> Path:
@@ -76,7 +76,7 @@ def _numbered(wanted: Path, name: str | None) -> dict[int, Path]:
 def _name(folder: Path, default: str | None) -> str | None:
     """The name of the run in `folder`; `default` if it can't be read."""
     try:
-        loaded = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        loaded = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return default
     return loaded.get("name", default) if isinstance(loaded, dict) else default

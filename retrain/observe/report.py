@@ -28,6 +28,7 @@ from retrain.observe.progress import clock_text, near, short
 from retrain.observe.run_dir import (
     CONFIG,
     EVENTS,
+    LOADER,
     REPORT,
     ROLLOUTS,
     read_events,
@@ -64,7 +65,7 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
     status = _status(run_dir, every_event)
     rows = read_metrics(run_dir)
     samples = Samples(read_lines(run_dir / ROLLOUTS))
-    config = _config(run_dir)
+    config, shown = _config(run_dir)
     found = fates(events)
     wasted = waste(found)
     outcomes = found.outcomes
@@ -90,7 +91,7 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
         "samples": samples.picked(),
         "rollouts": samples.count,
         "evaluated": samples.evaluated,
-        "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+        "config": shown,
     }
 
 
@@ -188,12 +189,17 @@ def _counted(counter: Counter[str]) -> list[dict[str, Any]]:
     return [{"name": name, "count": count} for name, count in counter.most_common(MAX_CAUSES)]
 
 
-def _config(run_dir: Path) -> dict[str, Any]:
+def _config(run_dir: Path) -> tuple[dict[str, Any], str]:
+    """The run's config, and its text without the comment at its top."""
+    text = ""
     try:
-        loaded = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):  # a report of a damaged run is still useful
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
+        text = (run_dir / CONFIG).read_text(encoding="utf-8")
+        loaded = yaml.load(text, Loader=LOADER)
+    except (OSError, ValueError, yaml.YAMLError):  # a report of a damaged run is still useful
+        loaded = None
+    if text.startswith("#"):
+        text = text.partition("\n")[2]
+    return (loaded if isinstance(loaded, dict) else {}), text
 
 
 def _embedded(data: dict[str, Any]) -> str:

@@ -44,6 +44,8 @@ from retrain.types import Group, Trajectory
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
 REPORT = "report.html"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Of the run's own config.yaml: in C where PyYAML has it, which is ten times as fast."""
 _NOTE = "# The resolved configuration; paths are relative to "
 
 

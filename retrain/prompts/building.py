@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import Any
 
@@ -17,7 +18,7 @@ PROMPTS = Kind("prompts", PromptSource, callable)
 
 
 def built(
-    section: PromptsConfig, origin: Origin, known: dict[str, str] | None = None
+    section: PromptsConfig, origin: Origin, known: Mapping[str, str] | None = None
 ) -> PromptSource:
     """The source that a section describes, with its rows checked. Raises ConfigError.
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrain.concurrency.loading import uncollected
 from retrain.engine.ranks.contract import Place, launched
 from retrain.errors import ConfigError, RetrainError, RunError, install_command
 from retrain.service.state import FrontSettings, Settings
@@ -280,8 +281,9 @@ async def _serve(settings: Settings, front: FrontSettings, listening: socket.soc
     a library, the model or the device is not available.
     """
     try:
-        from retrain.service.app import ServiceApp
-        from retrain.service.front import fit_connections, log_to_stderr, make_server
+        with uncollected():
+            from retrain.service.app import ServiceApp
+            from retrain.service.front import fit_connections, log_to_stderr, make_server
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"needs {error.name}, which is not installed: {install_command('service')}"

@@ -11,6 +11,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import replace
 
+from retrain.concurrency.loading import uncollected
 from retrain.engine.ranks.contract import ignore_signals, launched
 from retrain.errors import ConfigError
 
@@ -25,7 +26,8 @@ def main() -> int:
         if place is None:
             raise ConfigError("a follower needs RANK and WORLD_SIZE; the run starts it")
         module, _, function = target.partition(":")
-        work = getattr(importlib.import_module(module), function)
+        with uncollected():
+            work = getattr(importlib.import_module(module), function)
         work(replace(place, spawned=True), payload)
     except BaseException:  # noqa: BLE001 - the leader quotes the last lines
         traceback.print_exc()
