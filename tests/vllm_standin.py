@@ -658,8 +658,9 @@ class Running:
             decoding.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await decoding
-            self._break()  # what was accepted at the end
-            await asyncio.sleep(0)
+            for _ in range(3):  # what was accepted at the end, in some rounds of the loop
+                self._break()
+                await asyncio.sleep(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
