@@ -22,6 +22,7 @@ import yaml
 import retrain
 from benchmarks.mock_engine import MockAdapter, MockOptions
 from retrain.__main__ import command
+from retrain.concurrency.locks import FolderLock
 from retrain.config import RunConfig, load_config
 from retrain.errors import ConfigError, RunError
 from retrain.run import drive, exit_code, in_run_dir, main
@@ -271,9 +272,23 @@ def test_a_given_run_directory_is_never_shared(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(config), "--run-dir", "here"]) == 0
-    assert main([str(config), "--run-dir", "here"]) == 2
-    output = capsys.readouterr().err
-    assert "already has a run; continue it with --resume" in output
+    capsys.readouterr()
+    for dry in ([], ["--dry-run"]):
+        assert main([str(config), "--run-dir", "here", *dry]) == 2
+        said = capsys.readouterr().err
+        assert "already has a run; continue it with --resume" in said
+        assert "loading model" not in said, "it is found before anything loads"
+        lock = FolderLock(Path("here"))
+        assert main([str(config), "--run-dir", "here", "--resume", *dry]) == 2
+        lock.release()
+        said = capsys.readouterr().err
+        assert f"here is in use by process {os.getpid()}; end that run first" in said
+        assert "loading model" not in said
+    assert main([str(config), "--run-dir", "here", "--resume", "--dry-run"]) == 0
+    assert main([str(config), "--run-dir", "none", "--resume", "--dry-run"]) == 2
+    assert main([str(config), "name=none", "--resume", "--dry-run"]) == 2
+    assert capsys.readouterr().err.count("no run to resume in") == 2
+    assert not Path("none").exists()
 
 
 def test_a_resume_goes_on(config: Path) -> None:

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 import yaml
 
-from retrain.concurrency.locks import FolderLock, InUseError
+from retrain.concurrency.locks import FolderLock, InUseError, holder
 from retrain.config import RunConfig, load_config
 from retrain.disk import sync
 from retrain.errors import ConfigError, RunError
@@ -111,16 +111,13 @@ class RunDirectory:
         """
         path = path.absolute()
         fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-        if resume and not (path / EVENTS).exists():
-            raise ConfigError(f"no run to resume in {path}; drop --resume, or pass --run-dir")
+        if resume:
+            _check_run(path, resume=True)
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             lock = FolderLock(path)
         except InUseError as error:
-            raise ConfigError(
-                f"the run directory {path} is in use by {error}; end that run first, or choose "
-                "another directory with --run-dir"
-            ) from None
+            raise _in_use_by(str(error), path) from None
         except OSError as error:
             raise ConfigError(
                 f"can't write the run directory {path}: {error.strerror or error}; "
@@ -128,11 +125,8 @@ class RunDirectory:
             ) from error
         with ExitStack() as unlock:
             unlock.callback(lock.release)
-            if not resume and (path / EVENTS).exists():
-                raise ConfigError(
-                    f"{path} already has a run; continue it with --resume, choose another "
-                    "directory with --run-dir, or delete it"
-                )
+            if not resume:
+                _check_run(path, resume=False)
             upkeep.sweep(path)
             for name in (EVENTS, METRICS, ROLLOUTS):
                 repair(path / name)
@@ -227,6 +221,32 @@ class RunDirectory:
 
     def _count_error(self, trajectory: Trajectory, prefix: str) -> None:
         self.tally.failed(f"{prefix}{trajectory.info.get('error') or trajectory.outcome}")
+
+
+def check_usable(path: Path, *, resume: bool) -> None:
+    """Raise the ConfigError of `RunDirectory.open` before a model loads; writes nothing."""
+    path = path.absolute()
+    if process := holder(path):
+        raise _in_use_by(process, path)
+    _check_run(path, resume=resume)
+
+
+def _check_run(path: Path, *, resume: bool) -> None:
+    has_run = (path / EVENTS).exists()
+    if resume and not has_run:
+        raise ConfigError(f"no run to resume in {path}; drop --resume, or pass --run-dir")
+    if has_run and not resume:
+        raise ConfigError(
+            f"{path} already has a run; continue it with --resume, choose another directory with "
+            "--run-dir, or delete it"
+        )
+
+
+def _in_use_by(process: str, path: Path) -> ConfigError:
+    return ConfigError(
+        f"the run directory {path} is in use by {process}; end that run first, or choose another "
+        "directory with --run-dir"
+    )
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
