@@ -314,17 +314,16 @@ def _follow(config: RunConfig, *, dry_run: bool) -> int:
 
 
 def _dry_run(config: RunConfig, source: str, *, resume: bool) -> int:
-    import yaml
-
-    from retrain.observe.run_dir import resolved
+    from retrain.observe.run_dir import as_yaml
 
     if resume or config.run_dir is not None:
         _with_run_dir(config, resume=resume)
     parts = _assembled(config)
+    note, _, text = as_yaml(parts.resolved()).partition("\n")
+    print(note)
     print(f"# {source} is valid; no model was loaded, nothing was written")
     held_out = "" if parts.eval_prompts is None else f"; eval.prompts: {len(parts.eval_prompts)}"
     print(f"# rows of prompts: {len(parts.prompts)}{held_out}")
-    text = yaml.safe_dump(resolved(parts.resolved()), sort_keys=False, allow_unicode=True)
     print(text, end="", flush=True)
     return DONE
 

@@ -30,7 +30,8 @@ from typing import Any, Self
 import yaml
 
 from retrain.concurrency.locks import FolderLock, InUseError, holder
-from retrain.config import RunConfig, load_config
+from retrain.config import RunConfig
+from retrain.config.reading import BASE_DIR_NOTE
 from retrain.disk import sync
 from retrain.errors import ConfigError, RunError
 from retrain.jsonable import plain
@@ -44,7 +45,6 @@ from retrain.types import Group, Trajectory
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
 REPORT = "report.html"
-_NOTE = "# The resolved configuration; paths are relative to "
 
 
 @dataclass(slots=True)
@@ -71,15 +71,6 @@ class Tally:
         """Count an error."""
         if (first := self.errors.add(error)) is not None:
             self.announce(first)
-
-
-def saved_config(path: Path) -> RunConfig:
-    """The resolved configuration of the run in `path`; raises ConfigError if it can't be read."""
-    config = load_config(path / CONFIG)
-    with (path / CONFIG).open(encoding="utf-8") as file:
-        first = file.readline().rstrip("\n")
-    base_dir = Path(first.removeprefix(_NOTE)) if first.startswith(_NOTE) else config.base_dir
-    return config.model_copy(update={"base_dir": base_dir})
 
 
 class RunDirectory:
@@ -130,8 +121,7 @@ class RunDirectory:
             upkeep.sweep(path)
             for name in (EVENTS, METRICS, ROLLOUTS):
                 repair(path / name)
-            text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
-            write_whole(path / CONFIG, f"{_NOTE}{config.base_dir.absolute()}\n{text}")
+            write_whole(path / CONFIG, as_yaml(config))
             run_dir = cls(path, lock, resumed=resume, fresh=fresh)
             unlock.pop_all()
         return run_dir
@@ -304,6 +294,12 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
     """All keys of `config`, including defaults, without values that look like secrets."""
     shown: dict[str, Any] = _without_secrets(plain(config.model_dump()))
     return shown
+
+
+def as_yaml(config: RunConfig) -> str:
+    """`resolved` as a config file, which works in any folder."""
+    text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+    return f"{BASE_DIR_NOTE}{config.base_dir.absolute()}\n{text}"
 
 
 def write_whole(path: Path, text: str) -> None:
