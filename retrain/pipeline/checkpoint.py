@@ -191,6 +191,8 @@ def copy(source: Path, target: Path) -> None:
 
 MODEL = ("model", "backend.type", "backend.lora", "backend.sharding")
 """Keys that a checkpoint's weights, and the form of their files, depend on."""
+CONVERTED = ("backend.sharding", "full", "none")
+"""A change of them that a backend makes itself: (key, old, new)."""
 DATA = ("prompts", "train.seed", "train.shuffle")
 """Keys that the order of the prompts depends on."""
 TURN = ("seat", "parent", "reward", "answer", "reasoning")
@@ -204,7 +206,7 @@ def changes(saved: Mapping[str, Any], config: RunConfig, keys: Sequence[str]) ->
     return [
         f"{path}: was {_written(old)}, is {_written(new)}"
         for path, old, new in _all_changes(saved, config)
-        if any(f"{path}.".startswith(f"{key}.") for key in keys)
+        if (path, old, new) != CONVERTED and any(f"{path}.".startswith(f"{key}.") for key in keys)
     ]
 
 
