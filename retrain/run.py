@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _follows():
             return _follow(config, dry_run=arguments.dry_run)
         if arguments.dry_run:
-            return _dry_run(config, arguments.config)
+            return _dry_run(config, arguments.config, resume=arguments.resume)
         with in_run_dir(config, resume=arguments.resume) as config:
             places.append(config.run_dir or Path())
             console = Console()
@@ -102,8 +102,8 @@ def in_run_dir(config: RunConfig, *, resume: bool) -> Iterator[RunConfig]:
     """`config` with its run directory: the given one, or else runs/NAME, runs/NAME-2, ...
 
     A new run creates the next one, and removes it if it fails before it writes; `resume` takes the
-    last one. Raises ConfigError if there is no run to resume, or it had another model, algorithm or
-    data.
+    last one. Raises ConfigError if a given one has a run or is in use, or if there is no run to
+    resume, or it had another model, algorithm or data.
     """
     from retrain.observe.naming import unclaim
 
@@ -119,6 +119,7 @@ def in_run_dir(config: RunConfig, *, resume: bool) -> Iterator[RunConfig]:
 
 def _with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
     from retrain.observe.naming import last_folder, unused_folder, wanted_folder
+    from retrain.observe.run_dir import check_usable
 
     if config.run_dir is None:
         folder = last_folder(config) if resume else unused_folder(config)
@@ -127,7 +128,9 @@ def _with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:
                 f"no run to resume in {wanted_folder(config)}: drop --resume, or pass --run-dir"
             )
         config = config.model_copy(update={"run_dir": folder})
-    if resume and config.run_dir is not None:
+    assert config.run_dir is not None
+    check_usable(config.run_dir, resume=resume)
+    if resume:
         from retrain.pipeline.checkpoint import Checkpoints, changed_run
 
         saved = Checkpoints(config.run_dir / "checkpoints").last_config()
@@ -310,16 +313,17 @@ def _follow(config: RunConfig, *, dry_run: bool) -> int:
     return DONE
 
 
-def _dry_run(config: RunConfig, source: str) -> int:
-    import yaml
+def _dry_run(config: RunConfig, source: str, *, resume: bool) -> int:
+    from retrain.observe.run_dir import as_yaml
 
-    from retrain.observe.run_dir import resolved
-
+    if resume or config.run_dir is not None:
+        _with_run_dir(config, resume=resume)
     parts = _assembled(config)
+    note, _, text = as_yaml(parts.resolved()).partition("\n")
+    print(note)
     print(f"# {source} is valid; no model was loaded, nothing was written")
     held_out = "" if parts.eval_prompts is None else f"; eval.prompts: {len(parts.eval_prompts)}"
     print(f"# rows of prompts: {len(parts.prompts)}{held_out}")
-    text = yaml.safe_dump(resolved(parts.resolved()), sort_keys=False, allow_unicode=True)
     print(text, end="", flush=True)
     return DONE
 

@@ -22,6 +22,7 @@ import yaml
 import retrain
 from benchmarks.mock_engine import MockAdapter, MockOptions
 from retrain.__main__ import command
+from retrain.concurrency.locks import FolderLock
 from retrain.config import RunConfig, load_config
 from retrain.errors import ConfigError, RunError
 from retrain.run import drive, exit_code, in_run_dir, main
@@ -161,6 +162,94 @@ def test_a_resume_with_another_algorithm_ends_with_2_and_leaves_the_run_as_it_wa
     assert main([str(config), "--resume", "train.total_train_steps=4"]) == 0
 
 
+OWN = """
+from retrain import Environment, StepResult
+
+
+class Guess(Environment):
+    def __init__(self, tries: int = 2, words: tuple[str, ...] = ("up", "down")) -> None:
+        self.tries = tries
+
+    async def reset(self, prompt):
+        return prompt.messages
+
+    async def step(self, action):
+        return StepResult([], 0.5, True, False, {})
+"""
+
+
+def test_a_run_resumes_from_its_own_config_and_from_a_dry_run_whatever_defaults_they_write(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (config.parent / "guess.py").write_text(OWN)
+    own = "environment=guess.py:Guess"
+    assert main([str(config), own]) == 0
+    capsys.readouterr()
+    assert main([str(config), own, "--dry-run"]) == 0
+    full = config.parent / "full.yaml"
+    full.write_text(capsys.readouterr().out)
+    run_dir = config.parent / "runs" / "task"
+    own_config = config.parent / "own.yaml"  # a resume writes config.yaml again
+    own_config.write_text((run_dir / "config.yaml").read_text())
+    plain = [str(config), own]
+    for steps, again in enumerate(
+        (
+            [str(own_config)],
+            [str(full), "--run-dir", str(run_dir)],
+            [*plain, "algorithm.loss=dapo", "environment.tries=2", "backend.learning_rate=0.1"],
+            [*plain, "environment.words=[up, down]", "algorithm.scale=group"],
+            plain,
+        ),
+        4,
+    ):
+        assert main([*again, "--resume", f"train.total_train_steps={steps}"]) == 0
+        resumed = [event for event in events(run_dir) if event["event"] == "resumed"]
+        assert resumed[-1]["changed"] == ["train.total_train_steps"], again
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("algorithm.loss=ppo", "changed: algorithm.loss: was 'dapo', is 'ppo'; algorithm.normal"),
+        ("environment.tries=3", "changed: environment.tries: was 2, is 3. Undo"),
+        ("environment.words=[up]", "environment.words: was ['up', 'down'], is ['up']. Undo"),
+        ("algorithm.kl_penalty=0.1", "algorithm.kl_penalty: was 0.0, is 0.1. Undo"),
+        ("algorithm.mismatch=tis", "algorithm.mismatch: was unset, is {'type': 'tis'"),
+        ("environment={type: single_turn}", "environment.type: was 'guess.py:Guess', is 'single_t"),
+        ("environment.tries={type: x}", "environment.tries: was 2, is {'type': 'x'}. Undo"),
+        ("chat.arguments={type: x}", "chat.arguments.type: was unset, is 'x'. Undo"),
+        ("prompts.limit=1", "prompts.limit: was unset, is 1. Undo"),
+    ],
+)
+@pytest.mark.parametrize("written", [True, False])
+def test_a_real_change_is_named_whether_or_not_the_default_was_written(
+    config: Path, capsys: pytest.CaptureFixture[str], changed: str, message: str, written: bool
+) -> None:
+    (config.parent / "guess.py").write_text(OWN)
+    own = ["environment=guess.py:Guess", *(["algorithm.loss=dapo"] if written else [])]
+    assert main([str(config), *own]) == 0
+    assert main([str(config), *own, changed, "--resume"]) == 2
+    assert message in capsys.readouterr().err
+    assert main([str(config), *own, changed, "--resume", "--dry-run"]) == 2
+
+
+def test_paths_in_the_config_of_a_run_are_those_of_the_run(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (config.parent / "rows.jsonl").write_text('{"prompt": "a=", "answer": "aaaa"}\n')
+    elsewhere = config.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    arguments = ["prompts=rows.jsonl", "environment=single_turn"]
+    assert main([str(config), *arguments, "--run-dir", "mine"]) == 0
+    assert main(["mine/config.yaml", "--resume", "train.total_train_steps=4"]) == 0
+    capsys.readouterr()
+    assert main([str(config), *arguments, "--dry-run"]) == 0
+    full = elsewhere / "full.yaml"
+    full.write_text(capsys.readouterr().out)
+    assert main(["full.yaml", "--dry-run"]) == 0
+
+
 def test_a_resume_of_a_run_that_has_its_steps_says_that_nothing_is_left(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,9 +360,23 @@ def test_a_given_run_directory_is_never_shared(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(config), "--run-dir", "here"]) == 0
-    assert main([str(config), "--run-dir", "here"]) == 2
-    output = capsys.readouterr().err
-    assert "already has a run; continue it with --resume" in output
+    capsys.readouterr()
+    for dry in ([], ["--dry-run"]):
+        assert main([str(config), "--run-dir", "here", *dry]) == 2
+        said = capsys.readouterr().err
+        assert "already has a run; continue it with --resume" in said
+        assert "loading model" not in said, "it is found before anything loads"
+        lock = FolderLock(Path("here"))
+        assert main([str(config), "--run-dir", "here", "--resume", *dry]) == 2
+        lock.release()
+        said = capsys.readouterr().err
+        assert f"here is in use by process {os.getpid()}; end that run first" in said
+        assert "loading model" not in said
+    assert main([str(config), "--run-dir", "here", "--resume", "--dry-run"]) == 0
+    assert main([str(config), "--run-dir", "none", "--resume", "--dry-run"]) == 2
+    assert main([str(config), "name=none", "--resume", "--dry-run"]) == 2
+    assert capsys.readouterr().err.count("no run to resume in") == 2
+    assert not Path("none").exists()
 
 
 def test_a_resume_goes_on(config: Path) -> None:

@@ -119,8 +119,9 @@ def test_a_dry_run_finds_that_there_is_no_cuda_device(capsys):
     [
         ({}, {"sharding": "none"}, ""),
         ({"sharding": "full", "processes": 4}, {"sharding": "full", "processes": 2}, ""),
-        ({"sharding": "full"}, {}, "changed: backend.sharding: was 'full', is 'none'. Undo"),
+        ({"sharding": "full", "processes": 4}, {}, ""),
         ({"sharding": "none"}, {"sharding": "full"}, "backend.sharding: was 'none', is 'full'."),
+        ({}, {"sharding": "full"}, "changed: backend.sharding: was 'none', is 'full'. Undo"),
     ],
 )
 def test_a_resume_with_another_sharding_is_found_before_a_model_loads(before, now, said):

@@ -6,7 +6,9 @@ import asyncio
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from retrain.engine.vllm import checks
 from retrain.engine.vllm.checkpoint import Store
 from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.opening import _processes
-from retrain.engine.vllm.options import VllmOptions
+from retrain.engine.vllm.options import VllmOptions, located
 from retrain.errors import AdapterError, ConfigError
 from retrain.pipeline.stages import train
 from tests.test_vllm_sampler import opening_of
@@ -153,7 +155,7 @@ def test_the_log_of_a_server_that_does_not_start_is_kept(folder: Path, tmp_path:
             {"url": "http://[::1]:1", "publish": "adapter"},
             "sampler.publish: got 'adapter', but all",
         ),
-        ({"url": "http://a:1", "folder": "nowhere"}, "sampler.folder: nowhere is not a folder"),
+        ({"url": "http://a:1", "folder": "nowhere"}, "sampler.folder: .*/nowhere is not a folder"),
         (
             {"url": "http://a:1"},
             "sampler.folder: http://a:1 is on another machine, which",
@@ -216,6 +218,28 @@ def test_options_reach_the_command_line_of_each_server(
         assert flag in words
     assert launch.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert launch.seconds == 9
+
+
+def test_paths_are_those_of_the_config_or_else_of_the_working_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs, work = tmp_path / "configs", tmp_path / "work"
+    for place in (work, configs):  # then both have them
+        (place / "env/bin").mkdir(parents=True)
+        (place / "env/bin/python").symlink_to(sys.executable)
+        (place / "weights").mkdir()
+        monkeypatch.chdir(work)
+        started = VllmOptions(python=Path("env/bin/python"))
+        running = VllmOptions(url="http://a:1", folder=Path("weights"))
+        for options in (started, running):
+            assert list(options.problems(configs, lora=False)) == []
+        opening = replace(opening_of(small_model(), folder, tmp_path), base_dir=configs)
+        [process] = _processes(started, opening)
+        program = process._launch.command(80)[0]
+        assert program == str(place / "env/bin/python"), "not what it links to"
+        assert located(Path("weights"), configs) == place / "weights"
+    [problem] = VllmOptions(python=Path("gone")).problems(configs, lora=False)
+    assert problem.startswith(f"python: {configs}/gone or {work}/gone is not a program; expected")
 
 
 def test_each_way_of_publishing_has_its_default() -> None:

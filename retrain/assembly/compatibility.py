@@ -10,6 +10,7 @@ from typing import Any
 
 from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
+from retrain.assembly.defaults import normalisation_of
 from retrain.config import RunConfig, SamplingConfig
 from retrain.environment import Environment
 from retrain.errors import ConfigError, nearest, shown
@@ -47,9 +48,7 @@ def check_compatible(
         problems += _rewards(loss, config, environment)
     if problems:
         raise ConfigError(*problems)
-    if row_of(loss).normalises_itself:
-        return loss, None, capabilities
-    return loss, config.algorithm.normalisation or row_of(loss).normalisation, capabilities
+    return loss, normalisation_of(loss, config.algorithm.normalisation), capabilities
 
 
 def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:

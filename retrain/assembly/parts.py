@@ -11,6 +11,7 @@ from typing import Any
 
 from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
+from retrain.assembly.defaults import dumped
 from retrain.assembly.learner import Learner
 from retrain.chat.formats.base import Format
 from retrain.concurrency.loading import uncollected
@@ -63,11 +64,7 @@ class Parts:
     def resolved(self) -> RunConfig:
         """The config with what the backend and the algorithm add by default."""
         config = self.config
-        options = {  # a set has no order: sorted, it is always written the same
-            key: sorted(value) if isinstance(value, frozenset) else value
-            for key, value in self.options.model_dump(mode="json").items()
-        }
-        backend = Plugin(type=config.backend.type, **options)
+        backend = Plugin(type=config.backend.type, **dumped(self.options))
         loss = {"loss": self.loss, "normalisation": self.normalisation}
         algorithm = config.algorithm.model_copy(update=loss)
         return config.model_copy(update={"backend": backend, "algorithm": algorithm})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 _NAME = ".lock"
 _TRIES = 5
-"""`in_use` holds a shared lock for an instant: that is no reason to fail."""
+"""`holder` takes a shared lock for an instant: that is no reason to fail."""
 _held: set[int] = set()
 """File descriptors of the locks that this process holds."""
 
@@ -52,12 +52,17 @@ class FolderLock:
 
 def in_use(folder: Path) -> bool:
     """Whether a process, this one included, holds the lock of the folder."""
+    return bool(holder(folder))
+
+
+def holder(folder: Path) -> str:
+    """The process that holds the lock of the folder, this one included; empty if none does."""
     with suppress(FileNotFoundError), (folder / _NAME).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
-    return False
+            return _holder_in(file.fileno())
+    return ""
 
 
 def _take(file: int) -> None:
@@ -66,10 +71,13 @@ def _take(file: int) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not left:
-                holder = os.pread(file, 64, 0).decode(errors="replace").strip()
-                raise InUseError(holder or "another process") from None
+                raise InUseError(_holder_in(file)) from None
             time.sleep(0.01)
     return None
+
+
+def _holder_in(file: int) -> str:
+    return os.pread(file, 64, 0).decode(errors="replace").strip() or "another process"
 
 
 def _forget() -> None:

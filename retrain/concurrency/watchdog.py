@@ -149,7 +149,7 @@ class Watchdog:
 def debugging(frame: FrameType | None = None) -> bool:
     """Whether a debugger, such as that of `breakpoint()`, has stopped the frame, or any thread."""
     frames = {0: frame} if frame is not None else sys._current_frames()
-    # Our own frame would be in a cycle, which keeps what all frames hold: tensors of a backward pass.
+    # With our own frame, a cycle would keep what all frames hold: tensors of a backward pass.
     frames.pop(threading.get_ident(), None)
     return any(
         str(inner.f_globals.get("__name__")).startswith(DEBUGGERS)

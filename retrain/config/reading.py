@@ -17,6 +17,9 @@ from retrain.config.sections import RunConfig
 from retrain.config.yaml_text import Marks, apply_override, parse_override, read_config_file
 from retrain.errors import ConfigError
 
+BASE_DIR_NOTE = "# The resolved configuration; paths are relative to "
+"""How the config.yaml of a run begins, before its `base_dir`."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a YAML file, with `dotted.key=value` overrides applied.
@@ -35,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             marks.pop(".".join(keys), None)
         except ConfigError as error:
             problems += error.problems
-    config = _checked(mapping, file.resolve().parent, problems, marks, source=str(file))
+    config = _checked(mapping, _base_dir(file), problems, marks, source=str(file))
     return config if config.name else config.model_copy(update={"name": file.stem})
 
 
@@ -48,6 +51,15 @@ def parse_config(mapping: Mapping[str, Any], base_dir: str | Path | None = None)
         raise ConfigError(f"got {type(mapping).__name__}, expected a mapping of the config's keys")
     folder = Path(base_dir).resolve() if base_dir is not None else Path.cwd()
     return _checked(plain(mapping), folder, [], {}, source="")
+
+
+def _base_dir(file: Path) -> Path:
+    """Where the paths of a config begin: the file's folder, or that of the run that wrote it."""
+    with file.open(encoding="utf-8") as lines:
+        first = lines.readline().rstrip("\n")
+    noted = Path(first.removeprefix(BASE_DIR_NOTE))
+    known = first.startswith(BASE_DIR_NOTE) and noted.is_dir()
+    return noted if known else file.resolve().parent
 
 
 def _checked(

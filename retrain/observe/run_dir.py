@@ -29,8 +29,9 @@ from typing import Any, Self
 
 import yaml
 
-from retrain.concurrency.locks import FolderLock, InUseError
-from retrain.config import RunConfig, load_config
+from retrain.concurrency.locks import FolderLock, InUseError, holder
+from retrain.config import RunConfig
+from retrain.config.reading import BASE_DIR_NOTE
 from retrain.disk import sync
 from retrain.errors import ConfigError, RunError
 from retrain.jsonable import plain
@@ -46,7 +47,6 @@ EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.j
 REPORT = "report.html"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Of the run's own config.yaml: in C where PyYAML has it, which is ten times as fast."""
-_NOTE = "# The resolved configuration; paths are relative to "
 
 
 @dataclass(slots=True)
@@ -73,15 +73,6 @@ class Tally:
         """Count an error."""
         if (first := self.errors.add(error)) is not None:
             self.announce(first)
-
-
-def saved_config(path: Path) -> RunConfig:
-    """The resolved configuration of the run in `path`; raises ConfigError if it can't be read."""
-    config = load_config(path / CONFIG)
-    with (path / CONFIG).open(encoding="utf-8") as file:
-        first = file.readline().rstrip("\n")
-    base_dir = Path(first.removeprefix(_NOTE)) if first.startswith(_NOTE) else config.base_dir
-    return config.model_copy(update={"base_dir": base_dir})
 
 
 class RunDirectory:
@@ -113,16 +104,13 @@ class RunDirectory:
         """
         path = path.absolute()
         fresh = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-        if resume and not (path / EVENTS).exists():
-            raise ConfigError(f"no run to resume in {path}; drop --resume, or pass --run-dir")
+        if resume:
+            _check_run(path, resume=True)
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
             lock = FolderLock(path)
         except InUseError as error:
-            raise ConfigError(
-                f"the run directory {path} is in use by {error}; end that run first, or choose "
-                "another directory with --run-dir"
-            ) from None
+            raise _in_use_by(str(error), path) from None
         except OSError as error:
             raise ConfigError(
                 f"can't write the run directory {path}: {error.strerror or error}; "
@@ -130,16 +118,12 @@ class RunDirectory:
             ) from error
         with ExitStack() as unlock:
             unlock.callback(lock.release)
-            if not resume and (path / EVENTS).exists():
-                raise ConfigError(
-                    f"{path} already has a run; continue it with --resume, choose another "
-                    "directory with --run-dir, or delete it"
-                )
+            if not resume:
+                _check_run(path, resume=False)
             upkeep.sweep(path)
             for name in (EVENTS, METRICS, ROLLOUTS):
                 repair(path / name)
-            text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
-            write_whole(path / CONFIG, f"{_NOTE}{config.base_dir.absolute()}\n{text}")
+            write_whole(path / CONFIG, as_yaml(config))
             run_dir = cls(path, lock, resumed=resume, fresh=fresh)
             unlock.pop_all()
         return run_dir
@@ -231,6 +215,32 @@ class RunDirectory:
         self.tally.failed(f"{prefix}{trajectory.info.get('error') or trajectory.outcome}")
 
 
+def check_usable(path: Path, *, resume: bool) -> None:
+    """Raise the ConfigError of `RunDirectory.open` before a model loads; writes nothing."""
+    path = path.absolute()
+    if process := holder(path):
+        raise _in_use_by(process, path)
+    _check_run(path, resume=resume)
+
+
+def _check_run(path: Path, *, resume: bool) -> None:
+    has_run = (path / EVENTS).exists()
+    if resume and not has_run:
+        raise ConfigError(f"no run to resume in {path}; drop --resume, or pass --run-dir")
+    if has_run and not resume:
+        raise ConfigError(
+            f"{path} already has a run; continue it with --resume, choose another directory with "
+            "--run-dir, or delete it"
+        )
+
+
+def _in_use_by(process: str, path: Path) -> ConfigError:
+    return ConfigError(
+        f"the run directory {path} is in use by {process}; end that run first, or choose another "
+        "directory with --run-dir"
+    )
+
+
 def read_events(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON values
     """All events of a run directory in order, void ones included."""
     return read_lines(path / EVENTS)
@@ -286,6 +296,12 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
     """All keys of `config`, including defaults, without values that look like secrets."""
     shown: dict[str, Any] = _without_secrets(plain(config.model_dump()))
     return shown
+
+
+def as_yaml(config: RunConfig) -> str:
+    """`resolved` as a config file, which works in any folder."""
+    text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+    return f"{BASE_DIR_NOTE}{config.base_dir.absolute()}\n{text}"
 
 
 def write_whole(path: Path, text: str) -> None:

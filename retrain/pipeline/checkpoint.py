@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from retrain.assembly.defaults import with_defaults
 from retrain.concurrency.threads import DaemonPool
 from retrain.config import RunConfig
 from retrain.disk import sync
@@ -190,8 +191,8 @@ def copy(source: Path, target: Path) -> None:
 
 MODEL = ("model", "backend.type", "backend.lora", "backend.sharding")
 """Keys that a checkpoint's weights, and the form of their files, depend on."""
-ABSENT = {"backend.sharding": "none"}
-"""What some of these keys mean when they are not set."""
+CONVERTED = ("backend.sharding", "full", "none")
+"""A change of them that a backend makes itself: (key, old, new)."""
 DATA = ("prompts", "train.seed", "train.shuffle")
 """Keys that the order of the prompts depends on."""
 TURN = ("seat", "parent", "reward", "answer", "reasoning")
@@ -203,17 +204,30 @@ SCORING = ("environment", "opponents", "rewards", "algorithm", "chat")
 def changes(saved: Mapping[str, Any], config: RunConfig, keys: Sequence[str]) -> list[str]:
     """The differences below `keys` between a saved config and this one, one line per key."""
     return [
-        f"{path}: was {shown(old)}, is {shown(new)}"
-        for path, *values in _differences(saved, config.model_dump(mode="json"))
-        for old, new in [[ABSENT.get(path) if value is None else value for value in values]]
-        if old != new and any(f"{path}.".startswith(f"{key}.") for key in keys)
+        f"{path}: was {_written(old)}, is {_written(new)}"
+        for path, old, new in _all_changes(saved, config)
+        if (path, old, new) != CONVERTED and any(f"{path}.".startswith(f"{key}.") for key in keys)
     ]
 
 
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     """The dotted keys whose values differ, except `run_dir`."""
-    differences = _differences(saved, config.model_dump(mode="json"))
-    return [path for path, *_ in differences if path != "run_dir"]
+    return [path for path, *_ in _all_changes(saved, config) if path != "run_dir"]
+
+
+def _all_changes(saved: Mapping[str, Any], config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old, new) of what differs, whether or not a default was written out."""
+    old, new = (
+        with_defaults(values, config.base_dir) for values in (saved, config.model_dump(mode="json"))
+    )
+    return _differences(old, new)
+
+
+def _written(value: Any) -> str:
+    """A value as YAML has it."""
+    if value is None:
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else shown(value)
 
 
 def changed_run(saved: Mapping[str, Any], config: RunConfig) -> str:
@@ -356,10 +370,16 @@ def _leaves(name: str) -> bool:
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old, new) for each difference, as deep as both have the same structure."""
+    """(dotted key, old, new) for each difference, as deep as both have the same structure.
+
+    Plug-ins of different types are compared by the keys that both have.
+    """
     inner: Iterable[Any] = ()
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        inner = [(key, old.get(key), new.get(key)) for key in {**old, **new}]
+        both = old.keys() & new.keys()
+        other = "type" in both and old["type"] != new["type"]
+        keys = [key for key in {**old, **new} if not other or key in both]
+        inner = [(key, old.get(key), new.get(key)) for key in keys]
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         inner = zip(range(len(old)), old, new, strict=True)
     elif old != new:

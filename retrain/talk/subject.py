@@ -11,10 +11,10 @@ from pathlib import Path
 
 from retrain.assembly import chat_template, tool_format
 from retrain.chat.formats.base import Format
-from retrain.config import ChatConfig, RunConfig, SamplingConfig
+from retrain.config import ChatConfig, RunConfig, SamplingConfig, load_config
 from retrain.config.paths import find_model
 from retrain.errors import CheckpointError, ConfigError, NotFoundError, first_of
-from retrain.observe.run_dir import CONFIG, saved_config
+from retrain.observe.run_dir import CONFIG
 from retrain.pipeline.checkpoint import Checkpoint, Checkpoints, verified
 
 FINAL, ADAPTER = "final", "adapter_config.json"
@@ -62,7 +62,7 @@ def find_subject(text: str) -> Subject:
 
 def _of_run(folder: Path, checkpoint: Path | None = None) -> Subject:
     """A checkpoint of a run; by default its exported model, or its newest checkpoint."""
-    config = saved_config(folder)
+    config = load_config(folder / CONFIG)
     base = Subject(
         f"{config.model} (the base model)",
         find_model(config.model, config.base_dir),

@@ -131,9 +131,8 @@ def _without(opener: str, turn: Turn) -> Turn:
     if not said.text.startswith(opener):  # after the call of a tool
         return turn
     ids, logprobs = said.token_ids[first:], said.logprobs[first:]
-    return replace(
-        turn, completion=replace(said, text=said.text[first:], token_ids=ids, logprobs=logprobs)
-    )
+    shorter = replace(said, text=said.text[first:], token_ids=ids, logprobs=logprobs)
+    return turn._replace(completion=shorter)
 
 
 def _answers(parts: Parts) -> Iterator[Plan]:

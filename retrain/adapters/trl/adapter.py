@@ -157,18 +157,15 @@ class TrlAdapter(Adapter):
     async def load(self, state: AdapterState) -> None:
         """Continue from `state`; only before the first update.
 
-        Raises CheckpointError if it was saved with another `sharding`.
+        Raises CheckpointError if it was saved without `sharding`, and this run shards.
         """
         checkpoint = state.folder / str(state.data["checkpoint"])
         if not checkpoint.is_dir():
             raise AdapterError(f"no checkpoint in {checkpoint}; use an older one")
-        sharding = state.data.get("sharding", "none")
-        if sharding != self.options.sharding:
-            number = "with 2 or more processes" if sharding == "full" else "with any number of them"
+        if (state.data.get("sharding", "none"), self.options.sharding) == ("none", "full"):
             raise CheckpointError(
-                f"the checkpoint in {checkpoint} was saved with backend.sharding: {sharding}, but "
-                f"the run has {self.options.sharding}; set it to {sharding} "
-                f"{number}, or start a new run from an exported model"
+                f"the checkpoint in {checkpoint} was saved with backend.sharding: none, but the "
+                "run has full; set it to none, or start a new run from an exported model"
             )
         await self._submit(Job(checkpoint=checkpoint))
         self._version = int(state.data["version"])

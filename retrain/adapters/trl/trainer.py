@@ -25,10 +25,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from peft import PeftModel, set_peft_model_state_dict
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from retrain.adapters.trl.handover import Handover
@@ -255,13 +258,34 @@ class PipeTrainer(WholeBatchLoss, Handover):
 
     # --- checkpoints
 
+    def _was_sharded(self, checkpoint: str) -> bool:
+        """Whether a sharded model wrote the checkpoint, and this one is whole."""
+        return not self.sharded and (Path(checkpoint) / f"{FSDP_MODEL_NAME}.bin").is_file()
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        """Also what a sharded model wrote: its files hold all parts, under their names."""
+        if self._was_sharded(checkpoint):
+            weights = _loaded(checkpoint, f"{FSDP_MODEL_NAME}.bin")
+            if isinstance(self.model, PeftModel):
+                set_peft_model_state_dict(self.model, weights)
+            else:
+                self.model.load_state_dict(weights)
+        else:
+            super()._load_from_checkpoint(checkpoint, model)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the optimizer's moments and the step count; rates and schedule are this run's."""
         ours = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.optimizer.param_groups
         ]
-        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self._was_sharded(checkpoint):
+            moments = _loaded(checkpoint, f"{OPTIMIZER_NAME}.bin")
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(self.model, self.optimizer.optimizer, moments, options=options)
+            self.lr_scheduler.load_state_dict(_loaded(checkpoint, SCHEDULER_NAME))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         for group, own in zip(self.optimizer.param_groups, ours, strict=True):
@@ -316,6 +340,10 @@ class PipeTrainer(WholeBatchLoss, Handover):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: a checkpoint needs no README."""
+
+
+def _loaded(checkpoint: str, name: str) -> Any:  # a state of torch's
+    return torch.load(Path(checkpoint) / name, map_location="cpu", weights_only=True)
 
 
 class _StepEnd(TrainerCallback):

@@ -20,7 +20,7 @@ from retrain.engine.vllm.checks import START, Needs, check_server, wait_until_up
 from retrain.engine.vllm.client import Facts, Lora, VllmClient
 from retrain.engine.vllm.fleet import Fleet, Gate, Member
 from retrain.engine.vllm.group import GroupWay
-from retrain.engine.vllm.options import VllmOptions
+from retrain.engine.vllm.options import VllmOptions, located
 from retrain.engine.vllm.publish import Publisher
 from retrain.engine.vllm.sampler import Seeds, VllmSampler
 from retrain.engine.vllm.server import Launch, VllmServer
@@ -172,7 +172,7 @@ def _processes(options: VllmOptions, opening: Opening) -> list[VllmServer]:
     if options.python is None:
         return []
     launch = Launch(
-        opening.base_dir / options.python.expanduser(),
+        located(options.python, opening.base_dir),
         opening.folder,
         str(opening.dtype).removeprefix("torch."),
         lora=opening.lora if options.way(lora=opening.lora is not None) == "adapter" else None,
@@ -194,7 +194,7 @@ def _processes(options: VllmOptions, opening: Opening) -> list[VllmServer]:
 
 
 def _publisher(options: VllmOptions, opening: Opening) -> Publisher:
-    folder = None if options.folder is None else opening.base_dir / options.folder.expanduser()
+    folder = None if options.folder is None else located(options.folder, opening.base_dir)
     store = Store(folder, opening.scratch)
     whole: Way = FolderWay(store, opening.folder, dtype=opening.dtype)
     if options.way(lora=opening.lora is not None) == "group":

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from retrain.config.paths import places
 from retrain.errors import ConfigError, shown
 from retrain.transport.vendors import checked_url
 
@@ -156,15 +157,15 @@ class VllmOptions(_Options):
 
     def problems(self, base_dir: Path, *, lora: bool) -> Iterator[str]:
         """What else is wrong, for a config in `base_dir` that trains all weights or a LoRA."""
-        if self.python is not None:
-            path = base_dir / self.python.expanduser()
-            if not (path.is_file() and os.access(path, os.X_OK)):
-                yield (
-                    f"python: {path} is not a program; expected the Python of the environment with "
-                    "vLLM, such as /path/to/env/bin/python"
-                )
-        if self.folder is not None and not (base_dir / self.folder.expanduser()).is_dir():
-            yield f"folder: {self.folder} is not a folder; create it where every server can read it"
+        if self.python is not None and not _is_program(located(self.python, base_dir)):
+            tried = " or ".join(map(str, places(str(self.python), base_dir)))
+            yield (
+                f"python: {tried} is not a program; expected the Python of the environment with "
+                "vLLM, such as /path/to/env/bin/python"
+            )
+        if self.folder is not None and not located(self.folder, base_dir).is_dir():
+            tried = " or ".join(map(str, places(str(self.folder), base_dir)))
+            yield f"folder: {tried} is not a folder; create it where every server can read it"
         if self.folder is None and self.way(lora=lora) != "group":
             for url in self.urls:
                 if not is_loopback(urllib.parse.urlsplit(url).hostname or ""):
@@ -179,6 +180,16 @@ class VllmOptions(_Options):
             )
         if self.folder is not None and self.way(lora=lora) == "group":
             yield "folder: no effect, since `publish` is group; remove it"
+
+
+def located(path: Path, base_dir: Path) -> Path:
+    """An absolute path: in the config's folder, or in the working folder if only that has it."""
+    tried = places(str(path), base_dir)
+    return next((found for found in tried if found.exists()), tried[0]).absolute()
+
+
+def _is_program(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
 
 
 def is_loopback(host: str) -> bool:
