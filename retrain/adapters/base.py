@@ -79,7 +79,11 @@ class Adapter(ABC):
 
     @abstractmethod
     async def publish(self) -> int:
-        """Make the sampler serve the present weights; returns their version, one more each time."""
+        """Make the sampler serve the present weights; returns their version, one more each time.
+
+        If it raises, the run saves a checkpoint and ends: `save` must still work, with the version
+        that was served before.
+        """
 
     @abstractmethod
     async def save(self, folder: Path) -> AdapterState:

@@ -137,8 +137,8 @@ class TrlAdapter(Adapter):
         return metrics
 
     async def publish(self) -> int:
+        await self._push(self._version + 1)
         self._version += 1
-        await self._push(self._version)
         return self._version
 
     async def _push(self, version: int) -> None:

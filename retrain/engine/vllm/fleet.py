@@ -91,7 +91,7 @@ class Fleet:
     ) -> None:
         """`check` raises AdapterError or ConfigError if a server doesn't fit the run.
 
-        `patience` is how many seconds a call waits while no server is up.
+        `patience` is for how many seconds no server may be up before calls fail.
         """
         self.members = list(members)
         self.publisher = publisher
@@ -101,7 +101,8 @@ class Fleet:
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()
         self._recoveries: set[asyncio.Task[None]] = set()
-        self._waiting: set[asyncio.Timeout] = set()
+        self._lost_at = self._until = 0.0
+        """When the last server was lost, and until when calls wait for one."""
 
     @property
     def up(self) -> list[Member]:
@@ -151,26 +152,21 @@ class Fleet:
 
     async def available(self) -> None:
         """Wait until a server is up; raises as `choose`."""
-        if self.up:
-            return
-        try:
-            async with asyncio.timeout(self._patience) as limit:
-                self._waiting.add(limit)
-                while not self.up:
-                    if self.failed:
-                        raise self._lost("can't be restarted")
+        while not self.up:
+            if self.failed:
+                raise self._lost("can't be restarted")
+            try:
+                async with asyncio.timeout_at(self._until):
                     await self._changed.wait()
-        except TimeoutError:
-            raise self._lost(f"has not answered for {self._patience:g} s") from None
-        finally:
-            self._waiting.discard(limit)
+            except TimeoutError:
+                seconds = self._until - self._lost_at
+                raise self._lost(f"has not answered for {seconds:.3g} s") from None
 
     def stop_waiting(self) -> None:
         """The run is shutting down: wait at most `SHORT` seconds for a server from now on."""
         self._patience = min(self._patience, SHORT)
-        latest = asyncio.get_running_loop().time() + self._patience
-        for limit in self._waiting:
-            limit.reschedule(min(limit.when() or latest, latest))
+        self._until = min(self._until, asyncio.get_running_loop().time() + self._patience)
+        self._notify()
 
     def take_out(self, member: Member, client: VllmClient, error: Exception) -> None:
         """Send no more requests to a server until it has the present weights again.
@@ -181,6 +177,9 @@ class Fleet:
             return
         log.warning("the vLLM server %s is taken out: %s", member.client.url, error)
         member.state, member.error = "out", error
+        if not self.up:
+            self._lost_at = asyncio.get_running_loop().time()
+            self._until = self._lost_at + self._patience
         self.router.forget(member.number)
         self._notify()
         recovery = asyncio.create_task(self._recover(member), name=f"recover {member.client.url}")
