@@ -24,6 +24,7 @@ from retrain.engine.vllm.opening import _processes
 from retrain.engine.vllm.options import VllmOptions
 from retrain.errors import AdapterError, ConfigError
 from retrain.observe.failure import causes
+from retrain.observe.report import digest
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.pipeline.stages import train
 from tests.chaos.judgement import judge_log
@@ -88,6 +89,23 @@ async def test_a_run_samples_adapters_by_running_servers(folder: Path, tmp_path:
         for server in (one, two):
             assert server.seen("/inference/v1/generate") > 1
             assert server.seen("/pause") == 0
+
+
+async def test_a_server_that_dies_is_in_the_events_and_in_the_report(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_STANDIN", json.dumps({"die": {"/inference/v1/generate": 6}}))
+    config = run(folder, tmp_path, {"type": "vllm", "python": str(standin_python(tmp_path))})
+    await train(config)
+    lost, back = (e for e in lines(config, "events.jsonl") if e["event"] == "server")
+    said = "it ended with SIGKILL (often out of memory: see dmesg); restart 1 of 3"
+    assert (lost["state"], lost["error"], lost["up"], lost["restarts"]) == ("lost", said, 0, 0)
+    assert (back["state"], back["up"], back["restarts"]) == ("back", 1, 1)
+    assert back["seconds"] > lost["seconds"]
+    assert f"the vLLM server {lost['url']} is taken out: {said}" in caplog.text
+    history = "\n".join(digest(tmp_path / "run")["history"])
+    assert f"the server {lost['url']} is lost: {said}" in history
+    assert f"the server {back['url']} is back after 0:" in history
 
 
 @pytest.mark.parametrize(

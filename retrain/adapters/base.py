@@ -7,7 +7,7 @@ that `--dry-run` and the checks at the start load no model code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -108,6 +108,9 @@ class Adapter(ABC):
 
     def hurry(self) -> None:  # noqa: B027 - a default, not a forgotten body
         """The run is shutting down: stop waiting for what has not arrived."""
+
+    def watch(self, report: Callable[..., None]) -> None:  # noqa: B027 - a default, not a forgotten body
+        """Call `report(state, url=..., **fields)` when a server that samples is lost or is back."""
 
     async def export(self, folder: Path) -> Path | str | None:
         """Write the model for others to load; returns the folder, or a service's own path.

@@ -35,9 +35,13 @@ class Meter:
 
     def __init__(self, *, sampled: bool = True, by_group: bool = True) -> None:
         self._sampled, self._by_group = sampled, by_group
+        self.begin()
+        self._clear()
+
+    def begin(self) -> None:
+        """Training begins: the time before it counts for no step."""
         self._began = time.perf_counter()
         self.start()
-        self._clear()
 
     def start(self) -> None:
         """The first stage of a step begins."""

@@ -126,6 +126,7 @@ class Run:
                 config.sampling.max_tokens,
                 adapter.context_length,
             )
+        adapter.watch(self.record.server)
         self.chat = Chat(
             adapter.tokenizer,
             template=self.parts.chat_template,

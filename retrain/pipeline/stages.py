@@ -162,6 +162,7 @@ async def drive(run: Run) -> Status:
     """Run the stages until the learner stops."""
     await run.callbacks.call("on_train_begin", run)
     run.run_dir.begun = True
+    run.record.meter.begin()
     async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
             learner = stages.create_task(contained(learn(run)), name="learn")

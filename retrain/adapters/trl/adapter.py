@@ -8,7 +8,7 @@ resumed run equals the uninterrupted one bit by bit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -224,6 +224,11 @@ class TrlAdapter(Adapter):
         """Stop waiting for servers that are away."""
         if isinstance(self.sampler, VllmSampler):
             self.sampler.fleet.stop_waiting()
+
+    def watch(self, report: Callable[..., None]) -> None:
+        """Report what happens to vLLM servers."""
+        if isinstance(self.sampler, VllmSampler):
+            self.sampler.fleet.report = report
 
     async def export(self, folder: Path) -> Path:
         """Write a Hugging Face folder with the tokenizer; only LoRA's, unless merge_lora is set."""

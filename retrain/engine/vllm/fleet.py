@@ -75,6 +75,8 @@ class Member:
     """How often its process was restarted."""
     error: Exception | None = None
     """Why it is out."""
+    lost_at: float = 0.0
+    """When it was taken out, on the loop's clock."""
 
 
 class Fleet:
@@ -96,6 +98,8 @@ class Fleet:
         self.members = list(members)
         self.publisher = publisher
         self.router = Router(len(self.members))
+        self.report: Callable[..., None] = lambda state, **fields: None
+        """Called with `lost`, `back` or `given up`, and with what an event of it says."""
         self._check, self._restarts, self._patience = check, restarts, patience
         self._published = False
         self._changed = asyncio.Event()
@@ -175,10 +179,10 @@ class Fleet:
         """
         if member.state != "up" or client is not member.client:
             return
-        log.warning("the vLLM server %s is taken out: %s", member.client.url, error)
         member.state, member.error = "out", error
+        member.lost_at = asyncio.get_running_loop().time()
         if not self.up:
-            self._lost_at = asyncio.get_running_loop().time()
+            self._lost_at = member.lost_at
             self._until = self._lost_at + self._patience
         self.router.forget(member.number)
         self._notify()
@@ -218,6 +222,7 @@ class Fleet:
 
     async def _recover(self, member: Member) -> None:
         """Bring a server back, with growing pauses; gives up when its restarts are used up."""
+        await self._report_loss(member)
         pause = FIRST_PAUSE
         damaged = not await member.client.health()
         while True:
@@ -239,9 +244,32 @@ class Fleet:
                 pause = min(2 * pause, LONGEST_PAUSE)
         if member.state == "up":
             log.warning("the vLLM server %s is back, with the present weights", member.client.url)
+            self._report(member, "back")
         else:
             log.warning("the vLLM server %s is given up: %s", member.client.url, member.error)
+            self._report(member, "given up", error=str(member.error))
         self._notify()
+
+    async def _report_loss(self, member: Member) -> None:
+        error = str(member.error)
+        if member.process is not None and (ended := await member.process.ended()):
+            left = member.restarts < self._restarts
+            restart = f"restart {member.restarts + 1} of {self._restarts}" if left else "no restart"
+            error = f"{ended}; {restart}"
+        log.warning("the vLLM server %s is taken out: %s", member.client.url, error)
+        self._report(member, "lost", error=error)
+
+    def _report(self, member: Member, state: str, **fields: object) -> None:
+        """`up` is how many servers take requests, `seconds` how long this one has been out."""
+        seconds = asyncio.get_running_loop().time() - member.lost_at
+        self.report(
+            state,
+            url=member.client.url,
+            restarts=member.restarts,
+            up=len(self.up),
+            seconds=seconds,
+            **fields,
+        )
 
     async def _restart(self, member: Member, process: VllmServer) -> None:
         if member.restarts >= self._restarts:
