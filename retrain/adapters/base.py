@@ -149,6 +149,10 @@ class AdapterOptions(BaseModel):
         """
         return {}
 
+    def needed_by(self, extra: str) -> str | None:
+        """The key and value that need this optional set; None: `backend.type`."""
+        return None
+
     def capabilities(self) -> Capabilities:
         """What this backend supports with these options."""
         raise NotImplementedError(f"{type(self).__name__} does not define capabilities()")
