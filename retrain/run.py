@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
-STOPPING = "Stopping after the next checkpoint."
+STOPPING = "Finishing this step, then writing a checkpoint."
 STOPPING_EARLY = "Stopping before training, as soon as the model has loaded."
 STUCK_SECONDS = 3.0
 """How long threads may take to end after the run."""
@@ -66,10 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _follow(config, dry_run=arguments.dry_run)
         if arguments.dry_run:
             return _dry_run(config, arguments.config, resume=arguments.resume)
-        with in_run_dir(config, resume=arguments.resume) as config:
-            places.append(config.run_dir or Path())
-            console = Console()
-            drive(_train(config, console, resume=arguments.resume), console)
+        console = Console()
+        try:
+            with in_run_dir(config, resume=arguments.resume) as config:
+                places.append(config.run_dir or Path())
+                drive(_train(config, console, resume=arguments.resume), console)
+        except _INTERRUPTIONS:
+            if not console.summarised:
+                raise
+            return INTERRUPTED
         return DONE
 
     with _interruptible():

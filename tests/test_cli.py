@@ -544,9 +544,10 @@ def test_p10_an_interrupt_checkpoints_and_ends_with_130(
     run_dir = config.parent / "runs" / "task"
     wait_for_step(run_dir, process)
     process.send_signal(number)
-    code, _, err = finished(process)
+    code, out, err = finished(process)
     assert code == 130, err
-    assert "Stopping after the next checkpoint" in err
+    assert "Finishing this step, then writing a checkpoint. Press Ctrl-C again to quit" in err
+    assert (out + err).count("interrupted") == 1
     assert "Traceback" not in err
     steps = [event["step"] for event in events(run_dir) if event["event"] == "update"]
     assert (run_dir / "checkpoints" / f"step_{steps[-1]}").is_dir()
@@ -559,7 +560,7 @@ def test_p10_a_second_interrupt_ends_at_once(config: Path) -> None:
     wait_for_step(config.parent / "runs" / "task", process)
     assert process.stderr is not None
     process.send_signal(signal.SIGINT)
-    while "Stopping" not in process.stderr.readline():
+    while "Finishing" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert finished(process)[0] == 130

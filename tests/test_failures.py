@@ -320,7 +320,7 @@ class Raises(Callback):
         ("sample", 5),
         ("update", None),
         ("after update", None),
-        ("publish", None),
+        ("publish", 5),
         ("nan", None),
     ],
 )

@@ -37,6 +37,17 @@ async def test_the_reward_rises_and_the_files_say_so(tmp_path):
     ]  # fmt: skip
 
 
+async def test_opening_the_backend_counts_for_no_step(tmp_path):
+    class Slow(MockAdapter):
+        async def __aenter__(self):
+            await asyncio.sleep(1.5)
+            return self
+
+    config = mock_config(tmp_path, train={"total_train_steps": 2})
+    result = await train(config, parts=parts_with(config, Slow(MockOptions(), config)))
+    assert sum(row["time/step"] for row in result.history) < 1.5
+
+
 async def test_work_starts_only_as_far_ahead_as_staleness_admits(tmp_path):
     class Watch(Callback):
         most = 0

@@ -885,6 +885,11 @@ def test_a_built_in_puts_its_folder_on_no_path(
             {"backend": "tinker"},
             "tinker needs what is not installed (google.protobuf): pip install",
         ),
+        (
+            ["httpx"],
+            {"backend": {"sampler": {"type": "vllm", "url": "http://localhost:1"}}},
+            "backend.sampler: vllm needs what is not installed (httpx): pip install",
+        ),
         (["httpx"], {"backend": "weaver"}, "weaver needs what is not installed (httpx): pip"),
     ],
 )

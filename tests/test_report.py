@@ -20,7 +20,7 @@ from retrain.observe.report import digest, write_report
 from retrain.observe.rollout_lines import encoded
 from retrain.observe.run_dir import RunDirectory
 from retrain.observe.samples import MAX_TEXT, PICKED, Samples
-from retrain.observe.timeline import MAX_INTERVALS, fates, timeline, waste
+from retrain.observe.timeline import MAX_INTERVALS, fates, timeline, waste, without_outages
 from retrain.observe.verdict import bottleneck, findings
 from tests.observed import config, played, write_run
 
@@ -367,6 +367,57 @@ def test_the_bottleneck_in_words(
     assert sentence in found["sentence"]
     assert advice in found["advice"]
     assert sum(part["share"] for part in found["shares"]) == pytest.approx(1.0)
+
+
+def lost(at: float, up: int = 0, **fields: Any) -> dict[str, Any]:
+    return {"event": "server", "state": "lost", "time": at, "seconds": 0.0, "up": up, **fields}
+
+
+def back(at: float) -> dict[str, Any]:
+    return {"event": "server", "state": "back", "time": at, "seconds": 0.0, "up": 1}
+
+
+def outage(state: str, at: float) -> dict[str, Any]:
+    return {"event": "outage", "state": state, "time": at}
+
+
+@pytest.mark.parametrize(
+    ("events", "waited", "published", "away"),
+    [
+        ([], 8.0, 2.0, None),
+        ([lost(3.0, seconds=1.0), back(6.0)], 4.0, 2.0, 4.0),
+        ([lost(2.0, up=1), back(6.0)], 8.0, 2.0, None),
+        ([outage("began", 1.0), lost(2.0), outage("over", 3.0), back(4.0)], 5.0, 2.0, 3.0),
+        ([lost(5.0), {"event": "resumed", "time": 7.0}, back(9.0)], 6.0, 2.0, 2.0),
+        ([lost(7.0), lost(9.5), back(10.5)], 7.0, 0.5, 2.5),
+    ],
+    ids=["none", "servers", "one of two", "both at once", "until the resume", "in publish"],
+)
+def test_waiting_in_outages_counts_separately(
+    events: list[dict[str, Any]], waited: float, published: float, away: float | None
+) -> None:
+    """A step from 0 to 11 s that waits until 8, trains until 9 and publishes."""
+    step = [
+        {"event": "batch", "step": 1, "time": 8.0},
+        {"event": "update", "step": 1, "started": 8.0, "ended": 9.0, "time": 9.0},
+    ]
+    row = {"step": 1, "time/step": 11.0, "time/wait_for_batch": 8.0, "time/publish": 2.0}
+    events = sorted([*step, *events], key=lambda event: event["time"])
+    [found] = without_outages([row], events)
+    assert (found["time/wait_for_batch"], found["time/publish"]) == (waited, published)
+    assert found.get("time/outages") == away
+
+
+def test_advice_does_not_take_an_outage_for_slow_generation() -> None:
+    row = {"time/step": 10.0, "time/wait_for_batch": 2.5, "time/update": 1.0, "time/publish": 0.5}
+    found = bottleneck([{**row, "time/outages": 6.0}], {"sample": 1.0}, 1)
+    assert found is not None
+    assert "waited 60% of the time in outages, and for rollouts 25%" in found["sentence"]
+    assert "staleness" not in found["advice"]
+    assert sum(part["share"] for part in found["shares"]) == pytest.approx(1.0)
+    found = bottleneck([{**row, "time/outages": 2.2}], {"sample": 1.0}, 1)
+    assert found is not None
+    assert "rollouts 25% of the time, and 22% in outages: generation-bound" in found["sentence"]
 
 
 def test_a_healthy_run_has_no_findings() -> None:

@@ -25,7 +25,11 @@ from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.opening import _processes
 from retrain.engine.vllm.options import VllmOptions, located
 from retrain.errors import AdapterError, ConfigError
+from retrain.observe.failure import causes
+from retrain.observe.report import digest
+from retrain.pipeline.checkpoint import Checkpoints
 from retrain.pipeline.stages import train
+from tests.chaos.judgement import judge_log
 from tests.test_vllm_sampler import opening_of
 
 pytestmark = pytest.mark.filterwarnings(  # PEFT's
@@ -87,6 +91,59 @@ async def test_a_run_samples_adapters_by_running_servers(folder: Path, tmp_path:
         for server in (one, two):
             assert server.seen("/inference/v1/generate") > 1
             assert server.seen("/pause") == 0
+
+
+async def test_a_server_that_dies_is_in_the_events_and_in_the_report(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_STANDIN", json.dumps({"die": {"/inference/v1/generate": 6}}))
+    config = run(folder, tmp_path, {"type": "vllm", "python": str(standin_python(tmp_path))})
+    await train(config)
+    lost, back = (e for e in lines(config, "events.jsonl") if e["event"] == "server")
+    said = "it ended with SIGKILL (often out of memory: see dmesg); restart 1 of 3"
+    assert (lost["state"], lost["error"], lost["up"], lost["restarts"]) == ("lost", said, 0, 0)
+    assert (back["state"], back["up"], back["restarts"]) == ("back", 1, 1)
+    assert back["seconds"] > lost["seconds"]
+    assert f"the vLLM server {lost['url']} is taken out: {said}" in caplog.text
+    history = "\n".join(digest(tmp_path / "run")["history"])
+    assert f"the server {lost['url']} is lost: {said}" in history
+    assert f"the server {back['url']} is back after 0:" in history
+
+
+@pytest.mark.parametrize(
+    ("staleness", "path", "nth"),
+    [(0, "/inference/v1/generate", 7), (1, "/inference/v1/generate", 10), (1, "/pause", 4)],
+    ids=["sampling", "sampling ahead", "publish"],
+)
+async def test_p13_a_run_without_servers_saves_its_last_step_and_resumes(
+    folder: Path, tmp_path: Path, staleness: int, path: str, nth: int
+) -> None:
+    with stand_in(folder) as server:
+        server.faults(die={path: nth})
+        port = int(server.url.rpartition(":")[2])
+        config = run(
+            folder,
+            tmp_path,
+            {"type": "vllm", "url": server.url, "publish": "folder"},
+            staleness=staleness,
+            train={"total_train_steps": 8},
+            deadlines={"outage": 1},
+        )
+        with pytest.raises(ExceptionGroup) as caught:
+            await train(config)
+    [text] = map(str, causes(caught.value))
+    assert re.match(r"no vLLM server is left: .* has not answered for 1 s", text)
+    last = lines(config, "events.jsonl")[-1]["step"]
+    updates = [e["step"] for e in lines(config, "events.jsonl") if e["event"] == "update"]
+    assert 0 < last == updates[-1] < 8
+    assert Checkpoints(tmp_path / "run/checkpoints").steps() == [last]
+    with stand_in(folder, port=port):
+        assert (await train(config, resume=True)).total_steps == 8
+    assert [row["step"] for row in lines(config, "metrics.jsonl")] == list(range(1, 9))
+    book, _ = judge_log(tmp_path / "run", config, 4)
+    assert not book.wrong
+    published = [e["version"] for e in lines(config, "events.jsonl") if e["event"] == "publish"]
+    assert published == list(range(1, 9)), "also of the step whose publish failed"
 
 
 async def test_a_server_that_does_not_answer_is_named(folder: Path, tmp_path: Path) -> None:

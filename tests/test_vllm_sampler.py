@@ -265,13 +265,18 @@ async def test_without_a_server_calls_fail_after_a_while(
             text = r"no vLLM server is left: .* has not answered for 0.5 s .* run again with --res"
             with pytest.raises(AdapterError, match=text):
                 await found.sample(PROMPT, ENDLESS)
-            found.fleet._patience = 600
+            with pytest.raises(AdapterError, match=text):  # at once: the wait is over
+                async with asyncio.timeout(0.2):
+                    await found.sample(PROMPT, ENDLESS)
+            found.fleet._until += 600
+            sampling = asyncio.create_task(found.sample(PROMPT, ENDLESS))
             publishing = asyncio.create_task(found.load_weights(snapshot(model), 1))
-            await until(lambda: found.fleet._waiting)
+            await asyncio.sleep(0.1)
             monkeypatch.setattr("retrain.engine.vllm.fleet.SHORT", 0.1)
             found.fleet.stop_waiting()
-            with pytest.raises(AdapterError, match="no vLLM server is left"):
-                await publishing
+            for waiting in (sampling, publishing):
+                with pytest.raises(AdapterError, match="no vLLM server is left"):
+                    await waiting
             assert not found.failed  # it may come back
 
 

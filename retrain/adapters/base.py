@@ -7,7 +7,7 @@ that `--dry-run` and the checks at the start load no model code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -79,7 +79,11 @@ class Adapter(ABC):
 
     @abstractmethod
     async def publish(self) -> int:
-        """Make the sampler serve the present weights; returns their version, one more each time."""
+        """Make the sampler serve the present weights; returns their version, one more each time.
+
+        If it raises, the run saves a checkpoint and ends: `save` must still work, with the version
+        that was served before.
+        """
 
     @abstractmethod
     async def save(self, folder: Path) -> AdapterState:
@@ -104,6 +108,9 @@ class Adapter(ABC):
 
     def hurry(self) -> None:  # noqa: B027 - a default, not a forgotten body
         """The run is shutting down: stop waiting for what has not arrived."""
+
+    def watch(self, report: Callable[..., None]) -> None:  # noqa: B027 - a default, not a forgotten body
+        """Call `report(state, url=..., **fields)` when a server that samples is lost or is back."""
 
     async def export(self, folder: Path) -> Path | str | None:
         """Write the model for others to load; returns the folder, or a service's own path.
@@ -141,6 +148,10 @@ class AdapterOptions(BaseModel):
         A run, a dry run and a check report those that are not installed before anything loads.
         """
         return {}
+
+    def needed_by(self, extra: str) -> str | None:
+        """The key and value that need this optional set; None: `backend.type`."""
+        return None
 
     def capabilities(self) -> Capabilities:
         """What this backend supports with these options."""

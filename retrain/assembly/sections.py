@@ -162,8 +162,8 @@ def _check_group(calculator: RewardCalculator, size: int, key: str) -> None:
 def check_installed(options: AdapterOptions, config: RunConfig) -> None:
     """One problem per optional dependency set of which a module is missing."""
     problems = [
-        f"backend.type: {config.backend.type} needs what is not installed ({missing}): "
-        f"{install_command(extra)}"
+        f"{options.needed_by(extra) or f'backend.type: {config.backend.type}'} needs what is not "
+        f"installed ({missing}): {install_command(extra)}"
         for extra, modules in options.needs().items()
         if (missing := _missing(modules))
     ]

@@ -84,6 +84,14 @@ async def exited(process: Process) -> int:
     return process.returncode
 
 
+def how_ended(code: int) -> str:
+    """`SIGKILL` or `exit code 3`, from an exit code that is negative for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    killed = " (often out of memory: see dmesg)" if code == -signal.SIGKILL else ""
+    return signal.Signals(-code).name + killed
+
+
 async def _readable(descriptor: int) -> None:
     """Wait for a descriptor, then close it."""
     loop, ready = asyncio.get_running_loop(), asyncio.Event()

@@ -50,6 +50,8 @@ class Console(Callback):
         self._live: Live | None = None
         self.training = False
         """Whether training has begun, so that an interrupted run writes a checkpoint."""
+        self.summarised = False
+        """Whether the summary has said how the run ended."""
 
     def announce(self, text: str) -> bool:
         """Show `text` below the live display; returns False if there is none.
@@ -109,7 +111,7 @@ class Console(Callback):
             self._live.stop()
         elif self._progress.step != self._printed_step and self._progress.metrics:
             self._print_step(self._clock())
-        folder = trainer.run_dir
+        folder, self.summarised = trainer.run_dir, True
         for label, text in closing(
             result, folder.tally, self._progress.seconds, resumed=folder.resumed
         ):

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from retrain.observe.run_dir import (
     write_whole,
 )
 from retrain.observe.samples import Samples
-from retrain.observe.timeline import Event, Fates, fates, timeline, waste
+from retrain.observe.timeline import Event, Fates, fates, timeline, waste, without_outages
 from retrain.observe.verdict import bottleneck, findings
 
 MAX_CAUSES = 20
@@ -76,7 +76,11 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
         "failure": _failure(run_dir, status, every_event),
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "facts": _facts(events, rows, found, config),
-        "bottleneck": bottleneck(rows, samples.seconds, config.get("staleness", {}).get("target")),
+        "bottleneck": bottleneck(
+            without_outages(rows, events),
+            samples.seconds,
+            config.get("staleness", {}).get("target"),
+        ),
         "findings": findings(rows, outcomes, samples.stop_reasons, wasted, groups_per_step),
         "history": _history(every_event),
         "charts": charts(rows, [event for event in events if event["event"] == "eval"]),
@@ -158,7 +162,7 @@ def _mean(value: float) -> str:
 def _history(events: Sequence[Event]) -> list[str]:
     """The main events of the run, in words."""
     start = float(events[0]["time"]) if events else 0.0
-    words = {
+    words: dict[str, Callable[[Event], str]] = {
         "resumed": lambda e: f"resumed from step {e.get('from_step')}" + _changed(e),
         "checkpoint": lambda e: f"checkpoint of step {e.get('step')}",
         "torn": lambda e: f"skipped an incomplete checkpoint: {e.get('checkpoint')}",
@@ -168,6 +172,7 @@ def _history(events: Sequence[Event]) -> list[str]:
         "outage": lambda e: (
             f"waiting: {e.get('error')}" if e.get("state") == "began" else "the outage is over"
         ),
+        "server": _server,
         "stalled": lambda e: f"stalled: {e.get('message')}",
         "end": lambda e: (
             f"ended: {e.get('status')}" + (f": {_cause(e['error'])}" if e.get("error") else "")
@@ -178,6 +183,13 @@ def _history(events: Sequence[Event]) -> list[str]:
         for event in events
         if event["event"] in words
     ]
+
+
+def _server(event: Event) -> str:
+    url, state = event.get("url"), event.get("state")
+    if state == "back":
+        return f"the server {url} is back after {clock_text(float(event.get('seconds') or 0.0))}"
+    return f"the server {url} is {state}: {event.get('error')}"
 
 
 def _changed(event: Event) -> str:

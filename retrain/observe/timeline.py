@@ -102,6 +102,61 @@ def timeline(events: Sequence[Event], found: Fates) -> dict[str, Any] | None:
     }
 
 
+OUTAGES = "time/outages"
+"""Seconds of a step in which the trainer waited or published, and there was an outage."""
+
+
+def without_outages(
+    rows: Sequence[Mapping[str, Any]], events: Sequence[Event]
+) -> list[Mapping[str, Any]]:
+    """The metrics of each step, its time in outages taken from waiting and publishing."""
+    outages = _outages(events)
+    chosen = {e.get("step"): float(e["time"]) for e in events if e["event"] == "batch"}
+    updated = {e.get("step"): end for _, end, e in _spans(events, "update")}
+    found: list[Mapping[str, Any]] = []
+    for row in rows:
+        step, away = row.get("step"), dict[str, float]()
+        if outages and step in chosen and step in updated:
+            wait = float(row.get("time/wait_for_batch") or 0.0)
+            publish = float(row.get("time/publish") or 0.0)
+            lost = _overlap(outages, chosen[step] - wait, chosen[step])
+            late = _overlap(outages, updated[step], updated[step] + publish)
+            away = {
+                "time/wait_for_batch": wait - lost,
+                "time/publish": publish - late,
+                OUTAGES: lost + late,
+            }
+        found.append({**row, **away})
+    return found
+
+
+def _outages(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """When a reward or an environment could not be reached, or no server was up; none overlap."""
+    found: list[tuple[float, float]] = []
+    away: set[str] = set()
+    since = 0.0
+    for event in events:
+        kind, began, before = event["event"], float(event["time"]), bool(away)
+        if kind == "outage" and event.get("state") == "began":
+            away.add(kind)
+        elif kind == "server" and not event.get("up"):
+            away.add(kind)
+            began -= float(event.get("seconds") or 0.0)
+        elif kind in ("outage", "server"):
+            away.discard(kind)
+        elif kind in ("resumed", "end"):
+            away.clear()
+        if away and not before:
+            since = began
+        elif before and not away:
+            found.append((since, float(event["time"])))
+    return found
+
+
+def _overlap(outages: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    return sum(max(0.0, min(end, b) - max(start, a)) for a, b in outages)
+
+
 Span = tuple[float, float, Event]
 Interval = tuple[float, float, str, str]
 

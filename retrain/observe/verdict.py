@@ -8,9 +8,11 @@ from statistics import fmean
 from typing import Any
 
 from retrain.observe.charts import Row, known, points
+from retrain.observe.timeline import OUTAGES
 
 WAITING = 0.2
 """Waiting or publishing is the bottleneck from this share of the trainer's time."""
+IN_OUTAGES = "waiting in outages"
 TINY = 1e-9
 
 
@@ -33,7 +35,9 @@ def bottleneck(
             ("publishing", "time/publish"),
         )
     }
-    shares["everything else"] = max(0.0, 1.0 - sum(shares.values()))
+    away = min(1.0, _sum(rows, OUTAGES) / total)
+    shares["everything else"] = max(0.0, 1.0 - sum(shares.values()) - away)
+    shares |= {IN_OUTAGES: away} if away else {}
     sentence, advice = _sentence_and_advice(shares, stage_seconds, target)
     return {
         "sentence": sentence,
@@ -47,8 +51,17 @@ def _sentence_and_advice(
 ) -> tuple[str, str]:
     waited, published = shares["waiting for rollouts"], shares["publishing"]
     updating, rest = shares["updating"], shares["everything else"]
+    away = shares.get(IN_OUTAGES, 0.0)
+    if away >= WAITING and away >= max(waited, published):
+        return (
+            f"The trainer waited {away:.0%} of the time in outages, and for rollouts {waited:.0%}.",
+            "The history below says what could not be reached, and for how long.",
+        )
     if waited >= WAITING and waited >= published:
-        sentence = f"The trainer waited for rollouts {waited:.0%} of the time: generation-bound."
+        besides = f", and {away:.0%} in outages" if away >= 0.005 else ""
+        sentence = (
+            f"The trainer waited for rollouts {waited:.0%} of the time{besides}: generation-bound."
+        )
         return sentence, _faster_rollouts(stage_seconds, target)
     if published >= WAITING:
         return (

@@ -42,9 +42,13 @@ class Meter:
         self, *, sampled: bool = True, by_group: bool = True, mixed: Collection[str] = ()
     ) -> None:
         self._sampled, self._by_group, self._mixed = sampled, by_group, mixed
+        self.begin()
+        self._clear()
+
+    def begin(self) -> None:
+        """Training begins: the time before it counts for no step."""
         self._began = time.perf_counter()
         self.start()
-        self._clear()
 
     def start(self) -> None:
         """The first stage of a step begins."""

@@ -166,6 +166,11 @@ class Recorder:
         self.run_dir.flush()
         self.progress()
 
+    def server(self, state: str, **fields: object) -> None:
+        """A server that samples is `lost`, `back` or `given up`."""
+        self.event("server", state=state, **fields)
+        self.run_dir.flush()
+
     def failed(self, error: BaseException) -> None:
         """The run fails, with this error unless another one came first."""
         self._failure = self._failure or error

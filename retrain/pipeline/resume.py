@@ -82,6 +82,7 @@ async def _fill(run: Run, callbacks: Sequence[Mapping[str, Any]], folder: Path) 
             "sizes": sizes,
             "failed_in_a_row": run.intake.failed_in_a_row,
             "data_since": run.data_since,
+            "published": run.published,
             "rows": run.rows,
             "rows_hash": run.rows_hash,
             "callbacks": callbacks,
@@ -129,7 +130,7 @@ async def restore(run: Run) -> None:
     run.record.resumed(saved.step, saved.counters["sizes"], changed)
     _take_up(run, saved, saved.groups)
     run.evaluation.restore(saved.counters["evaluation"])
-    run.whole = True
+    await _ready(run, saved)
 
 
 def _require_no_checkpoint(run: Run) -> None:
@@ -163,7 +164,7 @@ async def begin_from(run: Run, path: Path) -> None:
     else:
         _take_up(run, saved, [] if changes(saved.config, run.config, SCORING) else saved.groups)
         run.record.event("resumed", from_step=run.step, changed=run.run_dir.changed)
-    run.whole = True
+    await _ready(run, saved)
 
 
 async def _load(run: Run, path: Path, saved: Checkpoint) -> None:
@@ -176,6 +177,13 @@ async def _load(run: Run, path: Path, saved: Checkpoint) -> None:
     run.whole = False  # until all is restored: a rescue would save the position of a new run
     run.parts.learner.restore(saved.step, saved.counters.get("learner", {}))
     await run.callbacks.restore(saved.counters.get("callbacks", []))
+
+
+async def _ready(run: Run, saved: Checkpoint) -> None:
+    """All is restored; publish the weights under their own version if the run failed to."""
+    if not saved.counters.get("published", True):
+        await run.publish()
+    run.whole = True
 
 
 def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
@@ -75,9 +76,11 @@ class Run:
         self.failures: list[Exception] = []
         """Errors of stages beside the learner, which ends its step before the run fails."""
         self.taken: list[Group] = []
-        """Groups of the step under way."""
+        """Groups of the step under way, until they are trained."""
         self.whole = True
         """Whether the weights are those of `step`: false from an update until its step is done."""
+        self.published = True
+        """Whether the latest publish succeeded; otherwise a resume publishes."""
         self.model: Path | str | None = None
         """Where the exported model is."""
         self.record = Recorder(run_dir, parts.algorithm, parts.prompts.mixed)
@@ -123,6 +126,7 @@ class Run:
                 config.sampling.max_tokens,
                 adapter.context_length,
             )
+        adapter.watch(self.record.server)
         self.chat = Chat(
             adapter.tokenizer,
             template=self.parts.chat_template,
@@ -190,10 +194,15 @@ class Run:
         self.evaluation.cancel()
 
     def fail(self, error: Exception) -> None:
-        """A stage failed: the run fails with its error after the step under way."""
+        """A stage failed: the run fails with its error after the step under way.
+
+        What ends several stages, such as the loss of the sampler, is kept once.
+        """
         if not self.failures and not self.whole:
-            logger.warning("the run will end after step %d: %s", self.step + 1, first_line(error))
-        self.failures.append(error)
+            ending = self.step + bool(self.taken)
+            logger.warning("the run will end after step %d: %s", ending, first_line(error))
+        if first_line(error) not in map(first_line, self.failures):
+            self.failures.append(error)
         self.request_stop()
 
     def failed_callback(self, error: Exception) -> None:
@@ -285,9 +294,9 @@ class Run:
         self.admit.set()
 
     def retire(self, groups: Sequence[Group]) -> None:
-        """These groups were trained and the new weights are served: more work may start."""
+        """The step that trained these groups is done: more work may start."""
         self.ledger.retire(group.ticket for group in groups)
-        self.taken, self.whole = [], True
+        self.whole = True
         self.admit.set()
         self.watchdog.progress()
 
@@ -306,6 +315,14 @@ class Run:
             raise
         finally:
             self.watchdog.progress()
+
+    async def publish(self) -> None:
+        """Make the sampler serve the weights of `step`."""
+        started = time.time()
+        self.published = False
+        self.version = await self.within("publish", self.adapter.publish())
+        self.published = True
+        self.record.event("publish", version=self.version, started=started, ended=time.time())
 
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False

@@ -6,8 +6,8 @@
 - `feed` starts work only while (issued and untrained groups) < (staleness.target + 1) x
   groups_per_step, so target 0 is synchronous training.
 - Only `learn` decides when to stop; the other stages end by cancellation.
-- A stage that fails stops the learner at the next step boundary. If the weights are good, the run
-  writes a checkpoint before it fails (P13).
+- A stage that fails stops the learner at the next step boundary, and so does a publish. If the
+  weights are good, the run writes a checkpoint before it fails (P13).
 - The first cancellation of train() stops the learner at the next step boundary: it writes a
   checkpoint, and train() raises CancelledError. A second one ends the run at once.
 """
@@ -162,6 +162,7 @@ async def drive(run: Run) -> Status:
     """Run the stages until the learner stops."""
     await run.callbacks.call("on_train_begin", run)
     run.run_dir.begun = True
+    run.record.meter.begin()
     async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
             learner = stages.create_task(contained(learn(run)), name="learn")
@@ -274,7 +275,7 @@ async def _evaluate(run: Run, beside: asyncio.TaskGroup) -> None:
     """Start the evaluation of this step, when the previous one has ended."""
     await run.evaluation.previous()
     if not run.sampled:
-        await publish(run)
+        await run.publish()
     if not run.stopping:
         run.evaluation.start(run.step, beside)
 
@@ -292,7 +293,10 @@ async def step(run: Run) -> bool:
     batch, has_credit = await credit(run, scored)
     metrics = await update(run, scored, batch)
     if run.sampled:
-        await publish(run)
+        try:
+            await run.publish()
+        except Exception as error:  # noqa: BLE001 - drive() raises it, when the step is recorded
+            run.fail(error)
     row = run.record.step(
         number,
         groups,
@@ -365,16 +369,9 @@ async def update(run: Run, groups: Sequence[Group], batch: Batch) -> Metrics:
     metrics = await run.within("update", run.parts.learner.update(groups, batch))
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
-    run.step = number
+    run.step, run.taken = number, []
     run.record.update(number, tickets, metrics.get("loss"), started)
     return metrics
-
-
-async def publish(run: Run) -> None:
-    """Make the sampler serve the updated weights."""
-    started = time.time()
-    run.version = await run.within("publish", run.adapter.publish())
-    run.record.event("publish", version=run.version, started=started, ended=time.time())
 
 
 async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:

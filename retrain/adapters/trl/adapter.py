@@ -8,7 +8,7 @@ resumed run equals the uninterrupted one bit by bit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -137,8 +137,8 @@ class TrlAdapter(Adapter):
         return metrics
 
     async def publish(self) -> int:
+        await self._push(self._version + 1)
         self._version += 1
-        await self._push(self._version)
         return self._version
 
     async def _push(self, version: int) -> None:
@@ -221,6 +221,11 @@ class TrlAdapter(Adapter):
         """Stop waiting for servers that are away."""
         if isinstance(self.sampler, VllmSampler):
             self.sampler.fleet.stop_waiting()
+
+    def watch(self, report: Callable[..., None]) -> None:
+        """Report what happens to vLLM servers."""
+        if isinstance(self.sampler, VllmSampler):
+            self.sampler.fleet.report = report
 
     async def export(self, folder: Path) -> Path:
         """Write a Hugging Face folder with the tokenizer; only LoRA's, unless merge_lora is set."""

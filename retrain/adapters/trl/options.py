@@ -142,6 +142,10 @@ class TrlOptions(AdapterOptions):
         needed = {"trl": ("torch", "trl", "transformers", "datasets", "accelerate", "peft")}
         return needed if self.sampler.type == "local" else needed | {"remote": ("aiohttp", "httpx")}
 
+    def needed_by(self, extra: str) -> str | None:
+        """The sampler needs HTTP."""
+        return f"backend.sampler: {self.sampler.type}" if extra == "remote" else None
+
     def capabilities(self) -> Capabilities:
         """Every loss: TRL computes its own, the engine the others."""
         return Capabilities(

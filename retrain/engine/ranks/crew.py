@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -110,7 +109,7 @@ class Crew:
         code = await process.wait()
         if self._ending or self._loss.done():
             return
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        how = children.how_ended(code)
         error = AdapterError(
             f"rank {rank} of {self.place.size} (process {process.pid}) ended with {how}"
             f"{_last_lines(self.log(rank))}"

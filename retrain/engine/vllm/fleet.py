@@ -75,6 +75,8 @@ class Member:
     """How often its process was restarted."""
     error: Exception | None = None
     """Why it is out."""
+    lost_at: float = 0.0
+    """When it was taken out, on the loop's clock."""
 
 
 class Fleet:
@@ -91,17 +93,20 @@ class Fleet:
     ) -> None:
         """`check` raises AdapterError or ConfigError if a server doesn't fit the run.
 
-        `patience` is how many seconds a call waits while no server is up.
+        `patience` is for how many seconds no server may be up before calls fail.
         """
         self.members = list(members)
         self.publisher = publisher
         self.router = Router(len(self.members))
+        self.report: Callable[..., None] = lambda state, **fields: None
+        """Called with `lost`, `back` or `given up`, and with what an event of it says."""
         self._check, self._restarts, self._patience = check, restarts, patience
         self._published = False
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()
         self._recoveries: set[asyncio.Task[None]] = set()
-        self._waiting: set[asyncio.Timeout] = set()
+        self._lost_at = self._until = 0.0
+        """When the last server was lost, and until when calls wait for one."""
 
     @property
     def up(self) -> list[Member]:
@@ -151,26 +156,21 @@ class Fleet:
 
     async def available(self) -> None:
         """Wait until a server is up; raises as `choose`."""
-        if self.up:
-            return
-        try:
-            async with asyncio.timeout(self._patience) as limit:
-                self._waiting.add(limit)
-                while not self.up:
-                    if self.failed:
-                        raise self._lost("can't be restarted")
+        while not self.up:
+            if self.failed:
+                raise self._lost("can't be restarted")
+            try:
+                async with asyncio.timeout_at(self._until):
                     await self._changed.wait()
-        except TimeoutError:
-            raise self._lost(f"has not answered for {self._patience:g} s") from None
-        finally:
-            self._waiting.discard(limit)
+            except TimeoutError:
+                seconds = self._until - self._lost_at
+                raise self._lost(f"has not answered for {seconds:.3g} s") from None
 
     def stop_waiting(self) -> None:
         """The run is shutting down: wait at most `SHORT` seconds for a server from now on."""
         self._patience = min(self._patience, SHORT)
-        latest = asyncio.get_running_loop().time() + self._patience
-        for limit in self._waiting:
-            limit.reschedule(min(limit.when() or latest, latest))
+        self._until = min(self._until, asyncio.get_running_loop().time() + self._patience)
+        self._notify()
 
     def take_out(self, member: Member, client: VllmClient, error: Exception) -> None:
         """Send no more requests to a server until it has the present weights again.
@@ -179,8 +179,11 @@ class Fleet:
         """
         if member.state != "up" or client is not member.client:
             return
-        log.warning("the vLLM server %s is taken out: %s", member.client.url, error)
         member.state, member.error = "out", error
+        member.lost_at = asyncio.get_running_loop().time()
+        if not self.up:
+            self._lost_at = member.lost_at
+            self._until = self._lost_at + self._patience
         self.router.forget(member.number)
         self._notify()
         recovery = asyncio.create_task(self._recover(member), name=f"recover {member.client.url}")
@@ -219,6 +222,7 @@ class Fleet:
 
     async def _recover(self, member: Member) -> None:
         """Bring a server back, with growing pauses; gives up when its restarts are used up."""
+        await self._report_loss(member)
         pause = FIRST_PAUSE
         damaged = not await member.client.health()
         while True:
@@ -240,9 +244,32 @@ class Fleet:
                 pause = min(2 * pause, LONGEST_PAUSE)
         if member.state == "up":
             log.warning("the vLLM server %s is back, with the present weights", member.client.url)
+            self._report(member, "back")
         else:
             log.warning("the vLLM server %s is given up: %s", member.client.url, member.error)
+            self._report(member, "given up", error=str(member.error))
         self._notify()
+
+    async def _report_loss(self, member: Member) -> None:
+        error = str(member.error)
+        if member.process is not None and (ended := await member.process.ended()):
+            left = member.restarts < self._restarts
+            restart = f"restart {member.restarts + 1} of {self._restarts}" if left else "no restart"
+            error = f"{ended}; {restart}"
+        log.warning("the vLLM server %s is taken out: %s", member.client.url, error)
+        self._report(member, "lost", error=error)
+
+    def _report(self, member: Member, state: str, **fields: object) -> None:
+        """`up` is how many servers take requests, `seconds` how long this one has been out."""
+        seconds = asyncio.get_running_loop().time() - member.lost_at
+        self.report(
+            state,
+            url=member.client.url,
+            restarts=member.restarts,
+            up=len(self.up),
+            seconds=seconds,
+            **fields,
+        )
 
     async def _restart(self, member: Member, process: VllmServer) -> None:
         if member.restarts >= self._restarts:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ HOST = "127.0.0.1"
 MODEL = "policy"
 """The name under which a server serves the model."""
 POLL_SECONDS = 0.25
+NOTICE_SECONDS = 1.0
+"""How long after a lost connection the end of a process may show."""
 END_SECONDS = 5.0
 """How long a server and its processes may take to end."""
 PYTHON = "Set backend.sampler.python to the Python of an environment with vLLM"
@@ -178,13 +180,22 @@ class VllmServer:
         """The process has ended by itself."""
         return self._process is not None and self._process.returncode is not None
 
+    async def ended(self) -> str:
+        """How the process ended, if it does so within a moment; else empty."""
+        if self._process is None:
+            return ""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NOTICE_SECONDS):
+                return f"it ended with {children.how_ended(await children.exited(self._process))}"
+        return ""
+
     def last_lines(self) -> str:
         """Why it ended, as far as its log says, and where that is."""
         with self._log.open("rb") as file:
             file.seek(max(self._begins, self._log.stat().st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
         code = self._process.returncode if self._process is not None else None
-        killed = f"killed by signal {-code}; " if code is not None and code < 0 else ""
+        killed = f"killed by {children.how_ended(code)}; " if code is not None and code < 0 else ""
         return f"{killed}{cause(text)} ({self._log})"
 
     async def start(self) -> str:
