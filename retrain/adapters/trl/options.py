@@ -171,8 +171,8 @@ class TrlOptions(AdapterOptions):
             found += error.problems
         return found
 
-    def forecast(self, config: RunConfig) -> Forecast | None:
-        """An estimate from the model's config.json; None if that is not on this machine."""
+    def forecast(self, config: RunConfig) -> Forecast:
+        """An estimate from the model's config.json."""
         return forecast(self, config)
 
     def warnings(self, config: RunConfig) -> list[str]:
