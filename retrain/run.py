@@ -32,6 +32,7 @@ from retrain.errors import ConfigError, RetrainError, RunError, alike
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
+    from retrain.adapters.base import AdapterOptions
     from retrain.assembly import Parts
     from retrain.config import RunConfig
     from retrain.observe.callbacks import Callback, TrainingResult
@@ -315,7 +316,15 @@ def _dry_run(config: RunConfig, source: str) -> int:
 
     from retrain.observe.run_dir import resolved
 
-    parts = _assembled(config)
+    try:
+        parts = _assembled(config)
+    except ConfigError:
+        if not _follows():
+            from retrain.assembly.sections import options_of
+
+            with suppress(ConfigError):  # of what is reported already
+                _print_forecast(options_of(config), config)
+        raise
     print(f"# {source} is valid; no model was loaded, nothing was written")
     held_out = "" if parts.eval_prompts is None else f"; eval.prompts: {len(parts.eval_prompts)}"
     print(f"# rows of prompts: {len(parts.prompts)}{held_out}")
@@ -338,11 +347,15 @@ def _assembled(config: RunConfig) -> Parts:
         return parts
     for warning in parts.warnings:
         _print(f"warning: {warning}")
-    if not _follows() and (forecast := parts.options.forecast(config)):
+    _print_forecast(parts.options, config)
+    return parts
+
+
+def _print_forecast(options: AdapterOptions, config: RunConfig) -> None:
+    if forecast := options.forecast(config):
         _print(forecast.text)
         if forecast.warning:
             _print(f"warning: {forecast.warning}")
-    return parts
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from retrain.engine.shapes import Shape, read_shape, shape_of  # noqa: E402
 from retrain.run import main  # noqa: E402
 from tests import trl_kit as kit  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
     "vocab_size": 112,
     "hidden_size": 64,
@@ -43,6 +44,13 @@ REAL = {  # config class, its arguments, parameters as the model's page gives th
         | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
         | {"vocab_size": 151936, "tie_word_embeddings": True},
         596_049_920,
+    ),
+    "Qwen3-8B": (
+        transformers.Qwen3Config,
+        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+        | {"vocab_size": 151936},
+        8_190_735_360,
     ),
     "Llama-3.1-8B": (
         transformers.LlamaConfig,
@@ -288,6 +296,37 @@ def test_a_dry_run_shows_the_estimate_and_a_run_warns(
     said = capsys.readouterr().err
     assert re.search(r"warning: this run needs about \d+ GB in RAM, but 64.0 GB are free", said)
     assert "The largest part is optimizer: train LoRA adapters with backend.lora" in said
+
+
+def test_the_command_of_the_page_prints_what_the_table_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    command = page.partition("<!-- table: command")[2].partition("```sh\n")[2].partition("```")[0]
+    words = command.replace("\\\n", " ").split()[3:]
+    words[0] = str(ROOT / "configs" / "quickstart.yaml")
+    shape("Qwen3-8B", tmp_path)
+    words = [f"model={tmp_path}" if word.startswith("model=") else word for word in words]
+    monkeypatch.setattr(available, "_built_for_cuda", lambda: False)
+    for trained, change in (("LoRA", []), ("all", ["backend.lora=null"])):
+        row = re.search(rf"^\| 8 B .* \| {trained} .* \| \*\*(\d+)\*\* \|$", page, re.MULTILINE)
+        assert row
+        assert main([*words, *change]) == 0
+        printed = re.match(r"memory: about ([\d.]+) GB", capsys.readouterr().err)
+        assert printed
+        assert float(printed[1]) == pytest.approx(float(row[1]), abs=0.7)
+
+
+def test_a_dry_run_prints_the_estimate_of_a_config_with_other_problems(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["quickstart", "--dry-run", "backend.device=cpu"]
+    assert main([*command, "backend.sampler={type: vllm, python: gone/bin/python}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("memory: about ")
+    assert said.count("is not a program") == 1
+    assert main([*command, "model=./gone"]) == 2
+    assert "memory" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"hidden_size": 8}', '{"text_config": 1}'])
