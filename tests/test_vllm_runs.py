@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from vllm_kit import LORA, saved, small_model, stand_in, standin_python
 from retrain.adapters.trl.options import TrlOptions
 from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
-from retrain.engine.vllm import checks
+from retrain.engine.vllm import checks, environment
 from retrain.engine.vllm.checkpoint import Store
 from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.opening import _processes
@@ -130,7 +131,8 @@ async def test_weights_are_written_to_the_given_folder(
 
 def test_the_log_of_a_server_that_does_not_start_is_kept(folder: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho RuntimeError: no such thing; exit 3")
+    fails = "echo RuntimeError: no such thing; exit 3"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo True && exit\n{fails}')
     python.chmod(0o755)
     config = run(folder, tmp_path, {"type": "vllm", "python": str(python)})
     with pytest.raises(AdapterError, match=r"with exit code 3 .* RuntimeError: no such") as caught:
@@ -173,6 +175,45 @@ def test_what_is_wrong_is_found_before_anything_starts(
     with pytest.raises(ConfigError, match=message) as caught:
         assemble(run(folder, tmp_path, {"type": "vllm", **keys}))
     assert len(caught.value.problems) == 1
+
+
+def test_an_environment_without_vllm_is_found_before_anything_starts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()  # in the working folder, which a server does not see
+    monkeypatch.chdir(tmp_path)
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60")
+    slow.chmod(0o755)
+    monkeypatch.setattr(environment, "SECONDS", 0.2)
+    assert environment.environment_problem(slow) is None
+    assert environment.environment_problem(standin_python(tmp_path)) is None
+    monkeypatch.undo()
+    path, sh = sys.executable, shutil.which("true")
+    for python, message in (
+        (path, f"python: {path} has no module vllm; run: {path} -m pip install 'vllm>=0.32'"),
+        (sh, f"python: {sh} is not a Python; expected that of the environment with vLLM"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            assemble(run(folder, tmp_path, {"type": "vllm", "python": python}))
+        assert caught.value.problems == (f"backend.sampler.{message}",)
+
+
+def test_devices_that_are_not_there_are_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command in the place of nvidia-smi, since no test can count on a card."""
+    keys = {"type": "vllm", "python": str(standin_python(tmp_path)), "devices": [1]}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    warned = assemble(run(folder, tmp_path, keys)).warnings
+    assert any("sampler.devices: got [1], but nvidia-smi is missing" in text for text in warned)
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho '0, GPU-aa11, NVIDIA H100, 81000'\n")
+    command.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"devices: got \[1\], but .* lists one device, 0$"):
+        assemble(run(folder, tmp_path, keys))
+    parts = assemble(run(folder, tmp_path, {**keys, "devices": [0]}))
+    assert not any("devices" in text for text in parts.warnings)
 
 
 def test_what_the_servers_cannot_promise_is_said(folder: Path, tmp_path: Path) -> None:

@@ -176,15 +176,17 @@ class TrlOptions(AdapterOptions):
         return forecast(self, config)
 
     def warnings(self, config: RunConfig) -> list[str]:
-        """An order that promises more than the servers do."""
-        if self.sampler.type == "local" or config.train.order != "in_order":
+        """An order that promises more than the servers do, and devices that may be missing."""
+        if self.sampler.type == "local":
             return []
-        text = (
-            "train.order is in_order, but vLLM batches requests as they arrive: log-probs differ "
-            "in their last digits between runs, so a run can't be repeated exactly; the local "
-            "sampler can"
-        )
-        return [text]
+        found = [f"backend.sampler.{warning}" for warning in self.sampler.warnings()]
+        if config.train.order == "in_order":
+            found.append(
+                "train.order is in_order, but vLLM batches requests as they arrive: log-probs "
+                "differ in their last digits between runs, so a run can't be repeated exactly; "
+                "the local sampler can"
+            )
+        return found
 
     def _sampler_problems(self, config: RunConfig) -> Iterator[str]:
         if self.sampler.type == "local":
@@ -192,6 +194,10 @@ class TrlOptions(AdapterOptions):
         lora = self.lora is not None
         for problem in self.sampler.problems(config.base_dir, lora=lora):
             yield f"backend.sampler.{problem}"
+        place = launched()
+        if place is None or place.rank == 0:  # whose machine has the servers
+            for problem in self.sampler.missing(config.base_dir):
+                yield f"backend.sampler.{problem}"
         heat, (coldest, hottest) = config.sampling.temperature, HEATS
         if heat and not coldest <= heat <= hottest:
             yield (

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from retrain.config.paths import places
+from retrain.engine.vllm.environment import devices_problem, environment_problem, unknown_devices
 from retrain.errors import ConfigError, shown
 from retrain.transport.vendors import checked_url
 
@@ -179,6 +181,24 @@ class VllmOptions(_Options):
             )
         if self.folder is not None and self.way(lora=lora) == "group":
             yield "folder: no effect, since `publish` is group; remove it"
+
+    def missing(self, base_dir: Path) -> Iterator[str]:
+        """What a server that the run starts would not find on this machine."""
+        for path in places(str(self.python), base_dir) if self.python else ():
+            if path.is_file() and os.access(path, os.X_OK):
+                if problem := environment_problem(path):
+                    yield f"python: {problem}"
+                break
+        if problem := devices_problem(self.devices):
+            yield f"devices: {problem}"
+
+    def warnings(self) -> Iterator[str]:
+        """What could not be checked."""
+        if unknown_devices(self.devices):
+            yield (
+                f"devices: got {self.devices}, but nvidia-smi is missing or fails on this machine: "
+                "without such devices, the servers will run on the CPU, or not start"
+            )
 
 
 def is_loopback(host: str) -> bool:
