@@ -283,7 +283,8 @@ async def _train(config: RunConfig, console: Console, *, resume: bool) -> Traini
         if is_hub_id(config.model, config.base_dir)
         else ""
     )
-    _print(f"loading model {config.model} on the {config.backend.type} backend{hub}")
+    layout = f" ({found})" if (found := parts.options.layout()) else ""
+    _print(f"loading model {config.model} on the {config.backend.type} backend{layout}{hub}")
     return await train(config, callbacks=[console], resume=resume, parts=parts)
 
 

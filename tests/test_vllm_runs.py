@@ -15,7 +15,7 @@ import pytest
 import torch
 from vllm_kit import LORA, saved, small_model, stand_in, standin_python
 
-from retrain.adapters.trl.options import TrlOptions
+from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
 from retrain.engine.vllm import checks, environment
@@ -257,6 +257,21 @@ def test_options_reach_the_command_line_of_each_server(
         assert flag in words
     assert launch.environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert launch.seconds == 9
+
+
+def test_the_first_line_names_processes_and_servers() -> None:
+    running = VllmOptions(url=["http://a:1", "http://b:1"])
+    started = VllmOptions(python=Path("python"), devices=[0, 1, 2, 3], tensor_parallel=4)
+    for options, text in (
+        (TrlOptions(), ""),
+        (TrlOptions(processes=2, sharding="full"), "2 processes, sharding full"),
+        (TrlOptions(sampler=started), "sampler vllm: 1 server, publish group"),
+        (
+            TrlOptions(processes=3, lora=LoraOptions(), sampler=running),
+            "3 processes, sharding none; sampler vllm: 2 servers, publish adapter",
+        ),
+    ):
+        assert options.layout() == text
 
 
 def test_each_way_of_publishing_has_its_default() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
 
 from retrain.adapters.base import AdapterOptions, Capabilities, Forecast
 from retrain.adapters.trl.keys import refusal
@@ -136,6 +136,21 @@ class TrlOptions(AdapterOptions):
         if refused:
             raise ValueError("; ".join(refused))
         return value
+
+    @field_serializer("processes")
+    def _launched_processes(self, value: int) -> int:
+        """The config of a run has those that a launcher started."""
+        place = launched()
+        return place.size if place else value
+
+    def layout(self) -> str:
+        """Processes with their sharding, and vLLM."""
+        place, parts = launched(), []
+        if (size := place.size if place else self.processes) > 1:
+            parts.append(f"{size} processes, sharding {self.sharding}")
+        if self.sampler.type == "vllm":
+            parts.append(f"sampler vllm: {self.sampler.layout(lora=self.lora is not None)}")
+        return "; ".join(parts)
 
     def needs(self) -> Mapping[str, Sequence[str]]:
         """All of them, whatever the options; a vLLM server is reached over HTTP."""

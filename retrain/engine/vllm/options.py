@@ -150,6 +150,12 @@ class VllmOptions(_Options):
         """The servers that the run does not start."""
         return [self.url] if isinstance(self.url, str) else self.url or []
 
+    def layout(self, *, lora: bool) -> str:
+        """The number of servers, and how weights reach them."""
+        number = len(self.urls) or max(len(self.devices) // self.tensor_parallel, 1)
+        servers = "1 server" if number == 1 else f"{number} servers"
+        return f"{servers}, publish {self.way(lora=lora)}"
+
     def way(self, *, lora: bool) -> Literal["adapter", "folder", "group"]:
         """`publish` with `auto` decided."""
         if self.publish != "auto":
