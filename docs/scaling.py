@@ -1,4 +1,4 @@
-"""Writes the tables of scaling.md: `python docs/scaling.py`.
+"""Writes the tables of scaling.md, and the command for them: `python docs/scaling.py`.
 
 The figures are those of the estimate that a run prints. The text outside the marks is written by
 hand and kept.
@@ -38,7 +38,7 @@ TRAINING = {
 
 def page(present: str) -> str:
     """The page with new tables; `present` is its current text."""
-    tables = {"one": _one(), "eight": _eight()}
+    tables = {"one": _one(), "command": _command(), "eight": _eight()}
     assert [found[2] for found in BLOCK.finditer(present)] == list(tables), "a mark is missing"
     return BLOCK.sub(lambda found: found[1] + tables[found[2]] + found[3], present)
 
@@ -55,6 +55,27 @@ def _one() -> str:
             sampled = need.sampler, need.cache
             rows.append([name, trained, *map(_gb, (*parts, *sampled)), _total(need)])
     return _table(heads, rows)
+
+
+def _command() -> str:
+    """A dry run that estimates a row of the first table, on a machine without the card."""
+    keys = {
+        "model": "Qwen/Qwen3-8B",
+        "sampling.max_tokens": LENGTH,
+        "rollout.max_sequence_length": LENGTH,
+        "backend.lora.r": RANK,
+        "backend.max_rows": ROWS,
+        "backend.micro_batch_tokens": BASE.tokens,
+        "backend.gradient_checkpointing": "true",
+        "backend.dtype": "bfloat16",
+    }
+    lines, line = [], "python -m retrain.run scaling.yaml --dry-run"
+    for word in (f"{key}={value}" for key, value in keys.items()):
+        if len(line) + len(word) > 96:
+            lines.append(f"{line} \\")
+            line = " "
+        line += f" {word}"
+    return "```sh\n" + "\n".join([*lines, line]) + "\n```\n"
 
 
 def _eight() -> str:

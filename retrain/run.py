@@ -32,6 +32,7 @@ from retrain.errors import ConfigError, RetrainError, RunError, alike
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
+    from retrain.adapters.base import AdapterOptions
     from retrain.assembly import Parts
     from retrain.config import RunConfig
     from retrain.observe.callbacks import Callback, TrainingResult
@@ -290,7 +291,8 @@ async def _train(config: RunConfig, console: Console, *, resume: bool) -> Traini
         if is_hub_id(config.model, config.base_dir)
         else ""
     )
-    _print(f"loading model {config.model} on the {config.backend.type} backend{hub}")
+    layout = f" ({found})" if (found := parts.options.layout()) else ""
+    _print(f"loading model {config.model} on the {config.backend.type} backend{layout}{hub}")
     return await train(config, callbacks=[console], resume=resume, parts=parts)
 
 
@@ -323,7 +325,15 @@ def _dry_run(config: RunConfig, source: str, *, resume: bool) -> int:
 
     if resume or config.run_dir is not None:
         _with_run_dir(config, resume=resume)
-    parts = _assembled(config)
+    try:
+        parts = _assembled(config)
+    except ConfigError:
+        if not _follows():
+            from retrain.assembly.sections import options_of
+
+            with suppress(ConfigError):  # of what is reported already
+                _print_forecast(options_of(config), config)
+        raise
     note, _, text = as_yaml(parts.resolved()).partition("\n")
     print(note)
     print(f"# {source} is valid; no model was loaded, nothing was written")
@@ -347,11 +357,15 @@ def _assembled(config: RunConfig) -> Parts:
         return parts
     for warning in parts.warnings:
         _print(f"warning: {warning}")
-    if not _follows() and (forecast := parts.options.forecast(config)):
+    _print_forecast(parts.options, config)
+    return parts
+
+
+def _print_forecast(options: AdapterOptions, config: RunConfig) -> None:
+    if forecast := options.forecast(config):
         _print(forecast.text)
         if forecast.warning:
             _print(f"warning: {forecast.warning}")
-    return parts
 
 
 @contextmanager

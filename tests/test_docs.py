@@ -82,7 +82,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("configs", "data", "environments"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "vllm-env/bin").mkdir(parents=True)  # what docs/vllm.md installs, and shares
-    (tmp_path / "vllm-env/bin/python").symlink_to(sys.executable)
+    python = tmp_path / "vllm-env/bin/python"
+    python.write_text("#!/bin/sh\necho True\n")  # vllm is installed in its environment
+    python.chmod(0o755)
     (tmp_path / "weights").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

@@ -28,6 +28,7 @@ from retrain.engine.shapes import Shape, read_shape, shape_of  # noqa: E402
 from retrain.run import main  # noqa: E402
 from tests import trl_kit as kit  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
     "vocab_size": 112,
     "hidden_size": 64,
@@ -43,6 +44,13 @@ REAL = {  # config class, its arguments, parameters as the model's page gives th
         | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
         | {"vocab_size": 151936, "tie_word_embeddings": True},
         596_049_920,
+    ),
+    "Qwen3-8B": (
+        transformers.Qwen3Config,
+        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+        | {"vocab_size": 151936},
+        8_190_735_360,
     ),
     "Llama-3.1-8B": (
         transformers.LlamaConfig,
@@ -175,7 +183,10 @@ def test_each_option_moves_its_part(tmp_path: Path) -> None:
     assert (need.weights, need.gradients, need.optimizer) == (4 * count, 4 * count, 8 * count)
     assert need.sampler == 2 * 2 * count
     assert need.publishing == 4 * count
-    assert need.total < sum(getattr(need, name) for name in need.__slots__)  # not all at once
+    assert need.total == sum(need.peak.values())
+    assert need.__slots__ - need.peak.keys() == {"publishing"}  # not at the time of gradients
+    published = replace(need, activations=0, publishing=need.gradients + 1)
+    assert need.__slots__ - published.peak.keys() == {"gradients", "activations"}
 
     lora = big.lora(16)
     small = estimate(big, replace(base, lora_parameters=lora))
@@ -241,20 +252,36 @@ def test_too_little_memory_is_warned_of() -> None:
     enough = compared(need, Setup(device="cpu"), [], 10**12)
     assert not enough.warning
     assert enough.text.startswith("memory: about 0.55")
-    assert enough.text.endswith("; 1e+03 GB are free")
+    assert enough.text.endswith("; 1000 GB are free")
     short = compared(need, Setup(device="cpu"), [], 10**8).warning
     assert "needs about 0.55" in short
-    assert "0.1 GB are free: it can end with an out-of-memory error" in short
+    assert "0.10 GB are free: it can end with an out-of-memory error" in short
     six = compared(need, Setup(device="cpu", processes=6), [], None)
     follower = need.total - need.sampler - need.cache - SHARED
-    text = f"about {(need.total + 5 * follower) / 1e9:.3g} GB"
+    text = f"about {(need.total + 5 * follower) / 1e9:.1f} GB in RAM at the peak: rank 0 0.55 ("
     assert text in six.text  # of the six, one samples, and what they share counts once
+    assert six.text.endswith(f") + 5 x {follower / 1e9:.2f}")
     two = Setup(processes=2)
     full, busy = Card("NVIDIA H100", 80 * 10**9), Card("NVIDIA A10", 10**8)
-    assert "on NVIDIA A10, but 0.1 GB" in compared(need, two, [full, busy], None).warning
+    assert "on NVIDIA A10, but 0.10 GB" in compared(need, two, [full, busy], None).warning
     assert not compared(need, replace(two, processes=1), [full, busy], None).warning
     assert "on the CUDA device" in compared(need, two, [], None).text
     assert "roughly" in compared(need, two, [full], None, exact=False).text
+
+
+def test_the_parts_add_up_to_the_peak_of_rank_0(tmp_path: Path) -> None:
+    """In numbers that a reader can add: the message says what is held at once."""
+    _, big = shape("Qwen3-30B-A3B", tmp_path)
+    for setup in (Setup(device="cpu", processes=7, sharding="full"), Setup()):
+        text = compared(estimate(big, setup), setup, [], None).text
+        assert "e+" not in text
+        found = re.search(r"([\d.]+)(?: GB on the CUDA device at the peak)? \((.*)\)", text)
+        assert found, text
+        parts = [float(part.split()[1]) for part in found[2].split(", ")]
+        assert sum(parts) == pytest.approx(float(found[1]), abs=3)  # each is rounded
+        if setup.device == "cpu":
+            total, each = re.search(r"about (\d+) .* \+ 6 x ([\d.]+)$", text).groups()  # type: ignore[union-attr]
+            assert float(found[1]) + 6 * float(each) == pytest.approx(int(total), abs=4)
 
 
 def test_a_dry_run_shows_the_estimate_and_a_run_warns(
@@ -267,16 +294,53 @@ def test_a_dry_run_shows_the_estimate_and_a_run_warns(
     monkeypatch.setattr("retrain.adapters.trl.memory.ram", lambda: 64 * 10**9)
     assert main([*command, f"model={tmp_path}"]) == 0
     said = capsys.readouterr().err
-    assert re.search(r"warning: this run needs about \d+ GB in RAM, but 64 GB are free", said)
+    assert re.search(r"warning: this run needs about \d+ GB in RAM, but 64.0 GB are free", said)
     assert "The largest part is optimizer: train LoRA adapters with backend.lora" in said
 
 
+def test_the_command_of_the_page_prints_what_the_table_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    command = page.partition("<!-- table: command")[2].partition("```sh\n")[2].partition("```")[0]
+    words = command.replace("\\\n", " ").split()[3:]
+    words[0] = str(ROOT / "configs" / "quickstart.yaml")
+    shape("Qwen3-8B", tmp_path)
+    words = [f"model={tmp_path}" if word.startswith("model=") else word for word in words]
+    monkeypatch.setattr(available, "_built_for_cuda", lambda: False)
+    for trained, change in (("LoRA", []), ("all", ["backend.lora=null"])):
+        row = re.search(rf"^\| 8 B .* \| {trained} .* \| \*\*(\d+)\*\* \|$", page, re.MULTILINE)
+        assert row
+        assert main([*words, *change]) == 0
+        printed = re.match(r"memory: about ([\d.]+) GB", capsys.readouterr().err)
+        assert printed
+        assert float(printed[1]) == pytest.approx(float(row[1]), abs=0.7)
+
+
+def test_a_dry_run_prints_the_estimate_of_a_config_with_other_problems(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["quickstart", "--dry-run", "backend.device=cpu"]
+    assert main([*command, "backend.sampler={type: vllm, python: gone/bin/python}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("memory: about ")
+    assert said.count("is not a program") == 1
+    assert main([*command, "model=./gone"]) == 2
+    assert "memory" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"hidden_size": 8}', '{"text_config": 1}'])
-def test_a_model_of_unknown_shape_has_no_estimate(text: str, tmp_path: Path) -> None:
+def test_the_memory_of_a_model_of_unknown_shape_is_unknown(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     assert read_shape(str(tmp_path)) is None
     options, config = trl_run(tmp_path)
-    assert forecast(options, config.model_copy(update={"model": str(tmp_path)})) is None
+    found = forecast(options, config.model_copy(update={"model": str(tmp_path)}))
+    assert found.text == f"memory: unknown: config.json of {tmp_path} does not describe a decoder"
+    away = forecast(options, config.model_copy(update={"model": "nobody/no-such-model"}))
+    assert (away.text, away.warning) == (
+        "memory: unknown: config.json of nobody/no-such-model is not on this machine",
+        "",
+    )
     assert read_shape("nobody/no-such-model") is None
 
 

@@ -332,6 +332,7 @@ def test_under_a_launcher_rank_0_reports_and_all_leave_with_its_code(tmp_path: P
     command = [sys.executable, "-m", "retrain.run", "quickstart", "--dry-run"]
     for keys, code, said in (
         (["backend.processes=2"], 0, "is valid"),
+        ([], 0, "  processes: 2\n"),  # as the config of a run is written
         (["backend.processes=3"], 2, "got 3, but the launcher started 2 (WORLD_SIZE)"),
     ):
         ranks = [

@@ -16,10 +16,10 @@ import pytest
 import torch
 from vllm_kit import LORA, saved, small_model, stand_in, standin_python
 
-from retrain.adapters.trl.options import TrlOptions
+from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
-from retrain.engine.vllm import checks
+from retrain.engine.vllm import checks, environment
 from retrain.engine.vllm.checkpoint import Store
 from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.opening import _processes
@@ -189,7 +189,8 @@ async def test_weights_are_written_to_the_given_folder(
 
 def test_the_log_of_a_server_that_does_not_start_is_kept(folder: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho RuntimeError: no such thing; exit 3")
+    fails = "echo RuntimeError: no such thing; exit 3"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo True && exit\n{fails}')
     python.chmod(0o755)
     config = run(folder, tmp_path, {"type": "vllm", "python": str(python)})
     with pytest.raises(AdapterError, match=r"with exit code 3 .* RuntimeError: no such") as caught:
@@ -232,6 +233,45 @@ def test_what_is_wrong_is_found_before_anything_starts(
     with pytest.raises(ConfigError, match=message) as caught:
         assemble(run(folder, tmp_path, {"type": "vllm", **keys}))
     assert len(caught.value.problems) == 1
+
+
+def test_an_environment_without_vllm_is_found_before_anything_starts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()  # in the working folder, which a server does not see
+    monkeypatch.chdir(tmp_path)
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60")
+    slow.chmod(0o755)
+    monkeypatch.setattr(environment, "SECONDS", 0.2)
+    assert environment.environment_problem(slow) is None
+    assert environment.environment_problem(standin_python(tmp_path)) is None
+    monkeypatch.undo()
+    path, sh = sys.executable, shutil.which("true")
+    for python, message in (
+        (path, f"python: {path} has no module vllm; run: {path} -m pip install 'vllm>=0.32'"),
+        (sh, f"python: {sh} is not a Python; expected that of the environment with vLLM"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            assemble(run(folder, tmp_path, {"type": "vllm", "python": python}))
+        assert caught.value.problems == (f"backend.sampler.{message}",)
+
+
+def test_devices_that_are_not_there_are_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command in the place of nvidia-smi, since no test can count on a card."""
+    keys = {"type": "vllm", "python": str(standin_python(tmp_path)), "devices": [1]}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    warned = assemble(run(folder, tmp_path, keys)).warnings
+    assert any("sampler.devices: got [1], but nvidia-smi is missing" in text for text in warned)
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho '0, GPU-aa11, NVIDIA H100, 81000'\n")
+    command.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"devices: got \[1\], but .* lists one device, 0$"):
+        assemble(run(folder, tmp_path, keys))
+    parts = assemble(run(folder, tmp_path, {**keys, "devices": [0]}))
+    assert not any("devices" in text for text in parts.warnings)
 
 
 def test_what_the_servers_cannot_promise_is_said(folder: Path, tmp_path: Path) -> None:
@@ -297,6 +337,21 @@ def test_paths_are_those_of_the_config_or_else_of_the_working_folder(
         assert located(Path("weights"), configs) == place / "weights"
     [problem] = VllmOptions(python=Path("gone")).problems(configs, lora=False)
     assert problem.startswith(f"python: {configs}/gone or {work}/gone is not a program; expected")
+
+
+def test_the_first_line_names_processes_and_servers() -> None:
+    running = VllmOptions(url=["http://a:1", "http://b:1"])
+    started = VllmOptions(python=Path("python"), devices=[0, 1, 2, 3], tensor_parallel=4)
+    for options, text in (
+        (TrlOptions(), ""),
+        (TrlOptions(processes=2, sharding="full"), "2 processes, sharding full"),
+        (TrlOptions(sampler=started), "sampler vllm: 1 server, publish group"),
+        (
+            TrlOptions(processes=3, lora=LoraOptions(), sampler=running),
+            "3 processes, sharding none; sampler vllm: 2 servers, publish adapter",
+        ),
+    ):
+        assert options.layout() == text
 
 
 def test_each_way_of_publishing_has_its_default() -> None:

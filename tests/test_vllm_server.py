@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from retrain.concurrency import starting
 from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.server import Launch, VllmServer, _reserved_port, cause, write_worker
 from retrain.errors import AdapterError
@@ -120,6 +121,22 @@ def test_the_servers_part_of_retrain_needs_torch_and_vllm_alone(tmp_path: Path) 
     assert (package / "transfer.py").is_file()
     others = {name.partition(".")[0] for name in found - own} - sys.stdlib_module_names
     assert others == {"torch", "vllm"}
+
+
+async def test_a_start_that_takes_long_shows_the_last_line_of_its_log(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(starting, "EVERY_SECONDS", 0.2)
+    (tmp_path / "vllm.log").write_text("a line of an earlier start\n")
+    slow = "import time\nprint('\\x1b[32mloading', '7 of 9', flush=True)\ntime.sleep(60)"
+    with pytest.raises(AdapterError, match="did not answer within start_seconds"):
+        await make(slow, seconds=1.5).start()
+    said = [text for text in caplog.messages if text.startswith("starting vLLM: ")]
+    assert "starting vLLM: 1 s ... (vllm.log: loading 7 of 9)" in said
+    assert not any("earlier" in text for text in said)
+    count = len(caplog.messages)
+    await asyncio.sleep(0.5)
+    assert len(caplog.messages) == count, "the start has ended"
 
 
 async def test_a_server_ends_with_all_its_processes(

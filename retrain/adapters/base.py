@@ -165,6 +165,11 @@ class AdapterOptions(BaseModel):
         """The memory that the run needs on this machine, if it can be known before it starts."""
         return None
 
+    def layout(self) -> str:
+        """For the line at the start: the processes that train and the servers that sample, unless
+        that is one process."""
+        return ""
+
     def warnings(self, config: RunConfig) -> list[str]:
         """Messages about what is allowed, but rarely intended."""
         return []

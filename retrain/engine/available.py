@@ -35,16 +35,14 @@ def cards() -> list[Card]:
     Empty if torch is not built for CUDA, or `nvidia-smi` is missing or fails. A MIG device is not
     listed: its card's free memory is not its own.
     """
-    command = shutil.which("nvidia-smi")
-    if command is None or not _built_for_cuda():
-        return []
-    try:
-        done = subprocess.run(
-            [command, *QUERY], capture_output=True, text=True, timeout=SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return _visible(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    listed = _listed() if _built_for_cuda() else None
+    return [] if listed is None else _visible(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def present_devices() -> int | None:
+    """How many cards the machine has, whatever CUDA_VISIBLE_DEVICES says; None if unknown."""
+    listed = _listed()
+    return None if listed is None else len(listed.strip().splitlines())
 
 
 def cuda_devices() -> int:
@@ -82,6 +80,20 @@ def ram(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> in
     if found is None:
         return None
     return min([int(found[1]) * 1024, *_left_in_groups(proc, groups)])
+
+
+def _listed() -> str | None:
+    """The cards by `nvidia-smi`, one per line; None if it is missing or fails."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    try:
+        done = subprocess.run(
+            [command, *QUERY], capture_output=True, text=True, timeout=SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 def _visible(listed: str, chosen: str | None) -> list[Card]:

@@ -8,7 +8,7 @@ which has its own card.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from retrain.engine.shapes import Shape
@@ -64,7 +64,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by purpose; `total` is their peak, not their sum."""
+    """Bytes by purpose. Not all are held at once: `peak` has those that are."""
 
     weights: int
     gradients: int
@@ -80,11 +80,19 @@ class Memory:
     libraries: int
 
     @property
+    def peak(self) -> dict[str, int]:
+        """What is held at the peak: weights are published between two steps, without gradients
+        and activations."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        step = self.gradients + self.activations >= self.publishing
+        for name in ("publishing",) if step else ("gradients", "activations"):
+            del parts[name]
+        return parts
+
+    @property
     def total(self) -> int:
-        """The peak: weights are published between two steps, without gradients and activations."""
-        step = max(self.gradients + self.activations, self.publishing)
-        held = self.weights + self.optimizer + self.sampler + self.cache + self.reference
-        return held + step + self.libraries
+        """The bytes of the peak."""
+        return sum(self.peak.values())
 
     @property
     def of_follower(self) -> Memory:

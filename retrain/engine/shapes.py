@@ -153,22 +153,26 @@ def read_shape(model: str) -> Shape | None:
     """
     if model == TINY:
         return shape_of({"model_type": "llama", **CONFIG})
-    file = Path(model) / "config.json"
-    if not file.is_file():
-        try:
-            from huggingface_hub import try_to_load_from_cache
-
-            found = try_to_load_from_cache(model, "config.json")
-        except (ImportError, ValueError):  # not installed, or no id
-            return None
-        if not isinstance(found, str):
-            return None
-        file = Path(found)
+    file = find_config(model)
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8")) if file else None
     except (OSError, ValueError):  # the backend reports it
         return None
     return shape_of(values) if isinstance(values, dict) else None
+
+
+def find_config(model: str) -> Path | None:
+    """The config.json of a model folder, or of a Hub id in the cache of this machine."""
+    file = Path(model) / "config.json"
+    if file.is_file():
+        return file
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json")
+    except (ImportError, ValueError):  # not installed, or no id
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _first(config: Mapping[str, Any], *keys: str) -> int:

@@ -174,7 +174,8 @@ def _vllm(arguments: argparse.Namespace) -> VllmOptions | None:
         apply_override(given, *parse_override(text))
     try:
         options = VllmOptions.model_validate(given)
-        problems = [f"--vllm {one}" for one in options.problems(Path(), lora=True)]
+        found = [*options.problems(Path(), lora=True), *options.missing(Path())]
+        problems = [f"--vllm {one}" for one in found]
     except ValidationError as error:
         found = problems_of(error, VllmOptions, prefix="--vllm")
         problems = [one.replace("--vllm.", "--vllm ") for one in found]

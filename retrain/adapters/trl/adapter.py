@@ -22,6 +22,7 @@ from retrain.adapters.trl.rows import check_samples
 from retrain.adapters.trl.sampling import open_servers
 from retrain.adapters.trl.together import together
 from retrain.adapters.trl.worker import Job, TrainerThread
+from retrain.concurrency.starting import announced
 from retrain.config import RunConfig
 from retrain.engine.models import load_model, load_tokenizer, resolve_model
 from retrain.engine.ranks.contract import Place, launched
@@ -74,7 +75,11 @@ class TrlAdapter(Adapter):
         try:
             await self._start_ranks()
             self._thread.start()
-            await self._answer(self._thread.started)
+            ranks = range(1, self._crew.place.size) if self._crew else ()
+            what = f"starting {len(ranks) + 1} processes" if ranks else "loading the model"
+            logs = [self._crew.log(rank) for rank in ranks] if self._crew else []
+            async with announced(what, logs):
+                await self._answer(self._thread.started)
             await self._open_sampler()
         except BaseException:
             await self._end_thread()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from retrain.adapters.base import Forecast
@@ -12,7 +12,7 @@ from retrain.config.paths import find_model
 from retrain.engine.available import Card, cards, ram
 from retrain.engine.memory import Memory, Setup, estimate
 from retrain.engine.ranks.contract import launched
-from retrain.engine.shapes import Shape, read_shape
+from retrain.engine.shapes import Shape, find_config, read_shape
 
 Options = Any  # TrlOptions, whose module imports this one
 PROMPT = 512
@@ -33,11 +33,14 @@ ADVICE = {
 """What lowers each part of the estimate."""
 
 
-def forecast(options: Options, config: RunConfig) -> Forecast | None:
-    """What the run needs beside what is free; None if the model's shape is unknown."""
-    shape = read_shape(find_model(config.model, config.base_dir))
+def forecast(options: Options, config: RunConfig) -> Forecast:
+    """What the run needs beside what is free; unknown without the model's config.json."""
+    model = find_model(config.model, config.base_dir)
+    shape = read_shape(model)
     if shape is None:
-        return None
+        found = find_config(model)
+        why = "does not describe a decoder" if found else "is not on this machine"
+        return Forecast(f"memory: unknown: config.json of {config.model} {why}")
     present = [] if options.device == "cpu" else cards()
     setup = setup_of(options, config, shape, cuda=bool(present) or options.device == "cuda")
     return compared(estimate(shape, setup), setup, present, ram(), exact=shape.exact)
@@ -47,28 +50,39 @@ def compared(
     need: Memory, setup: Setup, present: list[Card], free_ram: int | None, *, exact: bool = True
 ) -> Forecast:
     """The line of the estimate, and a warning if less memory is free."""
-    total, free, where = need.total, free_ram, "in RAM"
+    total, others, free, where = need.total, 0, free_ram, "in RAM"
     if setup.device == "cuda":
         own = present[: setup.processes]
         least = min(own, key=lambda card: card.free, default=None)
         free, where = (least.free, f"on {least.name}") if least else (None, "on the CUDA device")
     else:  # the processes share the RAM
-        total += (setup.processes - 1) * need.of_follower.total
-    sizes = {f.name: getattr(need, f.name) for f in fields(need)}
-    parts = ", ".join(f"{name} {size / GB:.2g}" for name, size in sizes.items() if size >= 5e7)
+        others = setup.processes - 1
+        total += others * need.of_follower.total
+    sizes = need.peak
+    parts = ", ".join(f"{name} {_gb(size)}" for name, size in sizes.items() if size >= 5e7)
     about = "about" if exact else "roughly"
-    text = f"memory: {about} {total / GB:.3g} GB {where} at the peak ({parts})"
+    text = f"memory: {about} {_gb(total)} GB {where} at the peak"
+    if others:
+        text += f": rank 0 {_gb(need.total)} ({parts}) + {others} x {_gb(need.of_follower.total)}"
+    else:
+        text += f" ({parts})"
     if free is None:
         return Forecast(text)
-    text += f"; {free / GB:.3g} GB are free"
+    text += f"; {_gb(free)} GB are free"
     if total <= free:
         return Forecast(text)
     largest = max(sizes, key=lambda name: sizes[name])
     return Forecast(
         text,
-        f"this run needs {about} {total / GB:.3g} GB {where}, but {free / GB:.3g} GB are free: it "
+        f"this run needs {about} {_gb(total)} GB {where}, but {_gb(free)} GB are free: it "
         f"can end with an out-of-memory error. The largest part is {largest}: {ADVICE[largest]}",
     )
+
+
+def _gb(size: float) -> str:
+    """In GB, with two or three digits, never as 1.2e+02."""
+    size /= GB
+    return f"{size:.{2 if size < 0.995 else 1 if size < 99.95 else 0}f}"
 
 
 def setup_of(options: Options, config: RunConfig, shape: Shape, *, cuda: bool) -> Setup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
 
 from retrain.adapters.base import AdapterOptions, Capabilities, Forecast
 from retrain.adapters.trl.keys import refusal
@@ -137,6 +137,21 @@ class TrlOptions(AdapterOptions):
             raise ValueError("; ".join(refused))
         return value
 
+    @field_serializer("processes")
+    def _launched_processes(self, value: int) -> int:
+        """The config of a run has those that a launcher started."""
+        place = launched()
+        return place.size if place else value
+
+    def layout(self) -> str:
+        """Processes with their sharding, and vLLM."""
+        place, parts = launched(), []
+        if (size := place.size if place else self.processes) > 1:
+            parts.append(f"{size} processes, sharding {self.sharding}")
+        if self.sampler.type == "vllm":
+            parts.append(f"sampler vllm: {self.sampler.layout(lora=self.lora is not None)}")
+        return "; ".join(parts)
+
     def needs(self) -> Mapping[str, Sequence[str]]:
         """All of them, whatever the options; a vLLM server is reached over HTTP."""
         needed = {"trl": ("torch", "trl", "transformers", "datasets", "accelerate", "peft")}
@@ -175,20 +190,22 @@ class TrlOptions(AdapterOptions):
             found += error.problems
         return found
 
-    def forecast(self, config: RunConfig) -> Forecast | None:
-        """An estimate from the model's config.json; None if that is not on this machine."""
+    def forecast(self, config: RunConfig) -> Forecast:
+        """An estimate from the model's config.json."""
         return forecast(self, config)
 
     def warnings(self, config: RunConfig) -> list[str]:
-        """An order that promises more than the servers do."""
-        if self.sampler.type == "local" or config.train.order != "in_order":
+        """An order that promises more than the servers do, and devices that may be missing."""
+        if self.sampler.type == "local":
             return []
-        text = (
-            "train.order is in_order, but vLLM batches requests as they arrive: log-probs differ "
-            "in their last digits between runs, so a run can't be repeated exactly; the local "
-            "sampler can"
-        )
-        return [text]
+        found = [f"backend.sampler.{warning}" for warning in self.sampler.warnings()]
+        if config.train.order == "in_order":
+            found.append(
+                "train.order is in_order, but vLLM batches requests as they arrive: log-probs "
+                "differ in their last digits between runs, so a run can't be repeated exactly; "
+                "the local sampler can"
+            )
+        return found
 
     def _sampler_problems(self, config: RunConfig) -> Iterator[str]:
         if self.sampler.type == "local":
@@ -196,6 +213,10 @@ class TrlOptions(AdapterOptions):
         lora = self.lora is not None
         for problem in self.sampler.problems(config.base_dir, lora=lora):
             yield f"backend.sampler.{problem}"
+        place = launched()
+        if place is None or place.rank == 0:  # whose machine has the servers
+            for problem in self.sampler.missing(config.base_dir):
+                yield f"backend.sampler.{problem}"
         heat, (coldest, hottest) = config.sampling.temperature, HEATS
         if heat and not coldest <= heat <= hottest:
             yield (

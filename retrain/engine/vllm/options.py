@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from retrain.config.paths import places
+from retrain.engine.vllm.environment import devices_problem, environment_problem, unknown_devices
 from retrain.errors import ConfigError, shown
 from retrain.transport.vendors import checked_url
 
@@ -149,6 +150,12 @@ class VllmOptions(_Options):
         """The servers that the run does not start."""
         return [self.url] if isinstance(self.url, str) else self.url or []
 
+    def layout(self, *, lora: bool) -> str:
+        """The number of servers, and how weights reach them."""
+        number = len(self.urls) or max(len(self.devices) // self.tensor_parallel, 1)
+        servers = "1 server" if number == 1 else f"{number} servers"
+        return f"{servers}, publish {self.way(lora=lora)}"
+
     def way(self, *, lora: bool) -> Literal["adapter", "folder", "group"]:
         """`publish` with `auto` decided."""
         if self.publish != "auto":
@@ -180,6 +187,23 @@ class VllmOptions(_Options):
             )
         if self.folder is not None and self.way(lora=lora) == "group":
             yield "folder: no effect, since `publish` is group; remove it"
+
+    def missing(self, base_dir: Path) -> Iterator[str]:
+        """What a server that the run starts would not find on this machine."""
+        programs = () if self.python is None else (located(self.python, base_dir),)
+        for program in filter(_is_program, programs):  # if it is none, `problems` says so
+            if problem := environment_problem(program):
+                yield f"python: {problem}"
+        if problem := devices_problem(self.devices):
+            yield f"devices: {problem}"
+
+    def warnings(self) -> Iterator[str]:
+        """What could not be checked."""
+        if unknown_devices(self.devices):
+            yield (
+                f"devices: got {self.devices}, but nvidia-smi is missing or fails on this machine: "
+                "without such devices, the servers will run on the CPU, or not start"
+            )
 
 
 def located(path: Path, base_dir: Path) -> Path:

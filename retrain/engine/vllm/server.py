@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.concurrency import children
+from retrain.concurrency.starting import announced
 from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.transfer import EXTENSION
 from retrain.errors import AdapterError
@@ -250,7 +251,10 @@ class VllmServer:
         if process.stdin is not None:
             process.stdin.close()
         try:
-            async with asyncio.timeout(self._launch.seconds):
+            async with (
+                asyncio.timeout(self._launch.seconds),
+                announced("starting vLLM", [self._log], self._begins),
+            ):
                 await self._answering(process, port)
         except TimeoutError:
             said = self.last_lines()
