@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,13 @@ async def check_subject(
     keys: Sequence[str] = (),
     say: Say = lambda text: None,
     replies: Sequence[str] = (),
+    watched: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[Finding]:
     """Check a config's environment and rewards with its prompts, or an environment on its own.
 
     `keys` are overrides of the config, or `key=value` of the environment. `say` is called with what
-    is being waited for, if it takes long. The rewards of a config score `replies` too. Raises
-    ConfigError if it can't be loaded.
+    is being waited for, if it takes long. The rewards of a config score `replies` too. `watched` is
+    entered for the checks, not while prompts load. Raises ConfigError if it can't be loaded.
     """
     own = subject in built_in_names("environment")  # some included configs have such a name
     file = Path(subject) if own else config_file(subject)
@@ -84,7 +86,9 @@ async def check_subject(
         config, absent = _without_model(load_config(file, keys))
         loaded = assemble(config)
         parts = replace(loaded, config=_limited(loaded.config))
-        return _explained([*absent, *await _checked_parts(parts, say, replies)], loaded.config)
+        with watched():
+            findings = await _checked_parts(parts, say, replies)
+        return _explained([*absent, *findings], loaded.config)
     if replies:
         raise ConfigError(f"--reply: got the environment {subject}, expected a config with rewards")
     arguments = {path[0]: value for path, value in map(parse_override, keys)}
@@ -94,7 +98,9 @@ async def check_subject(
         make: Callable[[], Environment] = maker("environment", plugin, "environment", config)
     except PluginError as error:
         raise _as_tool(subject, error) from error
-    return await check_environment(make, _own_tasks(make) or SAMPLES, say=say)
+    prompts = _own_tasks(make) or SAMPLES
+    with watched():
+        return await check_environment(make, prompts, say=say)
 
 
 def _without_model(config: RunConfig) -> tuple[RunConfig, list[Finding]]:

@@ -297,6 +297,26 @@ def test_a_step_that_blocks_the_loop_is_named_and_the_command_ends(tmp_path: Pat
     assert "FAIL  the event loop has been blocked for 0.5 s by Own.step (own.py:5)" in done.stdout
 
 
+def test_prompts_may_take_longer_to_load_than_a_call_may_take(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import time\ndef rows():\n    time.sleep(1.5)\n    return ['a']\n"
+    )
+    (tmp_path / "task.yaml").write_text("prompts: own.py:rows\nrewards: exact_match")
+    script = (
+        "import sys, retrain.check\nretrain.check.DEADLINE = 0.5\n"
+        "from retrain.__main__ import command\nsys.exit(command(['check', 'task.yaml']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert "ok    all parts of the config load" in done.stdout
+
+
 REWARDS = """
 import signal
 from retrain import Reward, RewardCalculator, reward

@@ -188,7 +188,7 @@ def _place(frame: FrameType | None) -> str:
 
 def _spot(frames: list[FrameType]) -> str:
     """The last of the frames in user code, or else of all; empty without a frame."""
-    own = [f for f in frames if not f.f_code.co_filename.startswith(LIBRARIES)]
+    own = [f for f in frames if not f.f_code.co_filename.startswith((*LIBRARIES, "<frozen "))]
     return "".join(map(named, (own or frames)[-1:]))
 
 
