@@ -26,6 +26,8 @@ ADVICE = (
     "While it is blocked, no other rollout continues and no deadline applies. Use `await`, or move "
     "the work to a thread: `await asyncio.to_thread(...)`."
 )
+STOPPED = 1.0
+"""Seconds. If the thread is later and nothing was computed, the process was stopped, as by Ctrl-Z."""
 
 
 class BlockedLoop:
@@ -63,12 +65,13 @@ class BlockedLoop:
         while not self._stop.wait(tick):
             before, now = now, time.monotonic()
             computed_before, computed = computed, time.process_time()
-            late = now - before > 2 * tick
+            late = now - before - tick
             computing = computed - computed_before > (now - before) / 10
-            if debugging() or (late and not computing):  # the process was stopped
-                self._since = now
+            if debugging() or (late > STOPPED and not computing):
+                self._since += now - before
                 continue
-            held = late and not self._owes  # code held the interpreter, so this thread waited too
+            # code that holds the interpreter keeps this thread waiting too
+            held = late > tick and computing and not self._owes
             if self._owes or held:
                 place = _user_code(sys._current_frames().get(self._loop_thread))
                 self._spent[place] += round(1000 * (now - before))
