@@ -89,9 +89,11 @@ async def _watched_check(
     from retrain.concurrency.watchdog import Watchdog
 
     never, tell = math.inf, partial(print, "FAIL ", flush=True)
-    with Watchdog(stall=never, blocked=DEADLINE, grace=never, fail=print, last_words=tell):
-        say = partial(print, file=sys.stderr, flush=True)
-        return await check_subject(subject, keys, say, replies)
+    say = partial(print, file=sys.stderr, flush=True)
+    watched = partial(
+        Watchdog, stall=never, blocked=DEADLINE, grace=never, fail=print, last_words=tell
+    )
+    return await check_subject(subject, keys, say, replies, watched)
 
 
 def _report(argv: Sequence[str]) -> int:

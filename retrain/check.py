@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from retrain.replay import (
 from retrain.rollout.answers import tools_of
 from retrain.rollout.instance import Instance, Job, closed
 from retrain.run import config_file
-from retrain.scripted import TEXTS, Finding, Say, tried, waiting, wrong_calls
+from retrain.scripted import TEXTS, Blocks, Finding, Say, tried, waiting, wrong_calls
 from retrain.trial import NO_ROLLOUT, tried_agent, tried_rewards
 from retrain.types import Prompt, Ticket
 
@@ -71,12 +72,13 @@ async def check_subject(
     keys: Sequence[str] = (),
     say: Say = lambda text: None,
     replies: Sequence[str] = (),
+    watched: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[Finding]:
     """Check a config's environment and rewards with its prompts, or an environment on its own.
 
     `keys` are overrides of the config, or `key=value` of the environment. `say` is called with what
-    is being waited for, if it takes long. The rewards of a config score `replies` too. Raises
-    ConfigError if it can't be loaded.
+    is being waited for, if it takes long. The rewards of a config score `replies` too. `watched` is
+    entered for the checks, not while prompts load. Raises ConfigError if it can't be loaded.
     """
     own = subject in built_in_names("environment")  # some included configs have such a name
     file = Path(subject) if own else config_file(subject)
@@ -84,7 +86,9 @@ async def check_subject(
         config, absent = _without_model(load_config(file, keys))
         loaded = assemble(config)
         parts = replace(loaded, config=_limited(loaded.config))
-        return _explained([*absent, *await _checked_parts(parts, say, replies)], loaded.config)
+        with watched():
+            findings = await _checked_parts(parts, say, replies)
+        return _explained([*absent, *findings], loaded.config)
     if replies:
         raise ConfigError(f"--reply: got the environment {subject}, expected a config with rewards")
     arguments = {path[0]: value for path, value in map(parse_override, keys)}
@@ -94,7 +98,9 @@ async def check_subject(
         make: Callable[[], Environment] = maker("environment", plugin, "environment", config)
     except PluginError as error:
         raise _as_tool(subject, error) from error
-    return await check_environment(make, _own_tasks(make) or SAMPLES, say=say)
+    prompts = _own_tasks(make) or SAMPLES
+    with watched():
+        return await check_environment(make, prompts, say=say)
 
 
 def _without_model(config: RunConfig) -> tuple[RunConfig, list[Finding]]:
@@ -111,19 +117,23 @@ def _without_model(config: RunConfig) -> tuple[RunConfig, list[Finding]]:
 
 async def _checked_parts(parts: Parts, say: Say, replies: Sequence[str]) -> list[Finding]:
     """Check the environment and the rewards of a config."""
-    count = min(PROMPTS, len(parts.prompts))
-    seed = parts.config.train.seed
-    prompts = [parts.prompts.prompt(Ticket(0, index), seed) for index in range(count)]
+    seed, rows = parts.config.train.seed, parts.prompts.first_rows(PROMPTS)
+    prompts = [parts.prompts.prompt(Ticket(0, row), seed) for row in rows]
     fit = Finding(True, "all parts of the config load and fit together")
     if (source := parts.algorithm.source) != "rollouts":
         unused = f"the rows are {source}: no environment and no reward is used"
         return [fit, Finding(True, unused)]
-    findings = await check_environment(parts.environment, prompts, parts.config, say)
-    if any(not f.good and f.what.startswith((SETUP, TOOLS, NO_ROLLOUT)) for f in findings):
-        return [fit, *findings, Finding(False, "rewards: not tried, as no rollout succeeds")]
-    with waiting(say, "the rewards, called for a few rollouts"):
-        trials = await tried_rewards(parts, prompts, replies)
-    return [fit, *findings, *trials]
+    blocks = Blocks()
+    with blocks.watched():
+        findings = await _checked(parts.environment, prompts, parts.config, say, blocks)
+        if any(not f.good and f.what.startswith((SETUP, TOOLS, NO_ROLLOUT)) for f in findings):
+            trials = [Finding(False, "rewards: not tried, as no rollout succeeds")]
+        elif blocks.too_long:
+            trials = [Finding(False, "rewards: not tried, as the event loop is blocked")]
+        else:
+            with waiting(say, "the rewards, called for a few rollouts"):
+                trials = await tried_rewards(parts, prompts, replies)
+    return [fit, *findings, blocks.finding(), *trials]
 
 
 def _as_tool(subject: str, error: PluginError) -> PluginError:
@@ -165,7 +175,20 @@ async def check_environment(
     once in each of 2 + INSTANCES rollouts. `say` is called with what is being waited for, if it
     takes long.
     """
-    given = config or RunConfig()
+    blocks = Blocks()
+    with blocks.watched():
+        findings = await _checked(make, prompts, config or RunConfig(), say, blocks)
+    return [*findings, blocks.finding()]
+
+
+async def _checked(
+    make: Callable[[], Environment],
+    prompts: Sequence[Prompt],
+    given: RunConfig,
+    say: Say,
+    blocks: Blocks,
+) -> list[Finding]:
+    """What `check_environment` finds, but for `blocks`, which ends what would take too long."""
     config = _limited(given)
     before = asyncio.all_tasks()
     faults: list[str] = []
@@ -185,9 +208,12 @@ async def check_environment(
     elif "run" in instance.overridden:
         await closed([instance], DEADLINE)
         replies = [*TEXTS, *wrong_calls(())]
-        findings = [Finding(True, SETUP), *await tried_agent(make, prompts, replies, config, say)]
+        agent = await tried_agent(make, prompts, replies, config, say, blocks)
+        findings = [Finding(True, SETUP), *agent]
     else:
-        findings = await _checked_steps(make, instance, prompts, config.deadlines, say, faults)
+        findings = await _checked_steps(
+            make, instance, prompts, config.deadlines, say, faults, blocks
+        )
     return _explained([*findings, *_leaks(before)], given)
 
 
@@ -198,27 +224,39 @@ async def _checked_steps(
     limits: DeadlinesConfig,
     say: Say,
     faults: list[str],
+    blocks: Blocks,
 ) -> list[Finding]:
     """Check what `reset` and `step` return, and close the instance."""
-    plays = texts_for(prompts)
+    texts = texts_for(prompts)
+    plays: list[Play] = []
     first: list[Played] = []
 
     async def play() -> None:
-        first.extend(*await played([instance], plays, limits, say))
+        first.extend(*await played([instance], texts, limits, say, blocks))
+        plays.extend(texts[: len(first)])
         calls = calls_for(prompts[0], instance.environment.tools)  # `reset` may set them
-        first.extend(*await played([instance], calls, limits, say))
         plays.extend(calls)
+        first.extend(*await played([instance], calls, limits, say, blocks))
 
     right = await tried("reset and step return the right types", play())
+    if right.good and len(plays) < len(texts):
+        some = f"{len(plays)} of {len(texts)} replies were tried, as the environment is slow"
+        right = replace(right, advice=some)
+    del plays[len(first) :]
     findings = [Finding(True, SETUP), right]
     if right.good:
         if any(play.call for play in plays):
             findings.insert(0, tools_finding(plays, first))
-        findings += await _compared(make, instance, repeatable(plays, first), limits, say)
+        if not blocks.too_long:
+            pairs = repeatable(plays, first)
+            findings += await _compared(make, instance, pairs, limits, say, blocks)
     await closed([instance], DEADLINE)
-    if right.good and not faults:
-        cancel = _cancelled(make, prompts[0], limits)
-        findings.append(await tried("a cancelled step ends immediately", cancel))
+    if right.good and not faults and not blocks.too_long:
+        cancel, before = _cancelled(make, prompts[0], limits), blocks.seconds
+        ends = await tried("a cancelled step ends immediately", cancel)
+        if ends.good and blocks.seconds > before:
+            ends = replace(ends, good=False, advice="it blocks the event loop, see below")
+        findings.append(ends)
     return [*findings, Finding(not faults, "close", "".join(faults[:1]))]
 
 
@@ -228,20 +266,21 @@ async def _compared(
     pairs: Sequence[tuple[Play, Played]],
     limits: DeadlinesConfig,
     say: Say,
+    blocks: Blocks,
 ) -> list[Finding]:
     """Play again, in the same instance and in several new ones at once."""
     plays = [play for play, _ in pairs]
     differ: dict[str, str] = {}
 
     async def again() -> None:
-        others = await played([instance], plays, limits, say)
+        others = await played([instance], plays, limits, say, blocks)
         differ.update(compare(pairs, others, AGAIN))
 
     async def at_once() -> None:
         instances = _instances(make, limits, [], INSTANCES)
         try:
             await asyncio.wait([one.ready for one in instances])
-            others = await played(instances, plays, limits, say)
+            others = await played(instances, plays, limits, say, blocks)
         finally:  # close is checked separately
             await closed(instances, DEADLINE)
         differ.update(compare(pairs, others, SHARED) | differ)

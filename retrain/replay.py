@@ -19,6 +19,7 @@ from retrain.rollout.instance import Instance
 from retrain.scripted import (
     PATIENCE,
     TEXTS,
+    Blocks,
     Call,
     Finding,
     Say,
@@ -31,6 +32,8 @@ from retrain.scripted import (
 from retrain.types import Message, Prompt, Trajectory
 
 TURNS = 8
+SECONDS = 10.0
+"""After this time no further reply is played."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Played:
 
 
 def texts_for(prompts: Sequence[Prompt]) -> list[Play]:
-    """Replies without a call, for each prompt."""
-    return [Play(prompt, text) for prompt in prompts for text in TEXTS]
+    """Replies without a call: the first one to each prompt, then the second, and so on."""
+    return [Play(prompt, text) for text in TEXTS for prompt in prompts]
 
 
 def calls_for(prompt: Prompt, tools: Sequence[ToolSpec]) -> list[Play]:
@@ -68,20 +71,30 @@ def calls_for(prompt: Prompt, tools: Sequence[ToolSpec]) -> list[Play]:
 
 
 async def played(
-    instances: Sequence[Instance], plays: Sequence[Play], limits: DeadlinesConfig, say: Say
+    instances: Sequence[Instance],
+    plays: Sequence[Play],
+    limits: DeadlinesConfig,
+    say: Say,
+    blocks: Blocks,
 ) -> list[list[Played]]:
-    """What each environment responds to every play, all environments at once.
+    """What each environment responds to the plays in turn, all environments at once.
 
-    Raises UserCodeError for a rollout that fails.
+    It ends before the last play if `blocks` says so, or after SECONDS, but no tool is left out for
+    being slow. Raises UserCodeError for a rollout that fails.
     """
     script = Script()
     config = RunConfig(rollout=RolloutConfig(max_turns=TURNS), deadlines=limits)
     rollouts = scripted(config, script)
     found: list[list[Played]] = [[] for _ in instances]
+    until = time.monotonic() + SECONDS
     for play in plays:
+        late = time.monotonic() > until and not play.call
+        if found[0] and (late or blocks.too_long):
+            break
         script.reply = play.reply
         began = time.monotonic()
-        with waiting(say, f"{play}: at most {limits.step:g} s per step (deadlines.step)"):
+        limit = f"at most {limits.step:g} s per step (deadlines.step)"
+        with waiting(say, f"{instances[0].name} after {play}: {limit}"):
             # each as the first rollout of a group: the others may differ by `prompt.index`
             groups = await asyncio.gather(*(rollouts.play(play.prompt, [i]) for i in instances))
         seconds = time.monotonic() - began
@@ -120,7 +133,7 @@ def compare(
     """
     lines: dict[str, str] = {}
     for other in others:
-        for (play, one), two in zip(pairs, other, strict=True):
+        for (play, one), two in zip(pairs, other, strict=False):  # it may end early
             if one.fixed != two.fixed:
                 raise UserCodeError(f"{advice}\nto {play}, got {_both(one.fixed, two.fixed)}")
             if one.results != two.results:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.chat import Chat
 from retrain.chat.formats.hermes import CLOSE, OPEN, Hermes
+from retrain.concurrency.blocks import ADVICE, BlockedLoop
 from retrain.config import EndpointConfig, RunConfig
 from retrain.environment import ToolSpec
 from retrain.errors import UserCodeError, blame, shown
@@ -26,6 +27,8 @@ Say = Callable[[str], object]
 """Tells the user what takes long, at once."""
 PATIENCE = 2.0
 """Seconds until the user gets to know what is being waited for."""
+BLOCKED = 0.25
+"""Seconds that user code may block the event loop."""
 TEXTS = ("hello", "", "42", "x" * 2000)
 """Replies without a call of a tool."""
 _EXAMPLES = {"number": 1, "integer": 1, "boolean": True, "array": [], "object": {}, "null": None}
@@ -71,6 +74,39 @@ def waiting(say: Say, what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+class Blocks:
+    """What blocks the event loop while the checks run."""
+
+    def __init__(self) -> None:
+        self._longest: dict[str, float] = {}
+        self.seconds = 0.0
+
+    @property
+    def too_long(self) -> bool:
+        """Whether it is found, and takes so long that the other checks can wait."""
+        return self.seconds > PATIENCE
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the event loop."""
+        with BlockedLoop(BLOCKED, self._found):
+            yield
+
+    def _found(self, place: str, seconds: float, calls: int) -> None:
+        if (each := seconds / calls) > BLOCKED:
+            self._longest[place] = max(each, self._longest.get(place, 0.0))
+            self.seconds += seconds
+
+    def finding(self) -> Finding:
+        """Whether nothing blocked it."""
+        lines = [f"{place} blocked it for {time:.1f} s" for place, time in self._longest.items()]
+        if not lines:
+            return Finding(True, "nothing blocks the event loop")
+        if self.too_long:
+            lines.append("The checks ended early, since this makes them slow.")
+        return found(False, "the event loop is blocked", [*lines, ADVICE])
 
 
 @dataclass(frozen=True)

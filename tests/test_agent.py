@@ -402,6 +402,7 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
         "the agent plays 2 of 2 rows",
         "the agent ends without an error in 7 of 7 rollouts",
         "no task is leaked",
+        "nothing blocks the event loop",
     ]
     picky = await check_environment(partial(Agent, run=f"{agents}:picky"))
     [bad] = [finding for finding in picky if not finding.good]

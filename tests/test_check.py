@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,6 +65,8 @@ class Broken(Environment):
             raise KeyError("x")
         if self.fault == "task":
             self.task = asyncio.create_task(asyncio.sleep(60), name="forgotten")
+        if self.fault == "blocks":
+            time.sleep(0.4)  # noqa: ASYNC251 - the mistake
         if self.fault == "swallows":
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
@@ -111,6 +114,85 @@ async def test_a_good_environment_passes() -> None:
 async def test_a_broken_promise_is_found(fault: str, advice: str) -> None:
     (finding,) = await bad(broken(fault))
     assert advice in finding.advice
+
+
+async def test_a_step_that_blocks_the_loop_is_found_and_ends_the_check_early() -> None:
+    began = time.monotonic()
+    findings = await check_environment(broken("blocks"))
+    assert time.monotonic() - began < 4  # it would be 18 s
+    assert "a cancelled step ends immediately" not in [f.what for f in findings]
+    assert findings[1].advice == "6 of 8 replies were tried, as the environment is slow"
+    (finding,) = [f for f in findings if not f.good]
+    assert finding.what == "the event loop is blocked"
+    assert re.match(r"Broken.step \(test_check.py:\d+\) blocked it for 0.[345] s", finding.advice)
+    assert "asyncio.to_thread" in finding.advice
+
+
+@pytest.mark.parametrize("hook", ["setup", "reset", "close", "run", "cancelled", "reward"])
+def test_any_code_of_a_config_that_blocks_the_loop_is_found(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(BLOCKING)
+    kind = {"run": "Agent", "cancelled": "Cancelled", "reward": "SingleTurn"}.get(hook, "Steps")
+    keys = [f"environment={{type: own.py:{kind}}}", *["rewards=own.py:slow"] * (hook == "reward")]
+    (tmp_path / "task.yaml").write_text("prompts: [{prompt: a, answer: b}]")
+    monkeypatch.setenv("HOOK", hook)
+    assert command(["check", "task.yaml", *keys]) == 1
+    out = capsys.readouterr().out
+    assert re.search(
+        r"FAIL  the event loop is blocked\n +\w.*own.py:9\) blocked it for 0.\d s", out
+    )
+    assert ("FAIL  a cancelled step ends immediately" in out) == (hook == "cancelled")
+
+
+BLOCKING = """
+import asyncio, httpx, os, time
+from retrain import Environment, StepResult, reward
+
+async def wait(hook):
+    if os.environ["HOOK"] == hook and not done:
+        if hook != "cancelled":
+            done.append(hook)
+        time.sleep(0.4)
+
+done = []
+
+class SingleTurn(Environment):
+    pass
+
+class Steps(Environment):
+    async def setup(self): await wait("setup")
+    async def reset(self, prompt):
+        await wait("reset")
+        return prompt.messages
+    async def step(self, action): return StepResult([], 0.0, True, False, {})
+    async def close(self): await wait("close")
+
+class Cancelled(Environment):
+    async def step(self, action):
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            await wait("cancelled")
+            raise
+        return StepResult([], 0.0, True, False, {})
+
+class Agent(Environment):
+    async def run(self, endpoint):
+        await wait("run")
+        async with httpx.AsyncClient() as client:
+            body = {"model": "m", "messages": self.prompt.messages}
+            headers = {"authorization": f"Bearer {endpoint.api_key}"}
+            url = f"{endpoint.base_url}/chat/completions"
+            await client.post(url, json=body, headers=headers)
+        return StepResult([], 0.0, True, False, {})
+
+@reward
+async def slow(completion):
+    await wait("reward")
+    return float(len(completion))
+"""
 
 
 async def test_shared_state_is_found() -> None:
@@ -215,6 +297,26 @@ def test_a_step_that_blocks_the_loop_is_named_and_the_command_ends(tmp_path: Pat
     assert "FAIL  the event loop has been blocked for 0.5 s by Own.step (own.py:5)" in done.stdout
 
 
+def test_prompts_may_take_longer_to_load_than_a_call_may_take(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import time\ndef rows():\n    time.sleep(1.5)\n    return ['a']\n"
+    )
+    (tmp_path / "task.yaml").write_text("prompts: own.py:rows\nrewards: exact_match")
+    script = (
+        "import sys, retrain.check\nretrain.check.DEADLINE = 0.5\n"
+        "from retrain.__main__ import command\nsys.exit(command(['check', 'task.yaml']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert "ok    all parts of the config load" in done.stdout
+
+
 REWARDS = """
 import signal
 from retrain import Reward, RewardCalculator, reward
@@ -261,7 +363,7 @@ def test_a_configs_rewards_are_called_and_shown(
     def shown(*overrides: str) -> tuple[int, str]:
         code = command(["check", "task.yaml", *overrides])
         out = capsys.readouterr().out
-        return code, re.sub(r"[0-9.]+ ms", "N ms", out[out.index("no task is leaked") + 18 :])
+        return code, re.sub(r"[0-9.]+ ms", "N ms", out[out.index("tried with replies") :])
 
     same = (
         "      every reply gets the same: for a reply that should get another value, try one with "
@@ -271,6 +373,7 @@ def test_a_configs_rewards_are_called_and_shown(
     code, text = shown(f"rewards={good}", "environment=counting.py")
     assert code == 0
     assert text.splitlines() == [
+        "tried with replies to row 0: 'a'",
         "ok    reward 'exact_match'",
         "      answer 'aa': 1 in N ms",
         "      empty text: 0 in N ms",
@@ -294,6 +397,7 @@ def test_a_configs_rewards_are_called_and_shown(
     code, text = shown("rewards={type: format, tags: [think]}", "prompts=[a]", *thought)
     assert code == 0
     assert text.splitlines() == [
+        "tried with replies to row 0: 'a'",
         "ok    the replies, as the rewards get them",
         "      reply '<think>so</think>aa': reasoning 'so', completion 'aa'",
         "ok    reward 'format'",
@@ -352,6 +456,56 @@ def test_a_reply_that_reasons_before_it_calls_a_tool_calls_it_once(
         line for line in out.splitlines() if line.startswith("      reply") and " in " in line
     ]
     assert ": 1 in " in line
+
+
+def test_a_row_of_each_source_of_a_mixture_is_tried_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sums = "{type: list, name: sums, rows: [{prompt: 1+1=, answer: '2'}, {prompt: p, answer: '3'}]}"
+    more = "{type: file, path: letters.jsonl}"
+    rows = ['{"prompt": "say a", "answer": "a"}', '{"prompt": "say b", "answer": "b"}']
+    (tmp_path / "letters.jsonl").write_text("\n".join(rows))
+    (tmp_path / "own.py").write_text(MIXED)
+    (tmp_path / "task.yaml").write_text(
+        f"prompts: {{type: mixture, sources: [{sums}, {sums.replace('sums', 'again')}, {more}]}}\n"
+        "environment: own.py:Half\nrewards: exact_match"
+    )
+    assert command(["check", "task.yaml", "--reply", "a"]) == 0
+    out = re.sub(r" in [0-9.]+ ms", "", capsys.readouterr().out)
+    assert (
+        """\
+ok    the rewards are tried with replies to a row of each source
+      sums, row 0: '1+1='
+      again, row 0: '1+1='
+      letters, line 1: 'say a'
+"""
+        in out
+    )
+    assert (
+        """\
+warn  the answers of 4 of 6 rows get less than 1
+      sums, row 0: 0
+      again, row 0: 0
+      sums, row 1: 0
+      again, row 1: 0
+"""
+        in out
+    )
+    lines = out[out.index("ok    reward 'exact_match'") :].splitlines()
+    assert "      reply 'a' (sums, row 0): 0" in lines
+    assert "      reply 'a' (letters, line 1): 1" in lines
+    assert "      answer 'a' (letters, line 1): 1" in lines
+    assert "      empty text (letters, line 1): 0" in lines
+
+
+MIXED = """
+from retrain import Environment, StepResult
+class Half(Environment):
+    async def step(self, action):
+        right = action.text == self.prompt.answer and action.text.isalpha()
+        return StepResult([], float(right), True, False, {})
+"""
 
 
 def test_a_wrong_reference_solution_is_found_by_a_reward_that_checks_rows(

@@ -3,8 +3,11 @@
 Each runs in a process of its own.
 """
 
+import asyncio
 import gc
+import json
 import os
+import re
 import signal
 import time
 import weakref
@@ -12,6 +15,7 @@ import weakref
 import pytest
 
 from retrain.concurrency import children
+from retrain.concurrency.blocks import BlockedLoop
 from retrain.concurrency.guardian import guardian
 from retrain.concurrency.watchdog import debugging
 from tests.pipe_kit import played
@@ -95,6 +99,54 @@ def test_p4_an_environment_that_ignores_its_cancellation_cant_keep_the_process(t
 def test_a_healthy_run_is_left_alone(tmp_path):
     code, stderr = play(tmp_path, stall=20, blocked=5)
     assert (code, stderr) == (0, "")
+
+
+def test_user_code_that_blocks_the_loop_for_a_while_is_a_fault_that_names_it(tmp_path):
+    once = """
+        if not hasattr(Env, "slept"):
+            Env.slept = True
+            time.sleep(1.6)
+        """
+    code, stderr = play(tmp_path, step=once + END)
+    assert code == 0
+    assert re.search(r"Env.step \(main.py:14\) blocked the event loop for 1.\d s. Wh", stderr)
+    assert "asyncio.to_thread" in stderr
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [e["error"][:22] for e in events if e["event"] == "fault"] == ["Env.step (main.py:14) "]
+
+
+async def test_the_place_and_the_calls_that_block_the_loop_are_found():
+    found = []
+    with BlockedLoop(0.25, lambda *block: found.append(block)):
+        await asyncio.sleep(0.1)
+        time.sleep(0.15)  # noqa: ASYNC251 - the mistake
+        await asyncio.sleep(0.1)
+        assert not found
+        time.sleep(0.4)  # noqa: ASYNC251 - the mistake
+        await asyncio.sleep(0.1)
+        await asyncio.gather(*(blocks() for _ in range(3)))
+        await asyncio.to_thread(time.sleep, 0.4)
+    (one, alone, single), (three, together, calls) = found
+    here = "test_the_place_and_the_calls_that_block_the_loop_are_found (test_watchdog.py:"
+    assert one.startswith(here)
+    assert three.startswith("blocks (test_watchdog.py:")
+    assert alone > 0.3
+    assert together > 0.5
+    assert (single, calls) == (1, 3)
+
+
+async def blocks():
+    time.sleep(0.2)  # noqa: ASYNC251 - the mistake
+
+
+async def test_code_that_holds_the_interpreter_for_a_while_is_found_too():
+    found = []
+    with BlockedLoop(0.1, lambda *block: found.append(block)):
+        await asyncio.sleep(0.1)
+        sum(range(5 * 10**7))  # no other thread runs meanwhile
+        await asyncio.sleep(0.1)
+    assert found[0][0].startswith("test_code_that_holds_the_interpreter")
 
 
 HELD = """

@@ -190,8 +190,11 @@ def _place(frame: FrameType | None) -> str:
 
 def _spot(frames: list[FrameType]) -> str:
     """The last of the frames in user code, or else of all; empty without a frame."""
-    own = [f for f in frames if not f.f_code.co_filename.startswith(LIBRARIES)]
-    for frame in (own or frames)[-1:]:
-        code = frame.f_code
-        return f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"
-    return ""
+    own = [f for f in frames if not f.f_code.co_filename.startswith((*LIBRARIES, "<frozen "))]
+    return "".join(map(named, (own or frames)[-1:]))
+
+
+def named(frame: FrameType) -> str:
+    """The function of a frame, with its file and line."""
+    code = frame.f_code
+    return f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from pathlib import Path
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
 from retrain.batching import batch_of, fitting, kl_penalised, make_samples
+from retrain.concurrency.blocks import ADVICE, BlockedLoop
 from retrain.concurrency.deadlines import apart, called, cancelled, contained
 from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
@@ -39,6 +41,10 @@ from retrain.pipeline.run import Run
 from retrain.rewarding import fail
 from retrain.rollout import Playback, Slot
 from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
+
+logger = logging.getLogger(__name__)
+BLOCKED = 1.0
+"""Seconds. Code that blocks the event loop for longer is reported."""
 
 
 async def train(
@@ -86,19 +92,32 @@ def _watched(run: Run, stall: float) -> Iterator[None]:
     task = asyncio.current_task()
     assert task is not None
 
+    blocking: set[str] = set()
+
+    def blocked(place: str, seconds: float, calls: int) -> None:
+        if place not in blocking:
+            blocking.add(place)
+            each = f" in {calls} calls, one after the other" if calls > 1 else ""
+            error = f"{place} blocked the event loop for {seconds:.1f} s{each}"
+            logger.warning("%s. %s", error, ADVICE)
+            run.record.event("fault", error=error)
+
     def cancel(error: StallError) -> None:
         run.stalled = error
         task.cancel()
 
     try:
-        with Watchdog(
-            stall=stall,
-            blocked=deadlines.blocked,
-            grace=deadlines.close + deadlines.checkpoint,
-            fail=cancel,
-            last_words=run.record.last_words,
-            folder=run.run_dir.path,
-        ) as run.watchdog:
+        with (
+            BlockedLoop(BLOCKED, blocked),
+            Watchdog(
+                stall=stall,
+                blocked=deadlines.blocked,
+                grace=deadlines.close + deadlines.checkpoint,
+                fail=cancel,
+                last_words=run.record.last_words,
+                folder=run.run_dir.path,
+            ) as run.watchdog,
+        ):
             run.record.progress = run.watchdog.progress
             yield
     except asyncio.CancelledError:

@@ -100,6 +100,10 @@ class PromptSource(ABC):
         """The changed source; a mixture changes each of its sources."""
         return change(self)
 
+    def first_rows(self, count: int) -> Sequence[int]:
+        """The first `count` rows; of a mixture at least one of each source."""
+        return range(min(count, len(self)))
+
     def location(self, index: int) -> str:
         """Where a row is in the source, such as "line 3"."""
         return f"row {index}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from retrain.config import RunConfig
@@ -9,9 +10,11 @@ from retrain.environment import Environment
 from retrain.errors import alike, shown
 from retrain.rewarding import Scorer
 from retrain.rollout import Slot
-from retrain.scripted import Finding, Say, Script, doorway, found, scripted, waiting
+from retrain.scripted import Blocks, Finding, Say, Script, doorway, found, scripted, waiting
 from retrain.types import Prompt, Trajectory
 
+SECONDS = 20.0
+"""After this time no further reply is tried."""
 NO_ROLLOUT = "the agent plays 0 "
 """How the trial of an agent begins that plays no rollout."""
 Case = tuple[str, Trajectory]
@@ -23,14 +26,17 @@ async def tried_agent(
     replies: Sequence[str],
     config: RunConfig,
     say: Say,
+    blocks: Blocks,
 ) -> list[Finding]:
     """Let an agent play the first prompt with each reply, and the others with the first reply.
 
-    It ends with the first rollout that exceeds its deadline.
+    It ends with the first rollout that exceeds its deadline or blocks the event loop too long, and
+    plays no second reply after SECONDS.
     """
     script, faults = Script(), list[str]()
-    plays = [(0, reply) for reply in replies] + [(n, replies[0]) for n in range(1, len(prompts))]
+    plays = [(n, replies[0]) for n in range(len(prompts))] + [(0, reply) for reply in replies[1:]]
     played: list[tuple[int, Case]] = []
+    until, ended = time.monotonic() + SECONDS, ""
     async with doorway(True) as door:
         slot = Slot(1, make, scripted(config, script, door), Scorer([]), fault=faults.append)
         try:
@@ -41,19 +47,25 @@ async def tried_agent(
                     trajectory = (await slot.play(prompts[row])).trajectories[0]  # all fail alike
                 played.append((row, (case, trajectory)))
                 if trajectory.outcome == "timeout":
+                    ended = "after the timeout"
+                elif blocks.too_long:
+                    ended = "as the event loop is blocked"
+                elif time.monotonic() > until and len(played) >= len(prompts):
+                    ended = f"after {SECONDS:g} s"
+                if ended:
                     break
         finally:
             await slot.close()
     lines = list(_failures([case for _, case in played]))
     if left := len(plays) - len(played):
-        lines.append(f"{left} further rollouts were not tried after the timeout")
+        lines.append(f"{left} further rollouts were not tried {ended}")
     good = [(row, t) for row, (_, t) in played if t.outcome == "ok"]
     rows, count = len({row for row, _ in good}), len(prompts)
     some, all_rows = f"the agent plays {rows} of {count} rows", rows == count
-    ends = f"the agent ends without an error in {len(good)} of {len(plays)} rollouts"
+    ends = f"the agent ends without an error in {len(good)} of {len(played)} rollouts"
     trials = [
         found(all_rows, some, () if all_rows else lines),
-        found(len(good) == len(plays) and not faults, ends, (lines if all_rows else []) + faults),
+        found(len(good) == len(played) and not faults, ends, (lines if all_rows else []) + faults),
     ]
     limits = [str(t.info["truncated"]) for _, t in good if "truncated" in t.info]
     if limits:

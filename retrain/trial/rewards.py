@@ -6,11 +6,13 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from retrain.assembly import Parts
 from retrain.chat.reasoning import TAGS
 from retrain.errors import BudgetError, RunError, UserCodeError, shown
+from retrain.prompts import MIXTURE
 from retrain.rewarding import (
     Reward,
     RewardCalculator,
@@ -28,9 +30,8 @@ from retrain.types import Prompt, Ticket, Trajectory, Turn
 GARBAGE = "]]}> \\boxed{ </think> 1e999 \x00 </think> \ufffd \U0001f642 {{ ((" + "x" * 200
 """No answer to anything, and a trap for parsers. A tag that appears twice has no valid form."""
 EMPTY, NONSENSE = "empty text", "garbage"
-Case = tuple[str, Trajectory]
-Plan = tuple[str, Prompt, str]
-"""A label, and a prompt with the reply to it."""
+Plan = tuple[str, str, Prompt, str]
+"""The label of a case, the place of its row, and a prompt with the reply to it."""
 LABEL = 80
 """Characters of an answer that a line shows."""
 ANSWERS = 100
@@ -42,6 +43,19 @@ SHOWN = 5
 TRY = "try one with --reply TEXT"
 
 
+@dataclass(frozen=True)
+class Case:
+    """A rollout, and what its model says."""
+
+    label: str
+    place: str
+    """The place of its row, if rows of several sources are tried."""
+    trajectory: Trajectory
+
+    def __str__(self) -> str:
+        return f"{self.label} ({self.place})" if self.place else self.label
+
+
 async def tried_rewards(
     parts: Parts, prompts: Sequence[Prompt], replies: Sequence[str] = ()
 ) -> list[Finding]:
@@ -49,16 +63,15 @@ async def tried_rewards(
 
     The rollouts are played in the config's environment, so that rewards find its `info`.
     """
-    prompt = next((p for p in prompts if p.answer is not None), prompts[0])
-    texts = {f"reply {shown(reply, LABEL)}": reply for reply in replies}
-    trials: list[Finding] = []
-    if prompt.answer is not None:
-        texts = {f"answer {shown(prompt.answer, LABEL)}": str(prompt.answer), **texts}
-    elif not replies:
+    rows = _rows(prompts)
+    trials = [_subjects(parts, rows)]
+    if not replies and all(prompt.answer is None for prompt in rows):
         advice = f"if a column has them, set prompts.answer_column; else {TRY}"
         trials.append(Finding(True, "the first rows have no answer that could be tried", advice))
-    plans = [(label, prompt, text) for label, text in texts.items()]
-    plans += [(EMPTY, prompt, ""), (NONSENSE, prompt, GARBAGE)]
+    plans: list[Plan] = []
+    for prompt in rows:
+        place = parts.prompts.location(prompt.ticket.row) if len(rows) > 1 else ""
+        plans += [(label, place, prompt, text) for label, text in _texts(prompt, replies).items()]
     cases, others, failed = await _played(parts, plans)
     if not cases:
         return [*trials, found(False, "rewards: not tried, as no rollout succeeds", tuple(failed))]
@@ -67,10 +80,11 @@ async def tried_rewards(
         lines.append("such a rollout is not trained: catch the error in the environment")
         what = "a rollout for the rewards fails"
         trials.append(Finding(True, what, "\n".join(lines), warning=True))
-    if said := [_parsed(label, t) for label, t in cases if label.startswith("reply ")]:
+    if said := [_parsed(case) for case in cases if case.label.startswith("reply ")]:
         trials.append(found(True, "the replies, as the rewards get them", said))
     if _rewarded(parts, cases):
-        values = {label: t.rewards.get(ENVIRONMENT, 0.0) for label, t in others if not t.seat}
+        singles = [case for case in others if not case.trajectory.seat]
+        values = {str(case): _given(case.trajectory) for case in singles}
         trials += [_of_environment(cases), *_of_answers(values)]
     faults: list[str] = []
     try:
@@ -85,6 +99,37 @@ async def tried_rewards(
     return [*trials, *(found(False, "rewards: close", [fault]) for fault in faults)]
 
 
+def _rows(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """A prompt of each source, with an answer if one has it."""
+    sources: dict[object, Prompt] = {}
+    for prompt in prompts:
+        source = prompt.metadata.get(MIXTURE)
+        if source not in sources or (sources[source].answer is None is not prompt.answer):
+            sources[source] = prompt
+    return list(sources.values())
+
+
+def _subjects(parts: Parts, rows: Sequence[Prompt]) -> Finding:
+    """The prompts of which the rewards score replies."""
+    names = [
+        ": ".join(
+            [parts.prompts.location(prompt.ticket.row), *([shown(prompt.text)] * bool(prompt.text))]
+        )
+        for prompt in rows
+    ]
+    if len(names) == 1:
+        return Finding(True, f"the rewards are tried with replies to {names[0]}")
+    return found(True, "the rewards are tried with replies to a row of each source", names)
+
+
+def _texts(prompt: Prompt, replies: Sequence[str]) -> dict[str, str]:
+    """The replies to a prompt, and what to call them."""
+    texts = {f"reply {shown(reply, LABEL)}": reply for reply in replies}
+    if prompt.answer is not None:
+        texts = {f"answer {shown(prompt.answer, LABEL)}": str(prompt.answer), **texts}
+    return {**texts, EMPTY: "", NONSENSE: GARBAGE}
+
+
 async def _played(
     parts: Parts, plans: Sequence[Plan]
 ) -> tuple[list[Case], list[Case], Mapping[str, list[str]]]:
@@ -95,16 +140,16 @@ async def _played(
 
     async def play(plans: Iterable[Plan]) -> list[Case]:
         cases: list[Case] = []
-        for label, prompt, text in plans:
+        for label, place, prompt, text in plans:
             opened = opener if label.startswith("reply ") else ""
             script.reply = opened + text.removeprefix(opened)
             for played in (await slot.play(prompt)).trajectories:
-                seated = f"{label} {played.seat}".rstrip()
+                case = Case(f"{label} {played.seat}".rstrip(), place, played)
                 if played.outcome == "ok":
                     played.turns = [_without(opened, turn) for turn in played.turns]
-                    cases.append((seated, played))
+                    cases.append(case)
                 else:
-                    failed.setdefault(played.info["error"], []).append(seated)
+                    failed.setdefault(played.info["error"], []).append(str(case))
         return cases
 
     async with doorway(parts.runs_agent) as door:
@@ -138,46 +183,65 @@ def _without(opener: str, turn: Turn) -> Turn:
 def _answers(parts: Parts) -> Iterator[Plan]:
     """The answers of the first rows."""
     until = time.monotonic() + SECONDS
-    for index in range(min(ANSWERS, len(parts.prompts))):
+    for index in parts.prompts.first_rows(ANSWERS):
         if time.monotonic() > until:
             return
         prompt = parts.prompts.prompt(Ticket(0, index), parts.config.train.seed)
         if prompt.answer is not None:
-            yield parts.prompts.location(index), prompt, str(prompt.answer)
+            yield parts.prompts.location(index), "", prompt, str(prompt.answer)
 
 
 def _rewarded(parts: Parts, cases: Sequence[Case]) -> bool:
     """Whether the steps of the environment give a reward, or nothing else does."""
-    return not parts.scorer.rewards or any(t.rewards.get(ENVIRONMENT) for _, t in cases)
+    return not parts.scorer.rewards or any(_given(case.trajectory) for case in cases)
 
 
-def _parsed(label: str, played: Trajectory) -> str:
+def _parsed(case: Case) -> str:
+    played = case.trajectory
     reasoning, completion = shown(played.reasoning, LABEL), shown(played.completion, LABEL)
-    return f"{label}: reasoning {reasoning}, completion {completion}"
+    return f"{case}: reasoning {reasoning}, completion {completion}"
 
 
 def _of_environment(cases: Sequence[Case]) -> Finding:
     """The reward of the environment's steps: an empty text must not get all of it."""
-    values = {label: t.rewards.get(ENVIRONMENT, 0.0) for label, t in cases}
-    lines = [f"{label}: {value:g}" for label, value in values.items()]
-    what, single = f"reward '{ENVIRONMENT}'", {k: t for k, t in cases if not t.seat}
-    short = {label: values[label] for label, t in single.items() if len(t.turns) == 1}
-    empty = short.pop(EMPTY, 0.0)
-    short.pop(NONSENSE, None)
-    if empty > 0 and empty >= max(short.values(), default=1.0):
+    lines = [f"{case}: {_given(case.trajectory):g}" for case in cases]
+    what = f"reward '{ENVIRONMENT}'"
+    by_row: dict[str, dict[str, Trajectory]] = {}
+    for case in cases:
+        if not case.trajectory.seat:
+            by_row.setdefault(case.place, {})[case.label] = case.trajectory
+    if any(map(_rewards_nothing, by_row.values())):
         lines.append(
             "an empty text gets the full reward, so there is nothing to learn: check that the row "
             "has what the environment compares the reply with, such as tests or an answer"
         )
         return found(False, what, lines)
-    of_answer = [values[label] for label in single if label.startswith("answer ")]
-    wrong = bool(of_answer) and max(of_answer) <= max(empty, 0.0)
+    wrong = any(map(_rewards_no_answer, by_row.values()))
     if wrong:
         lines.append(
             "the answer gets no more than an empty text: check that it is right. If a reply must "
             f"have another form, {TRY}"
         )
     return Finding(True, what, "\n".join(lines), warning=wrong)
+
+
+def _given(trajectory: Trajectory) -> float:
+    return trajectory.rewards.get(ENVIRONMENT, 0.0)
+
+
+def _rewards_nothing(played: Mapping[str, Trajectory]) -> bool:
+    """Whether an empty text gets the full reward from a single step, of the replies to a row."""
+    short = {label: _given(t) for label, t in played.items() if len(t.turns) == 1}
+    empty = short.pop(EMPTY, 0.0)
+    short.pop(NONSENSE, None)
+    return empty > 0 and empty >= max(short.values(), default=1.0)
+
+
+def _rewards_no_answer(played: Mapping[str, Trajectory]) -> bool:
+    """Whether the answer of a row gets no more than an empty text."""
+    answers = [_given(t) for label, t in played.items() if label.startswith("answer ")]
+    empty = _given(played[EMPTY]) if EMPTY in played and len(played[EMPTY].turns) == 1 else 0.0
+    return bool(answers) and max(answers) <= max(empty, 0.0)
 
 
 def _of_answers(values: Mapping[str, float], giver: str = "") -> Iterator[Finding]:
@@ -212,42 +276,44 @@ def _readers(scorer: Scorer) -> list[WeightedReward]:
 async def _values(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) -> dict[str, float]:
     """What a reward gives the answers of rows, until the time is up; nan for a failure."""
     values, until = dict[str, float](), time.monotonic() + SECONDS
-    for label, trajectory in cases:
+    for case in cases:
         if time.monotonic() > until:
             break
-        [verdict] = await scorer.verdicts(part, [trajectory])
-        values[label] = math.nan
+        [verdict] = await scorer.verdicts(part, [case.trajectory])
+        values[str(case)] = math.nan
         with suppress(UserCodeError, BudgetError):
             judged = checked(part.name, verdict)
-            values[label] = judged.value if judged.outcome == "ok" else math.nan
+            values[str(case)] = judged.value if judged.outcome == "ok" else math.nan
     return values
 
 
 async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) -> Finding:
     """The verdicts of one reward, with the time of each call."""
     lines: list[str] = []
-    calls = [cases] if compares(_inner(part)) else [[case] for case in cases]
+    calls = [[case] for case in cases]
+    if compares(_inner(part)):  # a group has one prompt
+        calls = [[*group] for _, group in groupby(cases, lambda case: case.place)]
     good, failed, values = True, dict[str, list[str]](), list[float]()
     for call in calls:
         started = time.perf_counter()
-        verdicts = await scorer.verdicts(part, [trajectory for _, trajectory in call])
+        verdicts = await scorer.verdicts(part, [case.trajectory for case in call])
         took = f"in {1000 * (time.perf_counter() - started):.1f} ms"
-        for (label, trajectory), verdict in zip(call, verdicts, strict=True):
+        for case, verdict in zip(call, verdicts, strict=True):
             try:
                 judged = checked(part.name, verdict)
             except (UserCodeError, BudgetError) as error:  # which is often the same for every reply
-                failed.setdefault(str(error), []).append(label)
+                failed.setdefault(str(error), []).append(str(case))
                 continue
-            trajectory.rewards[part.name] = judged.value  # for those that come after it
+            case.trajectory.rewards[part.name] = judged.value  # for those that come after it
             good = good and judged.outcome in ("ok", "invalid")
             values += [judged.value] * (judged.outcome == "ok")
-            lines.append(f"{label}: {_described(judged)} {took}")
+            lines.append(f"{case}: {_described(judged)} {took}")
     lines += [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
     good = good and not failed
     same = good and len(values) == len(cases) and len(set(values)) == 1
     if same:
         reads = _inner(part).needs_answer or part in _readers(scorer)
-        answer = reads and any(label.startswith("answer ") for label, _ in cases)
+        answer = reads and any(case.label.startswith("answer ") for case in cases)
         begin = ", the answer too: check that it is right. For" if answer else ": for"
         lines.append(
             f"every reply gets the same{begin} a reply that should get another value, {TRY}"

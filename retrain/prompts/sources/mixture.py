@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice, pairwise, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,8 +95,15 @@ class MixturePrompts(PromptSource):
     def checked_row(self, index: int) -> Row:
         return self.row(index)
 
+    def first_rows(self, count: int) -> Sequence[int]:
+        """The first row of each source, then the second of each, and so on."""
+        sources = [range(*ends)[:count] for ends in pairwise(self._starts)]
+        rounds = chain.from_iterable(zip_longest(*sources))
+        return list(islice((row for row in rounds if row is not None), max(count, len(sources))))
+
     def location(self, index: int) -> str:
-        return self.place(index)
+        number, within = self._at(index)
+        return f"{self.mixed[number]}, {self._parts[number].location(within)}"
 
     def place(self, index: int) -> str:
         number, within = self._at(index)
