@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -543,3 +544,23 @@ def with_journal(path: Path, line: dict[str, Any]) -> None:
     lines = Journal(path)
     lines.write(encode(line))
     lines.close()
+
+
+def test_a_row_with_any_values_is_written_and_not_consumed() -> None:
+    rollouts = group("ok", "ok", answer=10**5000)
+    values = iter([1, 2])
+    metadata = {"values": values, "odd": {None: 1}, "m": math.nan}
+    rollouts.trajectories = [
+        replace(t, prompt=replace(t.prompt, metadata=metadata), reward=math.inf)
+        for t in rollouts.trajectories
+    ]
+    for line in with_fate(encoded(rollouts), 1):
+        written = json.loads(line, object_pairs_hook=unique)
+        assert written["nonfinite"] == {"metadata.m": "nan", "reward": "inf"}
+        assert written["answer"] == hex(10**5000)
+    assert list(values) == [1, 2]
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)

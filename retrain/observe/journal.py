@@ -3,8 +3,7 @@
 - Lines are buffered and reach the OS in large writes: `flush` survives a kill -9, and `sync` a
   power cut. A file may end with an incomplete line; `repair` removes it and `read_lines` skips it.
 - Every line is valid JSON, whatever an environment puts into it: NaN and infinities become null and
-  are listed in the line's `nonfinite`; other values are written as pydantic does, or as their
-  `repr`.
+  are listed in the line's `nonfinite`; other values are written as their `repr`.
 - Any thread may write; lines are never interleaved.
 """
 
@@ -85,14 +84,19 @@ class Journal:
             raise _refused(self.path, error) from error
 
 
-def encode(line: Mapping[str, Any]) -> bytes:  # any: values of users become JSON here
-    """`line` as one line of valid JSON in UTF-8."""
+def encode(line: Mapping[str, Any]) -> bytes:  # any: what is not JSON takes longer
+    """`line`, nearly always of JSON values, as one line of valid JSON in UTF-8."""
     try:
         text = to_json(line)
         if b"NaN" not in text and b"Infinity" not in text:
             return text
-    except Exception:  # noqa: BLE001 - cycles, a lone surrogate, a user's object: slow path
+    except Exception:  # noqa: BLE001 - a lone surrogate, or what is not JSON
         pass
+    return encode_any(line)
+
+
+def encode_any(line: Mapping[str, Any]) -> bytes:  # any: values of users become JSON here
+    """`line` with any values as one line of valid JSON in UTF-8; iterators are not consumed."""
     nonfinite: dict[str, str] = {}
     values = {str(key): plain_with(value, str(key), nonfinite) for key, value in line.items()}
     if nonfinite:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from retrain.observe.journal import encode
+from retrain.observe.journal import encode, encode_any
 from retrain.sampler import hash_of
 from retrain.types import Completion, Group, Trajectory, Turn
 
@@ -20,8 +20,12 @@ def encoded(group: Group) -> list[bytes]:
     lines: list[bytes] = []
     for _, alike in groupby(group.trajectories, _opening):
         rollouts = list(alike)
-        shared = encode(_shared(rollouts[0]))[:-1] + b","
-        lines += [shared + encode(_line(t))[1:-1] for t in rollouts]
+        shared = _shared(rollouts[0])
+        start = encode_any(shared)[:-1] + b","
+        if b'"nonfinite":' in start:  # each line has one list of those
+            lines += [encode_any(shared | _line(t))[:-1] for t in rollouts]
+        else:
+            lines += [start + encode(_line(t))[1:-1] for t in rollouts]
     return lines
 
 

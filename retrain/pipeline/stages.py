@@ -353,11 +353,7 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
     samples = make_samples(alike, credits, paired=row_of(parts.loss).reads == "pairs")
     if not samples:
         raise NoSignalError("the rollouts of this step have no sampled token to train on")
-    has_credit = any(
-        advantage if isinstance(advantage, int | float) else any(advantage)
-        for group in credits
-        for advantage in group
-    )
+    has_credit = any(any(sample.advantages) for sample in samples)
     if penalty := run.config.algorithm.kl_penalty:
         reference = await run.logprobs([s.token_ids for s in samples], reference=True)
         samples = kl_penalised(samples, reference, penalty)

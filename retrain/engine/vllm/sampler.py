@@ -50,19 +50,20 @@ class Adapters:
     def __init__(self, retire: Callable[[int], Awaitable[None]]) -> None:
         self._retire = retire
         self._present: int | None = None
-        self._users: Counter[int] = Counter()
-        """Of each version that servers may have: its requests, and 1 until another replaces it."""
+        self._loaded: set[int] = set()
+        self._requests: Counter[int] = Counter()
+        """Requests in flight by version."""
         self._retiring: set[asyncio.Task[None]] = set()
 
     def add(self, version: int) -> None:
         """Servers may have this version from here on, even if its publish fails."""
-        self._users.setdefault(version, 1)
+        self._loaded.add(version)
 
     def use(self, version: int) -> None:
         """New requests use this version, which the servers have by now."""
         before, self._present = self._present, version
-        if before is not None and before != version:
-            self._release(before)
+        if before is not None:
+            self._retire_unused(before)
 
     @contextmanager
     def in_use(self) -> Iterator[int]:
@@ -73,26 +74,29 @@ class Adapters:
         version = self._present
         if version is None:
             raise AdapterError("can't sample: no weights are published yet")
-        self._users[version] += 1
+        self._requests[version] += 1
         try:
             yield version
         finally:
-            self._release(version)
+            self._requests[version] -= 1
+            self._retire_unused(version)
 
     async def close(self, *, free: bool) -> None:
         """With `free`, every adapter is retired; else what is under way is cancelled."""
-        for version in sorted(self._users) if free else ():
-            self._release(version)
+        if free:
+            self._present = None
+            for version in sorted(self._loaded):
+                self._retire_unused(version)
         for task in () if free else self._retiring:
             task.cancel()
         if self._retiring:
             await asyncio.wait(self._retiring)
 
-    def _release(self, version: int) -> None:
-        self._users[version] -= 1
-        if self._users[version]:
+    def _retire_unused(self, version: int) -> None:
+        if version == self._present or self._requests[version] or version not in self._loaded:
             return
-        del self._users[version]
+        self._loaded.discard(version)
+        del self._requests[version]
         task = asyncio.create_task(self._free(version), name=f"free adapter {version}")
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
