@@ -244,6 +244,7 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
     tally.outcomes.update(ok=990, timeout=10)
     tally.errors["environment 'echo' timed out"] = 10
     tally.drops.update(stale=3, failed=1)
+    tally.memory = {"ram": 5 * 10**8}
     history = [{"reward/mean": i / 10} for i in range(10)]
     best, final = tmp_path / "checkpoints/step_5", tmp_path / "final"
     result = TrainingResult("interrupted", 10, 1, tmp_path, history[-1], history, best, final)
@@ -253,6 +254,7 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
         ("rollouts", "990 scored, 10 failed"),
         ("", "10 x environment 'echo' timed out"),
         ("dropped", "groups: 3 stale, 1 failed"),
+        ("memory", "0.50 GB in RAM at the peak"),
         ("files", str(tmp_path)),
         ("model", str(final)),
         ("best", str(best)),

@@ -16,6 +16,7 @@ from retrain.environment import Environment, StepResult, ToolSpec
 from retrain.errors import AdapterError, ConfigError, DeadlineError, NoSignalError, RunError
 from retrain.observe.callbacks import Callback
 from retrain.observe.journal import read_lines
+from retrain.observe.peak import in_words
 from retrain.observe.progress import closing
 from retrain.observe.report import digest
 from retrain.observe.rollout_lines import hash_of
@@ -435,6 +436,9 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
     [(_, text)] = [line for line in lines if line[0] == "rollouts"]
     [fact] = [f for f in digest(tmp_path)["facts"] if f["label"] == "rollouts"]
     assert text.startswith(f"{fact['value']} scored, 0 failed")
+    [fact] = [f for f in digest(tmp_path)["facts"] if f["label"] == "memory"]
+    assert fact["value"] == in_words(events(tmp_path, "end")[-1]["memory"])
+    assert re.match(r"\d+\.\d\d GB in RAM at the peak", fact["value"])
 
 
 async def test_each_source_of_a_mixture_has_its_own_reward(tmp_path):

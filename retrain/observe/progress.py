@@ -20,6 +20,7 @@ from rich.text import Text
 
 from retrain.observe.callbacks import TrainingResult
 from retrain.observe.charts import shares
+from retrain.observe.peak import in_words
 from retrain.observe.run_dir import EVENTS, Tally
 
 RECENT = 20
@@ -190,6 +191,8 @@ def closing(
     lines += [("", f"{n:,} x {cause}") for cause, n in tally.errors.most_common(MAX_SHOWN_CAUSES)]
     if tally.drops:
         lines.append(("dropped", f"groups: {_dropped(tally)}"))
+    if tally.memory:
+        lines.append(("memory", in_words(tally.memory)))
     return lines + _places(result)
 
 

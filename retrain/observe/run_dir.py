@@ -66,6 +66,8 @@ class Tally:
     """Failed rollouts, and what else failed, by the first line of the error."""
     seats: set[str] = field(default_factory=set)
     """Of rollouts with several."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """The peaks, of `peak_memory`, measured at each checkpoint and at the end."""
     announce: Callable[[str], object] = lambda text: None
     """Called with the first error of each kind."""
 

@@ -17,6 +17,7 @@ from retrain.algorithms.base import Algorithm
 from retrain.concurrency.guardian_process import advice
 from retrain.errors import ConfigError, RunError, StallError
 from retrain.observe.failure import ERROR, described, write_error
+from retrain.observe.peak import peak_memory
 from retrain.observe.report import write_report
 from retrain.observe.rollout_lines import encoded, names_of
 from retrain.observe.run_dir import RunDirectory, read_metrics
@@ -139,6 +140,7 @@ class Recorder:
 
     def checkpoint(self, step: int, path: Path) -> None:
         self.event("checkpoint", step=step, path=str(path))
+        self._measure()  # the other ranks and the servers have ended when the run ends
         self.run_dir.flush()
 
     def resumed(self, step: int, sizes: Mapping[str, int], changed: list[str]) -> None:
@@ -186,8 +188,14 @@ class Recorder:
             cause = {"error": described(self._failure)}
         for ticket in list(self._open):
             self.run_dir.rollouts(self._open.pop(ticket))
-        self.event("end", status=status, step=step, **cause)
+        memory = self._measure()
+        self.event("end", status=status, step=step, memory=memory, **cause)
         self.run_dir.flush()
+
+    def _measure(self) -> Mapping[str, int]:
+        tally = self.run_dir.tally
+        tally.memory = peak_memory(tally.memory)
+        return tally.memory
 
     def report(self) -> None:
         """Write report.html from the files."""
