@@ -71,6 +71,8 @@ class RewardCalculator(ABC):
     """In how many worker processes it runs, unless its section says otherwise."""
     needs_answer: bool = False
     """Whether it requires an answer in the prompt's row; a data set without any is warned of."""
+    solved_by_answer: bool = False
+    """Whether the row's answer is a reference solution, which should get the full reward."""
     after: Sequence[str] = ()
     """The names of rewards that are calculated before: it finds them in `trajectory.rewards`."""
 
