@@ -33,6 +33,7 @@ class CodeTests(RewardCalculator):
     """
 
     name = "code_tests"
+    solved_by_answer = True
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +14,9 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 
 from retrain import RewardCalculator, Row, Trajectory
+
+CHECKING = 5.0
+"""Seconds that the schemas of all rows may be checked before the run."""
 
 
 class JsonSchema(RewardCalculator):
@@ -43,10 +47,16 @@ class JsonSchema(RewardCalculator):
             schema = json.loads(file.read_text(encoding="utf-8"))
         self.validator = None if schema is None else _validator(schema)
         self.column, self.fenced = column, fenced
+        self.checking = CHECKING
 
     def check_row(self, row: Row) -> None:
-        if self.column is not None:
+        if self.column is None or self.checking < 0:
+            return
+        started = time.perf_counter()
+        try:
             self.of_row(row.metadata)
+        finally:
+            self.checking -= time.perf_counter() - started
 
     async def calculate(self, trajectory: Trajectory) -> float:
         validator = self.validator or self.of_row(trajectory.prompt.metadata)
@@ -64,7 +74,13 @@ class JsonSchema(RewardCalculator):
             names = ", ".join(row) or "none"
             raise ValueError(f"column `{self.column}` is missing; its columns are {names}")
         schema = row[self.column]
-        return _read(schema) if isinstance(schema, str) else _validator(schema)
+        if isinstance(schema, str):
+            return _read(schema)
+        try:
+            text = json.dumps(schema, sort_keys=True)
+        except (TypeError, ValueError):  # YAML has dates, and keys of several types
+            return _validator(schema)
+        return _read(text)
 
 
 @lru_cache(maxsize=1024)
@@ -73,7 +89,7 @@ def _read(text: str) -> Any:
     try:
         schema = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"the schema {text[:100]!r} is no JSON: {error}") from None
+        raise ValueError(f"the schema {text[:100]!r} is not valid JSON: {error}") from None
     return _validator(schema)
 
 
@@ -99,4 +115,4 @@ def _last_block(text: str) -> str:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not valid JSON")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -9,11 +10,18 @@ from typing import Any
 
 from retrain import Reward, RewardCalculator, Row, Trajectory, needing
 
-DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
-BRACES = re.compile(r"(?<!\\)[{}]")
-"""Not those of a set, which have a backslash."""
+_LOG = logging.getLogger(__name__)
+UNESCAPED = r"(?<!\\)(?:\\\\)*"
+"""Before a character without a backslash of its own: two are a line break."""
+DELIMITER = re.compile(UNESCAPED + r"(?:\$|\\boxed|\\\(|\\\[)")
+BRACE = re.compile(UNESCAPED + r"([{}])")
+"""Not one of a set, which has a backslash."""
 CHECKING = 5.0
 """Seconds that the answers of all rows may be checked before the run."""
+LISTED = 5
+"""Answers that can't be read."""
+TOLERATED = 100
+"""So many of them never end a run, even if they come first, as in sorted rows."""
 
 
 class Math(RewardCalculator):
@@ -40,20 +48,35 @@ class Math(RewardCalculator):
             raise ValueError(f"timeout is {timeout}, expected an integer >= 1")
         self.boxed, self.timeout = boxed, timeout
         self.library = math_verify
-        self.checking = CHECKING
+        self.checking, self.checked, self.unreadable = CHECKING, 0, 0
 
     def check_row(self, row: Row) -> None:
-        """Reads answers with delimiters, which may not close, and empty ones: any other text has an
-        expression."""
-        answer = "" if row.answer is None else str(row.answer)
-        certain = answer.strip() and not any(mark in answer for mark in DELIMITERS)
+        """Warns of an answer that can't be read, as only its rollouts fail. Raises ValueError if
+        that is so for more than TOLERATED answers, and for most of those until then."""
         main = threading.current_thread() is threading.main_thread()  # which gets signals
-        if row.answer is None or certain or not main or self.checking < 0:
+        if row.answer is None or not main or self.checking < 0:
             return
-        started = time.perf_counter()
-        if not self.expected(answer):
+        answer = str(row.answer)
+        self.checked += 1
+        if self.readable(answer):
+            return
+        self.unreadable += 1
+        if self.unreadable > max(TOLERATED, self.checked / 2):
             raise unreadable(answer)
+        if self.unreadable <= LISTED:
+            more = ". No further answers are listed" if self.unreadable == LISTED else ""
+            problem, name = unreadable(answer), self.name or "math"
+            _LOG.warning("reward '%s': %s, so its rollouts will fail%s", name, problem, more)
+
+    def readable(self, answer: str) -> bool:
+        """Reads answers with delimiters, which may not close: any other text that is not empty is
+        taken to have an expression."""
+        if not answer.strip() or not DELIMITER.search(answer):
+            return bool(answer.strip())
+        started = time.perf_counter()
+        found = self.expected(answer)
         self.checking -= time.perf_counter() - started
+        return bool(found)
 
     async def calculate(self, trajectory: Trajectory) -> float | Reward:
         answer = trajectory.prompt.answer
@@ -72,7 +95,7 @@ class Math(RewardCalculator):
 
     def expected(self, answer: str) -> list[Any]:
         """The answer's expression; one without delimiters is all of the text."""
-        delimited = any(mark in answer for mark in DELIMITERS)
+        delimited = DELIMITER.search(answer)
         return self.parsed(answer if delimited else f"\\boxed{{{answer}}}") or self.parsed(answer)
 
     def parsed(self, text: str) -> list[Any]:
@@ -86,7 +109,7 @@ def last_box(text: str) -> str:
     if not rest.lstrip().startswith("{"):
         return mark and mark + rest
     depth = 0
-    for brace in BRACES.findall(rest):
+    for brace in BRACE.findall(rest):
         depth += (brace == "{") - (brace == "}")
         if not depth:
             return mark and mark + rest
@@ -94,4 +117,4 @@ def last_box(text: str) -> str:
 
 
 def unreadable(answer: object) -> ValueError:
-    return ValueError(f"the prompt's answer {answer!r} is no mathematical expression")
+    return ValueError(f"the prompt's answer {answer!r} can't be read as a mathematical expression")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import math
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema.validators import validator_for
 from trl.rewards import (
     accuracy_reward,
     get_cosine_scaled_reward,
@@ -24,6 +26,7 @@ from retrain.rewarding import Scorer
 from retrain.rewarding.building import calculator_of, weighted_reward
 from retrain.rewarding.processes import ProcessReward
 from retrain.types import Completion, Group, Prompt, Row, Trajectory, Turn
+from rewards.json_schema import CHECKING
 
 SCHEMA = {
     "type": "object",
@@ -114,6 +117,16 @@ CASES: dict[str, list[tuple[dict[str, Any], str, Any, float]]] = {
         ({"boxed": True}, r"\boxed{\left\{1, 2\right\}}", r"\{1,2\}", 1),
         ({"boxed": True}, r"\boxed{3}, no: \boxed{4 or", 4, 0),
         ({"boxed": True}, r"\boxed 4", 4, 1),
+        ({"boxed": True}, r"\boxed{4 \\} x", r"4 \\", 1),
+        ({}, r"\boxed{\$18.90}", r"\$18.90", 1),
+        ({}, r"\boxed{32348}", r"\$32,\!348", 1),
+        ({}, r"\boxed{5}", r"$\$5$", 1),
+        (
+            {},
+            r"$\begin{pmatrix}1\\2\end{pmatrix}$",
+            r"\begin{pmatrix}1\\[2mm]2\end{pmatrix}",
+            0,
+        ),
         ({"boxed": True}, "4 {} is it", 4, 0),
         ({}, "I don't know", 4, 0),
         ({}, "", 4, 0),
@@ -288,18 +301,12 @@ def test_an_answer_without_a_number_is_found_before_the_run() -> None:
 @pytest.mark.parametrize(
     ("keys", "row", "problem"),
     [
-        (
-            {"type": "math"},
-            {"answer": "\\boxed{72"},
-            r"the prompt's answer '\\boxed{72' is no mathematical expression",
-        ),
-        ({"type": "math"}, {"answer": ""}, "the prompt's answer '' is no mathematical expression"),
         ({"type": "contains"}, {"answer": []}, "got the strings [], expected at least one"),
         ({"type": "json_schema", "column": "schema"}, {}, "column `schema` is missing"),
         (
             {"type": "json_schema", "column": "schema"},
             {"schema": "{'type': 'object'}"},
-            """the schema "{'type': 'object'}" is no JSON: Expecting property name""",
+            """the schema "{'type': 'object'}" is not valid JSON: Expecting property name""",
         ),
         (
             {"type": "json_schema", "column": "schema"},
@@ -323,6 +330,60 @@ def test_a_row_that_can_t_be_scored_is_found_before_the_run(
     [text] = caught.value.problems
     assert text.startswith(f"prompts: the list, row 3: {problem}")
     assemble(parse_config({"prompts": rows[:3], "rewards": [keys]}))
+
+
+def test_a_few_answers_that_math_can_t_read_are_listed_and_many_end_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = ["", "\\boxed{72"]
+    ordinary = ["72", r"\$5", r"\$32,\!348", r"\begin{pmatrix}1\\[2mm]2\end{pmatrix}", "$x$"]
+
+    def checked(answers: list[str]) -> list[str]:
+        caplog.clear()
+        rows = [{"prompt": "1", "answer": answer} for answer in answers]
+        assemble(parse_config({"prompts": rows, "rewards": ["math"]}))
+        return caplog.messages
+
+    assert checked(ordinary) == []
+    assert checked([*ordinary, *broken]) == [
+        f"reward 'math': the prompt's answer {answer!r} can't be read as a mathematical "
+        "expression, so its rollouts will fail"
+        for answer in broken
+    ]
+    warned = checked([*ordinary * 4, *broken * 6])
+    assert len(warned) == 5
+    assert warned[-1].endswith("rollouts will fail. No further answers are listed")
+    assert len(checked([*[""] * 100, *ordinary])) == 5  # sorted
+    with pytest.raises(ConfigError) as caught:
+        checked([*ordinary, *[""] * 140])
+    [text] = caught.value.problems
+    assert text.startswith("prompts: the list, row 105, ")
+    assert text.endswith("the prompt's answer '' can't be read as a mathematical expression")
+
+
+def test_checking_schemas_is_quick_and_does_not_delay_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nested: dict[str, Any] = {"type": "object", "properties": {f"p{n}": SCHEMA for n in range(8)}}
+    calculator = built("json_schema", column="schema")
+    made: list[Any] = []
+    monkeypatch.setitem(
+        type(calculator).of_row.__globals__["_validator"].__globals__,
+        "validator_for",
+        lambda schema: made.append(schema) or validator_for(schema),
+    )
+    user = {"role": "user", "content": "?"}
+    for _ in range(50):
+        calculator.check_row(Row((user,), metadata={"schema": nested}))
+        nested = dict(reversed(nested.items()))
+    assert len(made) == 1
+    date = {"const": datetime.date(2020, 1, 1)}  # as in YAML; it can't be a key of the cache
+    calculator.check_row(Row((user,), metadata={"schema": date}))
+    assert len(made) == 2
+    assert 0 < CHECKING - calculator.checking < CHECKING
+    calculator.checking = -1.0
+    calculator.check_row(Row((user,), metadata={"schema": {"type": "text"}}))
+    assert len(made) == 2
 
 
 async def test_a_pattern_that_backtracks_forever_is_late_and_blocks_nothing() -> None:

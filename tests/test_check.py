@@ -531,6 +531,26 @@ def test_a_wrong_reference_solution_is_found_by_a_reward_that_checks_rows(
     assert "the answers of" not in out
 
 
+def test_a_reward_that_ignores_the_answer_says_nothing_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{{prompt: a, answer: {answer}, schema: {{type: object}}}}" for answer in ("x", "y")]
+    (tmp_path / "task.yaml").write_text(f"prompts: [{', '.join(rows)}]")
+    for reward in (
+        "{type: contains, strings: x}",
+        "{type: json_schema, column: schema}",
+        "{type: json_schema, schema: {type: object}}",
+    ):
+        assert command(["check", "task.yaml", f"rewards={reward}"]) == 0
+        out = capsys.readouterr().out
+        assert f"{reward[7:15]}" in out
+        assert "the answers of" not in out
+        assert "check that it is right" not in out
+    assert command(["check", "task.yaml", "rewards=contains"]) == 0
+    assert "the answers of 2 rows get 1 each from 'contains'" in capsys.readouterr().out
+
+
 def test_a_config_that_trains_rows_has_no_environment_to_check(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

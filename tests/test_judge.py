@@ -281,6 +281,38 @@ async def test_a_server_that_is_down_or_rejects_the_key_is_found_before_the_firs
             assert not statuses
 
 
+async def test_kept_replies_need_no_server_and_the_name_of_a_wrong_key_is_given(
+    tmp_path, monkeypatch, caplog
+):
+    kept = tmp_path / "judge.sqlite"
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        down = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        keys = {"cache": str(kept), "retry_seconds": 0.1}
+        for _ in range(2):  # a failed start makes no file
+            with pytest.raises(RunError, match="could not reach"):
+                async with judged_by(down, **keys).serving(pytest.fail):
+                    pass
+        async with scorer_of(lambda body: "Score: 5", **keys) as (scorer, _):
+            await scored(scorer, "a")
+        scorer = judged_by(down, **keys)
+        async with scorer.serving(pytest.fail):
+            known, new = await scored(scorer, "a", "b")
+        assert (known.reward, new.outcome) == (0.5, "infra_error")
+    [warning] = caplog.messages
+    assert warning.startswith(f"reward 'judge': GET models: could not reach {down}")
+    assert warning.endswith(f"only requests with a reply in {kept} succeed")
+
+    async def models(request):
+        return JSONResponse({}, 401)
+
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    async with serve(Starlette(routes=[Route("/v1/models", models)])) as url:
+        with pytest.raises(RunError, match=r"\[401\]. Check the key in JUDGE_KEY$"):
+            async with judged_by(url, api_key_env="JUDGE_KEY").serving(pytest.fail):
+                pass
+
+
 async def test_a_slow_reply_is_late_and_calls_are_bounded():
     async def slow(body):
         await asyncio.Event().wait()

@@ -387,6 +387,10 @@ object_ = Fine()
          "reward 'near' (r.py:3) has no argument scal; did you mean scale?"),
         ("@reward\ndef each(completion): yield 1.0",
          "reward 'each' (r.py:3) yields; expected it to return a number or a Reward"),
+        ("@reward\nasync def each(completion): yield 1.0",
+         "reward 'each' (r.py:3) yields; expected it to return a number or a Reward"),
+        ("reward(type('Each', (), {'__call__': lambda self, completion: (yield)})())",
+         "reward '' yields; expected it to return a number or a Reward"),
         ("json.loads('no')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
     ],
 )  # fmt: skip

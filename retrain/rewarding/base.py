@@ -71,6 +71,8 @@ class RewardCalculator(ABC):
     """In how many worker processes it runs, unless its section says otherwise."""
     needs_answer: bool = False
     """Whether it requires an answer in the prompt's row; a data set without any is warned of."""
+    solved_by_answer: bool = False
+    """Whether the row's answer is a reference solution, which should get the full reward."""
     after: Sequence[str] = ()
     """The names of rewards that are calculated before: it finds them in `trajectory.rewards`."""
 
@@ -187,7 +189,7 @@ def check_function(function: object, name: object, bound: Mapping[str, Any]) -> 
     if not isinstance(name, str):
         raise PluginError(f"@reward: got the name {shown(name)}, expected a string")
     owner = f"reward '{name or getattr(function, '__name__', '')}'{place_of(function)}"
-    if inspect.isgeneratorfunction(function):
+    if yields(function):
         raise PluginError(f"{owner} yields; expected it to return a number or a Reward")
     try:
         parameters = inspect.signature(function).parameters
@@ -207,5 +209,15 @@ def requires_answer(function: Callable[..., Any], bound: Mapping[str, Any]) -> b
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether the function, or the `__call__` of the object, is a coroutine function."""
-    called = getattr(function, "__call__", None)  # noqa: B004 - it is inspected, not called
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    return any(map(inspect.iscoroutinefunction, (function, _called(function))))
+
+
+def yields(function: Callable[..., Any]) -> bool:
+    """Whether the function, or the `__call__` of the object, is a plain or async generator."""
+    both = (function, _called(function))
+    return any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in both)
+
+
+def _called(function: Callable[..., Any]) -> object:
+    """The `__call__` of an object."""
+    return getattr(function, "__call__", None)  # noqa: B004 - it is inspected, not called

@@ -264,13 +264,16 @@ def _number(value: float) -> str:
 
 
 def _readers(scorer: Scorer) -> list[WeightedReward]:
-    """The rewards that check rows, such as for tests, and that no gate keeps from some of them."""
-    return [
-        part
-        for part in scorer.rewards
-        if type(_inner(part)).check_row is not RewardCalculator.check_row
-        and not scorer.composition.is_gated(part.name)
-    ]
+    """The rewards that the answer of a row should satisfy, and that no gate keeps from some."""
+    parts = [part for part in scorer.rewards if not scorer.composition.is_gated(part.name)]
+    return [part for part in parts if _satisfied(_inner(part))]
+
+
+def _satisfied(reward: RewardCalculator) -> bool:
+    """Whether the answers should get the full reward: they solve the task, or are checked for it
+    before a run."""
+    checks = type(reward).check_row is not RewardCalculator.check_row
+    return reward.solved_by_answer or (checks and reward.needs_answer)
 
 
 async def _values(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) -> dict[str, float]:
