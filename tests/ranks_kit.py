@@ -94,6 +94,9 @@ class Launch:
                 launch.send((lent.place, payload))
                 return lent
 
+            def log(self, rank: int) -> Path:
+                return launch.crew.log(rank)
+
             async def loss(self) -> None:
                 return await launch.crew.loss()
 

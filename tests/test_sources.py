@@ -228,7 +228,7 @@ def test_a_function_may_yield_the_rows(tmp_path: Path, section: Any, found: list
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"type": "own.py:rows"}, "prompts.n: missing; rows needs it"),
+        ({"type": "own.py:rows"}, "prompts.n: missing; rows (own.py:3) needs it"),
         ({"type": "own.py:rows", "n": 1, "size": 1}, "prompts.size: unknown key"),
         ({"type": "own.py:rows", "n": 0}, "prompts: own.py:rows is empty, expected at least one"),
         ({"type": "own.py:number"}, "prompts: own.py:number returned 5, expected rows"),

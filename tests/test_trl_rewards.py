@@ -309,5 +309,5 @@ async def test_check_tries_a_function_of_trl_whose_columns_all_rows_have(
         assemble(config({"prompt": "a=", "answer": "a"}, {"prompt": "b=", "level": 2}))
     parts = assemble(config({"prompt": "a=", "answer": "a"}))
     trials = await tried_rewards(parts, [parts.prompts.prompt(Ticket(0, 0))])
-    assert [trial.good for trial in trials] == [True, False]
+    assert [trial.good for trial in trials] == [True, True, False]
     assert parts.scorer.rewards[0].calculator.needs_answer

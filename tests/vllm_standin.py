@@ -658,7 +658,7 @@ class Running:
             decoding.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await decoding
-            for _ in range(3):  # what was accepted at the end, in some rounds of the loop
+            for _ in range(100):  # what was accepted at the end takes some rounds of the loop
                 self._break()
                 await asyncio.sleep(0)
 

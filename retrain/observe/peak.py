@@ -21,7 +21,9 @@ def peak_memory(before: Mapping[str, int]) -> dict[str, int]:
     `before` is an earlier result, which has the children that have ended since.
     """
     unit = 1 if sys.platform == "darwin" else 1024
-    found = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    # on Linux, `ru_maxrss` begins with the peak of the process that started this one
+    own = _peak(os.getpid()) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    found = {"ram": own}
     if children := sum(_peaks_of_children(os.getpid())):
         found["ram_children"] = children
     torch = sys.modules.get("torch")
