@@ -299,6 +299,31 @@ class Fails(MockAdapter):
         return await super().sample(prompt_ids, params, n)
 
 
+class Hangs(Fails):
+    saves = 0
+
+    async def publish(self):
+        if self.version == 1:
+            await asyncio.get_running_loop().create_future()
+        return await super().publish()
+
+    async def save(self, folder):
+        self.saves += 1
+        return await super().save(folder)
+
+
+async def test_an_adapter_whose_publish_hangs_is_not_asked_to_save(tmp_path):
+    limits = {"publish": 0.1, "checkpoint": 60}
+    config = config_in(tmp_path, checkpoint={"every": 1}, deadlines=limits)
+    adapter = Hangs(MockOptions(), config)
+    with pytest.raises(ExceptionGroup) as caught:
+        await train(config, parts=parts_with(config, adapter))
+    assert caught.group_contains(
+        DeadlineError, match=r"publish took longer than deadlines\.publish"
+    )
+    assert adapter.saves == 1
+
+
 class Raises(Callback):
     def __init__(self, hook):
         self.hook = hook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -37,6 +38,21 @@ def test_the_peak_counts_children_and_theirs(program: str) -> None:
         child.communicate()
     assert peak_memory({}).get("ram_children", 0) - before < 60 * 10**6
     assert peak_memory(found)["ram_children"] == found["ram_children"]
+
+
+def test_a_child_that_ends_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with sandboxes has children that end at any time."""
+    with subprocess.Popen(["sleep", "100"]) as child:
+        real = os.listdir
+
+        def listdir(path: str) -> list[str]:
+            if str(child.pid) in path:  # it was found, and ends
+                child.kill()
+                child.wait()
+            return real(path)
+
+        monkeypatch.setattr(os, "listdir", listdir)
+        assert peak_memory({})["ram"] > 0
 
 
 def test_the_peak_of_this_process_imports_no_torch() -> None:

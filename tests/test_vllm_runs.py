@@ -67,8 +67,11 @@ def lines(config: RunConfig, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (config.run_dir / name).read_text().splitlines()]
 
 
-async def test_a_run_starts_and_ends_its_own_server(folder: Path, tmp_path: Path) -> None:
-    """Over a process group; at staleness 0 every ratio is 1."""
+async def test_a_run_starts_restarts_and_ends_its_own_server(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over a process group; at staleness 0 every ratio is 1. Events and report have the restart."""
+    monkeypatch.setenv("VLLM_STANDIN", json.dumps({"die": {"/inference/v1/generate": 6}}))
     sampler = {"type": "vllm", "python": str(standin_python(tmp_path)), "start_seconds": 60}
     config = run(folder, tmp_path, sampler)
     result = await train(config)
@@ -78,6 +81,15 @@ async def test_a_run_starts_and_ends_its_own_server(folder: Path, tmp_path: Path
         assert row["kl/sampler_trainer"] < 1e-5
     assert {v for row in lines(config, "rollouts.jsonl") for v in row["versions"]} == {0, 1, 2}
     assert (tmp_path / "run/vllm-0.log").is_file()
+    lost, back = (e for e in lines(config, "events.jsonl") if e["event"] == "server")
+    said = "it ended with SIGKILL (often out of memory: see dmesg); restart 1 of 3"
+    assert (lost["state"], lost["error"], lost["up"], lost["restarts"]) == ("lost", said, 0, 0)
+    assert (back["state"], back["up"], back["restarts"]) == ("back", 1, 1)
+    assert back["seconds"] > lost["seconds"]
+    assert f"the vLLM server {lost['url']} is taken out: {said}" in caplog.text
+    history = "\n".join(digest(tmp_path / "run")["history"])
+    assert f"the server {lost['url']} is lost: {said}" in history
+    assert f"the server {back['url']} is back after 0:" in history
 
 
 async def test_a_run_samples_adapters_by_running_servers(folder: Path, tmp_path: Path) -> None:
@@ -91,23 +103,6 @@ async def test_a_run_samples_adapters_by_running_servers(folder: Path, tmp_path:
         for server in (one, two):
             assert server.seen("/inference/v1/generate") > 1
             assert server.seen("/pause") == 0
-
-
-async def test_a_server_that_dies_is_in_the_events_and_in_the_report(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("VLLM_STANDIN", json.dumps({"die": {"/inference/v1/generate": 6}}))
-    config = run(folder, tmp_path, {"type": "vllm", "python": str(standin_python(tmp_path))})
-    await train(config)
-    lost, back = (e for e in lines(config, "events.jsonl") if e["event"] == "server")
-    said = "it ended with SIGKILL (often out of memory: see dmesg); restart 1 of 3"
-    assert (lost["state"], lost["error"], lost["up"], lost["restarts"]) == ("lost", said, 0, 0)
-    assert (back["state"], back["up"], back["restarts"]) == ("back", 1, 1)
-    assert back["seconds"] > lost["seconds"]
-    assert f"the vLLM server {lost['url']} is taken out: {said}" in caplog.text
-    history = "\n".join(digest(tmp_path / "run")["history"])
-    assert f"the server {lost['url']} is lost: {said}" in history
-    assert f"the server {back['url']} is back after 0:" in history
 
 
 @pytest.mark.parametrize(

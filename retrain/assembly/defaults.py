@@ -67,6 +67,8 @@ def _complete(kind: str, section: Section, base_dir: Path) -> Section:
         keys = {key: value for key, value in section.items() if key != "type"}
         with suppress(ValidationError):
             return {"type": section["type"], **dumped(target.model_validate(keys))}
+        with suppress(ValidationError):  # it has a key that this version doesn't know
+            return {**dumped(target()), **section}
         return section
     complete = {**_arguments(target), **section}
     if kind == "algorithm" and (loss := section.get("loss") or getattr(target, "loss", None)):

@@ -57,7 +57,7 @@ def in_use(folder: Path) -> bool:
 
 def holder(folder: Path) -> str:
     """The process that holds the lock of the folder, this one included; empty if none does."""
-    with suppress(FileNotFoundError), (folder / _NAME).open() as file:
+    with suppress(FileNotFoundError, NotADirectoryError), (folder / _NAME).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

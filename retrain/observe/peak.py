@@ -7,6 +7,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 GB = 1e9
@@ -44,14 +45,14 @@ def in_words(peak: Mapping[str, int]) -> str:
 
 def _peaks_of_children(process: int) -> Iterator[int]:
     """Of all descendants; none without Linux's /proc."""
-    for task in Path(f"/proc/{process}/task").glob("*/children"):
-        try:
-            children = [int(word) for word in task.read_text(encoding="ascii").split()]
-        except OSError:  # the thread has ended
-            continue
-        for child in children:
-            yield _peak(child)
-            yield from _peaks_of_children(child)
+    children: list[int] = []
+    with suppress(OSError):  # the process has ended, or its thread
+        for thread in os.listdir(f"/proc/{process}/task"):
+            file = Path(f"/proc/{process}/task/{thread}/children")
+            children += map(int, file.read_text(encoding="ascii").split())
+    for child in children:
+        yield _peak(child)
+        yield from _peaks_of_children(child)
 
 
 def _peak(process: int) -> int:

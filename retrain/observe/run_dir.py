@@ -17,6 +17,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import time
@@ -114,10 +116,7 @@ class RunDirectory:
         except InUseError as error:
             raise _in_use_by(str(error), path) from None
         except OSError as error:
-            raise ConfigError(
-                f"can't write the run directory {path}: {error.strerror or error}; "
-                "choose another with --run-dir"
-            ) from error
+            raise _unwritable(path, error) from error
         with ExitStack() as unlock:
             unlock.callback(lock.release)
             if not resume:
@@ -220,8 +219,14 @@ class RunDirectory:
 def check_usable(path: Path, *, resume: bool) -> None:
     """Raise the ConfigError of `RunDirectory.open` before a model loads; writes nothing."""
     path = path.absolute()
-    if process := holder(path):
+    try:
+        process = holder(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if process:
         raise _in_use_by(process, path)
+    if path.exists() and not path.is_dir():
+        raise _unwritable(path, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
     _check_run(path, resume=resume)
 
 
@@ -234,6 +239,13 @@ def _check_run(path: Path, *, resume: bool) -> None:
             f"{path} already has a run; continue it with --resume, choose another directory with "
             "--run-dir, or delete it"
         )
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"can't write the run directory {path}: {error.strerror or error}; choose another with "
+        "--run-dir"
+    )
 
 
 def _in_use_by(process: str, path: Path) -> ConfigError:

@@ -38,7 +38,9 @@ async def with_failures(run: Run) -> AsyncIterator[None]:
     except BaseExceptionGroup as group:
         if not run.failures:
             raise
-        raise group.derive([*run.failures, *group.exceptions]) from None
+        known = {first_line(error) for error in run.failures}
+        others = [error for error in group.exceptions if first_line(error) not in known]
+        raise group.derive([*run.failures, *others]) from None
     if run.failures:
         raise ExceptionGroup("the run failed", run.failures)
 

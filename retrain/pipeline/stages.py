@@ -30,7 +30,14 @@ from retrain.concurrency.blocks import ADVICE, BlockedLoop
 from retrain.concurrency.deadlines import apart, called, cancelled, contained
 from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
-from retrain.errors import NonFiniteError, NoSignalError, RunError, StallError, UserCodeError
+from retrain.errors import (
+    DeadlineError,
+    NonFiniteError,
+    NoSignalError,
+    RunError,
+    StallError,
+    UserCodeError,
+)
 from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
 from retrain.observe.naming import wanted_folder
@@ -314,6 +321,8 @@ async def step(run: Run) -> bool:
     if run.sampled:
         try:
             await run.publish()
+        except DeadlineError:  # the adapter doesn't answer, so it can't save either
+            raise
         except Exception as error:  # noqa: BLE001 - drive() raises it, when the step is recorded
             run.fail(error)
     row = run.record.step(

@@ -38,11 +38,12 @@ def environment_problem(python: Path) -> str | None:
         return None
     except OSError as error:
         return f"{path} can't be started: {error.strerror}"
-    answer = done.stdout.strip()
-    if answer == "False":
+    answer = done.stdout.split()[-1:]  # what starts Python may print more
+    if answer == ["False"]:
         return f"{path} has no module vllm; run: {path} -m pip install 'vllm>=0.32'"
-    if answer != "True":
-        return f"{path} is not a Python; expected that of the environment with vLLM"
+    if answer != ["True"]:
+        said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
+        return f"{path} is not a Python; expected that of the environment with vLLM{said}"
     return None
 
 

@@ -17,7 +17,7 @@ from retrain.engine.vllm.client import VllmClient
 from retrain.engine.vllm.publish import Publisher, PublishError
 from retrain.engine.vllm.routing import Router
 from retrain.engine.vllm.server import VllmServer
-from retrain.errors import AdapterError, ConfigError
+from retrain.errors import AdapterError, ConfigError, RunError
 from retrain.transport.refusals import RemoteError
 
 if TYPE_CHECKING:
@@ -242,13 +242,13 @@ class Fleet:
                 log.debug("the vLLM server %s is still out: %s", member.client.url, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+        self._notify()
         if member.state == "up":
             log.warning("the vLLM server %s is back, with the present weights", member.client.url)
             self._report(member, "back")
         else:
             log.warning("the vLLM server %s is given up: %s", member.client.url, member.error)
             self._report(member, "given up", error=str(member.error))
-        self._notify()
 
     async def _report_loss(self, member: Member) -> None:
         error = str(member.error)
@@ -262,14 +262,11 @@ class Fleet:
     def _report(self, member: Member, state: str, **fields: object) -> None:
         """`up` is how many servers take requests, `seconds` how long this one has been out."""
         seconds = asyncio.get_running_loop().time() - member.lost_at
-        self.report(
-            state,
-            url=member.client.url,
-            restarts=member.restarts,
-            up=len(self.up),
-            seconds=seconds,
-            **fields,
-        )
+        facts = {"url": member.client.url, "restarts": member.restarts, "up": len(self.up)}
+        try:
+            self.report(state, **facts, seconds=seconds, **fields)
+        except RunError as error:  # a full disk ends the run, but not from here
+            log.warning("%s", error)
 
     async def _restart(self, member: Member, process: VllmServer) -> None:
         if member.restarts >= self._restarts:
