@@ -250,7 +250,7 @@ REMOTE = {
     "context_length": Knob(6),
     "tokenizer": Knob(ANOTHER),
 }
-STARTS = "test_vllm_runs.py::test_a_run_starts_and_ends_its_own_server"
+STARTS = "test_vllm_runs.py::test_a_run_starts_restarts_and_ends_its_own_server"
 ADAPTERS = "test_vllm_runs.py::test_a_run_samples_adapters_by_running_servers"
 COMMAND = "test_vllm_runs.py::test_options_reach_the_command_line_of_each_server"
 VLLM = {
