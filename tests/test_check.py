@@ -275,23 +275,28 @@ def test_the_command_checks_a_file_and_a_config(
     assert fit.startswith("ok    all parts of the config load")
 
 
+def checked_in_half_a_second(folder: Path, target: str) -> subprocess.CompletedProcess[str]:
+    """`retrain check target` in a process that the watchdog ends after 0.5 s without the loop."""
+    script = (
+        "import sys, retrain.check\nretrain.check.DEADLINE = 0.5\n"
+        f"from retrain.__main__ import command\nsys.exit(command(['check', '{target}']))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        check=False,
+    )
+
+
 def test_a_step_that_blocks_the_loop_is_named_and_the_command_ends(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import time\nfrom retrain import Environment\nclass Own(Environment):\n"
         "    async def step(self, action):\n        time.sleep(3600)\n"
     )
-    script = (
-        "import sys, retrain.check\nretrain.check.DEADLINE = 0.5\n"
-        "from retrain.__main__ import command\nsys.exit(command(['check', 'own.py:Own']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        check=False,
-    )
+    done = checked_in_half_a_second(tmp_path, "own.py:Own")
     assert done.returncode == 1
     assert "FAIL  the event loop has been blocked for 0.5 s by Own.step (own.py:5)" in done.stdout
 
@@ -301,18 +306,7 @@ def test_prompts_may_take_longer_to_load_than_a_call_may_take(tmp_path: Path) ->
         "import time\ndef rows():\n    time.sleep(1.5)\n    return ['a']\n"
     )
     (tmp_path / "task.yaml").write_text("prompts: own.py:rows\nrewards: exact_match")
-    script = (
-        "import sys, retrain.check\nretrain.check.DEADLINE = 0.5\n"
-        "from retrain.__main__ import command\nsys.exit(command(['check', 'task.yaml']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        check=False,
-    )
+    done = checked_in_half_a_second(tmp_path, "task.yaml")
     assert "ok    all parts of the config load" in done.stdout
 
 
