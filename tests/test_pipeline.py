@@ -436,9 +436,9 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
     [(_, text)] = [line for line in lines if line[0] == "rollouts"]
     [fact] = [f for f in digest(tmp_path)["facts"] if f["label"] == "rollouts"]
     assert text.startswith(f"{fact['value']} scored, 0 failed")
-    [fact] = [f for f in digest(tmp_path)["facts"] if f["label"] == "memory"]
-    assert fact["value"] == in_words(events(tmp_path, "end")[-1]["memory"])
-    assert re.match(r"\d+\.\d\d GB in RAM at the peak", fact["value"])
+    [text] = [line[1] for line in lines if line[0] == "memory"]
+    assert text == in_words(tally.memory)
+    assert re.match(r"\d+\.\d\d GB in RAM at the peak", text)
 
 
 async def test_each_source_of_a_mixture_has_its_own_reward(tmp_path):

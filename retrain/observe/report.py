@@ -24,7 +24,6 @@ from retrain.observe.callbacks import tenths
 from retrain.observe.charts import charts
 from retrain.observe.failure import ERROR
 from retrain.observe.journal import read_lines
-from retrain.observe.peak import in_words
 from retrain.observe.progress import clock_text, near, short
 from retrain.observe.run_dir import (
     CONFIG,
@@ -153,8 +152,6 @@ def _facts(
         ("rollouts", f"{found.outcomes.total():,}"),
         ("sampled tokens", short(sum(found.tokens.values()))),
     ]
-    if peaks := [event["memory"] for event in events if event.get("memory")]:
-        facts.append(("memory", in_words(peaks[-1])))
     return [{"label": label, "value": value} for label, value in facts]
 
 

@@ -188,14 +188,13 @@ class Recorder:
             cause = {"error": described(self._failure)}
         for ticket in list(self._open):
             self.run_dir.rollouts(self._open.pop(ticket))
-        memory = self._measure()
-        self.event("end", status=status, step=step, memory=memory, **cause)
+        self._measure()
+        self.event("end", status=status, step=step, **cause)
         self.run_dir.flush()
 
-    def _measure(self) -> Mapping[str, int]:
+    def _measure(self) -> None:
         tally = self.run_dir.tally
         tally.memory = peak_memory(tally.memory)
-        return tally.memory
 
     def report(self) -> None:
         """Write report.html from the files."""
