@@ -65,7 +65,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each `retrain ...` of a page, also as `python -m`: the command, its arguments."""
+    """The words of each `retrain ...` command of a page, or of its `python -m` form."""
     for kind, text in blocks(page):
         for line in DATA.sub("", text).replace("\\\n", " ").splitlines() if kind == "sh" else ():
             words = shlex.split(line, comments=True)
