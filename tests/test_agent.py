@@ -427,7 +427,7 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
 async def test_the_check_advises_by_the_error_and_says_what_it_waits_for(
     agents: Path, monkeypatch: pytest.MonkeyPatch, agent: str, advice: str
 ) -> None:
-    monkeypatch.setattr(scripted, "PATIENCE", 0.0)
+    monkeypatch.setattr(scripted, "SLOW_SECONDS", 0.0)
     config, said = config_of(deadlines={"agent": 0.3}), list[str]()
     prompts = [PROMPT, replace(PROMPT, metadata={"n": 2})]
     make = partial(Agent, run=f"{agents}:{agent}")

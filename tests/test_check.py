@@ -588,7 +588,7 @@ def test_the_tools_of_a_config_are_called_a_few_times_and_their_results_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(replay, "PATIENCE", 0.45)
+    monkeypatch.setattr(replay, "SLOW_SECONDS", 0.45)
     (tmp_path / "t.py").write_text(TOOLS)
     names = ("area", "clock", "broken", "slow", "page")
     (tmp_path / "task.yaml").write_text(

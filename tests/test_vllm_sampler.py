@@ -64,7 +64,9 @@ def server(place: StandIn) -> StandIn:
 
 def opening_of(model: PreTrainedModel, folder: Path, tmp_path: Path, **given: Any) -> Opening:
     values = {"dtype": torch.float32, "scratch": tmp_path, "logs": tmp_path, "base_dir": tmp_path}
-    return Opening(str(folder), model, tiny_tokenizer(), **{**values, "patience": 20.0, **given})
+    return Opening(
+        str(folder), model, tiny_tokenizer(), **{**values, "outage_seconds": 20.0, **given}
+    )
 
 
 @asynccontextmanager
@@ -258,7 +260,7 @@ async def test_without_a_server_calls_fail_after_a_while(
     model: PreTrainedModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stand_in(folder) as server:
-        given = {"patience": 0.5}
+        given = {"outage_seconds": 0.5}
         async with serving(model, folder, tmp_path, server.url, **given) as found:
             server.call(server.running.die)
             assert server.ended()

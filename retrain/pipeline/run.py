@@ -189,7 +189,7 @@ class Run:
     def request_stop(self) -> None:
         """Stop after the current step, with a checkpoint; cancel an evaluation."""
         self.stopping = True
-        self.adapter.hurry()
+        self.adapter.stop_retrying()
         self.intake.stop()
         self.evaluation.cancel()
 

@@ -222,8 +222,8 @@ class TrlAdapter(Adapter):
                 ).__aenter__()
         return self._reference
 
-    def hurry(self) -> None:
-        """Stop waiting for servers that are away."""
+    def stop_retrying(self) -> None:
+        """Stop waiting for vLLM servers that are down."""
         if isinstance(self.sampler, VllmSampler):
             self.sampler.fleet.stop_waiting()
 

@@ -89,18 +89,18 @@ class Fleet:
         *,
         check: Callable[[VllmClient], Awaitable[object]],
         restarts: int = 3,
-        patience: float = 600.0,
+        outage_seconds: float = 600.0,
     ) -> None:
         """`check` raises AdapterError or ConfigError if a server doesn't fit the run.
 
-        `patience` is for how many seconds no server may be up before calls fail.
+        If no server is up for `outage_seconds`, calls fail.
         """
         self.members = list(members)
         self.publisher = publisher
         self.router = Router(len(self.members))
         self.report: Callable[..., None] = lambda state, **fields: None
         """Called with `lost`, `back` or `given up`, and with what an event of it says."""
-        self._check, self._restarts, self._patience = check, restarts, patience
+        self._check, self._restarts, self._outage_seconds = check, restarts, outage_seconds
         self._published = False
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()
@@ -138,7 +138,7 @@ class Fleet:
     async def choose(self, prompt_ids: Sequence[int]) -> Member:
         """The server for a request with this prompt; waits while none is up.
 
-        Raises AdapterError when none has been up for `patience` seconds, or none can come back.
+        Raises AdapterError when none has been up for `outage_seconds`, or none can come back.
         """
         await self.available()
         candidates = [member.number for member in self.up]
@@ -168,8 +168,8 @@ class Fleet:
 
     def stop_waiting(self) -> None:
         """The run is shutting down: wait at most `SHORT` seconds for a server from now on."""
-        self._patience = min(self._patience, SHORT)
-        self._until = min(self._until, asyncio.get_running_loop().time() + self._patience)
+        self._outage_seconds = min(self._outage_seconds, SHORT)
+        self._until = min(self._until, asyncio.get_running_loop().time() + self._outage_seconds)
         self._notify()
 
     def take_out(self, member: Member, client: VllmClient, error: Exception) -> None:
@@ -183,7 +183,7 @@ class Fleet:
         member.lost_at = asyncio.get_running_loop().time()
         if not self.up:
             self._lost_at = member.lost_at
-            self._until = self._lost_at + self._patience
+            self._until = self._lost_at + self._outage_seconds
         self.router.forget(member.number)
         self._notify()
         recovery = asyncio.create_task(self._recover(member), name=f"recover {member.client.url}")
