@@ -34,7 +34,7 @@ class Message(TypedDict):
 
 
 class Ticket(NamedTuple):
-    """The identity of a prompt in a run: ledger, resume and promise P1 count tickets."""
+    """The identity of a prompt in a run: ledger, resume and guarantee P1 count tickets."""
 
     epoch: int
     row: int

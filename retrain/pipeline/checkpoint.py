@@ -1,4 +1,4 @@
-"""Checkpoints: one folder each, written whole or not at all (promise P2).
+"""Checkpoints: one folder each, written whole or not at all (guarantee P2).
 
 `write` fills a temporary folder, writes the manifest (size and digest of each file) last, syncs
 every file and renames the folder. `newest` skips and lists folders whose manifest is missing or
