@@ -60,11 +60,13 @@ class Sql(Environment):
     """Compares the result of a query with that of the row's answer, on one database.
 
     Args:
-        database: A file of SQLite, or one of SQL statements that make it; by default a small shop.
+        database: A SQLite file, or a file of SQL statements that create the database; by default a
+            small shop.
         schema: Begin with a system message that shows the database's tables.
-        attempts: How many queries the model may try; it sees the error or the wrong result of each.
-        seconds: The longest that a query may take.
-        rows: The most rows that a query may return.
+        attempts: The number of queries that the model may try; it sees the error or the wrong
+            result of each.
+        seconds: The time limit of a query in seconds.
+        rows: The maximum number of rows that a query may return.
     """
 
     def __init__(

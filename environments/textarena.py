@@ -33,14 +33,14 @@ _tried: set[str] = set()
 
 
 class TextArena(Environment):
-    """A game of TextArena; several players are the seats `player_0`, `player_1` and so on.
+    """A TextArena game. Several players are the seats `player_0`, `player_1` and so on.
 
     Args:
         id: The game, such as GuessTheNumber-v0.
         kwargs: Arguments of the game.
         players: The number of players.
         system: The system message of each player.
-        size: The number of games in an epoch, each with a seed of its own.
+        size: The number of games in an epoch, each with its own seed.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ class Contains(RewardCalculator):
         strings: A string or a list of strings; by default the row's answer, which may be a list.
         match: Whether one of the strings is enough, or all are needed.
         ignore_case: Ignore the case of letters.
-        words: Find whole words only: `4` is not found in `14`.
+        words: Match whole words only: `4` is not found in `14`.
     """
 
     def __init__(

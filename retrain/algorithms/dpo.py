@@ -24,10 +24,10 @@ from retrain.types import Group
 
 
 class DPO(Algorithm):
-    """Learns from preferences; a group is the chosen answer and the rejected one.
+    """Learns from preferences; a group is a chosen answer and a rejected one.
 
     Args:
-        beta: The strength of the pull towards the reference model.
+        beta: How strongly the model is kept close to the reference model.
         pair_by: A column of scores: pair the best and the worst response to each prompt.
         max_length: Drop a pair if its prompt and one of its answers have more tokens than this.
     """

@@ -43,7 +43,7 @@ class Origin:
     environment: Callable[[], Environment]
     """Makes an instance of the run's environment; raises ConfigError if that fails."""
     held_out: Callable[[], PromptSource | None] = lambda: None
-    """What `prompts.held_out` keeps from training; only for evaluations."""
+    """The rows that `prompts.held_out` holds out of training; only for evaluations."""
 
 
 class PromptSource(ABC):
@@ -64,7 +64,7 @@ class PromptSource(ABC):
     sizes: Sequence[int] = ()
     """The bytes of each row's messages, if all were read."""
     held_out: PromptSource | None = None
-    """The rows that `prompts.held_out` keeps from training."""
+    """The rows that `prompts.held_out` holds out of training."""
     mixed: Sequence[str] = ()
     """The names of the sources of a mixture, which its rows have in the column MIXTURE."""
 

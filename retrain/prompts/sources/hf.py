@@ -13,17 +13,17 @@ from retrain.prompts.sequences import IteratedPrompts
 
 
 class DatasetPrompts(PromptSource):
-    """A Hugging Face data set, from the Hub or from a folder: one that `save_to_disk` wrote, or of
-    parquet, jsonl or csv files.
+    """A Hugging Face dataset, from the Hub or from a folder: one that `save_to_disk` wrote, or one
+    with parquet, jsonl or csv files.
 
     Args:
         path: The id on the Hub, or the folder.
-        split: The split of the data set; slices such as train[:10%] too.
-        config: The configuration of the data set, if it has several.
+        split: The split of the dataset, or a slice of it, such as train[:10%].
+        config: The configuration of the dataset, if it has several.
         revision: The commit, tag or branch on the Hub.
-        streaming: Download only the rows that are used; set `limit` too.
+        streaming: Download only the rows that are used; also set `limit`.
 
-    Raises PromptError if the data set can't be loaded.
+    Raises PromptError if the dataset can't be loaded.
     """
 
     read_at_start = True
