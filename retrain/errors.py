@@ -41,6 +41,10 @@ _OWN = re.compile(
     """,
     re.VERBOSE,
 )
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys instead of showing, but not tab and newline."""
+MAX_TEXT = 20_000
+"""The longest text of one error, in characters."""
 LIBRARIES = (
     str(Path(__file__).parent),
     str(Path(traceback.__file__).parent),
@@ -178,15 +182,26 @@ def alike(error: str) -> str:
     return _OWN.sub("...", error)
 
 
+def printable(text: str) -> str:
+    """`text` with control characters escaped, so that a terminal shows them and obeys none."""
+    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text.replace("\r\n", "\n"))
+
+
 def text_of(error: BaseException) -> str:
-    """The text of any exception: of a group its first error, also if a `__str__` raises."""
+    """The printable text of any exception, truncated to MAX_TEXT characters.
+
+    For a group it is the first error's. A `__str__` that raises is reported as such.
+    """
     try:
         if isinstance(error, BaseExceptionGroup):  # its own text says only how many there are
             first = error.exceptions[0]
             return f"{error.message}: {type(first).__name__}: {text_of(first)}"
-        return str(error)
+        text = str(error)
     except BaseException as failure:  # noqa: BLE001 - of user code
         return f"<its __str__ raised {type(failure).__name__}>"
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}... ({len(text):,} characters)"
+    return printable(text)
 
 
 def shown(value: object, limit: int = 80) -> str:

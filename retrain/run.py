@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from retrain.engine.ranks.contract import ignore_signals, launched
-from retrain.errors import ConfigError, RetrainError, RunError, alike
+from retrain.errors import ConfigError, RetrainError, RunError, alike, printable
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
@@ -439,7 +439,7 @@ def _unread() -> bool:
 
 def _print(text: str) -> None:
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     except OSError:  # the terminal is closed
         let_go(sys.stderr)
 

@@ -192,6 +192,12 @@ async def test_markup_in_an_error_is_shown_as_it_is(run: ObservedRun) -> None:
     assert "3 x reward 'x' raised KeyError: '[/bold]'" in out.getvalue()
 
 
+async def test_control_characters_are_shown_and_not_obeyed(run: ObservedRun) -> None:
+    out = io.StringIO()
+    Console(out)._say("a\x1b]0;title\x07 \x1b[2J\r\x9b1A\u202eb")
+    assert out.getvalue() == "a\\x1b]0;title\\x07 \\x1b[2J\\r\\x9b1A\\u202eb\n"
+
+
 async def test_a_file_that_was_closed_does_not_end_the_run(run: ObservedRun) -> None:
     out = io.StringIO()
     console = Console(out)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from dataclasses import replace
@@ -20,10 +22,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.mock_engine import mock_config
+from retrain.algorithms.grpo import GRPO
+from retrain.algorithms.sft import SFT
 from retrain.concurrency.locks import in_use
 from retrain.config import RunConfig
-from retrain.errors import ConfigError, RunError
+from retrain.environment import Action, Environment, StepResult
+from retrain.errors import MAX_TEXT, ConfigError, RunError
 from retrain.observe import journal, rollout_lines, voided
+from retrain.observe.console import Console
 from retrain.observe.journal import Journal, encode, read_lines, repair
 from retrain.observe.rollout_lines import encoded, hash_of, with_fate
 from retrain.observe.run_dir import (
@@ -33,7 +40,10 @@ from retrain.observe.run_dir import (
     surviving,
 )
 from retrain.observe.voided import cut
+from retrain.pipeline import train
+from retrain.pipeline.recorder import Recorder
 from retrain.types import Completion, Group, Message, Prompt, Trajectory, Turn
+from tests.pipe_kit import kept_adapter, parts_with
 
 
 def config(**sections: Any) -> RunConfig:
@@ -564,3 +574,60 @@ def test_a_row_with_any_values_is_written_and_not_consumed() -> None:
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
+
+
+async def test_records_tokens_writes_the_very_sequences_that_are_trained(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    short = mock_config(path, records={"tokens": True}, train={"total_train_steps": 3})
+    adapter = kept_adapter(short)
+    await train(short, parts=parts_with(short, adapter))
+    streams = ("token_ids", "loss_mask", "logprobs", "versions")
+    written: dict[int, list[dict[str, Any]]] = {}
+    for line in read_lines(path / "rollouts.jsonl"):
+        if line["step"] is not None:
+            written.setdefault(line["step"], []).extend(line["sequences"])
+    assert len(written) == len(adapter.batches) == 3
+    for step, batch in enumerate(adapter.batches, start=1):
+        trained = [{name: list(getattr(s, name)) for name in streams} for s in batch.samples]
+        assert sorted(written[step], key=repr) == sorted(trained, key=repr)
+
+
+class Hostile(Environment):
+    """Loses the working directory, and fails in terminal escapes that never end."""
+
+    async def step(self, action: Action) -> StepResult:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+        if self.prompt.index == 0:
+            raise ValueError("\x1b[2J\x1b]0;title\x07" + "x" * 50_000_000)
+        return await super().step(action)
+
+
+async def test_p5_neither_a_lost_working_directory_nor_a_huge_error_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # and back
+    path, out = tmp_path / "run", io.StringIO()
+    hostile = mock_config(
+        path,
+        environment={"type": "tests.test_run_dir:Hostile"},
+        train={"total_train_steps": 2},
+        checkpoint={"every": 1},
+    )
+    result = await train(hostile, callbacks=[Console(out)])
+    assert (result.status, (path / "report.html").exists()) == ("completed", True)
+    assert [e["event"] for e in read_events(path)][-1] == "end"
+    failed = [line for line in read_lines(path / "rollouts.jsonl") if line["error"]]
+    assert {line["index"] for line in failed} == {0}
+    assert max(len(line["error"]) for line in failed) < 2 * MAX_TEXT
+    assert "\x1b" not in out.getvalue()
+
+
+def test_examples_that_a_resume_kept_write_no_rollouts(tmp_path: Path) -> None:
+    """As in a run without a resume: the rows of the dataset are not rollouts."""
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        for algorithm, lines in ((SFT(), 0), (GRPO(), 2)):
+            record = Recorder(run_dir, algorithm)
+            record.keep(group("ok", "ok"))
+            record.end("completed", 1)
+            assert len(list(read_lines(tmp_path / "run" / "rollouts.jsonl"))) == lines

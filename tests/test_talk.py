@@ -15,11 +15,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 import retrain
 from retrain.__main__ import command
+from retrain.config import load_config
 from retrain.endpoint.public import PublicServer
 from retrain.errors import ConfigError
+from retrain.observe.card import model_card
 from retrain.run import main
 from retrain.talk.subject import find_subject
 from retrain.talk.voice import opened
@@ -151,6 +154,20 @@ async def test_the_server_remembers_nothing_and_waits_for_its_model() -> None:
                 assert refused.status_code == 403
 
 
+def test_the_model_card_has_the_records_of_the_run(run_dir: Path) -> None:
+    _, head, body = (run_dir / "final/README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["retrain", "reinforcement-learning", "grpo"],
+    }
+    rows = dict(line.strip("| ").split(" | ", 1) for line in body.splitlines() if "| " in line)
+    assert (rows["steps"], rows["algorithm"]) == ("1", "grpo")
+    assert rows["reward"].startswith("`letters.py:score`")
+    merged = model_card(load_config(run_dir / "config.yaml"), [], run_dir)
+    assert "library_name: transformers" in merged
+
+
 def test_a_conversation_in_a_pipe_is_one_reply_a_line(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,8 +182,8 @@ def test_a_conversation_in_a_pipe_is_one_reply_a_line(
     done = capsys.readouterr()
     said = done.out.splitlines()
     assert len(said) == 8, "the base model's reply, then the trained one's"
-    assert not any(line.startswith(("base>", "trained>")) for line in said)
-    assert said[0] != said[1]
+    assert [line.partition("> ")[0] for line in said] == ["base", "trained"] * 4
+    assert said[0].partition("> ")[2] != said[1].partition("> ")[2]
     assert said[:4] == said[4:]  # the second conversation begins like the first
     assert f"loading {run_dir / 'final'}" in done.err
 

@@ -337,6 +337,14 @@ class CheckpointConfig(Section):
     """With LoRA, write the merged model to `final/` instead of the LoRA weights."""
 
 
+class RecordsConfig(Section):
+    """What rollouts.jsonl contains besides messages, rewards and versions."""
+
+    tokens: bool = False
+    """Also write the token ids, log-probs, weight versions and loss masks of every rollout, as
+    `sequences`: the exact sequences that are trained."""
+
+
 class EvalConfig(Section):
     """Rollouts on held-out prompts, which are reported but not used for training."""
 
@@ -417,6 +425,7 @@ class RunConfig(Section):
     eval: EvalConfig | None = None
     """Evaluation on held-out prompts; by default none."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    records: RecordsConfig = RecordsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     loggers: Annotated[tuple[Plugin, ...], Listed] = ()
     """Where to send the metrics in addition to the run directory, such as tensorboard or wandb."""

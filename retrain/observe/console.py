@@ -16,7 +16,7 @@ from rich.console import Console as Terminal
 from rich.live import Live
 from rich.text import Text
 
-from retrain.errors import first_of
+from retrain.errors import first_of, printable
 from retrain.observe.callbacks import Callback, Run, TrainingResult
 from retrain.observe.progress import Progress, closing, counted_steps, evaluation, near
 from retrain.observe.streams import let_go
@@ -126,7 +126,7 @@ class Console(Callback):
         self._say(self._progress.line())
 
     def _say(self, line: str, label_width: int = 0) -> None:
-        text = Text(line)
+        text = Text(printable(line))
         text.stylize("bold", 0, label_width)
         self._terminal.print(text, soft_wrap=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.config.plugins import line_of
-from retrain.errors import RetrainError, text_of
+from retrain.errors import MAX_TEXT, RetrainError, printable, text_of
 
 ERROR = "error.txt"
 INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
@@ -43,8 +43,8 @@ def full_text(error: BaseException) -> str:
     lines = [f"{text}\n  ({n} times)" if n > 1 else text for text, n in texts.items()]
     lines += [] if error in found else notes_of(error)
     if not all(isinstance(cause, RetrainError) for cause in found):
-        lines += ["", "".join(traceback.format_exception(error))]
-    return "\n".join(lines).rstrip() + "\n"
+        lines += ["", *(line[:MAX_TEXT] for line in traceback.format_exception(error))]
+    return printable("\n".join(lines).rstrip() + "\n")
 
 
 def write_error(folder: Path, error: BaseException) -> bool:
@@ -62,7 +62,7 @@ def write_error(folder: Path, error: BaseException) -> bool:
 def notes_of(error: BaseException) -> Sequence[str]:
     """The notes of an error."""
     notes = getattr(error, "__notes__", ())  # user code may have put anything there
-    return [str(note) for note in notes] if isinstance(notes, list | tuple) else []
+    return [printable(str(note)) for note in notes] if isinstance(notes, list | tuple) else []
 
 
 def _text(cause: BaseException) -> str:

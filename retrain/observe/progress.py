@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -150,7 +151,7 @@ class Progress:
             ("grad norm", "grad_norm", number),
             ("entropy", "entropy", number),
             ("staleness", "staleness/mean", number),
-            ("tokens/s", "tokens/per_second", short),
+            ("tokens/s", "tokens/per_second", rate),
             ("trainer idle", "trainer/idle_fraction", "{:.0%}".format),
             ("no-signal groups", "groups/zero_signal", short),
             ("failed rollouts", "rollouts/failed", short),
@@ -219,10 +220,9 @@ def counted_steps(number: int) -> str:
 
 
 def near(path: Path | str) -> str:
-    """`path`, relative to the working directory if that contains it."""
-    working = Path.cwd()
-    if isinstance(path, Path) and path.is_relative_to(working):
-        return str(path.relative_to(working))
+    """`path`, relative to the working directory if that exists and contains it."""
+    with suppress(OSError, ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
     return str(path)
 
 
@@ -255,6 +255,11 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if suffix == 'k' else size):.1f}{suffix}"
     return f"{value:.0f}"
+
+
+def rate(value: float) -> str:
+    """`short`, with two significant digits below 10."""
+    return f"{value:.2g}" if value < 10 else short(value)
 
 
 def _outcomes(tally: Tally) -> tuple[str, int]:

@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retrain.algorithms.base import Algorithm
 from retrain.concurrency.guardian_process import advice
+from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError, StallError
+from retrain.observe.card import model_card
 from retrain.observe.failure import ERROR, described, write_error
 from retrain.observe.peak import peak_memory
 from retrain.observe.report import write_report
@@ -31,14 +34,20 @@ MAX_RENDERED = 16
 class Recorder:
     """Writes to `run_dir` what a run with `algorithm` does.
 
-    `mixed` are the names of the sources of a mixture.
+    `mixed` are the names of the sources of a mixture. `tokens` is the config's `records.tokens`.
     """
 
     def __init__(
-        self, run_dir: RunDirectory, algorithm: Algorithm, mixed: Collection[str] = ()
+        self,
+        run_dir: RunDirectory,
+        algorithm: Algorithm,
+        mixed: Collection[str] = (),
+        *,
+        tokens: bool = False,
     ) -> None:
         self.run_dir = run_dir
         self.event = run_dir.event
+        self._encoded = partial(encoded, tokens=tokens)
         self.history: list[Metrics] = []
         """The rows of all steps, in order."""
         self._sampled = algorithm.source == "rollouts"
@@ -76,11 +85,12 @@ class Recorder:
         self.run_dir.count(group)
         if self._sampled:
             self._render(group)
-            self.keep(group)
+        self.keep(group)
 
     def keep(self, group: Group) -> None:
         """A finished group waits for its fate: a step, a drop, or the end of the run."""
-        self._open[group.prompt.id] = encoded(group)
+        if self._sampled:
+            self._open[group.prompt.id] = self._encoded(group)
 
     def dropped(self, group: Group, cause: str, again: Ticket | None) -> None:
         """A group is not trained; `again` is the new ticket of its prompt if it is reissued."""
@@ -126,7 +136,7 @@ class Recorder:
         """A held-out group was played. It doesn't count for the reward of a step."""
         if self._sampled:
             self.run_dir.count(group, evaluated=True)
-            self.run_dir.rollouts(encoded(group), step)
+            self.run_dir.rollouts(self._encoded(group), step)
         self.progress()
 
     def evaluation_row(self, metrics: Metrics) -> None:
@@ -202,6 +212,13 @@ class Recorder:
             write_report(self.run_dir.path)
         except (ConfigError, RunError, OSError) as error:
             self.fault(f"report.html: {error}")
+
+    def card(self, config: RunConfig, model: Path) -> None:
+        """Write the model card of the exported model into its folder."""
+        try:
+            (model / "README.md").write_text(model_card(config, self.history, model), "utf-8")
+        except OSError as error:
+            self.fault(f"{model / 'README.md'}: {error}")
 
     def last_words(self, message: str) -> None:
         """The watchdog is about to end the process, and calls this in its thread."""

@@ -83,7 +83,9 @@ class Run:
         """Whether the latest publish succeeded; otherwise a resume publishes."""
         self.model: Path | str | None = None
         """Where the exported model is."""
-        self.record = Recorder(run_dir, parts.algorithm, parts.prompts.mixed)
+        self.record = Recorder(
+            run_dir, parts.algorithm, parts.prompts.mixed, tokens=config.records.tokens
+        )
         self.checkpoints = Checkpoints(run_dir.checkpoints)
         self.ledger = Ledger(
             lambda epoch: parts.prompts.order(epoch, train.seed, train.shuffle),

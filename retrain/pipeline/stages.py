@@ -294,6 +294,9 @@ async def learn(run: Run) -> None:
     await checkpoint(run)
     export = run.adapter.export(run.run_dir.path / "final")
     run.model = await run.within("export", export, limit="checkpoint")
+    if isinstance(run.model, Path):
+        run.evaluation.write_row()
+        run.record.card(run.config, run.model)
     run.record.event("export", path=None if run.model is None else str(run.model))
 
 
