@@ -49,7 +49,7 @@ from tests.chaos.virtual_time import VirtualLoop, virtual
 
 GROUP_SIZE = 8
 ROWS = 1024
-"""Prompts of the data set."""
+"""Prompts of the dataset."""
 MAX_TOKENS = 16_384
 
 
