@@ -15,8 +15,8 @@ from retrain.types import Prompt, Trajectory
 
 SECONDS = 20.0
 """After this time no further reply is tried."""
-NO_ROLLOUT = "the agent plays 0 "
-"""How the trial of an agent begins that plays no rollout."""
+NO_ROLLOUT = "the agent completes 0 "
+"""The beginning of the finding if the agent completes no rollout."""
 Case = tuple[str, Trajectory]
 
 
