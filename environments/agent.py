@@ -148,7 +148,7 @@ class Agent(Environment):
             if found is None or found[0] in os.environ:
                 raise
             raise UserCodeError(
-                f"{self.path}: {found[0]} is not set, as the function runs in the process of "
+                f"{self.path}: {found[0]} is not set, because the function runs in the process of "
                 f"retrain{_line(error, self.function)}. Pass its arguments `base_url` and "
                 "`api_key` to the client, or set environment.process: true"
             ) from error

@@ -84,7 +84,7 @@ def _printed(record: logging.LogRecord) -> bool:
         _printing.add(label)
         logging.getLogger(__name__).warning(
             "the MCP server %s prints to stdout, which is for messages of the protocol: ignored "
-            "%.80r. Print to stderr instead, such as by print(..., file=sys.stderr)",
+            "%.80r. Print to stderr instead, for example with print(..., file=sys.stderr)",
             label,
             error.errors()[0]["input"],
         )

@@ -84,7 +84,7 @@ class OpenEnv(Environment):
         except RuntimeError as error:
             if "(code: VALIDATION_ERROR)" not in str(error):
                 raise
-            hint: Message = {"role": "user", "content": "This is no valid action."}
+            hint: Message = {"role": "user", "content": "This is not a valid action."}
             return StepResult([hint], 0.0, False, False, {"unreadable": True})
         ended = bool(result.done)
         text: Message = {"role": "user", "content": str(self.read(result.observation))}

@@ -24,7 +24,7 @@ from retrain import (
 )
 
 _made: dict[str, Any] = {}
-"""The data sets by their keys: all instances share one."""
+"""The datasets by their keys: all instances share one."""
 
 
 class ReasoningGym(Environment):
@@ -109,14 +109,14 @@ def _dataset(
     for name in [str(part.get("name")) for part in parts]:
         if name not in DATASETS:
             near = " or ".join(difflib.get_close_matches(name, DATASETS) or DATASETS)
-            said = f"no data set is called {name!r}; did you mean {near}?"
+            said = f"unknown dataset {name!r}; did you mean {near}?"
             raise ConfigError(f"environment.dataset: {said}")
     try:
         if isinstance(dataset, str):
             made = create_dataset(dataset, **{**shared, **(config or {})})
         else:
             if config:
-                raise ValueError("several data sets have a config each")
+                raise ValueError("each of several datasets has its own config")
             specs = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in dataset]
             made = create_dataset("composite", datasets=specs, **shared)
         made[0]

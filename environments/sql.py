@@ -115,8 +115,8 @@ class Sql(Environment):
             columns = ", ".join(map(str, row.metadata)) or "none"
             got = "no `answer`" if row.answer is None else f"the answer {row.answer!r}"
             raise ValueError(
-                f"the row has {got}, expected a query of SQL; its other columns are {columns}; "
-                "set prompts.answer_column to the right one"
+                f"the row has {got}, expected an SQL query; its other columns are {columns}; set "
+                "prompts.answer_column to the right one"
             )
         try:
             return self.database.rows(row.answer, self.seconds, self.rows)
@@ -145,7 +145,7 @@ class Database:
             self.schema = ";\n".join(text for (text,) in self.rows(tables, 5.0, 10_000))
         except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"environment.database: {path}: {error}; expected a file of SQLite, or .sql"
+                f"environment.database: {path}: {error}; expected an SQLite database or a .sql file"
             ) from error
 
     def rows(self, query: str, seconds: float, most: int) -> Rows:
@@ -192,7 +192,7 @@ def queried(source: str, image: bytes, query: str, seconds: float, most: int) ->
         with interrupted(connection, seconds):
             cursor = connection.execute(query)
             if cursor.description is None:
-                raise ValueError("this is no SELECT")
+                raise ValueError("this is not a SELECT")
             return read(cursor, most)
     except UnicodeEncodeError as error:
         raise ValueError("the query is not UTF-8") from error

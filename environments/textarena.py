@@ -119,9 +119,7 @@ class TextArena(Environment):
             from textarena.envs.registration import ENV_REGISTRY
         if self.id not in ENV_REGISTRY:
             near = " or ".join(difflib.get_close_matches(self.id, ENV_REGISTRY) or ENV_REGISTRY)
-            raise ConfigError(
-                f"environment.id: no game is called {self.id!r}; did you mean {near}?"
-            )
+            raise ConfigError(f"environment.id: unknown game {self.id!r}; did you mean {near}?")
         self.state = random.getstate()
         try:
             self._apart(partial(self._start, Prompt("0.0.0", ())))

@@ -105,7 +105,7 @@ class Blocks:
         if not lines:
             return Finding(True, "nothing blocks the event loop")
         if self.too_long:
-            lines.append("The checks ended early, since this makes them slow.")
+            lines.append("The checks ended early because this makes them slow.")
         return found(False, "the event loop is blocked", [*lines, ADVICE])
 
 

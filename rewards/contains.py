@@ -48,5 +48,7 @@ class Contains(RewardCalculator):
 def _listed(strings: object) -> list[str]:
     found = [str(s) for s in (strings if isinstance(strings, list | tuple) else [strings])]
     if not found or not all(found):
-        raise ValueError(f"got the strings {found}, expected at least one, and none empty")
+        raise ValueError(
+            f"got the strings {found}, expected at least one string, and no empty ones"
+        )
     return found

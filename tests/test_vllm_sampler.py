@@ -213,8 +213,8 @@ async def test_a_lost_request_is_sent_again(
     server.faults(**fault)
     [one] = await sampler.sample(PROMPT, SamplingParams(max_tokens=3))
     assert one.version == 0
-    assert "is taken out" in caplog.text
-    assert "is back, with the present weights" in caplog.text
+    assert "removed from use" in caplog.text
+    assert "is back, with the current weights" in caplog.text
 
 
 async def test_nothing_of_a_restarted_server_is_used(
@@ -406,7 +406,7 @@ async def test_a_seed_reaches_no_server_on_a_cpu(
             "group",
             [*FLAGS, *GROUP],
             {"config": {**MODEL, "hidden_size": 64}},
-            r"another model \(/.*/a has hidden_size 128, expected 64\). Start it with the run's",
+            r"a different model \(/.*/a has hidden_size 128, expected 64\).",
         ),
         ("folder", FLAGS, {"vocabulary": 4000}, "rejects token id 3999 .* vocabulary of 4000"),
     ],

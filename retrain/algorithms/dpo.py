@@ -7,7 +7,7 @@ with w the chosen and l the rejected answer to x, log-probs summed over an answe
 the weights that the run started from, so the loss of the first step is ln 2. An advantage is
 positive for the chosen and negative for the rejected answer; its size is the pair's weight 1/P.
 
-A row has `prompt`, `chosen` and `rejected`. For a data set with scores of single responses
+A row has `prompt`, `chosen` and `rejected`. For a dataset with scores of single responses
 (HelpSteer2), `pair_by` names the score: each prompt's best response is paired with its worst.
 """
 

@@ -114,7 +114,7 @@ def _failure(run_dir: Path, status: str, events: Sequence[Event]) -> dict[str, s
     text = _cause(error) if isinstance(error, dict) else _error_file(run_dir)
     saved = any((run_dir / "checkpoints").glob("step_*"))
     command = f"run the same command with --resume --run-dir {near(run_dir.absolute())}"
-    again = "start a new run, since there is no checkpoint"
+    again = "start a new run, because there is no checkpoint"
     if not text and not saved:
         return None
     fix = "Fix the cause, then " if text else "To continue, "

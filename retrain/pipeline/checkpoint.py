@@ -182,7 +182,7 @@ def copy(source: Path, target: Path) -> None:
     """
     verified(source)
     if target.exists() and not (target / MANIFEST).exists() and not _is_empty(target):
-        raise FileExistsError(f"{target} exists and is no checkpoint. Choose another folder.")
+        raise FileExistsError(f"{target} exists and is not a checkpoint. Choose another folder.")
     with _partial(target) as temporary:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, temporary)

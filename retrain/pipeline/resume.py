@@ -120,7 +120,7 @@ async def restore(run: Run) -> None:
     hashed = saved.counters.get("rows_hash")
     if hashed and run.rows_hash and hashed != run.rows_hash:
         run.record.fault(
-            "the rows of the prompts are not those of the checkpoint, so the rest of the run "
+            "the rows of the prompts differ from those of the checkpoint, so the rest of the run "
             "trains on other prompts. Restore the data, or make its source return the same rows "
             "each time"
         )

@@ -216,7 +216,7 @@ async def closed(instances: Sequence[Instance], seconds: float) -> None:
         waiting = {ended: i for ended, i in waiting.items() if not ended.done()}
         if loop.time() >= until:
             for instance in waiting.values():
-                instance.abandon(UserCodeError(f"{instance.name}: its time to end is over"))
+                instance.abandon(UserCodeError(f"{instance.name}: it did not close in time"))
             break
     if interrupted:
         raise asyncio.CancelledError

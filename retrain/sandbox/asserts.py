@@ -77,7 +77,9 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"the tests are no Python: {getattr(error, 'msg', error)}{line}") from None
+        raise ValueError(
+            f"the tests are not valid Python: {getattr(error, 'msg', error)}{line}"
+        ) from None
     found: list[CodeTest] = []
     before: list[ast.stmt] = []
     for node in tree.body:

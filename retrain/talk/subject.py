@@ -128,7 +128,9 @@ def _base_of(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         base = None
     if not isinstance(base, str) or not base:
-        raise ConfigError(f"{folder / ADAPTER} names no base model; pass the run directory instead")
+        raise ConfigError(
+            f"{folder / ADAPTER} does not name its base model; pass the run directory instead"
+        )
     return find_model(base, Path())
 
 

@@ -90,8 +90,8 @@ class RemoteOptions(AdapterOptions):
         served = cls.model_fields["native_losses"].default
         if unknown := sorted(value - served):
             raise ValueError(
-                f"got {unknown[0]!r}, expected some of {', '.join(sorted(served))}; every other "
-                "loss is computed here"
+                f"got {unknown[0]!r}, expected some of {', '.join(sorted(served))}; all other "
+                "losses are computed on this machine"
             )
         return value
 
@@ -135,7 +135,7 @@ class RemoteOptions(AdapterOptions):
             if not missing:
                 return []
             problem = (
-                f"backend.url: local needs what is not installed ({missing}): "
+                f"backend.url: local needs packages that are not installed ({missing}): "
                 f"{install_command('service')}, or set the url of a service"
             )
             return [problem]

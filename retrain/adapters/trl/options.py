@@ -205,8 +205,8 @@ class TrlOptions(AdapterOptions):
         if config.train.order == "in_order":
             found.append(
                 "train.order is in_order, but vLLM batches requests as they arrive: log-probs "
-                "differ in their last digits between runs, so a run can't be repeated exactly; "
-                "the local sampler can"
+                "differ in their last digits between runs, so a run is not bit-reproducible; "
+                "with the local sampler it is"
             )
         return found
 

@@ -239,15 +239,15 @@ class Fleet:
                 damaged = True
                 if member.state == "gone":
                     break
-                log.debug("the vLLM server %s is still out: %s", member.client.url, error)
+                log.debug("vLLM server %s is still unavailable: %s", member.client.url, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         self._notify()
         if member.state == "up":
-            log.warning("the vLLM server %s is back, with the present weights", member.client.url)
+            log.warning("vLLM server %s is back, with the current weights", member.client.url)
             self._report(member, "back")
         else:
-            log.warning("the vLLM server %s is given up: %s", member.client.url, member.error)
+            log.warning("giving up on vLLM server %s: %s", member.client.url, member.error)
             self._report(member, "given up", error=str(member.error))
 
     async def _report_loss(self, member: Member) -> None:
@@ -256,7 +256,7 @@ class Fleet:
             left = member.restarts < self._restarts
             restart = f"restart {member.restarts + 1} of {self._restarts}" if left else "no restart"
             error = f"{ended}; {restart}"
-        log.warning("the vLLM server %s is taken out: %s", member.client.url, error)
+        log.warning("vLLM server %s removed from use: %s", member.client.url, error)
         self._report(member, "lost", error=error)
 
     def _report(self, member: Member, state: str, **fields: object) -> None:

@@ -132,8 +132,8 @@ class VllmOptions(_Options):
         changed = [name for name in own if getattr(self, name) != self._default(name)]
         if self.url is not None and changed:
             raise ValueError(
-                f"got url and {', '.join(changed)}, which only a server that the run starts "
-                "(python) obeys: remove it, and start the server with vLLM's own flags"
+                f"got url and {', '.join(changed)}, which only apply to a server that the run "
+                "starts (python): remove them, and start the server with vLLM's own flags"
             )
         if len(set(self.devices)) < len(self.devices) or len(self.devices) % self.tensor_parallel:
             raise ValueError(
@@ -179,15 +179,15 @@ class VllmOptions(_Options):
                 if not is_loopback(urllib.parse.urlsplit(url).hostname or ""):
                     yield (
                         f"folder: {url} is on another machine, which can't read this one's files; "
-                        "set it to a folder that both can read, by the same path"
+                        "set it to a folder that both can read under the same path"
                     )
         if self.publish == "adapter" and not lora:
             yield (
-                "publish: got 'adapter', but all weights are trained; set backend.lora, or publish "
-                "to folder or group"
+                "publish: got 'adapter', but the full weights are trained; set backend.lora, or "
+                "publish to folder or group"
             )
         if self.folder is not None and self.way(lora=lora) == "group":
-            yield "folder: no effect, since `publish` is group; remove it"
+            yield "folder: has no effect because `publish` is group; remove it"
 
     def missing(self, base_dir: Path) -> Iterator[str]:
         """What a server that the run starts would not find on this machine."""
@@ -202,8 +202,8 @@ class VllmOptions(_Options):
         """What could not be checked."""
         if unknown_devices(self.devices):
             yield (
-                f"devices: got {self.devices}, but nvidia-smi is missing or fails on this machine: "
-                "without such devices, the servers will run on the CPU, or not start"
+                f"devices: got {self.devices}, but nvidia-smi is missing or fails on this "
+                "machine: without GPUs, the servers will run on the CPU or not start"
             )
 
 

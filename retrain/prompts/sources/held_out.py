@@ -11,7 +11,7 @@ def held_out(origin: Origin) -> PromptSource:
     source = origin.held_out()
     if source is None:
         raise PromptError(
-            "got held_out, but prompts.held_out is not set; set it to the fraction to keep from "
-            "training, such as 0.05"
+            "got held_out, but prompts.held_out is not set; set it to the fraction to hold out, "
+            "such as 0.05"
         )
     return source

@@ -1,4 +1,4 @@
-"""A Hugging Face data set."""
+"""A Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DatasetPrompts(PromptSource):
         streaming: bool = False,
         base_dir: Path | None = None,
     ) -> None:
-        self.name = f"data set {path} ({split})"
+        self.name = f"dataset {path} ({split})"
         keys = {"revision": revision, "streaming": streaming}
         self._data = load_dataset(path, config, split, base_dir, **keys)
         self._stream = IteratedPrompts(iter(self._data), self.name) if streaming else None
@@ -67,7 +67,7 @@ def load_dataset(
         import datasets
     except ImportError:
         raise PromptError(
-            f"data set {path}: needs the library datasets, which is not installed: "
+            f"dataset {path}: needs the library datasets, which is not installed: "
             f"{install_command('data')}"
         ) from None
     saved = next((folder for folder in places(path, base_dir) if folder.is_dir()), None)
@@ -78,7 +78,7 @@ def load_dataset(
         data = data[split] if isinstance(data, datasets.DatasetDict) else data
         return data.to_iterable_dataset() if keys.get("streaming") else data
     except Exception as error:
-        raise PromptError(f"data set {path} ({split}): {_why(error, saved)}") from error
+        raise PromptError(f"dataset {path} ({split}): {_why(error, saved)}") from error
 
 
 def _was_saved(folder: Path) -> bool:
@@ -91,6 +91,6 @@ def _why(error: Exception, saved: Path | None) -> str:
     if saved is None and isinstance(error, ConnectionError | OSError):
         return (
             f"no such folder, and the Hub can't be reached ({type(error).__name__}: {text}); "
-            "check the network, or download the data set and give its folder"
+            "check the network, or download the dataset and give its folder"
         )
     return f"{type(error).__name__}: {text}"
