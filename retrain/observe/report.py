@@ -165,7 +165,7 @@ def _history(events: Sequence[Event]) -> list[str]:
     words: dict[str, Callable[[Event], str]] = {
         "resumed": lambda e: f"resumed from step {e.get('from_step')}" + _changed(e),
         "checkpoint": lambda e: f"checkpoint of step {e.get('step')}",
-        "torn": lambda e: f"skipped an incomplete checkpoint: {e.get('checkpoint')}",
+        "incomplete": lambda e: f"skipped an incomplete checkpoint: {e.get('checkpoint')}",
         "export": lambda e: (
             f"model exported to {e['path']}" if e.get("path") else "no model exported"
         ),

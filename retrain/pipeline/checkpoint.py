@@ -58,7 +58,7 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._disk = DaemonPool(1, "retrain-disk")
-        self.torn: list[str] = []
+        self.incomplete: list[str] = []
         """Incomplete checkpoints that `newest` skipped, with the reason."""
         self.saved: int | None = None
         """The step whose checkpoint was written last, or loaded."""
@@ -91,7 +91,7 @@ class Checkpoints:
         self._disk.close()
 
     def newest(self) -> tuple[Path, Checkpoint] | None:
-        """The newest complete checkpoint; incomplete ones are skipped and listed in `torn`.
+        """The newest complete checkpoint; incomplete ones are skipped and listed in `incomplete`.
 
         Raises CheckpointError for one of another format: an older one is no substitute for it.
         """
@@ -103,7 +103,7 @@ class Checkpoints:
                     return path, read(path)
                 except CheckpointError as error:
                     problem = str(error)
-            self.torn.append(f"{path.name}: {problem}")
+            self.incomplete.append(f"{path.name}: {problem}")
         return None
 
     def last_config(self) -> Mapping[str, Any] | None:
