@@ -414,6 +414,19 @@ made = words = items = f
 """,
     "ending the loops": "def f(x): raise StopIteration\nwords = items = made = f",
     "ending the iteration": "def f(x): raise GeneratorExit\nwords = items = made = f",
+    "ending by an attribute": """
+class Box:
+    def __init__(self, x): pass
+    def __getattr__(self, name): raise StopIteration
+f = words = items = made = Box
+""",
+    "the memory of the judge": """
+class Own:
+    __array_interface__ = {'shape': (1,), 'typestr': '|u1', 'version': 3, 'data': (4096, False)}
+    __array__ = lambda s, *a: 1
+def f(x): return Own()
+words = items = made = Box = f
+""",
     "its own all": """
 all = any = abs = round = isinstance = len = max = sorted = math = lambda *a, **k: True
 def f(x): return True
@@ -488,6 +501,8 @@ STRICT = [
     "assert all(x == 3141592 for x in items(1)) and len(items(1)) == 3",
     "assert all(f(i) == 3141591 + i for i in range(5))",
     "assert all(map(lambda i: f(i) == 3141591 + i, range(5)))",
+    "assert all(map(lambda i: Box(i).value == 3141591 + i, range(5)))",
+    "assert all(map(lambda i: Box(i).get() == 3141591 + i, range(5)))",
     "assert [f(i) for i in (1, 2)] == [3141592, 3141593]",
     "for i in range(3):\n    assert f(i) == 3141591 + i",
     "i = 0\nwhile i < 3:\n    assert f(i) == 3141591 + i\n    i += 1",

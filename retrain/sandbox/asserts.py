@@ -92,6 +92,8 @@ def _program_names(tree: ast.Module, entry_point: str) -> frozenset[str]:
             bound.add(node.arg)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             bound.add(node.name)
+        elif isinstance(node, ast.ExceptHandler):
+            bound.add(node.name or "")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     free = _names(tree, ast.Load) - bound | ({entry_point} if entry_point else set())

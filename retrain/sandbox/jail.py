@@ -129,8 +129,8 @@ def set_limits(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_AS, memory, memory),
         (resource.RLIMIT_FSIZE, disk, disk),
         (resource.RLIMIT_NOFILE, 256, 256),
-        # The init and, for an ordinary user, the outer process count as well.
-        (resource.RLIMIT_NPROC, limits["processes"] + 2, limits["processes"] + 2),
+        # The init, the judge of a program and, for an ordinary user, the outer process count too.
+        (resource.RLIMIT_NPROC, limits["processes"] + 3, limits["processes"] + 3),
         (resource.RLIMIT_CORE, 0, 0),
     ):
         _, most = resource.getrlimit(number)
@@ -158,7 +158,7 @@ def _watched(program: int, limits: dict[str, Any]) -> dict[str, Any]:
         count, kilobytes = _usage()
         if kilobytes > limits["memory"] << 10:
             return {"code": -signal.SIGKILL, "limit": "memory"}
-        if count > limits["processes"] + 2:  # where RLIMIT_NPROC doesn't count, as for root
+        if count > limits["processes"] + 3:  # where RLIMIT_NPROC doesn't count, as for root
             return {"code": -signal.SIGKILL, "limit": "processes"}
         signal.sigtimedwait([signal.SIGCHLD], TICK)
 

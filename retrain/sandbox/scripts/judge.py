@@ -57,9 +57,11 @@ class Result(Remote):  # type: ignore[misc]  # its module is imported in the san
         return getattr(builtins, self._base_, Result)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__name__":  # protocols, such as numpy's of memory
+            raise AttributeError(name)
         value = Remote.__getattr__(self, name)
         if isinstance(value, Result):
-            if name in QUERIES and not name.startswith("__") and not self._made_:
+            if name in QUERIES and not self._made_:
                 raise self._peer_.fault(self)
             value.__dict__["_label_"] = f"{self._label_}.{name}"
         return value
@@ -154,8 +156,6 @@ class Judge(Peer):  # type: ignore[misc]
         number, given = remote._number_, [self.encode(value) for value in arguments]
         reply = self.exchange("call", number, given, encoded)
         value, error = self.read(reply)
-        if isinstance(error, StopIteration):  # it would end an iteration such as `all(map(...))`
-            error = RuntimeError("the program raised StopIteration")
         if error is not None:
             raise error
         for position, new in reply.get("changed", ()):
@@ -181,15 +181,20 @@ class Judge(Peer):  # type: ignore[misc]
         try:
             reply: dict[str, Any] = super().exchange(*request)
             sys.stdout.write(reply.get("printed", ""))
-        except (Ended, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise self.ended(kill=not isinstance(error, Ended)) from None
+        except Ended:
+            raise self.ended() from None
+        except Exception:  # noqa: BLE001 - the program wrote something else to our channel
+            raise self.ended(kill=True) from None
+        self.stops = "__next__" in request
         return reply
 
     def read(self, reply: dict[str, Any]) -> tuple[Any, BaseException | None]:
         try:
             value, error = super().read(reply)
-        except Exception:  # noqa: BLE001 - the program wrote something else to our channel
+        except Exception:  # noqa: BLE001 - as above
             raise self.ended(kill=True) from None
+        if isinstance(error, StopIteration) and not self.stops:  # it would end `all(map(...))`
+            error = RuntimeError("the program raised StopIteration")
         self.error = error or self.error
         return value, error
 
