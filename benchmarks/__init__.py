@@ -1,1 +1,1 @@
-"""One command each: `python -m benchmarks.NAME` prints its table, ratios taken in one run."""
+"""One command each: `python -m benchmarks.NAME` prints a table whose ratios come from one run."""

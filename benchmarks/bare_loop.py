@@ -1,9 +1,10 @@
-"""A bare asyncio loop over the mock engine: what the cost of the pipe is compared with.
+"""A bare asyncio loop over the mock engine, the baseline for the cost of the pipeline.
 
-It is what an experienced engineer writes in a page, for one task: slot workers that sample a group
-of completions, gather its rewards and compute its advantages; a bounded queue; a learner. Engine,
-prompts, rewards, group size, slots and batches are those of the pipe. It writes no file, and has no
-bound of staleness, chat template, environment, deadline, metric, checkpoint or handling of errors.
+It is what an experienced engineer would write on one page for one task: slot workers that sample a
+group of completions, gather its rewards and compute its advantages; a bounded queue; a learner.
+Engine, prompts, rewards, group size, slots and batches are those of the pipe. It writes no file,
+and has no bound on staleness, chat template, environment, deadline, metric, checkpoint or handling
+of errors.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ async def _work(
     group_size: int,
     done: asyncio.Queue[list[Sample]],
 ) -> None:
-    """Play one group after the other."""
+    """Sample one group after the other."""
     for seed, row in source:
         prompt_ids = engine.tokenizer.encode(row["prompt"])
         params = SamplingParams(max_tokens=4, seed=seed)

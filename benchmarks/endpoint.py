@@ -1,12 +1,12 @@
-"""The CPU that the endpoint adds to a call, and its loop's lag, at 500 calls in flight.
+"""The CPU time that the endpoint adds to a call, and the lag of its loop, at 500 calls in flight.
 
     python -m benchmarks.endpoint
 
-A client in a process of its own keeps 500 calls in flight with bare aiohttp: agents of four turns
-with a tool, each of which continues the last. The sampler only waits, so all CPU
-of this process is the endpoint's: HTTP, the form of the API, the chat template and the tree of
-calls. `without HTTP` are the same calls made directly, so only the template and the tree. Bar: at
-most 3 ms CPU per call.
+A client in its own process keeps 500 calls in flight with bare aiohttp: agents of four turns with a
+tool, each of which continues the last. The sampler only waits, so all CPU of this process is the
+endpoint's: HTTP, the form of the API, the chat template and the tree of calls. `without HTTP` makes
+the same calls directly, so it measures only the template and the tree. Bar: at most 3 ms CPU per
+call.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ async def agent(session: aiohttp.ClientSession, url: str, key: str, path: str, n
 
 
 def client(pipe: Connection) -> None:
-    """Plays the agents that it gets, all at once, and sends how long they took."""
+    """Runs the agents that it gets concurrently, and sends how long they took."""
 
     async def play(path: str, doors: Sequence[tuple[str, str]]) -> float:
         connector = aiohttp.TCPConnector(limit=len(doors))

@@ -1,4 +1,4 @@
-"""Simulate the real pipe over 1 to 100 vLLM-like engines, then measure where one process ends.
+"""Simulate the real pipe over 1 to 100 vLLM-like engines, then measure the limit of one process.
 
     python -m benchmarks.fleet [--quick]
 
@@ -8,7 +8,7 @@ of a run. Groups have 8 rollouts. The trainer is as large as the fleet: an updat
 time that the engines need for its batch.
 
 The fraction is that of the best asynchronous schedule, which keeps every engine full and loses
-nothing but the pauses of the pushes. A step of R rollouts takes it
+only the pauses of the pushes. A step of R rollouts takes it
 max(update + push + pause, R x seconds per rollout / engines + pause), where the seconds per rollout
 are those of its tokens at the number of rows with the highest throughput, and of its prompts when
 each is prefilled once per group. Staleness counts a rollout by its oldest token, as the bound does.
@@ -49,7 +49,7 @@ from tests.chaos.virtual_time import VirtualLoop, virtual
 
 GROUP_SIZE = 8
 ROWS = 1024
-"""Prompts of the data set."""
+"""Prompts of the dataset."""
 MAX_TOKENS = 16_384
 
 
@@ -86,7 +86,7 @@ class Case:
         )
 
     def generating(self, options: FleetOptions) -> float:
-        """Seconds in which engines that are always full play the rollouts of a step."""
+        """Seconds in which engines that are always full generate the rollouts of a step."""
         ids, curve = _mean_length(options.mean_tokens, options.sigma), options.curve
         prompt = OPENING / GROUP_SIZE + (self.turns - 1) * len(ANSWER)
         each = TOKENS * (self.turns * ids * curve.best + prompt * curve.compute)
@@ -266,7 +266,7 @@ def full(in_flight: int) -> tuple[float, ...]:
 
 
 def ceiling(quick: bool) -> None:
-    """Print what one process does when its engines cost nothing."""
+    """Print the limit of one process, with engines that use no CPU."""
     print("One process, in real time")
     names = ("in flight", "rollouts/s", "us CPU each", "CPU / time", "lag p99 ms", "memory MB")
     print(" ".join(f"{name:>11}" for name in names))

@@ -10,7 +10,7 @@ reached. No number is measured; all are parameters of `Curve`.
 - Attention reads the KV cache: 147 kB x 2,800 tokens of context / 2.0 TB/s = 200 us per row. These
   are the tokens of an average row at an average moment, where the lengths of completions have a
   mean of 2,048 and are lognormal with sigma 1: 2,048 x e / 2.
-- The KV cache of 128 such rows is 53 GB, the rest of a card of 80 GB; more requests wait.
+- The KV cache of 128 such rows is 53 GB, the rest of an 80 GB GPU; further requests wait.
 
 Memory is not modelled further: nothing is preempted.
 """
@@ -47,7 +47,7 @@ class Curve(BaseModel):
     attention: float = 200e-6
     """Reading the KV cache of one row, per decode step."""
     max_rows: int = 128
-    """Rows that decode at once."""
+    """Rows that decode at the same time."""
 
     def step(self, rows: int) -> float:
         """One decode step, which gives each of the rows a token."""

@@ -1,4 +1,4 @@
-"""Everything that a GPU changes, in one command; without one, the same on the CPU and smaller.
+"""Everything that a GPU changes, in one command; without a GPU, the same on the CPU with less work.
 
     python -m benchmarks.gpu
     python -m benchmarks.gpu --parts sampling decoding
@@ -9,14 +9,14 @@ model of the same architecture, in float32. The parts, most useful first:
 
 - sampling: tokens per second of the local sampler, `model.generate` and transformers' continuous
   batching, on the same ragged work (see benchmarks/sampler.py);
-- adapter: a step of the TRL adapter beside TRL alone (see benchmarks/trl_adapter.py);
+- adapter: a step of the TRL adapter compared with plain TRL (see benchmarks/trl_adapter.py);
 - pipe: a step of a whole run with `staleness.target` 0 and 1;
 - large: GRPO with LoRA at the shape of Qwen3-4B (only CUDA; the bar is 80 GB);
-- options: a step of the adapter by dtype, gradient checkpointing and attention;
-- decoding: one pass of 64 rows, as it is and compiled (with CUDA graphs on a card).
+- options: a step of the adapter for each dtype, gradient checkpointing and attention setting;
+- decoding: one pass of 64 rows, as it is and compiled (with CUDA graphs on a GPU).
 
-Each prints its peak of memory. Each is a process of its own, which is ended after its time limit,
-so that a part that fails or hangs costs the others nothing. `sampling` and `decoding` need no TRL.
+Each prints its peak memory. Each runs in its own process, which is ended after its time limit, so
+that a part that fails or hangs does not stop the others. `sampling` and `decoding` need no TRL.
 All limits together are 27 minutes.
 """
 
@@ -68,7 +68,7 @@ def run(part: str, arguments: argparse.Namespace) -> None:
 
 
 def run_apart(part: str, arguments: argparse.Namespace) -> None:
-    """Run a part in a process of its own, and end its process group after its time limit."""
+    """Run a part in its own process, and end its process group after its time limit."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--here", "--parts", part]
     command += ["--device", arguments.device, "--threads", str(arguments.threads)]
     command += ["--quick"] if arguments.quick else []
@@ -90,10 +90,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=SECONDS, default=list(SECONDS))
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--quick", action="store_true", help="one repeat of little work")
+    parser.add_argument("--quick", action="store_true", help="one repeat with little work")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=float, help="seconds of each part, instead of its own")
-    parser.add_argument("--here", action="store_true", help="in this process, without limits")
+    parser.add_argument(
+        "--here", action="store_true", help="run the parts in this process, without time limits"
+    )
     arguments = parser.parse_args(argv)
     if arguments.device == "auto":
         arguments.device = choose_device()

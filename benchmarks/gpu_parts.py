@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu.py: each builds what it needs, prints a table and its peak of memory.
+"""The parts of benchmarks/gpu.py: each sets itself up, and prints a table and its peak memory.
 
 TRL is imported where it is needed, so that the others run without it.
 """
@@ -175,7 +175,7 @@ def seconds_of(run: Callable[[], Any], count: int, arguments: argparse.Namespace
 
 
 def adapter(arguments: argparse.Namespace) -> None:
-    """The adapter beside TRL alone."""
+    """The adapter compared with plain TRL."""
     from benchmarks import trl_adapter
 
     with saved(arguments) as (folder, vocabulary):
@@ -185,7 +185,7 @@ def adapter(arguments: argparse.Namespace) -> None:
 
 
 def options(arguments: argparse.Namespace) -> None:
-    """A step of the adapter and its peak of memory by option."""
+    """A step of the adapter and its peak memory for each option."""
     from benchmarks import trl_adapter
 
     with saved(arguments) as (folder, vocabulary):
@@ -229,7 +229,7 @@ def pipe(arguments: argparse.Namespace) -> None:
 
 
 def large(arguments: argparse.Namespace) -> None:
-    """The peak of memory of sampling, a GRPO step with LoRA and a publish, at 4 B parameters."""
+    """The peak memory of sampling, a GRPO step with LoRA and a publish, at 4 B parameters."""
     if arguments.device != "cuda":
         print("skipped: no CUDA device")
         return
@@ -243,7 +243,7 @@ def large(arguments: argparse.Namespace) -> None:
 
 
 async def one_step(config: RunConfig, arguments: argparse.Namespace, vocabulary: int) -> None:
-    """Sampling beside an update, and a publish while rows decode, as in a run."""
+    """Sampling during an update, and a publish while rows decode, as in a run."""
     from benchmarks import trl_adapter
     from retrain.adapters.trl.adapter import TrlAdapter
 
@@ -305,7 +305,7 @@ def checked(config: RunConfig) -> Any:
 
 
 def estimate(config: RunConfig) -> None:
-    """Print the estimate of memory that a run prints."""
+    """Print the memory estimate that a run prints."""
     from retrain.adapters.trl.memory import forecast
 
     estimated = forecast(checked(config), config)
@@ -361,12 +361,12 @@ def going_on(name: str) -> Iterator[None]:
 
 
 def peak(arguments: argparse.Namespace) -> float:
-    """Print and return the peak of memory in GB since the last, and of the process on the CPU."""
+    """Print and return the peak memory in GB since the last, and of the process on the CPU."""
     if arguments.device == "cuda":
-        found, what = torch.cuda.max_memory_allocated() / GB, "allocated on the card"
+        found, what = torch.cuda.max_memory_allocated() / GB, "allocated on the GPU"
         torch.cuda.reset_peak_memory_stats()
     else:
         found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
         what = "resident, of the process so far"
-    print(f"peak of memory: {found:.2f} GB {what}", flush=True)
+    print(f"peak memory: {found:.2f} GB {what}", flush=True)
     return found

@@ -2,13 +2,13 @@
 
     python -m benchmarks.http_concurrency
 
-Three clients ask one server, in a process of its own, for samples over Tinker's protocol: a
-submission and one poll for its result, both decoded. `retrain` is our client with everything that
-it does (httpx's client over aiohttp's connections, back-pressure, retries, deadlines); `aiohttp`
-sends the same two requests bare; `httpx` is a plain httpx.AsyncClient, for contrast. The arms take
-turns; ratios are medians over the rounds. CPU is this process's, per request. The garbage collector
-runs as rarely as in a run of the pipe. Bars: at least 0.4 of aiohttp's rate, at most 2.5 times its
-CPU.
+Three clients ask one server, in its own process, for samples over Tinker's protocol: a submission
+and one poll for its result, both decoded. `retrain` is our client with everything that it does
+(httpx's client over aiohttp's connections, back-pressure, retries, deadlines); `aiohttp` sends the
+same two requests and does nothing else; `httpx` is a plain httpx.AsyncClient, for comparison. The
+arms take turns; ratios are medians over the rounds. CPU is this process's, per request. The garbage
+collector runs as rarely as in a run of the pipe. Bars: at least 0.4 of aiohttp's rate, at most 2.5
+times its CPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Sample = Callable[[], Awaitable[SampleResult]]
 
 
 def serve(pipe: Connection) -> None:
-    """Answer at once, with a result that is encoded in advance."""
+    """Answer immediately, with a result that is encoded in advance."""
     one = SampledSequence(list(range(COMPLETION)), [-0.5] * COMPLETION, "length")
     result = messages.encode_sample(SampleResult([one]))
     replies = {

@@ -1,6 +1,6 @@
 """An engine without a model: seeded completions after a seeded latency.
 
-`backend: {type: benchmarks/mock_engine.py:MockOptions, latency: 0.3}` runs the whole pipe on it.
+`backend: {type: benchmarks/mock_engine.py:MockOptions, latency: 0.3}` runs the pipeline on it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LETTERS = "abcdefgh"
 
 
 class MockOptions(AdapterOptions):
-    """`latency` is the mean seconds of a completion, lognormal with `sigma`; 0 answers at once."""
+    """`latency`: mean seconds of a completion, lognormal with `sigma`; 0 answers immediately."""
 
     adapter: ClassVar[str] = "benchmarks.mock_engine:MockAdapter"
     latency: float = 0.0
     sigma: float = 0.5
     capacity: int | None = None
-    """Completions in flight at once; None means no limit."""
+    """Completions in flight at the same time; None means no limit."""
     update: float = 0.0
     """Seconds of an update."""
     publish: float = 0.0

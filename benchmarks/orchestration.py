@@ -1,4 +1,4 @@
-"""Measure the pipe beside a bare asyncio loop, and the fraction of the async limit.
+"""Compare the pipeline with a bare asyncio loop, and with the limit of asynchronous training.
 
     python -m benchmarks.orchestration [--quick] [--latency 0.3]
 
@@ -49,7 +49,7 @@ def share(completion: str, answer: str) -> float:
 
 
 class Echo(Environment):
-    """Gives the reward in `step`, so that each rollout has a task of its own."""
+    """Gives the reward in `step`, so that each rollout has its own task."""
 
     async def step(self, action: Action) -> StepResult:
         value = share(completion=action.text, answer=self.prompt.answer)
@@ -181,7 +181,7 @@ def run_bare(
 
 
 def cost(quick: bool, latency: float, repeats: int) -> None:
-    """Print CPU per rollout and loop lag beside the bare loop's, medians of alternate runs."""
+    """Print CPU per rollout and loop lag of both loops, medians of alternating runs."""
     print(f"{'in flight':>10} {'S':>2} {'reward':>6} {'us pipe':>8} {'us bare':>8} {'ratio':>6} "
           f"{'lag pipe':>9} {'lag bare':>9}")  # fmt: skip
     rows: list[tuple[int, int, Kind]] = [
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument(
         "--latency", type=float, default=0.3, help="mean seconds of a completion, for the cost"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="alternate runs of each row")
+    parser.add_argument("--repeats", type=int, default=3, help="alternating runs of each row")
     given = parser.parse_args()
     cost(given.quick, given.latency, given.repeats)
     limit(given.quick)

@@ -5,15 +5,15 @@
 The task is the echo task of the quickstart on the model `tiny`: 16 prompts x 8 rollouts x 4 tokens
 per step, with one OpenMP thread per worker. Each rollout waits for the latency once:
 
-- `trl, gathering`: in an async reward function that waits for its whole batch at once, the best
-  that a user of TRL can write.
+- `trl, gathering`: in an async reward function that waits for its whole batch concurrently, the
+  fastest approach that TRL allows.
 - `trl, environments`: in a tool of its environment_factory. TRL awaits one row after the other, so
   only a few steps are measured, after warm-up steps without latency. A model this small never
   writes a tool call, so a response template makes every reply the argument of the tool, and a chat
   template removes the tool from the prompt: the tokens equal those of the other arms. TRL drops the
   answer of the tool, which would exceed max_completion_length, so no second turn is sampled. An
   empty reply calls nothing and waits for nothing.
-- `ours, S=n`: in Environment.step, by `train()` with its run directory.
+- `ours, S=n`: in Environment.step, with `train()` and its run directory.
 
 Only steps in the middle of a run are timed. The arms take turns; ratios are those of wall time,
 medians of the rounds. Bars at 100 ms and S=2: 2x faster than S=0 and than `gathering`, 20x faster
@@ -161,7 +161,7 @@ class TrlClock(TrainerCallback):
 
 
 def gathering(latency: float, steps: int) -> Step:
-    """TRL, with a reward function that waits for all rows at once."""
+    """TRL, with a reward function that waits for all rows concurrently."""
 
     async def reward(completions: Any, answer: list[str], **_: Any) -> list[float]:
         await asyncio.gather(*(asyncio.sleep(latency) for _ in completions))
@@ -298,7 +298,7 @@ def compare(latency: int, arguments: argparse.Namespace) -> dict[str, list[Step]
 
 
 def report(latency: int, found: dict[str, list[Step]]) -> None:
-    print(f"\n{latency} ms of latency; load of the machine {os.getloadavg()[0]:.1f}")
+    print(f"\n{latency} ms latency; load average {os.getloadavg()[0]:.1f}")
     print(f"{'':20}{'ms per step':>12}{'least':>10}{'CPU ms':>10}{GATHERING:>18}{ENVIRONMENTS:>20}")
     for name, steps in found.items():
         walls = [step.wall for step in steps]

@@ -3,9 +3,9 @@
     python -m benchmarks.prompts [--rows 1000000] [--format jsonl]
 
 Writes a file of rows, then starts a process that reads it as a run does: all rows are checked, the
-order of an epoch is made, and 1,000 prompts are issued. Prints the seconds and the memory of the
-process beside the size of the file. The memory is the peak of the process less what it has after
-its imports; for parquet, pyarrow's own memory is part of it.
+order of an epoch is computed, and 1,000 prompts are issued. Prints the seconds and the memory of
+the process beside the size of the file. The memory is the peak of the process minus its memory
+after the imports; for parquet, pyarrow's own memory is part of it.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def generate(
 
 
 def now() -> float:
-    """Seconds of this process on the CPU; of the clock beside a card, and with several threads."""
+    """Seconds of this process on the CPU; of the clock with a GPU, and with several threads."""
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     return time.process_time() if alone else time.perf_counter()
 

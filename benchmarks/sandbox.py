@@ -1,4 +1,4 @@
-"""What a program in a sandbox costs: `python -m benchmarks.sandbox [--programs N]`."""
+"""The cost of a program in a sandbox: `python -m benchmarks.sandbox [--programs N]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from retrain.sandbox.choice import MODES
 
 
 async def measure(mode: str, programs: int, at_once: int) -> None:
-    """Print the milliseconds per program that does nothing, and per graded program."""
+    """Print the rate of programs that do nothing, and of graded programs."""
     async with sandbox_of(SandboxChoice(mode, at_once)) as sandbox:
         await sandbox.run(["python", "-c", "pass"], {})
         started = time.perf_counter()
@@ -30,8 +30,8 @@ async def measure(mode: str, programs: int, at_once: int) -> None:
         assert all(all(result.passed) for result in await asyncio.gather(*graded))
         both = (time.perf_counter() - started) / programs
     print(
-        f"{mode:<12} {1 / wall:6.0f} programs/s, {1e3 * median:5.1f} ms from start to end of one; "
-        f"{1 / both:6.0f} graded/s ({at_once} at once)"
+        f"{mode:<12} {1 / wall:6.0f} programs/s, {1e3 * median:5.1f} ms for one from start to "
+        f"end; {1 / both:6.0f} graded/s ({at_once} at the same time)"
     )
 
 
@@ -42,7 +42,9 @@ def bare(programs: int) -> None:
     for _ in range(programs):
         subprocess.run(argv, check=True)
     wall = (time.perf_counter() - started) / programs
-    print(f"{'bare Python':<12} {1 / wall:6.0f} programs/s, {1e3 * wall:5.1f} ms each (1 at once)")
+    print(
+        f"{'bare Python':<12} {1 / wall:6.0f} programs/s, {1e3 * wall:5.1f} ms each (one at a time)"
+    )
 
 
 def main() -> None:

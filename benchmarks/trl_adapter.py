@@ -1,16 +1,16 @@
-"""What a step of the TRL adapter costs more than TRL alone on the same rows, in one run.
+"""The extra cost of a step of the TRL adapter over plain TRL on the same rows, in one run.
 
     python -m benchmarks.trl_adapter
     python -m benchmarks.trl_adapter --shape qwen3-0.6b --device cuda --groups 8 --tokens 256
     python -m benchmarks.trl_adapter --processes 2
 
-TRL alone is a GRPOTrainer that gets ready-made tensors instead of generating: its forward,
+Plain TRL is a GRPOTrainer that gets ready-made tensors instead of generating: its forward,
 backward, clipping, optimizer, schedule and loop, without its padding and scoring. The adapter's
 step is one `update(batch)`, from plain lists to metrics. Blocks of steps alternate, so that other
 load on the machine slows both. The bar is 15 ms per step.
 
 With `--processes N` it compares one process with N instead, DDP and FSDP2, without a bar: on a CPU,
-processes pay only if each has cores of its own, and if a step takes longer than their messages.
+processes pay off only if each has its own cores, and if a step takes longer than their messages.
 """
 
 from __future__ import annotations
@@ -217,7 +217,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps per block")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=1, help="compare one with this many")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="compare one process with this many"
+    )
     return parser.parse_args()
 
 

@@ -1,11 +1,11 @@
-"""Compare a vLLM server through the pipe with the same server alone, on the same requests.
+"""Compare a vLLM server through the pipeline with direct requests to it, on the same requests.
 
     python -m benchmarks.vllm_sampler --python /path/to/vllm/env/bin/python
     python -m benchmarks.vllm_sampler --url http://127.0.0.1:8000  # its model is on this machine
 
 - `pipe`: `train()` with its run directory, rewards, advantages and staleness 2, on an adapter whose
   updates do nothing, and whose publications only set the server's label.
-- `alone`: an aiohttp client that sends the pipe's very requests again, with as many in flight as
+- `alone`: an aiohttp client that sends the same requests again, with as many in flight as
   the pipe allows, decodes each answer, and does nothing else.
 
 One token in twenty ends a completion, so lengths differ (20 tokens on average, 64 at most). Only
@@ -92,7 +92,7 @@ class Meter:
 
 
 class Labels(Way):
-    """Publishes the label of a version, and no weights."""
+    """Publishes only the label of a version, no weights."""
 
     pauses = False
     version = 0
@@ -197,7 +197,7 @@ async def piped(backend: Mapping[str, Any], steps: int) -> Meter:
 
 
 async def alone(url: str, bodies: Sequence[Mapping[str, Any]]) -> Meter:
-    """The same requests, sent by the shortest client there is."""
+    """The same requests, sent by a minimal client."""
     meter, left = Meter(), iter(bodies)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as http:

@@ -85,7 +85,7 @@ def _built_in(kind: str, name: str, keys: Json, models: Json) -> Iterator[str]:
 
 
 def _inner_tables(owner: str, properties: Json, models: Json) -> Iterator[str]:
-    """The tables of the keys that hold a mapping with keys of its own."""
+    """The tables of the keys whose value is a mapping with its own keys."""
     for key, entry in properties.items():
         options = [_model(option, models) for option in entry.get("oneOf", ())]
         for model in options or [_model(entry, models)]:
@@ -100,7 +100,7 @@ def _inner_tables(owner: str, properties: Json, models: Json) -> Iterator[str]:
 def _differences(section: Json, models: Json) -> Iterator[str]:
     """The table of the defaults that differ between the built-in backends."""
     yield "\n### Defaults that differ\n"
-    yield "All other keys that backends share have the same default, those of AdamW included.\n"
+    yield "All other keys that backends share have the same default, including those of AdamW.\n"
     defaults: dict[str, dict[str, str]] = {}
     backends = []
     for case in section["allOf"]:
@@ -114,7 +114,7 @@ def _differences(section: Json, models: Json) -> Iterator[str]:
         if len(set(by_backend.values())) > 1:
             shown = [f"`{by_backend[b]}`" if b in by_backend else "" for b in backends]
             yield f"| `{key}` | {' | '.join(shown)} |".replace('"', "")
-    yield "\nLoRA trains the output layer too on services, and never on `trl`."
+    yield "\nOn services, LoRA also trains the output layer; on `trl`, it never does."
 
 
 def _flat(properties: Json, models: Json) -> Iterator[tuple[str, Json]]:
@@ -124,7 +124,7 @@ def _flat(properties: Json, models: Json) -> Iterator[tuple[str, Json]]:
         if model is None:
             yield key, entry
             continue
-        yield key, {"default": "all weights" if entry.get("default") is None else "LoRA"}
+        yield key, {"default": "full weights" if entry.get("default") is None else "LoRA"}
         yield from ((f"{key}.{name}", inner) for name, inner in model["properties"].items())
 
 

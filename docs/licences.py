@@ -1,4 +1,4 @@
-"""Writes licences.md: `python docs/licences.py`. With `--check` it compares, and fails.
+"""Writes licences.md: `python docs/licences.py`. `--check` fails if the page is out of date.
 
 The packages are those that constraints.txt pins and pyproject.toml needs. A licence is read from
 the metadata of the installed package; a package that is not installed is not checked.
@@ -55,7 +55,7 @@ def needed() -> dict[str, set[str]]:
 
 
 def licence(name: str) -> str:
-    """An SPDX expression, or the package's own words."""
+    """An SPDX expression, or else the name that the package gives."""
     package = metadata.metadata(name)
     own = package.get("License-Expression") or (package.get("License") or "").strip()
     lines = [line for line in package.get_all("Classifier") or [] if "License :: OSI" in line]
@@ -84,7 +84,7 @@ def rows(packages: dict[str, set[str]]) -> dict[str, str]:
 
 
 def problems(page: str, packages: dict[str, set[str]]) -> list[str]:
-    """Licences that are not allowed, and lines that the page lacks."""
+    """Licences that are not allowed, and lines that are missing on the page."""
     bad = {name: licence(name) for name in packages if not allowed(licence(name))}
     bad = {
         n: text for n, text in bad.items() if n not in FOR_TESTS or packages[n] - {"test", "dev"}
@@ -92,7 +92,7 @@ def problems(page: str, packages: dict[str, set[str]]) -> list[str]:
     stale = [n for n, line in rows(packages).items() if line not in page.splitlines()]
     return [
         f"{n}: its licence {text!r} is not allowed by docs/licences.py" for n, text in bad.items()
-    ] + [f"docs/licences.md is not current for {name}: run `make docs`" for name in stale]
+    ] + [f"docs/licences.md is out of date for {name}: run `make docs`" for name in stale]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The training loop on one page: from prompts to weights, step after step.
 
 `retrain.train` computes the same numbers with queues between the stages, so that sampling and
-training overlap. It adds what this page leaves out: failed rollouts, staleness, evaluation,
-checkpoints and the run directory.
+training overlap. It also handles failed rollouts, staleness, evaluation, checkpoints and the run
+directory.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from retrain.types import Metrics, Prompt, Ticket
 
 
 async def learn(parts: Parts) -> list[Metrics]:
-    """Train as `parts.config` says; return the metrics of each step."""
+    """Train according to `parts.config`; return the metrics of each step."""
     config = parts.config
     history: list[Metrics] = []
     async with parts.scorer.serving(), parts.open_adapter() as adapter:  # loads the model
@@ -28,7 +28,7 @@ async def learn(parts: Parts) -> list[Metrics]:
             issued = islice(prompts, config.train.groups_per_step)
             # a group: several rollouts of one prompt, sampled turn by turn, with their rewards
             groups = [await slot.play(prompt) for prompt in issued]
-            advantages = parts.algorithm.advantages(groups)  # which rollouts get credit
+            advantages = parts.algorithm.advantages(groups)  # one per rollout or per token
             samples = make_samples(groups, advantages)  # tokens, loss mask, advantages
             batch = batch_of(
                 samples,

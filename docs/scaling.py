@@ -44,12 +44,12 @@ def page(present: str) -> str:
 
 
 def _one() -> str:
-    """One card for training and sampling."""
+    """One GPU for training and sampling."""
     heads = ["model", "trained", "weights", "gradients", "optimizer", "activations"]
     heads += ["sampler", "cache", "total"]
     rows = []
     for name, shape in MODELS.items():
-        for trained in ("LoRA", "all"):
+        for trained in ("LoRA", "full"):
             need = estimate(shape, _setup(shape, lora=trained == "LoRA"))
             parts = (need.weights, need.gradients, need.optimizer, need.activations)
             sampled = need.sampler, need.cache
@@ -58,7 +58,7 @@ def _one() -> str:
 
 
 def _command() -> str:
-    """A dry run that estimates a row of the first table, on a machine without the card."""
+    """A dry run that estimates a row of the first table, on a machine without the GPU."""
     keys = {
         "model": "Qwen/Qwen3-8B",
         "sampling.max_tokens": LENGTH,
@@ -69,7 +69,7 @@ def _command() -> str:
         "backend.gradient_checkpointing": "true",
         "backend.dtype": "bfloat16",
     }
-    lines, line = [], "python -m retrain.run scaling.yaml --dry-run"
+    lines, line = [], "retrain run scaling.yaml --dry-run"
     for word in (f"{key}={value}" for key, value in keys.items()):
         if len(line) + len(word) > 96:
             lines.append(f"{line} \\")
@@ -79,7 +79,7 @@ def _command() -> str:
 
 
 def _eight() -> str:
-    """Seven cards that train, and one with vLLM."""
+    """Seven GPUs that train, and one with vLLM."""
     rows = []
     for name, shape in MODELS.items():
         cells = []

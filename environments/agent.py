@@ -64,14 +64,15 @@ class Agent(Environment):
 
     Args:
         run: A function as path/file.py:name or module:name.
-        process: Run the function in a process of its own, so that it can be ended.
+        process: Run the function in its own process, so that it can be stopped.
         command: A program and its arguments, instead of `run`.
-        stdin: The input of a command.
+        stdin: The standard input of a command.
         files: Text files that a command finds in its working folder.
-        env: More environment variables of a command.
-        output: What is the completion of a command: its `stdout`, or a file in its working folder.
-        exit_codes: Exit codes of a command that are results, by default 0; any other is a crash.
-        seats: The values of the argument `model`, if several parties are trained.
+        env: Additional environment variables of a command.
+        output: Where the completion of a command is: `stdout`, or a file in its working folder.
+        exit_codes: Exit codes with which a command gives a result, by default 0; any other counts
+            as a crash.
+        seats: The model names that the agent uses in its calls, if several parties are trained.
     """
 
     def __init__(  # noqa: PLR0913 - its keys in the YAML
@@ -147,7 +148,7 @@ class Agent(Environment):
             if found is None or found[0] in os.environ:
                 raise
             raise UserCodeError(
-                f"{self.path}: {found[0]} is not set, as the function runs in the process of "
+                f"{self.path}: {found[0]} is not set, because the function runs in the process of "
                 f"retrain{_line(error, self.function)}. Pass its arguments `base_url` and "
                 "`api_key` to the client, or set environment.process: true"
             ) from error

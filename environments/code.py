@@ -37,11 +37,12 @@ class Code(Environment):
     Args:
         sandbox: `auto`, `namespaces`, `bubblewrap`, `none`, or a class as path/file.py:Class.
         limits: Limits of one program: seconds, cpu_seconds, memory, disk, files, processes, output.
-        processes: How many programs run at the same time, by default the number of cores.
-        packages: Let programs import the packages that are installed beside retrain.
-        command: What runs the program; the file's name is appended.
-        column: The column with the tests; by default `tests`, or else the row's answer.
-        attempts: How many programs the model may try; it sees the first failure of each.
+        processes: How many programs run at the same time; by default the number of cores.
+        packages: Let programs import the packages of retrain's Python environment.
+        command: The command that runs the program; the name of its file is appended.
+        column: The column with the tests; by default `tests`, or the answer if there is no such
+            column.
+        attempts: The number of programs that the model may try; it sees the first failure of each.
         score: The `fraction` of tests that the last program passes, or 1 if it passes `all`.
     """
 

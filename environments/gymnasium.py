@@ -35,21 +35,22 @@ _made: dict[str, tuple[Callable[[], Any], Any]] = {}
 
 
 class Gymnasium(Environment):
-    """An environment of Gymnasium, played as text.
+    """A Gymnasium environment, played as text.
 
     Args:
         id: A registered id, or a class as module:Class or path/file.py:Class.
         kwargs: Arguments of the environment.
-        actions: The names of the actions of a Discrete space, in order, or path/file.py:function,
-            which makes an action of the text of a reply. By default a reply contains numbers.
-        render: `auto` for its own text (the mode `ansi`) if it has one, else the observation;
-            `observation`; or path/file.py:function, which makes a text of the observation and the
-            environment.
+        actions: The names of the actions of a Discrete space, in order, or path/file.py:function
+            that converts the text of a reply into an action. By default a reply contains numbers.
+        render: `auto`: its own text (the mode `ansi`) if it has one, otherwise the observation;
+            `observation`; or path/file.py:function that renders the observation as text, called
+            with the observation and the environment.
         system: The system message.
-        hint: The answer to a reply without a valid action; by default it says what is valid.
-        penalty: What such a reply costs.
-        max_turns: Also end the episode, as truncated, after this many turns.
-        size: The number of tasks in an epoch, each with a seed of its own.
+        hint: The response to a reply without a valid action; by default it lists what is valid.
+        penalty: What a reply without a valid action costs.
+        max_turns: End the episode as truncated after this many turns; `rollout.max_turns` also
+            applies.
+        size: The number of tasks in an epoch, each with its own seed.
     """
 
     def __init__(  # noqa: PLR0913 - its keys in the YAML

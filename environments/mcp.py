@@ -84,7 +84,7 @@ def _printed(record: logging.LogRecord) -> bool:
         _printing.add(label)
         logging.getLogger(__name__).warning(
             "the MCP server %s prints to stdout, which is for messages of the protocol: ignored "
-            "%.80r. Print to stderr instead, such as by print(..., file=sys.stderr)",
+            "%.80r. Print to stderr instead, for example with print(..., file=sys.stderr)",
             label,
             error.errors()[0]["input"],
         )
@@ -162,16 +162,17 @@ class Server(BaseModel):
 
 
 class Mcp(ToolEnvironment):
-    """The model may call tools of MCP servers; a reply without calls is the answer.
+    """The model can call the tools of MCP servers; a reply without calls is the answer.
 
     Args:
-        servers: Each has a `command` (with `env`), or a `url` (with `headers`), and maybe a
-            `prefix` for the names of its tools. ${NAME} in a value is an environment variable.
+        servers: Each has a `command` (with `env`) or a `url` (with `headers`), and optionally a
+            `prefix` for its tool names. ${NAME} in a value is an environment variable.
         tools: The names of the tools that are offered; by default all.
-        share: Whether all rollouts use the same sessions, for servers that keep no state.
-        max_turns: Also end the episode, as truncated, after this many turns.
-        tool_seconds: A call that takes longer is answered by an error.
-        max_result_characters: A longer result is cut.
+        share: Use the same sessions for all rollouts, for servers that keep no state.
+        max_turns: End the episode as truncated after this many turns; `rollout.max_turns` also
+            applies.
+        tool_seconds: The time limit of a call in seconds; a slower call returns an error.
+        max_result_characters: The maximum length of a result; a longer one is truncated.
     """
 
     _worked: ClassVar[set[tuple[str, ...]]] = set()

@@ -28,17 +28,18 @@ OWN_LIMIT = 1e9
 
 
 class OpenEnv(Environment):
-    """A session of an OpenEnv server, by its WebSocket; any environment of such a server.
+    """A session with any environment of an OpenEnv server, over its WebSocket.
 
     Args:
         url: The server, as http://HOST:PORT.
-        action: The field of the action that is the text of the reply, or path/file.py:function,
-            which makes an action (a mapping) of that text.
-        observation: The field of an observation that the model reads, or path/file.py:function,
-            which makes a text of it (a mapping). By default its only field, or all as JSON.
+        action: The field of the action that takes the text of the reply, or path/file.py:function
+            that converts that text into an action (a mapping).
+        observation: The field of the observation that the model reads, or path/file.py:function
+            that converts the observation (a mapping) into text. By default its only field, or all
+            fields as JSON.
         reset: Arguments of the server's reset, in addition to the seed.
         system: The system message.
-        size: The number of tasks in an epoch, each with a seed of its own.
+        size: The number of tasks in an epoch, each with its own seed.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class OpenEnv(Environment):
         except RuntimeError as error:
             if "(code: VALIDATION_ERROR)" not in str(error):
                 raise
-            hint: Message = {"role": "user", "content": "This is no valid action."}
+            hint: Message = {"role": "user", "content": "This is not a valid action."}
             return StepResult([hint], 0.0, False, False, {"unreadable": True})
         ended = bool(result.done)
         text: Message = {"role": "user", "content": str(self.read(result.observation))}

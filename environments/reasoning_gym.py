@@ -24,21 +24,22 @@ from retrain import (
 )
 
 _made: dict[str, Any] = {}
-"""The data sets by their keys: all instances share one."""
+"""The datasets by their keys: all instances share one."""
 
 
 class ReasoningGym(Environment):
-    """A data set of Reasoning Gym, or a mixture of several; the reward is its own score.
+    """A dataset of Reasoning Gym, or a mixture of several; the reward is the dataset's own score.
 
     Args:
-        dataset: Its name, or a list of mappings, each with `name`, `weight` (1) and `config`.
-        config: The parameters of the data set, such as min_terms.
+        dataset: The name of the dataset, or a list of mappings, each with `name`, `weight` (1) and
+            `config`.
+        config: The parameters of the dataset, such as min_terms.
         size: The number of tasks.
-        seed: Other tasks.
-        answer_tag: The answer is between the last <answer> and </answer>, for another word here
-            between tags of that name; with "" the whole reply.
-        system: The system message: the name of one of Reasoning Gym's, or a text. By default its
-            `default`, which asks for the tags; without tags none.
+        seed: The seed of the task generator; another seed gives other tasks.
+        answer_tag: The tag that encloses the answer: `answer` reads the text in the last
+            `<answer>...</answer>`. Set "" to use the whole reply.
+        system: The system message, or the name of one of Reasoning Gym's prompts. By default its
+            `default` prompt, which asks for the tags; none if `answer_tag` is not `answer`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ReasoningGym(Environment):
 
 
 class Tasks(Sequence[dict[str, Any]]):
-    """The rows of a data set, each made when it is read."""
+    """The rows of a dataset, each created when it is read."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -93,14 +94,14 @@ class Tasks(Sequence[dict[str, Any]]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        entry = self.dataset[range(len(self))[index]]  # a data set itself has no end
+        entry = self.dataset[range(len(self))[index]]  # a dataset itself has no end
         return {"prompt": entry["question"], "answer": entry["answer"], "idx": index}
 
 
 def _dataset(
     dataset: str | list[dict[str, Any]], config: dict[str, Any] | None, shared: dict[str, int]
 ) -> Any:
-    """The data set; raises ConfigError for a wrong name or parameter."""
+    """The dataset; raises ConfigError for a wrong name or parameter."""
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -108,14 +109,14 @@ def _dataset(
     for name in [str(part.get("name")) for part in parts]:
         if name not in DATASETS:
             near = " or ".join(difflib.get_close_matches(name, DATASETS) or DATASETS)
-            said = f"no data set is called {name!r}; did you mean {near}?"
+            said = f"unknown dataset {name!r}; did you mean {near}?"
             raise ConfigError(f"environment.dataset: {said}")
     try:
         if isinstance(dataset, str):
             made = create_dataset(dataset, **{**shared, **(config or {})})
         else:
             if config:
-                raise ValueError("several data sets have a config each")
+                raise ValueError("each of several datasets has its own config")
             specs = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in dataset]
             made = create_dataset("composite", datasets=specs, **shared)
         made[0]

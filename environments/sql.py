@@ -59,11 +59,13 @@ class Sql(Environment):
     """Compares the result of a query with that of the row's answer, on one database.
 
     Args:
-        database: A file of SQLite, or one of SQL statements that make it; by default a small shop.
+        database: A SQLite file, or a file of SQL statements that create the database; by default a
+            small shop.
         schema: Begin with a system message that shows the database's tables.
-        attempts: How many queries the model may try; it sees the error or the wrong result of each.
-        seconds: The longest that a query may take.
-        rows: The most rows that a query may return.
+        attempts: The number of queries that the model may try; it sees the error or the wrong
+            result of each.
+        seconds: The time limit of a query in seconds.
+        rows: The maximum number of rows that a query may return.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class Sql(Environment):
             columns = ", ".join(map(str, row.metadata)) or "none"
             got = "no `answer`" if row.answer is None else f"the answer {row.answer!r}"
             raise ValueError(
-                f"the row has {got}, expected a query of SQL; its other columns are {columns}; "
-                "set prompts.answer_column to the right one"
+                f"the row has {got}, expected an SQL query; its other columns are {columns}; set "
+                "prompts.answer_column to the right one"
             )
         try:
             return self.database.rows(row.answer, self.seconds, self.rows)
@@ -142,7 +144,7 @@ class Database:
             self.schema = ";\n".join(text for (text,) in self.rows(tables, 5.0, 10_000))
         except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"environment.database: {path}: {error}; expected a file of SQLite, or .sql"
+                f"environment.database: {path}: {error}; expected an SQLite database or a .sql file"
             ) from error
 
     def rows(self, query: str, seconds: float, most: int) -> Rows:
@@ -189,7 +191,7 @@ def queried(source: str, image: bytes, query: str, seconds: float, most: int) ->
         with interrupted(connection, seconds):
             cursor = connection.execute(query)
             if cursor.description is None:
-                raise ValueError("this is no SELECT")
+                raise ValueError("this is not a SELECT")
             return read(cursor, most)
     except UnicodeEncodeError as error:
         raise ValueError("the query is not UTF-8") from error

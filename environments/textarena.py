@@ -33,14 +33,14 @@ _tried: set[str] = set()
 
 
 class TextArena(Environment):
-    """A game of TextArena; several players are the seats `player_0`, `player_1` and so on.
+    """A TextArena game. Several players are the seats `player_0`, `player_1` and so on.
 
     Args:
         id: The game, such as GuessTheNumber-v0.
         kwargs: Arguments of the game.
         players: The number of players.
         system: The system message of each player.
-        size: The number of games in an epoch, each with a seed of its own.
+        size: The number of games in an epoch, each with its own seed.
     """
 
     def __init__(
@@ -119,9 +119,7 @@ class TextArena(Environment):
             from textarena.envs.registration import ENV_REGISTRY
         if self.id not in ENV_REGISTRY:
             near = " or ".join(difflib.get_close_matches(self.id, ENV_REGISTRY) or ENV_REGISTRY)
-            raise ConfigError(
-                f"environment.id: no game is called {self.id!r}; did you mean {near}?"
-            )
+            raise ConfigError(f"environment.id: unknown game {self.id!r}; did you mean {near}?")
         self.state = random.getstate()
         try:
             self._apart(partial(self._start, Prompt("0.0.0", ())))

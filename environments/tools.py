@@ -36,13 +36,14 @@ HOOKS = ("setup", "close")
 
 
 class Tools(ToolEnvironment):
-    """The model may call functions and methods of yours; a reply without calls is the answer.
+    """The model can call your functions and methods; a reply without calls is the answer.
 
     Args:
-        tools: Functions and classes as path/file.py:name or module:name.
-        max_turns: Also end the episode, as truncated, after this many turns.
-        tool_seconds: A call that takes longer is answered by an error.
-        max_result_characters: A longer result is cut.
+        tools: Functions and classes, as path/file.py:name or module:name.
+        max_turns: End the episode as truncated after this many turns; `rollout.max_turns` also
+            applies.
+        tool_seconds: The time limit of a call in seconds; a slower call returns an error.
+        max_result_characters: The maximum length of a result; a longer one is truncated.
     """
 
     def __init__(

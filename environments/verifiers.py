@@ -20,11 +20,12 @@ NO_KEY = "RETRAIN_ENDPOINT"
 
 
 class Verifiers(Environment):
-    """Plays tasks of a taskset, with a harness as a process of this machine.
+    """Runs the tasks of a taskset, with a harness as a process on this machine.
 
     Args:
         id: The installed taskset package.
-        env: More of its `env` section, as in its own configs: `taskset`, `agent`, `interception`.
+        env: Further keys of its `env` section, as in its own configs: `taskset`, `agent`,
+            `interception`.
     """
 
     def __init__(self, *, id: str, env: dict[str, Any] | None = None) -> None:

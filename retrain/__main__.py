@@ -26,8 +26,9 @@ COMMANDS = {
     "run": "train from a YAML file",
     "check": "test an environment, or all parts of a config, before a run",
     "report": "write RUN_DIR/report.html",
-    "chat": "talk to what a run trained, or to any model, in the terminal",
-    "serve": "serve a model: to runs over the Tinker and Weaver protocols, or with --openai",
+    "chat": "chat with a trained model, or any other model, in the terminal",
+    "serve": "run a training service (Tinker and Weaver protocols), or serve a model to OpenAI "
+    "clients (--openai)",
     "schema": "print the JSON schema of a config, for editors",
 }
 
@@ -59,21 +60,25 @@ def _check(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="retrain check",
-        description="Play rollouts with fixed replies, check that the environment keeps its "
-        "contract, and call the rewards of a config. Each tool is called a few times with made-up "
-        "arguments. Exit codes: 0 all checks passed, maybe with warnings, 1 a check failed, 2 it "
-        "can't be loaded.",
+        description="Run rollouts with fixed replies, check that the environment fulfils its "
+        "contract, and call the rewards of a config. Each tool is called a few times "
+        "with made-up arguments. Exit codes: 0: all checks passed (possibly with "
+        "warnings); 1: a check failed; 2: the subject can't be loaded.",
     )
     parser.add_argument("subject", metavar="ENVIRONMENT|CONFIG")
     parser.add_argument(
-        "keys", metavar="key=value", nargs="*", default=[], help="keys of the environment or config"
+        "keys",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="override keys of the environment or config",
     )
     parser.add_argument(
         "--reply",
         metavar="TEXT",
         action="append",
         default=[],
-        help="a reply of the model that the rewards of a config score too; may be repeated",
+        help="a model reply that the rewards of a config also score; can be repeated",
     )
     arguments = parser.parse_intermixed_args(argv)
     findings = drive(_watched_check(arguments.subject, arguments.keys, arguments.reply))
@@ -98,7 +103,7 @@ async def _watched_check(
 
 def _report(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="retrain report", description="Write a report."
+        allow_abbrev=False, prog="retrain report", description="Write report.html for a run."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     arguments = parser.parse_args(argv)

@@ -57,13 +57,14 @@ SAMPLES = (
 SETUP, TOOLS = "setup", "tools are valid"
 """Without these, no rollout can be played."""
 AGAIN = (
-    "the same prompt and replies gave another rollout: clear the state of the last rollout in "
-    "reset(), and seed random numbers by self.prompt.seed, so that a resumed run repeats itself"
+    "the same prompt and replies gave a different rollout: clear the state of the last rollout "
+    "in reset(), and seed random numbers with self.prompt.seed, so that a resumed run repeats "
+    "itself"
 )
 SHARED = "they share state: keep it on self, not in the class, the module or a file"
 VARIES = (
-    "this is right for a clock or a live search. If the tool keeps state, make it new in each "
-    "rollout"
+    "this is expected for a clock or a live search. If the tool keeps state, create that state "
+    "anew for each rollout"
 )
 
 
@@ -121,15 +122,15 @@ async def _checked_parts(parts: Parts, say: Say, replies: Sequence[str]) -> list
     prompts = [parts.prompts.prompt(Ticket(0, row), seed) for row in rows]
     fit = Finding(True, "all parts of the config load and fit together")
     if (source := parts.algorithm.source) != "rollouts":
-        unused = f"the rows are {source}: no environment and no reward is used"
+        unused = f"the rows are {source}: the environment and the rewards are not used"
         return [fit, Finding(True, unused)]
     blocks = Blocks()
     with blocks.watched():
         findings = await _checked(parts.environment, prompts, parts.config, say, blocks)
         if any(not f.good and f.what.startswith((SETUP, TOOLS, NO_ROLLOUT)) for f in findings):
-            trials = [Finding(False, "rewards: not tried, as no rollout succeeds")]
+            trials = [Finding(False, "rewards: not tried, because no rollout succeeds")]
         elif blocks.too_long:
-            trials = [Finding(False, "rewards: not tried, as the event loop is blocked")]
+            trials = [Finding(False, "rewards: not tried, because the event loop is blocked")]
         else:
             with waiting(say, "the rewards, called for a few rollouts"):
                 trials = await tried_rewards(parts, prompts, replies)
@@ -240,7 +241,7 @@ async def _checked_steps(
 
     right = await tried("reset and step return the right types", play())
     if right.good and len(plays) < len(texts):
-        some = f"{len(plays)} of {len(texts)} replies were tried, as the environment is slow"
+        some = f"{len(plays)} of {len(texts)} replies were tried, because the environment is slow"
         right = replace(right, advice=some)
     del plays[len(first) :]
     findings = [Finding(True, SETUP), right]
@@ -255,7 +256,7 @@ async def _checked_steps(
         cancel, before = _cancelled(make, prompts[0], limits), blocks.seconds
         ends = await tried("a cancelled step ends immediately", cancel)
         if ends.good and blocks.seconds > before:
-            ends = replace(ends, good=False, advice="it blocks the event loop, see below")
+            ends = replace(ends, good=False, advice="it blocks the event loop (see below)")
         findings.append(ends)
     return [*findings, Finding(not faults, "close", "".join(faults[:1]))]
 
@@ -287,7 +288,7 @@ async def _compared(
 
     findings = [
         await tried("a reused instance behaves like a new one", again()),
-        await tried(f"{INSTANCES} concurrent instances play like one", at_once()),
+        await tried(f"{INSTANCES} concurrent instances behave like one", at_once()),
     ]
     if differ:
         lines = "\n".join([*differ.values(), VARIES])
@@ -356,4 +357,4 @@ async def _cancelled(
     if swallowed:
         raise UserCodeError("don't suppress CancelledError: catch Exception instead")
     if faults:
-        raise UserCodeError(f"after it: {faults[0]}")
+        raise UserCodeError(f"close() failed after a cancelled step: {faults[0]}")

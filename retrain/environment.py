@@ -116,7 +116,7 @@ class Environment(ABC):
         """Raise ValueError for a row that can't be played.
 
         Override it to report such rows with their places before any model loads. Called for each
-        row of the data set on one instance that is not set up, so it must be fast.
+        row of the dataset on one instance that is not set up, so it must be fast.
         """
 
     async def setup(self) -> None:  # noqa: B027 - a default, not a forgotten body

@@ -85,7 +85,7 @@ class PromptError(ConfigError):
 
 
 class NotFoundError(ConfigError, FileNotFoundError):
-    """The path of a model, data set or checkpoint does not exist."""
+    """The path of a model, dataset or checkpoint does not exist."""
 
 
 class RunError(RetrainError):

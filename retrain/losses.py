@@ -248,7 +248,7 @@ def check_keys(name: str, config: Mapping[str, Any]) -> None:
     """
     if name not in LOSSES:
         near, known = nearest(name, LOSSES, NEAR), ", ".join(sorted(LOSSES))
-        raise ConfigError(f"no loss is called {name!r}{near}; expected one of {known}")
+        raise ConfigError(f"unknown loss {name!r}{near}; expected one of {known}")
     row = LOSSES[name]
     for key, value in config.items():
         where = f"algorithm.loss_config.{key}"

@@ -17,7 +17,7 @@ from retrain.environment import ToolSpec
 from retrain.errors import UserCodeError, shown
 from retrain.rollout.instance import Instance
 from retrain.scripted import (
-    PATIENCE,
+    SLOW_SECONDS,
     TEXTS,
     Blocks,
     Call,
@@ -121,7 +121,7 @@ def _played(play: Play, trajectories: Sequence[Trajectory], seconds: float) -> P
 def repeatable(plays: Sequence[Play], first: Sequence[Played]) -> list[tuple[Play, Played]]:
     """All plays but slow calls of tools, which have shown what they do."""
     pairs = zip(plays, first, strict=True)
-    return [(play, own) for play, own in pairs if not play.call or own.seconds <= PATIENCE]
+    return [(play, own) for play, own in pairs if not play.call or own.seconds <= SLOW_SECONDS]
 
 
 def compare(
@@ -154,7 +154,7 @@ def tools_finding(plays: Sequence[Play], first: Sequence[Played]) -> Finding:
     for play, own in zip(plays, first, strict=True):
         if play.call:
             result = own.results[0] if own.results else None
-            slow = f" in {own.seconds:.1f} s, not repeated" if own.seconds > PATIENCE else ""
+            slow = f" in {own.seconds:.1f} s, not repeated" if own.seconds > SLOW_SECONDS else ""
             shows = "no message with the role 'tool'" if result is None else shown(result, 200)
             lines.append(f"{play} -> {shows}{slow}")
             fails = fails or (result or "").startswith("error")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
 STOPPING = "Finishing this step, then writing a checkpoint."
-STOPPING_EARLY = "Stopping before training, as soon as the model has loaded."
+STOPPING_EARLY = "Will stop as soon as the model has loaded; nothing is trained."
 STUCK_SECONDS = 3.0
 """How long threads may take to end after the run."""
 REPORT_SECONDS = 2.0
@@ -251,8 +251,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="retrain run",
-        description="Train from a YAML file. Exit codes: 0 done, 1 the run failed, "
-        "2 bad config or usage, 130 interrupted (after a checkpoint).",
+        description="Train from a YAML file. Exit codes: 0: done; 1: the run failed; 2: bad "
+        "config or usage; 130: interrupted (after a checkpoint).",
     )
     parser.add_argument(
         "config", metavar="CONFIG", help="a YAML file, or an included config such as quickstart"
@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check and print the whole config, load no model",
+        help="check the config and print it with all defaults; load no model",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--run-dir", metavar="DIR", help="the run directory (default: runs/NAME)")
@@ -287,7 +287,8 @@ async def _train(config: RunConfig, console: Console, *, resume: bool) -> Traini
 
     parts = _assembled(config)
     hub = (
-        f"; there is no folder {config.model}, so it is read from the Hugging Face Hub or its cache"
+        f"; there is no folder {config.model}, so the model is read from the Hugging Face Hub or "
+        "its cache"
         if is_hub_id(config.model, config.base_dir)
         else ""
     )
@@ -336,7 +337,7 @@ def _dry_run(config: RunConfig, source: str, *, resume: bool) -> int:
         raise
     note, _, text = as_yaml(parts.resolved()).partition("\n")
     print(note)
-    print(f"# {source} is valid; no model was loaded, nothing was written")
+    print(f"# {source} is valid; no model was loaded and nothing was written")
     held_out = "" if parts.eval_prompts is None else f"; eval.prompts: {len(parts.eval_prompts)}"
     print(f"# rows of prompts: {len(parts.prompts)}{held_out}")
     print(text, end="", flush=True)

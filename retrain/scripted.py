@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from retrain.endpoint.server import EndpointServer
 
 Say = Callable[[str], object]
-"""Tells the user what takes long, at once."""
-PATIENCE = 2.0
-"""Seconds until the user gets to know what is being waited for."""
+"""Prints immediately what takes long."""
+SLOW_SECONDS = 2.0
+"""After so many seconds a wait is announced, and a call counts as slow."""
 BLOCKED = 0.25
 """Seconds that user code may block the event loop."""
 TEXTS = ("hello", "", "42", "x" * 2000)
@@ -69,7 +69,7 @@ async def tried(what: str, check: Awaitable[None]) -> Finding:
 @contextmanager
 def waiting(say: Say, what: str) -> Iterator[None]:
     """Say what is being waited for, if it takes long."""
-    timer = asyncio.get_running_loop().call_later(PATIENCE, say, f"waiting for {what}")
+    timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, say, f"waiting for {what}")
     try:
         yield
     finally:
@@ -86,7 +86,7 @@ class Blocks:
     @property
     def too_long(self) -> bool:
         """Whether it is found, and takes so long that the other checks can wait."""
-        return self.seconds > PATIENCE
+        return self.seconds > SLOW_SECONDS
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -105,7 +105,7 @@ class Blocks:
         if not lines:
             return Finding(True, "nothing blocks the event loop")
         if self.too_long:
-            lines.append("The checks ended early, since this makes them slow.")
+            lines.append("The checks ended early because this makes them slow.")
         return found(False, "the event loop is blocked", [*lines, ADVICE])
 
 

@@ -134,7 +134,7 @@ class ToolEnvironment(Environment):
         try:
             return self._cut(_text(result))
         except Exception as error:  # noqa: BLE001 - of the result's own methods
-            return self._failed(f"{call.name} returned no text: {text_of(error)}")
+            return self._failed(f"{call.name} returned an unusable result: {text_of(error)}")
 
     def _failed(self, reason: str) -> str:
         self._errors += 1
@@ -213,7 +213,7 @@ def _lacking(function: Callable[..., Any], name: str) -> Iterator[str]:
             continue
         shown = f"{name}({parameter.name})"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            yield f"{shown}: got {parameter}, expected arguments that have a name each"
+            yield f"{shown}: got {parameter}, expected named arguments only"
         elif parameter.annotation is parameter.empty:
             yield f"{shown} has no type hint. Add one, such as `{parameter.name}: str`."
         elif not _has_schema(parameter.annotation):

@@ -34,7 +34,7 @@ class Message(TypedDict):
 
 
 class Ticket(NamedTuple):
-    """The identity of a prompt in a run: ledger, resume and promise P1 count tickets."""
+    """The identity of a prompt in a run: ledger, resume and guarantee P1 count tickets."""
 
     epoch: int
     row: int
@@ -53,10 +53,10 @@ class Ticket(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a data set in the form that every source returns."""
+    """A row of a dataset in the form that every source returns."""
 
     messages: Sequence[Message]
-    answer: Any = None  # whatever the data set contains
+    answer: Any = None  # whatever the dataset contains
     metadata: Mapping[str, Any] = {}
     plain: bool = False
     """Whether the prompt is a string, and no list of messages."""
@@ -68,7 +68,7 @@ class Prompt:
 
     id: str
     messages: Sequence[Message]
-    answer: Any = None  # any value of the data set: only the user's reward reads it
+    answer: Any = None  # any value of the dataset: only the user's reward reads it
     metadata: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     """For random tasks: the same for all rollouts of a group and at every attempt, another one in
@@ -103,7 +103,7 @@ class Completion:
     stop_reason: StopReason
     version: int
     """The version of the weights that sampled it, the oldest if they changed meanwhile; -1 if it is
-    from the data set."""
+    from the dataset."""
     versions: Sequence[int] = ()
     """The version per token, (T,), if the weights changed while it was sampled; else empty."""
 

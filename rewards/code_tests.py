@@ -26,9 +26,10 @@ class CodeTests(RewardCalculator):
     Args:
         sandbox: `auto`, `namespaces`, `bubblewrap`, `none`, or a class as path/file.py:Class.
         limits: Limits of one program: seconds, cpu_seconds, memory, disk, files, processes, output.
-        packages: Let programs import the packages that are installed beside retrain.
-        command: What runs the program; the file's name is appended.
-        column: The column with the tests; by default `tests`, or else the row's answer.
+        packages: Let programs import the packages of retrain's Python environment.
+        command: The command that runs the program; the name of its file is appended.
+        column: The column with the tests; by default `tests`, or the answer if there is no such
+            column.
         score: The `fraction` of tests that the program passes, or 1 if it passes `all`.
     """
 

@@ -15,7 +15,7 @@ class Contains(RewardCalculator):
         strings: A string or a list of strings; by default the row's answer, which may be a list.
         match: Whether one of the strings is enough, or all are needed.
         ignore_case: Ignore the case of letters.
-        words: Find whole words only: `4` is not found in `14`.
+        words: Match whole words only: `4` is not found in `14`.
     """
 
     def __init__(
@@ -48,5 +48,7 @@ class Contains(RewardCalculator):
 def _listed(strings: object) -> list[str]:
     found = [str(s) for s in (strings if isinstance(strings, list | tuple) else [strings])]
     if not found or not all(found):
-        raise ValueError(f"got the strings {found}, expected at least one, and none empty")
+        raise ValueError(
+            f"got the strings {found}, expected at least one string, and no empty ones"
+        )
     return found

@@ -7,7 +7,7 @@ from retrain import reward
 
 @reward
 def exact_match(completion: str, answer: object, ignore_case: bool = False) -> float:
-    """1 if the completion is the answer, else 0; surrounding white space is ignored.
+    """1 if the completion is the answer, else 0; surrounding whitespace is ignored.
 
     Args:
         ignore_case: Ignore the case of letters.

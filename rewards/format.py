@@ -16,15 +16,15 @@ class Format(RewardCalculator):
     """1 if the reply of the last turn has the form of the template, else 0.
 
     The reply is read with its reasoning. It has the form if the fixed parts of the template appear
-    once each and in order, with some text in each gap, and only white space elsewhere. With
-    `partial`, the reward is the fraction of the fixed parts that are right, where the text around
-    them counts as one more.
+    once each and in order, with some text in each gap, and only whitespace elsewhere. With
+    `partial`, the reward is the fraction of the fixed parts that are right; the text around them
+    counts as one more part.
 
     Args:
         tags: Tags in order: `[think, answer]` is `<think>...</think><answer>...</answer>`. If the
             last one is `think`, `thinking` or `reasoning`, the answer follows it, without tags.
-        template: In place of tags, a text in which each `...` stands for any text.
-        partial: Give partial credit.
+        template: Instead of tags, a string in which each `...` stands for any text.
+        partial: Give a fraction of the reward for a form that is partly right.
         opened: The prompt already ends with the first fixed part, as the chat templates of some
             thinking models do.
     """

@@ -22,13 +22,13 @@ CHECKING = 5.0
 class JsonSchema(RewardCalculator):
     """1 if the completion is one JSON value that fits the schema, else 0.
 
-    References to other documents are not loaded. Set `processes` if the schema has a `pattern` that
-    may backtrack for long.
+    References to other documents are not loaded. Set `processes` if the schema contains a `pattern`
+    that may backtrack for a long time.
 
     Args:
-        schema: The schema, or a JSON file with it.
+        schema: The schema, or a JSON file that contains it.
         column: The column of the row that contains the schema, as a mapping or as JSON.
-        fenced: Read the last block between ``` fences, if there is one.
+        fenced: If the completion has a block between ``` fences, read the last one.
     """
 
     def __init__(

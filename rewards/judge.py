@@ -52,32 +52,33 @@ class Judge(RewardCalculator):
 
     Args:
         url: The base URL of a server with OpenAI's chat API, such as https://api.openai.com/v1.
-        model: The name of the model there.
-        api_key_env: The environment variable that holds the key; by default none is sent.
+        model: The name of the model on that server.
+        api_key_env: The environment variable that contains the API key; by default none is sent.
         rubric: What makes a reply good, in words.
-        criteria: In place of one score, one per criterion: its name, and what it asks for. The
-            reward is their mean, and each is a component of its own.
+        criteria: A mapping from criterion name to question. The judge scores each criterion
+            separately instead of giving one score. The reward is their mean, and each criterion
+            is a separate component.
         weights: The weights of criteria in the mean, by name; by default 1.
-        mode: `score` judges each rollout by itself. `pairwise` compares the rollouts of a group,
+        mode: `score` judges each rollout separately. `pairwise` compares the rollouts of a group,
             each pair in both orders, and the reward is the share of comparisons won.
-        reply: What the judge ends its reply with: a line with a score, a JSON object, or yes or no.
+        reply: How the judge's reply ends: with a line with a score, a JSON object, or yes or no.
         scale: The lowest and the highest score, which become 0 and 1.
-        template: The request, in place of the built-in one, with {rubric}, {prompt}, {answer},
+        template: The request, instead of the built-in one, with {rubric}, {prompt}, {answer},
             {completion}, {reasoning}, {conversation}, and {other} in pairwise mode.
-        rivals: With `pairwise`, with how many others of its group a rollout is compared, an even
-            number; 0 is all.
-        attempts: How often a judge is asked whose reply has no score.
-        max_tokens: The most tokens of one reply.
+        rivals: With `pairwise`, the number of other rollouts with which a rollout is compared: an
+            even number, or 0 for all of its group.
+        attempts: How many times the judge is asked if its reply has no score.
+        max_tokens: The maximum number of tokens per reply.
         temperature: The sampling temperature of the judge; null sends none.
         options: Further fields of each request, such as `response_format`.
-        concurrency: The most calls at once.
-        retry_seconds: How long a call is sent again when the server fails or limits it.
-        cache: A file that keeps the replies, for other runs and for a resume; by default they are
+        concurrency: The maximum number of concurrent calls.
+        retry_seconds: How many seconds a call is retried when the server fails or limits it.
+        cache: A file that stores the replies for other runs and for a resume; by default they are
             kept in memory.
-        max_calls: The run ends when so many calls have been made.
-        max_total_tokens: The run ends when so many tokens have been used.
+        max_calls: End the run after this many calls.
+        max_total_tokens: End the run after this many tokens.
         price: Dollars per million tokens of prompts and of replies, for the metric `cost`.
-        max_cost: The run ends when so many dollars have been spent.
+        max_cost: End the run after this many dollars.
     """
 
     def __init__(  # noqa: PLR0913 - the keys of the YAML

@@ -12,11 +12,12 @@ Unit = Literal["tokens", "characters", "words"]
 class Length(RewardCalculator):
     """max(0, 1 - |length - target| / target): 1 at the target, 0 at twice the target.
 
-    `length_overlong` and `length_cosine` are rewards for a limit.
+    For a limit instead of a target, use `length_overlong` or `length_cosine`.
 
     Args:
         target: The best length.
-        unit: Tokens that the model sampled in all turns, or characters or words of the completion.
+        unit: What is counted: tokens that the model sampled in all turns, or characters or words of
+            the completion.
     """
 
     def __init__(self, target: int, unit: Unit = "tokens") -> None:

@@ -14,16 +14,19 @@ class LengthCosine(RewardCalculator):
 
     It falls or rises on a cosine from the first value of a range, at length 0, to the second one,
     at length `max`. With the default ranges, correct replies should be short, and wrong ones need
-    not be: appendix C.1. It does not apply to a rollout to which that other reward does not.
+    not be: appendix C.1. It is skipped for rollouts to which the reward in `correct_if` does not
+    apply.
 
     Args:
-        correct_if: The name of another reward of the run. The reply is correct if that is more than
-            0.5. Its weight may be 0.
-        max: The length of the second values; longer replies get them too.
+        correct_if: The name of another reward of the run. A reply is correct if that reward is
+            above 0.5. Its weight may be 0.
+        max: The length at which a reply gets the second value of its range; longer replies get it
+            too.
         correct: The rewards of a correct reply at length 0 and at `max`; by default [1, 0.5].
         wrong: The rewards of a wrong reply at length 0 and at `max`; by default [-1, -0.5].
         exceeded: The reward at length `max` and above, correct or not; by default the second value.
-        unit: Tokens that the model sampled in all turns, or characters or words of the completion.
+        unit: What is counted: tokens that the model sampled in all turns, or characters or words of
+            the completion.
     """
 
     def __init__(

@@ -13,9 +13,10 @@ class LengthOverlong(RewardCalculator):
     0 up to the length `max` - `cache`, then a linear fall to -1 at `max`, and -1 above.
 
     Args:
-        max: L_max, the length from which the punishment is full.
-        cache: L_cache, how long before `max` the punishment begins.
-        unit: Tokens that the model sampled in all turns, or characters or words of the completion.
+        max: L_max, the length from which the full punishment applies.
+        cache: L_cache: the punishment begins this far before `max`.
+        unit: What is counted: tokens that the model sampled in all turns, or characters or words of
+            the completion.
     """
 
     def __init__(self, max: int, cache: int, unit: Unit = "tokens") -> None:

@@ -29,13 +29,13 @@ class Math(RewardCalculator):
 
     The package math-verify reads both and compares them: LaTeX, `\\boxed`, fractions, sets,
     intervals, matrices, equations. The answer may be given with or without `$` or `\\boxed`. An
-    answer that can't be read fails the rollout. A comparison that takes longer than `timeout`
-    seconds gives it the outcome `timeout`, and no reward. It runs in worker processes, 4 unless
-    `processes` is set.
+    answer that can't be read fails the rollout. If a comparison takes longer than `timeout`
+    seconds, the rollout gets the outcome `timeout` and no reward. The reward runs in worker
+    processes, 4 unless `processes` is set.
 
     Args:
         boxed: Read only `\\boxed{...}` in the completion.
-        timeout: Seconds for reading a text, and for a comparison.
+        timeout: The time limit, in seconds, for parsing an expression, and for a comparison.
     """
 
     processes = 4  # its timeouts are signals, which only a main thread gets

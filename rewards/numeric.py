@@ -33,16 +33,17 @@ class Numeric(RewardCalculator):
     """1 if the last number of the completion is the answer, else 0.
 
     Numbers may have a sign, thousands separators (1,234.5), a power of ten (1e3, 2 \\times 10^3), a
-    fraction (3/4, \\frac{3}{4}) and a percent sign. A number in percent is the answer if its value
-    or a hundredth of it is. The answer is a number or a text, which is read in the same way. A
-    number next to `^`, `_` or a root is not read. Without tolerances, two integers must be equal,
-    and other numbers must agree to 9 digits.
+    fraction (3/4, \\frac{3}{4}) and a percent sign. A completion of "50%" matches both the answer
+    50 and the answer 0.5. The answer is a number or a string, which is read in the same way.
+    A number next to `^`, `_` or a root is not read. Two integers must be equal unless a tolerance
+    is set; other numbers must agree to 9 digits.
 
     Args:
         marker: Read the first number after the last occurrence of this string, such as "####", or
-            the last one in the braces that follow it, as of `\\boxed`. Without it, the reward is 0.
-        absolute: The largest difference from the answer, by default 1e-9.
-        relative: The largest difference, as a fraction of the answer, by default 1e-9.
+            the last one in the braces that follow it, as with `\\boxed`. A completion without the
+            marker gets 0.
+        absolute: The largest difference from the answer; 1e-9 by default.
+        relative: The largest difference, as a fraction of the answer; 1e-9 by default.
     """
 
     needs_answer = True

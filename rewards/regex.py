@@ -8,15 +8,15 @@ from retrain import Reward, RewardCalculator, Trajectory, in_thread, needing
 class Regex(RewardCalculator):
     """1 if the pattern matches, else 0.
 
-    The syntax is that of the package `regex`: Python's `re`, and more. A search that takes longer
-    than `timeout` seconds gives the rollout the outcome `timeout`, and no reward.
+    The syntax is that of the package `regex`: Python's `re`, and more. If a search takes longer
+    than `timeout` seconds, the rollout gets the outcome `timeout` and no reward.
 
     Args:
         pattern: The regular expression. Write it in single quotes in YAML.
-        full: Match the whole text, except for white space around it, instead of a part.
+        full: Match the whole completion, except for surrounding whitespace, instead of a part.
         group: The number or name of a group, whose text in the last match must be the answer.
-        reasoning: Search the reasoning of the last turn too, with its tags.
-        timeout: Seconds that a search may take.
+        reasoning: Also search the reasoning of the last turn, with its tags.
+        timeout: The time limit of a search in seconds.
     """
 
     def __init__(

@@ -9,15 +9,16 @@ from retrain import RewardCalculator, Trajectory
 
 
 class Repetition(RewardCalculator):
-    """-(1 - distinct n-grams / n-grams): 0 without a repetition, near -1 if all is repeated.
+    """-(1 - distinct n-grams / n-grams): 0 without repetition, near -1 if all is repeated.
 
     As in appendix C.2 of Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning in LLMs",
     in the form of TRL's repetition penalty. A reply shorter than an n-gram gets 0. Set the size of
-    the punishment by `weight`.
+    the penalty with `weight`.
 
     Args:
         ngram: The length of an n-gram.
-        unit: Tokens that the model sampled, or words of the completion in lower case.
+        unit: What is counted: tokens that the model sampled, or words of the completion in lower
+            case.
     """
 
     def __init__(self, ngram: int = 3, unit: Literal["tokens", "words"] = "tokens") -> None:

@@ -399,7 +399,7 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
     good = await check_environment(partial(Agent, run=f"{agents}:solve"))
     assert [finding.what for finding in good if finding.good] == [
         "setup",
-        "the agent plays 2 of 2 rows",
+        "the agent completes 2 of 2 rows",
         "the agent ends without an error in 7 of 7 rollouts",
         "no task is leaked",
         "nothing blocks the event loop",
@@ -409,7 +409,7 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
     assert bad.what.endswith("in 2 of 7 rollouts")
     assert bad.advice.count("ZeroDivisionError") == 1
     assert "the model says '' in row 0, the model says '42' in row 0" in bad.advice
-    assert "catch the error, and return what there is" in bad.advice
+    assert "return the partial result" in bad.advice
 
 
 @pytest.mark.parametrize(
@@ -417,17 +417,20 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
     [
         (
             "never",
-            "plays 0 of 2?the model at `base_url`?in every rollout?call the model at `base",
+            "completes 0 of 2?the model at `base_url`?in every rollout?call the model at `base",
         ),
         ("lost", "own.py:?in every rollout?fix the agent"),
-        ("second", "plays 1 of 2 rows?KeyError?if the model says 'hello' in row 1?catch the error"),
+        (
+            "second",
+            "completes 1 of 2 rows?KeyError?if the model says 'hello' in row 1?Catch the error",
+        ),
         ("hangs", "0.3 s?in every rollout?raise deadlines.agent?6 further rollouts were not tried"),
     ],
 )
 async def test_the_check_advises_by_the_error_and_says_what_it_waits_for(
     agents: Path, monkeypatch: pytest.MonkeyPatch, agent: str, advice: str
 ) -> None:
-    monkeypatch.setattr(scripted, "PATIENCE", 0.0)
+    monkeypatch.setattr(scripted, "SLOW_SECONDS", 0.0)
     config, said = config_of(deadlines={"agent": 0.3}), list[str]()
     prompts = [PROMPT, replace(PROMPT, metadata={"n": 2})]
     make = partial(Agent, run=f"{agents}:{agent}")
@@ -476,7 +479,10 @@ def test_the_included_agent_trains_on_every_backend(tmp_path: Path, backend: str
     ("sections", "message"),
     [
         ({"endpoint": {"public_url": "host:80"}}, "endpoint.public_url: .*begins with http://"),
-        ({"model": "tinny"}, "model: got 'tinny', no folder of this name; did you mean tiny"),
+        (
+            {"model": "tinny"},
+            "model: got 'tinny', but there is no folder of this name; did you mean tiny",
+        ),
         ({"endpoint": {"port": "taken"}}, r"endpoint: can't listen on 127.0.0.1:\d+: Address alr"),
     ],
 )

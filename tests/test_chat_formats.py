@@ -429,12 +429,8 @@ def test_without_a_system_role_its_text_is_put_in_front_of_the_first_user_messag
     with caplog.at_level(logging.WARNING, "retrain"):
         conversation = chat.begin([SYSTEM, HI])
         chat.begin([SYSTEM, MORE])
-    assert [r.message for r in caplog.records if "takes no system message" in r.message] == [
-        (
-            "the chat template takes no system message: its text is put in front of the first user "
-            "message"
-        )
-    ]
+    [warning] = [r.message for r in caplog.records if "takes no system message" in r.message]
+    assert "first user message" in warning
     assert "Be brief.\n\n1 + 2?" in tokenizer.decode(conversation.prompt_ids)
     completion = say(tokenizer, "3")
     conversation.reply(completion)

@@ -119,7 +119,7 @@ async def test_a_broken_promise_is_found(fault: str, advice: str) -> None:
 async def test_a_step_that_blocks_the_loop_is_found_and_ends_the_check_early() -> None:
     findings = await check_environment(broken("blocks"))
     assert "a cancelled step ends immediately" not in [f.what for f in findings]
-    slow = r"[3-7] of 8 replies were tried, as the environment is slow"
+    slow = r"[3-7] of 8 replies were tried, because .*"
     assert re.fullmatch(slow, findings[1].advice)
     (finding,) = [f for f in findings if not f.good]
     assert finding.what == "the event loop is blocked"
@@ -359,7 +359,7 @@ def test_a_configs_rewards_are_called_and_shown(
         return code, re.sub(r"[0-9.]+ ms", "N ms", out[out.index("tried with replies") :])
 
     same = (
-        "      every reply gets the same: for a reply that should get another value, try one with "
+        "      every reply gets the same value. Try a reply that should score differently: "
         "--reply TEXT"
     )
     good = "[exact_match, scores.py:parts, scores.py:excludes, scores.py:reads_info]"
@@ -369,20 +369,20 @@ def test_a_configs_rewards_are_called_and_shown(
         "tried with replies to row 0: 'a'",
         "ok    reward 'exact_match'",
         "      answer 'aa': 1 in N ms",
-        "      empty text: 0 in N ms",
+        "      empty reply: 0 in N ms",
         "      garbage: 0 in N ms",
         "warn  reward 'parts'",
         "      answer 'aa': 0.5 (long 2) in N ms",
-        "      empty text: 0.5 (long 0) in N ms",
+        "      empty reply: 0.5 (long 0) in N ms",
         "      garbage: 0.5 (long 248) in N ms",
         same,
         "ok    reward 'excludes'",
         "      answer 'aa': invalid in N ms",
-        "      empty text: invalid in N ms",
+        "      empty reply: invalid in N ms",
         "      garbage: invalid in N ms",
         "warn  reward 'reads_info'",
         "      answer 'aa': 1 in N ms",
-        "      empty text: 1 in N ms",
+        "      empty reply: 1 in N ms",
         "      garbage: 1 in N ms",
         same,
     ]
@@ -395,7 +395,7 @@ def test_a_configs_rewards_are_called_and_shown(
         "      reply '<think>so</think>aa': reasoning 'so', completion 'aa'",
         "ok    reward 'format'",
         "      reply '<think>so</think>aa': 1 in N ms",
-        "      empty text: 0 in N ms",
+        "      empty reply: 0 in N ms",
         "      garbage: 0 in N ms",
     ]
     opened = "rewards=[{type: format, tags: [think], opened: true}, exact_match]"
@@ -405,9 +405,9 @@ def test_a_configs_rewards_are_called_and_shown(
         "reply '<think>so</think>aa': reasoning 'so', completion 'aa'",
         "reply 'so</think>aa': reasoning 'so', completion 'aa'",
         *("answer 'aa': 0 in N ms", "reply '<think>so</think>aa': 1 in N ms"),
-        *("reply 'so</think>aa': 1 in N ms", "empty text: 0 in N ms", "garbage: 0 in N ms"),
+        *("reply 'so</think>aa': 1 in N ms", "empty reply: 0 in N ms", "garbage: 0 in N ms"),
         *("answer 'aa': 1 in N ms", "reply '<think>so</think>aa': 1 in N ms"),
-        *("reply 'so</think>aa': 1 in N ms", "empty text: 0 in N ms", "garbage: 0 in N ms"),
+        *("reply 'so</think>aa': 1 in N ms", "empty reply: 0 in N ms", "garbage: 0 in N ms"),
     ]
     code, text = shown("rewards={type: scores.py:Ranked, processes: 1}")
     assert code == 0
@@ -420,10 +420,10 @@ def test_a_configs_rewards_are_called_and_shown(
         code, text = shown(f"rewards=[{', '.join(items)}]")
         assert code == 1
         assert text.count("FAIL  reward '") == 5
-        everything = "      answer 'aa', empty text, garbage: "
+        everything = "      answer 'aa', empty reply, garbage: "
         assert f"{everything}reward 'none' returned None, expected a finite number" in text
         assert f"{everything}reward 'listed' returned [1.0], expected a finite number" in text
-        assert "\n      empty text: reward 'divides' raised ZeroDivisionError" in text
+        assert "\n      empty reply: reward 'divides' raised ZeroDivisionError" in text
         assert "set `processes: 4` on this reward" in text
         assert f"{everything}reward 'Down' raised ConnectError" in text
         for hook in ("setup", "close"):
@@ -489,7 +489,7 @@ warn  the answers of 4 of 6 rows get less than 1
     assert "      reply 'a' (sums, row 0): 0" in lines
     assert "      reply 'a' (letters, line 1): 1" in lines
     assert "      answer 'a' (letters, line 1): 1" in lines
-    assert "      empty text (letters, line 1): 0" in lines
+    assert "      empty reply (letters, line 1): 0" in lines
 
 
 MIXED = """
@@ -515,12 +515,12 @@ def test_a_wrong_reference_solution_is_found_by_a_reward_that_checks_rows(
         out = capsys.readouterr().out
         listed = (
             "warn  the answers of 2 of 3 rows get less than 1 from 'code_tests'\n"
-            "      row 1: 0\n      row 2: 0\n      check that these answers are right"
+            "      row 1: 0\n      row 2: 0\n      check that these answers are correct"
         )
         assert (listed in out) == (not gate), "a gate may keep a reward from these rows"
     assert command(["check", "task.yaml", f"prompts=[{rows[1]}, {rows[1]}]"]) == 0
     out = capsys.readouterr().out
-    assert "every reply gets the same, the answer too: check that it is right. For a re" in out
+    assert "every reply gets the same value, including the answer: " in out
     assert "the answers of" not in out
 
 
@@ -539,7 +539,7 @@ def test_a_reward_that_ignores_the_answer_says_nothing_about_it(
         out = capsys.readouterr().out
         assert f"{reward[7:15]}" in out
         assert "the answers of" not in out
-        assert "check that it is right" not in out
+        assert "the answer: check" not in out
     assert command(["check", "task.yaml", "rewards=contains"]) == 0
     assert "the answers of 2 rows get 1 each from 'contains'" in capsys.readouterr().out
 
@@ -550,7 +550,7 @@ def test_a_config_that_trains_rows_has_no_environment_to_check(
     assert command(["check", "reverse_sft"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ok    all parts of the config load and fit together",
-        "ok    the rows are demonstrations: no environment and no reward is used",
+        "ok    the rows are demonstrations: the environment and the rewards are not used",
     ]
 
 
@@ -588,7 +588,7 @@ def test_the_tools_of_a_config_are_called_a_few_times_and_their_results_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(replay, "PATIENCE", 0.45)
+    monkeypatch.setattr(replay, "SLOW_SECONDS", 0.45)
     (tmp_path / "t.py").write_text(TOOLS)
     names = ("area", "clock", "broken", "slow", "page")
     (tmp_path / "task.yaml").write_text(
@@ -604,11 +604,11 @@ def test_the_tools_of_a_config_are_called_a_few_times_and_their_results_shown(
         "clock called with {} -> '0'",
         "broken called with {'page': '1'} -> \"error: KeyError: '1'\"",
         "slow called with {} -> 'done' in N s, not repeated",
-        f"page called with {{}} -> 'error: page returned no text: {no_text}'",
+        f"page called with {{}} -> 'error: page returned an unusable result: {no_text}'",
     ]
     at = lines.index("warn  the result of a tool differs for the same call")
     assert lines[at + 1] == "      clock called with {}: got '0', then '1'"
-    assert lines[at + 2].startswith("      this is right for a clock")
+    assert lines[at + 2].startswith("      this is expected for a clock")
     calls = find_object("t.py:calls", tmp_path, "")
     assert calls.count(1.0) == 2 + INSTANCES, "once per rollout, of the first row"
     assert calls.count("slow") == 1
@@ -656,15 +656,15 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
         code = command(["check", "task.yaml", f"environment=own.py:{name}", *keys])
         return code, capsys.readouterr().out.splitlines()
 
-    cases = [f"      answer '{answer}': 1", "      empty text: 0", "      garbage: 0"]
+    cases = [f"      answer '{answer}': 1", "      empty reply: 0", "      garbage: 0"]
     code, lines = shown("Strict")
     assert (code, lines[-4:]) == (0, ["ok    reward 'environment'", *cases])
     for keys in ([], ["prompts=[{prompt: a}]"]):  # with an answer, and without
         code, lines = shown("Lenient", *keys)
         assert code == 1
         assert "FAIL  reward 'environment'" in lines
-        assert "an empty text gets the full reward" in lines[-1]
-    assert "ok    the first rows have no answer that could be tried" in lines
+        assert "an empty reply gets the full reward" in lines[-1]
+    assert "ok    none of the first rows has an answer to try" in lines
     assert "set prompts.answer_column; else try one with --reply TEXT" in "".join(lines)
 
     rows = ["{prompt: a, answer: x}", "{prompt: b, answer: y}", "{prompt: c}"]
@@ -677,12 +677,12 @@ def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_
     )
     code, lines = shown("Picky", f"prompts=[{rows[1]}]")
     assert (code, lines[-5]) == (0, "warn  reward 'environment'")
-    assert "the answer gets no more than an empty text: check that it is right" in lines[-1]
+    assert "the answer gets no more than an empty reply: check" in lines[-1]
 
     code, lines = shown("Down", "rewards=[exact_match, slot_match]")
     assert code == 1
     assert [line for line in lines if "OSError" in line] == ["      Down.setup raised OSError: a"]
-    assert lines[-1] == "FAIL  rewards: not tried, as no rollout succeeds"
+    assert lines[-1] == "FAIL  rewards: not tried, because no rollout succeeds"
 
     monkeypatch.setattr(check, "DEADLINE", 1.0)  # a blocked loop ends the process after it
     for keys, said in (

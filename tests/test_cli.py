@@ -25,7 +25,7 @@ from retrain.__main__ import command
 from retrain.concurrency.locks import FolderLock
 from retrain.config import RunConfig, load_config
 from retrain.errors import ConfigError, RunError
-from retrain.run import drive, exit_code, in_run_dir, main
+from retrain.run import STOPPING_EARLY, drive, exit_code, in_run_dir, main
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -500,7 +500,7 @@ def test_a_signal_before_training_ends_the_run_with_130(config: Path) -> None:
     process = run_apart(["task.yaml", "environment=loads.py:Loads"], config.parent)
     code, _, err = finished(process)
     assert code == 130, err
-    assert "Stopping before training, as soon as the model has loaded. Press Ctrl-C again" in err
+    assert f"{STOPPING_EARLY} Press Ctrl-C again" in err
     assert events(config.parent / "runs" / "task")[-1]["status"] == "interrupted"
 
 

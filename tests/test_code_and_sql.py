@@ -96,7 +96,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"tests": "def check(f):\n    assert f(1)\ncheck(f)"}, "needs the column `entry_point`"),
     ({"column": "spec"}, {"tests": SQUARE}, "no column `spec`, .* its columns are tests;"),
     ({}, {"n": 3}, "no column `tests` and no `answer`, .* its columns are n;"),
-    ({}, {"tests": "def x(:"}, "the tests are no Python: invalid syntax in line 1"),
+    ({}, {"tests": "def x(:"}, "the tests are not valid Python: invalid syntax in line 1"),
     ({}, {"tests": {"inputs": ["1"], "outputs": ["2", "3"]}}, "with 1 inputs and 2 outputs"),
     ({"type": "sql"}, {"answer": "SELEC 1"}, "the answer 'SELEC 1' of the row fails: near"),
     ({"type": "sql"}, {"query": "SELECT 1"}, "the row has no `answer`, .* columns are query;"),
@@ -166,7 +166,7 @@ def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.sqlite").write_text("no database, but long enough" * 9)
     (tmp_path / "x.sql").write_text("CREATE nonsense")
     for name in ("x.sqlite", "x.sql"):
-        with pytest.raises(ConfigError, match=r"environment.database: .*; expected a file"):
+        with pytest.raises(ConfigError, match=r"environment.database: .*; expected an SQLite"):
             Sql(database=name, base_dir=tmp_path)
 
 

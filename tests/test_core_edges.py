@@ -544,18 +544,18 @@ async def test_cancelling_while_the_backend_opens_is_an_interruption(tmp_path):
     assert [result.status for result in ended.results] == ["interrupted"]
 
 
-async def test_a_stop_is_told_to_the_adapter_that_waits_for_its_service(tmp_path):
-    waiting, hurried = asyncio.Event(), asyncio.Event()
+async def test_a_stop_ends_the_retries_of_an_adapter(tmp_path):
+    waiting, stopped = asyncio.Event(), asyncio.Event()
 
     class Waits(MockAdapter):
         async def update(self, batch):
             waiting.set()
             async with asyncio.timeout(30):
-                await hurried.wait()
+                await stopped.wait()
             raise AdapterError("could not reach the service")
 
-        def hurry(self):
-            hurried.set()
+        def stop_retrying(self):
+            stopped.set()
 
     config = mock_config(tmp_path)
     parts = parts_with(config, Waits(MockOptions(), config))

@@ -68,12 +68,16 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of each `python -m retrain...` of a page, the module first."""
+    """The words of each `retrain ...` command of a page, or of its `python -m` form."""
     for kind, text in blocks(page):
         for line in DATA.sub("", text).replace("\\\n", " ").splitlines() if kind == "sh" else ():
             words = shlex.split(line, comments=True)
-            if words[:2] == ["python", "-m"] and words[2].partition(".")[0] == "retrain":
-                yield words[2 : words.index(">")] if ">" in words else words[2:]
+            words = words[2:] if words[:2] == ["python", "-m"] else words
+            words = words[: words.index(">")] if ">" in words else words
+            if words and words[0] == "retrain.run":
+                yield ["run", *words[1:]]
+            elif words and words[0] == "retrain":
+                yield words[1:]
 
 
 @pytest.fixture
@@ -147,18 +151,17 @@ def test_the_commands_of_a_page_are_valid(
     page: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(page, folder)
-    for module, *arguments in commands(page):
-        shown = " ".join(arguments)
-        if module == "retrain.run" or arguments[0] == "run":
-            given = arguments if module == "retrain.run" else arguments[1:]
+    for name, *arguments in commands(page):
+        shown = " ".join([name, *arguments])
+        if name == "run":
             # the model and the run that other commands of the page make
-            given = [word for word in given if word != "--resume"]
+            given = [word for word in arguments if word != "--resume"]
             given = ["model=tiny" if word.startswith("model=runs/") else word for word in given]
             assert main([*given, "--dry-run"]) == 0, shown + capsys.readouterr().err
-        elif arguments[0] == "check":
-            assert command(arguments) == 0, shown + capsys.readouterr().out
+        elif name == "check":
+            assert command([name, *arguments]) == 0, shown + capsys.readouterr().out
         else:
-            assert arguments[0] in COMMANDS, shown
+            assert name in COMMANDS, shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
@@ -221,7 +224,7 @@ def test_the_commands_of_a_cookbook_page_train(name: str, folder: Path) -> None:
             stack.callback(serving.join)
             stack.callback(server.shutdown)
             extra.append(f"rewards.0.url=http://127.0.0.1:{server.server_port}/v1")
-        runs = [words for module, *words in commands(page) if module == "retrain.run"]
+        runs = [words for name, *words in commands(page) if name == "run"]
         assert runs
         for words in runs:
             assert main([*words, *extra]) == 0

@@ -1,4 +1,4 @@
-"""Rows of a data set in the form that they are trained in: demonstrations and pairs."""
+"""Rows of a dataset in the form that they are trained in: demonstrations and pairs."""
 
 import json
 import tracemalloc

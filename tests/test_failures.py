@@ -388,7 +388,7 @@ async def test_p13_a_stage_that_fails_lets_the_update_under_way_end(
     class Slow(MockAdapter):
         stopping = asyncio.Event()
 
-        def hurry(self):
+        def stop_retrying(self):
             self.stopping.set()
 
         async def update(self, batch):

@@ -323,7 +323,7 @@ async def test_an_openenv_server_plays_by_its_own_protocol(server: Any) -> None:
     keys: dict[str, Any] = {"url": url, "reset": {"highest": 4}, "observation": "text"}
     reader = {"action": f"{__name__}:number_of"}
     seen, results = await play(OpenEnv(**keys, **reader), ["none", "1", "3"], seed=8)
-    assert seen == ["0-4?", "This is no valid action.", "no"]
+    assert seen == ["0-4?", "This is not a valid action.", "no"]
     assert [result.reward for result in results] == [0.0, 0.0, 1.0]
     assert results[-1].terminated
     assert results[-1].info == {"openenv": {"text": ""}}
@@ -390,7 +390,7 @@ WRONG = [
     (dict(LAKE, id="nowhere:Lake"), "environment.id: there is no module nowhere"),
     (dict(LAKE, render="ascii"), "environment.render: there is no function 'ascii'"),
     (dict(LAKE, action=[]), "environment.action: unknown key; did you mean environment.actions?"),
-    (dict(SUMS, dataset="chain_sums"), "no data set is called 'chain_sums'; did you mean chain_s"),
+    (dict(SUMS, dataset="chain_sums"), "unknown dataset 'chain_sums'; did you mean chain_s"),
     (dict(SUMS, config={"terms": 1}), "environment.config: chain_sum: ", "argument 'terms'"),
     (dict(SUMS, config={"min_terms": 9}), "environment.config: chain_sum: max_terms must be"),
     (dict(SUMS, dataset=[{"name": "chain_sum", "size": 3}]), "keyword argument 'size'"),

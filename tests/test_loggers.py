@@ -120,7 +120,7 @@ async def test_a_logger_that_hangs_is_left_behind(
     with caplog.at_level(logging.WARNING):
         await run.play(Callbacks([logger]), ROWS)
     logger.release.set()
-    assert "Hanging did not end" in caplog.text
+    assert "Hanging did not stop" in caplog.text
 
 
 async def test_rows_that_a_slow_service_cannot_take_are_counted(
@@ -132,7 +132,7 @@ async def test_rows_that_a_slow_service_cannot_take_are_counted(
         await run.play(Callbacks([logger]), [{"step": step} for step in range(1, 11)])
     logger.release.set()
     assert logger.lost >= 7
-    assert f"lost {logger.lost} rows" in caplog.text
+    assert f"dropped {logger.lost} rows" in caplog.text
 
 
 async def test_a_run_that_never_began_closes_its_loggers_quietly(run: ObservedRun) -> None:

@@ -303,12 +303,12 @@ def test_the_command_of_the_page_prints_what_the_table_says(
 ) -> None:
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     command = page.partition("<!-- table: command")[2].partition("```sh\n")[2].partition("```")[0]
-    words = command.replace("\\\n", " ").split()[3:]
+    words = command.replace("\\\n", " ").split()[2:]
     words[0] = str(ROOT / "configs" / "quickstart.yaml")
     shape("Qwen3-8B", tmp_path)
     words = [f"model={tmp_path}" if word.startswith("model=") else word for word in words]
     monkeypatch.setattr(available, "_built_for_cuda", lambda: False)
-    for trained, change in (("LoRA", []), ("all", ["backend.lora=null"])):
+    for trained, change in (("LoRA", []), ("full", ["backend.lora=null"])):
         row = re.search(rf"^\| 8 B .* \| {trained} .* \| \*\*(\d+)\*\* \|$", page, re.MULTILINE)
         assert row
         assert main([*words, *change]) == 0

@@ -155,7 +155,7 @@ def test_parquet_and_saved_data_sets_are_read(tmp_path: Path) -> None:
     ):
         assert [source.row(i).answer for i in range(len(source))] == ["1", "2"]
     with pytest.raises(
-        PromptError, match=r"data set saved \(train\), row 0: column `x` is missing; its col"
+        PromptError, match=r"dataset saved \(train\), row 0: column `x` is missing; its col"
     ):
         hub("saved", tmp_path, prompt_column="x")
     file(tmp_path, "bad.parquet", "not parquet")
@@ -250,7 +250,7 @@ def test_a_limit_takes_the_first_rows() -> None:
 def test_a_data_set_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "hollow").mkdir()
-    with pytest.raises(PromptError, match=r"data set hollow \(train\): "):
+    with pytest.raises(PromptError, match=r"dataset hollow \(train\): "):
         DatasetPrompts("hollow", base_dir=tmp_path)
 
 

@@ -157,7 +157,7 @@ def test_p13_the_report_of_a_killed_run_quotes_its_last_words(tmp_path: Path) ->
     (tmp_path / "run/error.txt").write_text("Fatal Python error: Segmentation fault\n")
     assert digest(tmp_path / "run")["failure"] == {
         "text": "Fatal Python error: Segmentation fault",
-        "next": "Fix the cause, then start a new run, since there is no checkpoint",
+        "next": "Fix the cause, then start a new run, because there is no checkpoint",
     }
 
 

@@ -337,7 +337,7 @@ async def test_p2_a_torn_checkpoint_is_detected_and_the_one_before_it_used(tmp_p
     result = await train(longer, resume=True)
     log = list(read_events(tmp_path))
     assert [e["from_step"] for e in log if e["event"] == "resumed"] == [STEPS - 3]
-    assert any(e["event"] == "torn" and f"step_{STEPS}" in e["checkpoint"] for e in log)
+    assert any(e["event"] == "incomplete" and f"step_{STEPS}" in e["checkpoint"] for e in log)
     assert result.total_steps == STEPS + 3
     assert max(trained(tmp_path).values()) == 1
 

@@ -595,8 +595,8 @@ async def test_programs_pass_the_tests_that_hold(sandbox: Sandbox) -> None:
     [
         (None, "got the tests 'None', expected a list or code"),
         ([], "expected a list or code"),
-        ("assert (", "the tests are no Python: .* in line 1"),
-        ("import os; def", "the tests are no Python"),
+        ("assert (", "the tests are not valid Python: .* in line 1"),
+        ("import os; def", "the tests are not valid Python"),
         ([{"input": "1"}], "got tests such as .*; tests are code"),
         ([1], "tests are code"),
     ],

@@ -554,7 +554,7 @@ async def test_checkpoints_survive_the_server_and_models_do_not(tmp_path):
         expected, gone = await tinker.logprobs(6), tinker.model_id
     async with in_process(tmp_path) as tinker:
         reply = await tinker.post("get_info", {"model_id": gone}, 404)
-        assert "make one from a checkpoint" in reply["detail"]
+        assert "create a model from a checkpoint" in reply["detail"]
         tinker.session_id = (await tinker.post("create_session", {}))["session_id"]
         body = {"session_id": tinker.session_id, "model_seq_id": 0, "path": path}
         loaded = await tinker.result(await tinker.post("load_weights", {**body, "optimizer": True}))

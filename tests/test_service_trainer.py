@@ -153,7 +153,7 @@ def test_a_copy_goes_on_exactly_as_the_original(base, tuning):
 
 
 def test_weights_of_another_tuning_are_refused(base):
-    with pytest.raises(ServiceError, match="another rank"):
+    with pytest.raises(ServiceError, match="LoRA rank"):
         Trainer(base, Tuning(rank=4)).load(Trainer(base, Tuning(rank=8)).weights(), None)
 
 

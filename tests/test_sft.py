@@ -131,7 +131,7 @@ async def test_a_run_whose_rows_are_all_too_long_ends_with_the_cause(tmp_path):
     ("changes", "message"),
     [
         ({"environment": {"type": "echo"}},
-         "environment: echo has no effect: algorithm sft trains on demonstrations of the data set"),
+         "environment: echo has no effect: algorithm sft trains on demonstrations of the dataset"),
         ({"rewards": [{"type": "exact_match"}]}, "rewards: exact_match has no effect: "),
         ({"sampling": {"temperature": 0.5}}, "sampling: it has no effect: "),
         ({"algorithm": {"type": "sft", "group_size": 4}}, "algorithm.group_size: 4 has no effect"),

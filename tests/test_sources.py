@@ -345,7 +345,7 @@ def test_without_the_hub_the_error_is_one_line(
     with pytest.raises(ConfigError) as caught:
         parts_of(tmp_path, {"type": "hf", "path": "nobody/nothing", "revision": "v1"})
     assert str(caught.value) == (
-        "prompts: data set nobody/nothing (train): no such folder, and the Hub can't be reached "
+        "prompts: dataset nobody/nothing (train): no such folder, and the Hub can't be reached "
         "(ConnectionError: Couldn't reach 'nobody/nothing' on the Hub); check the network, or "
-        "download the data set and give its folder"
+        "download the dataset and give its folder"
     )

@@ -25,8 +25,8 @@ def test_the_licences_page_is_current() -> None:
     [proprietary, *rest] = LICENCES["problems"](stale, packages)
     assert "nex-weaver: its licence 'Proprietary' is not allowed" in proprietary
     assert [line.partition(":")[0] for line in rest] == [
-        "docs/licences.md is not current for nex-weaver",
-        "docs/licences.md is not current for rich",
+        "docs/licences.md is out of date for nex-weaver",
+        "docs/licences.md is out of date for rich",
     ]
 
 

@@ -184,7 +184,7 @@ def test_a_pair_with_one_row_is_refused() -> None:
 
 
 def test_unknown_losses_keys_and_lengths_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no loss is called 'grpo2'"):
+    with pytest.raises(ConfigError, match="unknown loss 'grpo2'"):
         surrogate("grpo2", {}, [], [])
     with pytest.raises(ConfigError, match=r"loss_config\.beta: the loss 'ppo' has no such key"):
         surrogate("ppo", {"beta": 1.0}, [], [])

@@ -1,4 +1,4 @@
-"""Promise P9: at staleness 0 the pipe is the loop of docs/one_step.py, number for number."""
+"""Guarantee P9: at staleness 0 the pipe is the loop of docs/one_step.py, number for number."""
 
 from pathlib import Path
 

@@ -105,7 +105,7 @@ class Shown(Environment):
     ("kind", "tasks", "message"),
     [
         (Shown, 3, "prompts: Own.prompts(), row 0: the list of messages is empty"),
-        (Environment, 0, "prompts: missing, and the environment Own has no tasks of its own; exp"),
+        (Environment, 0, "prompts: missing, and the environment Own does not generate tasks; exp"),
     ],
 )
 def test_a_row_needs_a_prompt_and_a_run_needs_rows(

@@ -387,7 +387,7 @@ def test_what_cannot_work_is_a_problem_at_the_start(
 def test_a_local_service_without_its_libraries_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr("retrain.adapters.remote.options.LOCAL_NEEDS", ("no_such_library",))
     [problem] = TinkerOptions(url="local").problems(config())
-    assert "local needs what is not installed (no_such_library)" in problem
+    assert "local needs packages that are not installed (no_such_library)" in problem
     assert install_command("service") in problem
     assert TinkerOptions(url="http://elsewhere").problems(config()) == []
 

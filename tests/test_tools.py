@@ -337,7 +337,7 @@ def test_what_is_no_tool_is_reported_at_once_with_what_to_add(tmp_path: Path) ->
         "0: bare has no docstring. Add one",
         "0: bare(x) has no type hint. Add one, such as `x: str`",
         "1: odd(x): threading.Thread has no JSON schema",
-        "1: odd(rest): got *rest: int, expected arguments that have a name",
+        "1: odd(rest): got *rest: int, expected named arguments",
         "2: Needs requires 'path', expected no argument but `prompt`",
         "3: Empty has no public methods",
         "4: got 3, expected a function or a class",

@@ -920,7 +920,7 @@ def test_save_checkpoint_refuses_what_it_can_t_do(tmp_path):
     trainer.fit(ROWS, variety, max_steps=1)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").touch()
-    with pytest.raises(FileExistsError, match="is no checkpoint"):
+    with pytest.raises(FileExistsError, match="is not a checkpoint"):
         trainer.save_checkpoint(tmp_path / "notes")
 
 
@@ -1025,5 +1025,5 @@ async def test_step_too_takes_either_a_reward_function_or_an_environment(nothing
 
 def test_a_folder_with_other_contents_is_refused_at_once(tmp_path):
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(FileExistsError, match="is no checkpoint"):
+    with pytest.raises(FileExistsError, match="is not a checkpoint"):
         grpo().save_checkpoint(tmp_path)

@@ -211,7 +211,7 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
             "four tensors; define it as (logprobs, old_logprobs, advantages, mask)",
         ),
         ("mine.py:Class", {}, "algorithm.loss: Class in "),
-        ("mine.py:right", {"beta": 1}, "algorithm.loss_config: got beta, but a loss of your own"),
+        ("mine.py:right", {"beta": 1}, "algorithm.loss_config: got beta, but a custom loss"),
     ],
 )
 def test_a_loss_of_ones_own_that_cannot_run_is_told(options, loss, keys, message, tmp_path):
@@ -231,4 +231,4 @@ def test_a_loss_that_isnt_one_is_told_once():
             parse_config({"prompts": ["a"], "rewards": "exact_match", "algorithm": {"loss": "x"}})
         )
     (problem,) = caught.value.problems
-    assert "the trl backend has no loss 'x'" in problem
+    assert "the trl backend does not support the loss 'x'" in problem

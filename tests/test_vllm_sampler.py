@@ -64,7 +64,9 @@ def server(place: StandIn) -> StandIn:
 
 def opening_of(model: PreTrainedModel, folder: Path, tmp_path: Path, **given: Any) -> Opening:
     values = {"dtype": torch.float32, "scratch": tmp_path, "logs": tmp_path, "base_dir": tmp_path}
-    return Opening(str(folder), model, tiny_tokenizer(), **{**values, "patience": 20.0, **given})
+    return Opening(
+        str(folder), model, tiny_tokenizer(), **{**values, "outage_seconds": 20.0, **given}
+    )
 
 
 @asynccontextmanager
@@ -211,8 +213,8 @@ async def test_a_lost_request_is_sent_again(
     server.faults(**fault)
     [one] = await sampler.sample(PROMPT, SamplingParams(max_tokens=3))
     assert one.version == 0
-    assert "is taken out" in caplog.text
-    assert "is back, with the present weights" in caplog.text
+    assert "removed from use" in caplog.text
+    assert "is back, with the current weights" in caplog.text
 
 
 async def test_nothing_of_a_restarted_server_is_used(
@@ -258,7 +260,7 @@ async def test_without_a_server_calls_fail_after_a_while(
     model: PreTrainedModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stand_in(folder) as server:
-        given = {"patience": 0.5}
+        given = {"outage_seconds": 0.5}
         async with serving(model, folder, tmp_path, server.url, **given) as found:
             server.call(server.running.die)
             assert server.ended()
@@ -404,7 +406,7 @@ async def test_a_seed_reaches_no_server_on_a_cpu(
             "group",
             [*FLAGS, *GROUP],
             {"config": {**MODEL, "hidden_size": 64}},
-            r"another model \(/.*/a has hidden_size 128, expected 64\). Start it with the run's",
+            r"a different model \(/.*/a has hidden_size 128, expected 64\).",
         ),
         ("folder", FLAGS, {"vocabulary": 4000}, "rejects token id 3999 .* vocabulary of 4000"),
     ],

@@ -1,6 +1,6 @@
 """An agent with the openai SDK: it looks a name up, answers, and lets a second prompt check it.
 
-It knows nothing of `retrain`: configs/agent.yaml trains the model that it calls. The model is so
+It does not use `retrain`: configs/agent.yaml trains the model that it calls. The model is so
 tiny that a name, a number and a verdict are one character each.
 """
 

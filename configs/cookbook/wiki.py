@@ -1,7 +1,7 @@
 """A search tool and its rewards for configs/cookbook/tools_qwen3.yaml and mcp_qwen3.yaml.
 
-The variable SEARCH_URL is the address of your search service. It answers GET requests with the
-query parameters `q` and `k` by a JSON list of texts.
+The variable SEARCH_URL is the address of your search service. It answers GET requests that
+have the query parameters `q` and `k` with a JSON list of strings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from retrain import Trajectory, reward
 
 
 async def search(query: str) -> list[str]:
-    """Search Wikipedia. Returns the three passages that fit best.
+    """Search Wikipedia. Returns the three best matching passages.
 
     Args:
         query: A few keywords.
@@ -34,5 +34,5 @@ def answered(completion: str, answer: list[str], longest: int = 100) -> float:
 
 @reward
 def searched(trajectory: Trajectory) -> float:
-    """1 if a tool was called, and most calls succeeded."""
+    """1 if a tool was called and most calls succeeded."""
     return float(trajectory.info["tool_calls"] > 2 * trajectory.info["tool_errors"])

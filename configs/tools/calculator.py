@@ -1,4 +1,4 @@
-"""A tool for configs/tools.yaml: the model may call `calc`."""
+"""A tool for configs/tools.yaml: the model can call `calc`."""
 
 from __future__ import annotations
 

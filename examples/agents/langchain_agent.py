@@ -1,6 +1,6 @@
 """A LangChain agent: `pip install langchain langchain-openai`.
 
-It reads OPENAI_BASE_URL and OPENAI_API_KEY, so it calls whatever they name.
+It reads OPENAI_BASE_URL and OPENAI_API_KEY, so it calls the server that they name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An agent of the OpenAI Agents SDK: `pip install openai-agents`.
+"""An agent built with the OpenAI Agents SDK: `pip install openai-agents`.
 
-It reads OPENAI_BASE_URL and OPENAI_API_KEY, so it calls whatever they name. Tracing would send the
-texts to OpenAI.
+It reads OPENAI_BASE_URL and OPENAI_API_KEY, so it calls the server that they name. Tracing is off,
+because it sends prompts and replies to OpenAI.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A smolagents agent: `pip install 'smolagents[openai]'`.
 
-Its own prompt has 3,000 tokens of the tiny model, whose context is 1,024: hence the empty one.
+The prompt templates are empty because the default prompt takes 3,000 tokens of the tiny model,
+whose context is 1,024.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class Adapter(ABC):
     async def forget(self, state: AdapterState) -> None:  # noqa: B027 - a default, not a forgotten body
         """Free what a service keeps of a checkpoint that is about to be deleted."""
 
-    def hurry(self) -> None:  # noqa: B027 - a default, not a forgotten body
-        """The run is shutting down: stop waiting for what has not arrived."""
+    def stop_retrying(self) -> None:  # noqa: B027 - a default, not a forgotten body
+        """The run is shutting down: stop retrying requests and waiting for servers."""
 
     def watch(self, report: Callable[..., None]) -> None:  # noqa: B027 - a default, not a forgotten body
         """Call `report(state, url=..., **fields)` when a server that samples is lost or is back."""

@@ -47,8 +47,8 @@ def custom_loss(config: RunConfig) -> Callable[..., Any] | None:
     _check_signature(function, loss)
     if keys := loss_keys(config):
         raise ConfigError(
-            f"algorithm.loss_config: got {', '.join(keys)}, but a loss of your own takes no keys; "
-            "give its arguments default values"
+            f"algorithm.loss_config: got {', '.join(keys)}, but a custom loss takes no keys; give "
+            "its arguments default values"
         )
     return function
 

@@ -26,7 +26,7 @@ class Algorithm(ABC):
     min_group_size: ClassVar[int] = 2
     """A smaller `algorithm.group_size` is an error at the start: it carries no signal."""
     source: ClassVar[Source] = "rollouts"
-    """What it trains on: rollouts of the model, or the answers in the rows of the data set. Rows
+    """What it trains on: rollouts of the model, or the answers in the rows of the dataset. Rows
     need no environment, no reward and no sampler, and a group holds the answers of one row."""
     compares: Literal["group", "batch"] = "group"
     """`group`: it learns nothing from a group whose rollouts have equal rewards. `batch`: it does,

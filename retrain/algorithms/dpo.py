@@ -7,7 +7,7 @@ with w the chosen and l the rejected answer to x, log-probs summed over an answe
 the weights that the run started from, so the loss of the first step is ln 2. An advantage is
 positive for the chosen and negative for the rejected answer; its size is the pair's weight 1/P.
 
-A row has `prompt`, `chosen` and `rejected`. For a data set with scores of single responses
+A row has `prompt`, `chosen` and `rejected`. For a dataset with scores of single responses
 (HelpSteer2), `pair_by` names the score: each prompt's best response is paired with its worst.
 """
 
@@ -24,10 +24,10 @@ from retrain.types import Group
 
 
 class DPO(Algorithm):
-    """Learns from preferences; a group is the chosen answer and the rejected one.
+    """Learns from preferences; a group is a chosen answer and a rejected one.
 
     Args:
-        beta: The strength of the pull towards the reference model.
+        beta: How strongly the model is kept close to the reference model.
         pair_by: A column of scores: pair the best and the worst response to each prompt.
         max_length: Drop a pair if its prompt and one of its answers have more tokens than this.
     """

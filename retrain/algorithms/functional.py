@@ -41,8 +41,8 @@ def check_finite(rewards: Sequence[float], group: str) -> None:
     for index, value in enumerate(rewards):
         if not abs(value) <= LARGEST:
             raise ValueError(
-                f"trajectory {index} of group {group} has reward {value}, expected a finite number "
-                f"of at most {LARGEST:g}; mark a failed rollout by its outcome instead"
+                f"trajectory {index} of group {group} has reward {value}, expected a finite "
+                f"number of at most {LARGEST:g}; mark a failed rollout with its outcome instead"
             )
 
 

@@ -27,8 +27,8 @@ class GRPO(Algorithm):
         baseline: What a reward is compared with: the group's mean, or the mean of the others.
         scale: Divide by the standard deviation of the group, of the batch, or by 1 (`none`).
         eps: Added to the standard deviation, to avoid a division by zero.
-        credit: What gets an advantage of its own: the rollout (`whole`), each turn, or each token.
-        discount: How much a reward counts for the turn, or token, before the one that earned it.
+        credit: What gets its own advantage: the rollout (`whole`), each turn, or each token.
+        discount: The discount factor per turn (or per token) for rewards that are earned later.
     """
 
     def __init__(

@@ -24,14 +24,14 @@ EPS = 1e-8
 
 
 class Reinforce(Algorithm):
-    """Credit with one baseline for the whole batch, the mean reward.
+    """Advantages with one baseline for the whole batch, the mean reward.
 
-    The loss is dapo unless set; `loss: reinforce` is the plain policy gradient.
+    The default loss is dapo; `loss: reinforce` is the plain policy gradient.
 
     Args:
         scale: `batch` divides by the standard deviation of the batch's rewards.
-        credit: What gets an advantage of its own: the rollout (`whole`), each turn, or each token.
-        discount: How much a reward counts for the turn, or token, before the one that earned it.
+        credit: What gets its own advantage: the rollout (`whole`), each turn, or each token.
+        discount: The discount factor per turn (or per token) for rewards that are earned later.
     """
 
     min_group_size: ClassVar[int] = 1

@@ -15,13 +15,13 @@ from retrain.algorithms.grpo import GRPO
 
 
 class RLOO(GRPO):
-    """Leave-one-out credit: a reward is compared with the mean of the group's other rewards.
+    """Leave-one-out advantages: a reward is compared with the mean of the group's other rewards.
 
-    The loss is dapo unless set; `loss: reinforce` is that of the RLOO paper.
+    The default loss is dapo; `loss: reinforce` is that of the RLOO paper.
 
     Args:
-        credit: What gets an advantage of its own: the rollout (`whole`), each turn, or each token.
-        discount: How much a reward counts for the turn, or token, before the one that earned it.
+        credit: What gets its own advantage: the rollout (`whole`), each turn, or each token.
+        discount: The discount factor per turn (or per token) for rewards that are earned later.
     """
 
     def __init__(self, credit: CreditUnit = "whole", discount: float = 1.0) -> None:

@@ -19,7 +19,7 @@ from retrain.types import Group
 
 
 class SFT(Algorithm):
-    """Imitates the data set; a group is one demonstration.
+    """Imitates the examples of a dataset; a group is one example.
 
     Args:
         max_length: Drop rows with more tokens than this; rows are never truncated.

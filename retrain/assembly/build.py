@@ -158,7 +158,7 @@ def _warnings(parts: Parts, training: Iterable[str], rows: Iterable[str]) -> Ite
 
 
 def _dropped(prompts: PromptSource) -> Iterator[str]:
-    """Rows of the data set that are not trained on."""
+    """Rows of the dataset that are not trained on."""
     if isinstance(prompts, Pairs):
         for reason, count in prompts.dropped.items():
             yield f"prompts: {count} dropped ({reason}); {len(prompts)} pairs remain"
@@ -174,7 +174,7 @@ def _unanswered(scorer: Scorer, prompts: PromptSource | None, where: str) -> Ite
         rows = "no row" if first == len(prompts) else f"none of the first {first} rows"
         yield (
             f"{where}: {rows} of {prompts.name} has an answer, but the reward {', '.join(needy)} "
-            f"asks for one: add an `answer` to the rows, or set {where}.answer_column"
+            f"needs one: add an `answer` to the rows, or set {where}.answer_column"
         )
 
 

@@ -57,8 +57,8 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
     yield from _short_stall(config)
     if config.prompts.held_out and (config.eval is None or config.eval.prompts.type != "held_out"):
         yield (
-            f"prompts.held_out keeps {config.prompts.held_out:g} of the rows from training, and "
-            "nothing evaluates on them: set eval.prompts to held_out, or remove the key"
+            f"prompts.held_out holds out {config.prompts.held_out:g} of the rows, but nothing "
+            "evaluates on them: set eval.prompts to held_out, or remove the key"
         )
     if sampling.temperature == 0 and config.algorithm.group_size > 1:
         yield (
@@ -112,9 +112,9 @@ def _clipped_credit(config: RunConfig) -> Iterator[str]:
         parts = reward.type == "environment" or ":" in reward.type or ".py" in reward.type
         if parts and reward.clip is not None:
             yield (
-                f"rewards.{index}.clip: what each turn earned is not used of a clipped reward: all "
-                "of it counts at the last turn, despite algorithm.credit. Remove clip to give each "
-                "turn its own credit"
+                f"rewards.{index}.clip: a clipped reward has no per-turn values: all of it counts "
+                "at the last turn, so algorithm.credit has no effect on it. Remove clip to use "
+                "the values of each turn"
             )
 
 
@@ -136,12 +136,12 @@ def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[
     able, row, settings = sorted(capabilities.losses), row_of(loss), config.algorithm
     where = f"algorithm.loss: the {config.backend.type} backend"
     if ":" in loss and not (loss in able or capabilities.custom_losses):
-        yield f"{where} does not support a loss of your own; it has {', '.join(able)}"
+        yield f"{where} does not support custom losses; it supports {', '.join(able)}"
     elif ":" not in loss and loss not in able:
         hint = nearest(loss, able, "; the nearest is {}")
         if row.shared and row.shared[0] in able:
             hint = f"; {row.shared[0]} with normalisation: {row.shared[1]} is the same"
-        yield f"{where} has no loss {loss!r}{hint} (it has {', '.join(able)})"
+        yield f"{where} does not support the loss {loss!r}{hint} (it supports {', '.join(able)})"
     wanted, force = settings.normalisation, settings.loss_config.get("force", False)
     if wanted is not None and row.normalises_itself:
         yield (
@@ -178,7 +178,7 @@ def _backend(config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
     limit = capabilities.max_staleness
     if limit is not None and config.staleness.bound > limit:
         yield (
-            f"staleness.max: is {config.staleness.bound}, but the {config.backend.type} backend "
+            f"staleness.max: got {config.staleness.bound}, but the {config.backend.type} backend "
             f"allows at most {limit}"
         )
 
@@ -258,9 +258,9 @@ def _algorithm(algorithm: Algorithm, config: RunConfig) -> Iterator[str]:
 def _examples(
     algorithm: Algorithm, loss: str, config: RunConfig, capabilities: Capabilities
 ) -> Iterator[str]:
-    """Sections without an effect when the rows of the data set are trained."""
+    """Sections without an effect when the rows of the dataset are trained."""
     settings, plain = config.algorithm, RunConfig(prompts=config.prompts)
-    where = f"has no effect: algorithm {settings.type} trains on {algorithm.source} of the data set"
+    where = f"has no effect: algorithm {settings.type} trains on {algorithm.source} of the dataset"
     if config.environment != plain.environment:
         yield f"environment: {config.environment.type} {where}; remove it"
     if config.rewards:

@@ -103,7 +103,7 @@ def adapter_of(options: AdapterOptions, config: RunConfig) -> Adapter:
         missing = error.__cause__
         if not isinstance(missing, ModuleNotFoundError):
             raise
-        command = install_command(options.extra) if options.extra else "install it by pip"
+        command = install_command(options.extra) if options.extra else "install it with pip"
         raise PluginError(
             f"{where}: {config.backend.type} needs {missing.name}, which is not installed: "
             f"{command}"

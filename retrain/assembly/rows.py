@@ -1,4 +1,4 @@
-"""Checks the rows of the data set by what the environment and the rewards need of them."""
+"""Checks the rows of the dataset by what the environment and the rewards need of them."""
 
 from __future__ import annotations
 

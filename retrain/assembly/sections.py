@@ -83,7 +83,7 @@ def opponents_of(
     except UserCodeError as error:
         raise PluginError(str(error)) from error
     if both := sorted(set(scorer.composition.names).intersection(names)):
-        raise PluginError(f"environment: the seat {both[0]} has the name of a reward: rename one")
+        raise PluginError(f"environment: a seat and a reward are both named {both[0]}: rename one")
     found: list[dict[str, Opponent]] = []
     for where, section in (("opponents", config.opponents), ("eval.opponents", held_out)):
         if section is None:
@@ -91,8 +91,10 @@ def opponents_of(
             continue
         for name in section:
             if name not in names:
-                seats = f"expected one of {', '.join(names)}" if names else "but it has no seats"
-                raise PluginError(f"{where}: got {name!r}, no seat of the environment, {seats}")
+                seats = f"expected one of {', '.join(names)}" if names else "it has no seats"
+                raise PluginError(
+                    f"{where}: got {name!r}, which is not a seat of the environment; {seats}"
+                )
         if names and len(section) == len(names):
             raise PluginError(f"{where}: got all seats, expected at least one that is trained")
         found.append(
@@ -162,8 +164,8 @@ def _check_group(calculator: RewardCalculator, size: int, key: str) -> None:
 def check_installed(options: AdapterOptions, config: RunConfig) -> None:
     """One problem per optional dependency set of which a module is missing."""
     problems = [
-        f"{options.needed_by(extra) or f'backend.type: {config.backend.type}'} needs what is not "
-        f"installed ({missing}): {install_command(extra)}"
+        f"{options.needed_by(extra) or f'backend.type: {config.backend.type}'} needs packages "
+        f"that are not installed ({missing}): {install_command(extra)}"
         for extra, modules in options.needs().items()
         if (missing := _missing(modules))
     ]
@@ -189,8 +191,8 @@ def check_endpoint(config: RunConfig, needed: bool) -> None:
         return
     if missing := _missing(("starlette", "uvicorn")):
         raise PluginError(
-            f"environment.type: {config.environment.type} runs an agent, which needs what is not "
-            f"installed ({missing}): {install_command('agents')}"
+            f"environment.type: {config.environment.type} runs an agent, which needs packages "
+            f"that are not installed ({missing}): {install_command('agents')}"
         )
     if config.endpoint.port:
         from retrain.endpoint.connections import bound

@@ -2,7 +2,7 @@
 
 All facts about a template are found by rendering with it, so any template works. A template is
 foreign code: whatever it raises becomes a UserCodeError with its message, since it rejects the
-messages of the environment or the data set.
+messages of the environment or the dataset.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Template:
         if template == "auto" and not self._tokenizer.chat_template:
             raise ConfigError(
                 "the model's tokenizer has no chat template. Set `chat: none` for a base model "
-                "(texts are concatenated), or `chat: {template: FILE}` with a Jinja file"
+                "(messages are concatenated), or `chat: {template: FILE}` with a Jinja file"
             )
         if template not in {"auto", "none"} and "{{" not in template and "{%" not in template:
             raise ConfigError(
@@ -176,8 +176,8 @@ class Template:
         takes = _PROBE in self._plain([Message(role="system", content=_PROBE), _ASK])
         if not takes:
             logger.warning(
-                "the chat template takes no system message: its text is put in front of the first "
-                "user message"
+                "the chat template takes no system message: it is prepended to the first user "
+                "message"
             )
         return takes
 

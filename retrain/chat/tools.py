@@ -57,7 +57,7 @@ def parse_reply(
 
 
 def tools_of(given: object) -> tuple[ToolSpec, ...]:
-    """The tools of a data set's row: a list in the chat templates' format, or that list as JSON.
+    """The tools of a dataset's row: a list in the chat templates' format, or that list as JSON.
 
     None means no tools. Raises TypeError or ValueError if it is not a list of tools.
     """

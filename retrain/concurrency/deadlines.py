@@ -196,7 +196,7 @@ async def adapter_call(what: str, call: Awaitable[T], seconds: float, key: str) 
         if timed_out or cancelled():
             raise
         if task.cancelling():
-            raise UserCodeError(f"user code cancelled its own task while {what} worked") from error
+            raise UserCodeError(f"user code cancelled its own task while {what} ran") from error
         raise AdapterError(f"{what} was cancelled by the backend itself") from error
 
 

@@ -11,8 +11,8 @@ FOREIGN = frozenset(
 
 _ONE_PROCESS = "remove it: a run is one process, or those of backend.processes"
 _OWN_TRAINER = (
-    "run a recipe with its own trainer by `python -m retrain.trainer.nexrl -c FILE`, which checks "
-    "it; add --run-nexrl to train"
+    "run a recipe with its own trainer with `python -m retrain.trainer.nexrl -c FILE`, which "
+    "checks it; add --run-nexrl to train"
 )
 ADVICE: Mapping[str, str] = {
     "custom_trainer_class_name": _OWN_TRAINER,

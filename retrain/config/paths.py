@@ -105,7 +105,9 @@ def find_model(model: str, base_dir: Path) -> str:
         if folder.exists() and (_is_path(model) or "/" not in model):
             raise ConfigError(f"model: {folder} {_no_model(folder)}")
     if "/" not in model and difflib.get_close_matches(model.lower(), [TINY], cutoff=0.7):
-        raise ConfigError(f"model: got {model!r}, no folder of this name; did you mean {TINY}?")
+        raise ConfigError(
+            f"model: got {model!r}, but there is no folder of this name; did you mean {TINY}?"
+        )
     if _is_path(model):
         raise NotFoundError(f"model: folder not found: {' or '.join(map(str, tried))}; {_MODEL}")
     return model

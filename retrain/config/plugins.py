@@ -134,7 +134,7 @@ def _named(kind: str, name: str, where: str, base_dir: Path) -> Path:
             return files[name]
     names = sorted(set().union(*found))
     module, _, last = name.rpartition(".")
-    own = f"; for a class of your own write {module}:{last}"
+    own = f"; for your own class, write {module}:{last}"
     hint = own if module else nearest(name, names)
     if not names:
         raise PluginError(
@@ -161,7 +161,7 @@ def _member(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
         public = [known for known in dir(module) if known[0] != "_"]
         hint = nearest(name, public) or f"; {others}"
         raise PluginError(f"{where}: there is no {name} in {source}{hint}")
-    raise PluginError(f"{where}: {name} in {source} is no {base.__name__}; {others}")
+    raise PluginError(f"{where}: {name} in {source} is not a subclass of {base.__name__}; {others}")
 
 
 def _only(kind: Kind, module: ModuleType, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""The keys of a run's YAML. Every default is a tested one; an unknown key is an error.
+"""The keys of a run's YAML. Every default is tested; an unknown key is an error.
 
 A plug-in's own keys are checked when it is bound (`binding.bind`): its constructor is their schema.
 The strings below the fields are the keys' documentation, in docs/configuration.md and the schema.
@@ -59,17 +59,17 @@ class PromptsConfig(Plugin):
     answer_column: str | None = None
     """The column of the answer, if it is not `answer`."""
     system: str | None = None
-    """A system message to put before every prompt."""
+    """A system message that is added before every prompt."""
     filter: str | dict[str, Any] | None = None
     """The rows to use: a condition on columns, such as {level: 3}, {level: [3, 4]},
-    {level: {min: 3}} or {level: {not: 5}}, or a function of the row as path/file.py:name."""
+    {level: {min: 3}} or {level: {not: 5}}, or a function of the row, as path/file.py:name."""
     map: str | dict[str, Any] | None = None
     """New columns: {answer: {after: "####"}}, the name of a column, a template such as
     "Question: {question}"; or a function that returns the new row, as path/file.py:name."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Use only the first rows, at most this many."""
+    """Use only the first rows, up to this number."""
     held_out: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep this fraction of the rows from training, for `eval: {prompts: held_out}`."""
+    """Hold out this fraction of the rows for evaluation with `eval: {prompts: held_out}`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -79,29 +79,29 @@ class PromptsConfig(Plugin):
 
 
 class ScheduleConfig(Section):
-    """A weight that changes over the run: `start` until the step `begin`, `end` from `steps` steps
-    later. A rollout's step is the version of the weights that sampled it, which is the number of
-    optimizer steps before it; of a group that several versions sampled, it is the oldest."""
+    """A weight that changes over the run: `start` until the step `begin`, and `end` from `steps`
+    steps later. A rollout's step is the version of the weights that sampled it, which is the number
+    of optimizer steps before it. If several versions sampled a group, the oldest one counts."""
 
     start: Annotated[float, Field(allow_inf_nan=False)]
     """The weight at the beginning."""
     end: Annotated[float, Field(allow_inf_nan=False)]
     """The weight at the end."""
     steps: Annotated[int, Field(ge=1)]
-    """Steps from one to the other."""
+    """The number of steps from `start` to `end`."""
     begin: Annotated[int, Field(ge=0)] = 0
     """The step at which the change begins."""
     shape: Literal["linear", "cosine", "step"] = "linear"
-    """`step` keeps `start` until the last step, and then is `end`."""
+    """The shape of the change. `step` keeps `start` until the last step, then jumps to `end`."""
 
 
 class GateConfig(Section):
-    """Which rollouts a reward counts for."""
+    """The rollouts for which a reward counts."""
 
     name: str
-    """The reward that decides, by its name. Its value is the one without weight and clip."""
+    """The name of the reward that decides. Its raw value is used, before clip and weight."""
     at_least: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """The lowest value that opens the gate; by default any above 0."""
+    """The lowest value that opens the gate; by default any value above 0."""
 
 
 def _kind_of_weight(value: Any) -> str:
@@ -116,23 +116,23 @@ Weight = Annotated[
 
 
 class RewardConfig(Plugin):
-    """What scores a rollout; the reward is the sum of all entries by weight."""
+    """What scores a rollout; the reward is the weighted sum of all entries."""
 
     type: str
     """A built-in name, `module:Class` or `path/file.py:Class`. `environment` is the reward of the
     environment's steps; `sum`, `product` and `min` combine the rewards in `of`."""
     weight: Weight = 1.0
-    """The factor of this reward, or a schedule of it."""
+    """The factor of this reward, or a schedule for it."""
     name: str | None = None
     """The name in metrics and rollouts; by default the last part of the type."""
     processes: Annotated[int, Field(ge=1)] | None = None
-    """Run it in this many worker processes; by default in a thread, or on the event loop if it is
-    async."""
+    """Run the reward in this many worker processes; by default it runs in a thread, or on the event
+    loop if it is async."""
     clip: Annotated[tuple[float, float], Listed] | None = None
-    """Limit its value to [low, high], before the weight."""
+    """Clip its value to [low, high] before the weight is applied."""
     only_if: GateConfig | None = None
-    """Call it only for rollouts for which another reward is above 0, or `at_least` a value, and
-    leave it out for others. A string is that reward's name."""
+    """Call the reward only for rollouts for which another reward is above 0, or is `at_least` a
+    value, and skip it for others. A string is the name of that other reward."""
     of: Annotated[tuple[RewardConfig, ...], Listed] = ()
     """The rewards that `sum`, `product` or `min` combines, each with its weight."""
 
@@ -150,19 +150,20 @@ class RewardConfig(Plugin):
 
 
 class MismatchConfig(Section):
-    """Weigh the tokens of the loss by w, the trainer's probability over the sampler's. The two
-    differ because of staleness and of different arithmetic. The ratio of the loss then compares
+    """Weight the tokens of the loss by w, the trainer's probability divided by the sampler's. The
+    two differ because of staleness and of different arithmetic. The ratio in the loss then compares
     with the trainer's probabilities before the update, as in decoupled PPO."""
 
     type: Literal["tis", "mask"] = "tis"
     """`tis` (truncated importance sampling): w is clipped to [low, high]. `mask` (IcePop): a w
-    outside of [low, high] becomes 0."""
+    outside [low, high] becomes 0."""
     level: Literal["token", "sequence"] = "token"
-    """`sequence`: w is the geometric mean over the sampled tokens of a rollout (as in GSPO)."""
+    """`token`: each token has its own w. `sequence`: w is the geometric mean over the sampled
+    tokens of a rollout (as in GSPO)."""
     low: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """The lowest w; by default 0 for tis, and 0.5 for mask."""
     high: Annotated[float, Field(gt=0)] | None = None
-    """The highest w, `.inf` for no limit; by default 2 for tis, and 5 for mask."""
+    """The highest w, or `.inf` for no limit; by default 2 for tis, and 5 for mask."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -188,18 +189,19 @@ class AlgorithmConfig(Plugin):
     loss: str | None = None
     """The loss that the backend computes; by default the algorithm's own."""
     loss_config: dict[str, Any] = {}
-    """The keys of the loss: epsilon, epsilon_high, delta, beta, ..."""
+    """The keys of the loss: epsilon, epsilon_high, delta, beta, ... `force: true` allows a loss
+    that does not clip its ratio (`importance_sampling`) with `staleness.target` above 1."""
     normalisation: Normalisation | None = None
-    """What the loss is averaged over: tokens (`token`), rollouts of token means (`sequence`), or
-    rollouts of token sums (`batch`). The default is token, or batch for the loss reinforce. TRL's
-    own losses have a fixed average."""
+    """How the loss is averaged. `token`: mean over tokens. `sequence`: mean over rollouts of the
+    per-rollout token mean. `batch`: mean over rollouts of the per-rollout token sum. The default is
+    token, or batch for the loss reinforce. The average of TRL's own losses is fixed."""
     kl_penalty: Annotated[float, Field(ge=0)] = 0.0
     """Subtract kl_penalty x log(p / reference) from the advantage of each sampled token. The
     reference is the model that the run started from. It works in the same way on every
     backend."""
     mismatch: MismatchConfig | None = None
     """Correct for the difference between the sampler and the trainer; off by default. A string is
-    its type."""
+    the `type`."""
 
     @field_validator("mismatch", mode="before")
     @classmethod
@@ -215,9 +217,9 @@ class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """The sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens with this total probability."""
+    """Sample only from the most likely tokens with this total probability."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from this many most likely tokens; 0 is all."""
+    """Sample only from this many most likely tokens; 0: from all."""
     stop: Annotated[tuple[str, ...], Listed] = ()
     """Strings that end a turn."""
 
@@ -226,7 +228,8 @@ class ChatConfig(Section):
     """How messages become tokens."""
 
     template: str = "auto"
-    """`auto`: the tokenizer's own template; `none`: concatenated contents; else a Jinja file."""
+    """`auto`: the tokenizer's own template; `none`: concatenated contents; any other value: a Jinja
+    file."""
     arguments: dict[str, Any] = {}
     """Variables of the template, such as enable_thinking."""
     tools: str = "auto"
@@ -234,21 +237,22 @@ class ChatConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Limits of a rollout, and how many run at once."""
+    """Limits of a rollout, and how many run at the same time."""
 
     max_turns: Annotated[int, Field(ge=1)] = 16
     """The maximum number of turns; a longer rollout is truncated."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The maximum number of sampled tokens of an agent's rollout: no call begins after it."""
+    """The maximum number of sampled tokens of an agent's rollout. Once it is reached, further calls
+    are rejected."""
     max_sequence_length: Annotated[int, Field(ge=2)] | None = None
     """The maximum number of tokens of a rollout, prompt included; by default the model's context
     length."""
     slots: Annotated[int, Field(ge=1)] | None = None
-    """Groups in flight at once; by default as many as `staleness` allows."""
+    """The maximum number of groups in flight; by default as many as `staleness` allows."""
     setup_concurrency: Annotated[int, Field(ge=1)] = 64
-    """Environments that may run `setup` at once."""
+    """The maximum number of environments that run `setup` at the same time."""
     reward_concurrency: Annotated[int, Field(ge=1)] = 64
-    """Groups that one reward may score at once."""
+    """The maximum number of groups that one reward scores at the same time."""
 
 
 class EndpointConfig(Section):
@@ -256,7 +260,8 @@ class EndpointConfig(Section):
     rollout. It is only started for environments that run an agent."""
 
     host: str = "127.0.0.1"
-    """The address to listen on. Any other than a loopback address lets other machines call."""
+    """The address to listen on. With any address other than a loopback address, other machines can
+    call the endpoint."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """The port; 0 chooses a free one."""
     public_url: str | None = None
@@ -265,7 +270,7 @@ class EndpointConfig(Section):
     honour: Annotated[
         tuple[Literal["max_tokens", "temperature", "top_p", "top_k", "stop", "seed"], ...], Listed
     ] = ()
-    """Sampling arguments of the agent that count, instead of those in `sampling`."""
+    """Sampling arguments for which the agent's value is used instead of that in `sampling`."""
 
     @field_validator("public_url")
     @classmethod
@@ -281,8 +286,8 @@ class StalenessConfig(Section):
     target: Annotated[int, Field(ge=0)] = 1
     """How many steps sampling may run ahead of training; 0 is synchronous."""
     max: Annotated[int, Field(ge=0)] | None = None
-    """A group with a token more than this many versions old is dropped and its prompt issued
-    again; by default 3 x target."""
+    """A group with a token that is more than this many versions old is dropped, and its prompt is
+    issued again; by default 3 x target."""
 
     @property
     def bound(self) -> int:
@@ -299,56 +304,58 @@ class TrainConfig(Section):
     """The length of the run, and which groups make a step."""
 
     total_train_steps: Annotated[int, Field(ge=0)] = 100
-    """Optimizer steps, counted from the start of the run, resumes included."""
+    """The number of optimizer steps, counted from the start of the run across resumes."""
     groups_per_step: Annotated[int, Field(ge=1)] = 8
-    """Groups, or rows of examples, per optimizer step."""
+    """The number of groups, or rows of examples, per optimizer step."""
     seed: int = 0
-    """The seed of the order of prompts, of sampling and of training."""
+    """The seed for the order of prompts, for sampling and for training."""
     shuffle: bool = True
     """Shuffle the prompts in every epoch."""
     order: Literal["ready", "in_order"] = "ready"
-    """`ready` trains groups as they finish; `in_order` in the order of their prompts, which is
-    reproducible, but `trl` then decodes each request separately."""
+    """`ready` trains groups as they finish. `in_order` trains them in the order of their prompts,
+    which is reproducible, but `trl` then decodes each request separately."""
     no_signal: Literal["keep", "refill"] = "keep"
     """Groups with equal rewards: `keep` trains them with advantage 0, `refill` replaces them."""
     max_refill: Annotated[int, Field(ge=0)] = 3
-    """How much `refill` may replace per step, in batches."""
+    """How much `refill` may replace per step, as a number of batches."""
     stop_after_flat_steps: Annotated[int, Field(ge=1)] = 25
     """End the run after this many consecutive steps without any signal: as solved if every reward
-    is the top one, else with an error."""
+    equals the highest one of the run, otherwise with an error."""
     max_failed_groups: Annotated[int, Field(ge=1)] = 16
-    """End the run with the first error after this many consecutive groups that failed entirely."""
+    """End the run with the first error after this many consecutive groups in which every rollout
+    failed."""
 
 
 class CheckpointConfig(Section):
     """What a run saves."""
 
     every: Annotated[int, Field(ge=0)] = 50
-    """Steps between checkpoints; 0 writes only the last one."""
+    """The number of steps between checkpoints; 0: write only the last one."""
     keep: Annotated[int, Field(ge=1)] = 3
     """How many of the newest checkpoints to keep."""
     merge_lora: bool = False
-    """Write the merged model to `final/`, not the LoRA weights."""
+    """With LoRA, write the merged model to `final/` instead of the LoRA weights."""
 
 
 class EvalConfig(Section):
-    """Rollouts on held-out prompts, reported and not trained."""
+    """Rollouts on held-out prompts, which are reported but not used for training."""
 
     prompts: PromptsConfig
-    """The prompts to evaluate on, as in `prompts`; `held_out` for those that `prompts.held_out`
-    keeps from training."""
+    """The prompts to evaluate on, as in `prompts`, or `held_out` for the rows that
+    `prompts.held_out` holds out."""
     every: Annotated[int, Field(ge=1)] = 50
-    """Steps between evaluations."""
+    """The number of steps between evaluations."""
     samples: Annotated[int, Field(ge=1)] = 4
-    """Rollouts per prompt: the k of pass@k."""
+    """The number of rollouts per prompt: the k of pass@k."""
     pass_threshold: float = 1.0
-    """The reward from which a rollout counts as passed."""
+    """The lowest reward with which a rollout counts as passed."""
     opponents: dict[str, Plugin] | None = None
-    """Who speaks for which seats in evaluations; by default as in training."""
+    """The opponents to use in evaluations; by default the same as in training."""
 
 
 class DeadlinesConfig(Section):
-    """Time limits in seconds. A rollout whose own code exceeds one has the outcome `timeout`."""
+    """Time limits in seconds. If an environment or a reward exceeds one, its rollout gets the
+    outcome `timeout`."""
 
     setup: Annotated[float, Field(gt=0)] = 300.0
     """One call of `setup`, of an environment or a reward."""
@@ -363,7 +370,7 @@ class DeadlinesConfig(Section):
     close: Annotated[float, Field(gt=0)] = 30.0
     """One call of `close`, of an environment or a reward."""
     sample: Annotated[float, Field(gt=0)] = 3600.0
-    """One request to the sampler, with its time in the queue of a server."""
+    """One request to the sampler, including its time in the queue of a server."""
     update: Annotated[float, Field(gt=0)] = 3600.0
     """One optimizer step."""
     publish: Annotated[float, Field(gt=0)] = 1800.0
@@ -371,30 +378,31 @@ class DeadlinesConfig(Section):
     checkpoint: Annotated[float, Field(gt=0)] = 1800.0
     """One save or load of a checkpoint."""
     outage: Annotated[float, Field(ge=0)] = 600.0
-    """Wait this long for a reward or an environment that has worked before and can't be reached:
-    lost connections, timeouts, and the HTTP status 429 or 5xx. 0 ends the run as for any error."""
+    """How long to wait for a reward or an environment that worked before and can no longer be
+    reached: lost connections, timeouts, and the HTTP status 429 or 5xx. 0: don't wait, and treat it
+    like any other error."""
     blocked: Annotated[float, Field(gt=0)] = 120.0
     """End the process if user code blocks the event loop, or all of Python, for this long."""
     stall: Annotated[float, Field(gt=0)] = 3600.0
-    """End the run if nothing progresses for this long, and name what it waits for."""
+    """End the run if nothing progresses for this long, and report what it is waiting for."""
 
 
 class RunConfig(Section):
-    """A run. A section's description is its class's."""
+    """A run. A section without a description has that of its class."""
 
     name: str | None = None
-    """The name of the run directory in `runs/`; by default the config file's name."""
+    """The name of the run directory in `runs/`; by default that of the config file."""
     model: str = "tiny"
     """`tiny`, a local model folder, or a Hugging Face id."""
     prompts: PromptsConfig = PromptsConfig(type="environment")
-    """The prompts or examples to train on: a source, a file's path, or a list of rows. An
-    environment with tasks of its own needs none."""
+    """The prompts or examples to train on: a source, the path of a file, or a list of rows. Not
+    needed if the environment generates its own tasks."""
     environment: Plugin = Plugin(type="single_turn")
     """What answers the model until the episode ends."""
     opponents: dict[str, Plugin] = {}
-    """Seats of the environment that are not trained, and who speaks for each: a function as
-    path/file.py:name, or a server with OpenAI's API (`type: openai` with url, model, api_key_env,
-    max_tokens, temperature)."""
+    """Seats of the environment that are not trained, and what replies for each of them: a function
+    as path/file.py:name, or a server with OpenAI's API (`type: openai` with url, model,
+    api_key_env, max_tokens, temperature)."""
     rewards: Annotated[tuple[RewardConfig, ...], Listed] = ()
     """What scores a rollout, in addition to the environment's own reward."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -411,7 +419,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     loggers: Annotated[tuple[Plugin, ...], Listed] = ()
-    """Further destinations of the metrics, such as tensorboard or wandb."""
+    """Where to send the metrics in addition to the run directory, such as tensorboard or wandb."""
     run_dir: Annotated[Path, Field(strict=False)] | None = None
     """The run directory; by default runs/NAME."""
     base_dir: Path = Field(default=Path(), exclude=True)

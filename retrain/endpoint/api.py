@@ -128,7 +128,9 @@ def _part_of(part: Any, where: str) -> str:
         return text
     kind = part.get("type") if isinstance(part, Mapping) else None
     got = f"a part of type {shown(kind)}" if kind else shown(part)
-    raise invalid(f"{where}: got {got}, expected text: the endpoint takes no images or files")
+    raise invalid(
+        f"{where}: got {got}, expected text: the endpoint does not support images or files"
+    )
 
 
 def call_of(name: str, arguments: Any, call_id: str, where: str) -> dict[str, Any]:

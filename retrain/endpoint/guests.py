@@ -52,7 +52,7 @@ class Guest:
         """An answer of this rollout; raises CallError with this status."""
         answer = self.answers.get(answer_id) if isinstance(answer_id, str) else None
         if answer is None:
-            message = f"{key}: got {answer_id!r}, which is no answer of this rollout"
+            message = f"{key}: got {answer_id!r}, which is not an answer of this rollout"
             raise CallError(status, f"{key}_not_found", message)
         return answer
 

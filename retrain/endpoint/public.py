@@ -82,7 +82,7 @@ class PublicServer(EndpointServer):
                     403,
                     "forbidden",
                     f"without a key, calls must be addressed to one of {', '.join(LOOPBACK)}, and "
-                    "come from no web page; to allow others, start with --api-key-env",
+                    "must not come from a web page; to allow others, start with --api-key-env",
                 )
             return
         if not has_key(http, self._key):

@@ -141,7 +141,7 @@ class EndpointServer:
                 logger.warning(
                     "the agent sets %s, which %s",
                     name,
-                    "the run's `sampling` section overrides; to let it count, add it to "
+                    "the run's `sampling` section overrides; to use the agent's value, add it to "
                     "endpoint.honour"
                     if known
                     else "has no effect on the endpoint",

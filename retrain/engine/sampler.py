@@ -264,7 +264,7 @@ def _refuse_unfit(model: nn.Module) -> None:
         if "forward" in vars(module):
             raise ValueError(
                 f"the forward of {name or 'the model'} ({type(module).__name__}) was patched, so "
-                "a copy would compute with the original's weights; make the sampler before the "
+                "a copy would compute with the original's weights; create the sampler before the "
                 "trainer"
             )
 

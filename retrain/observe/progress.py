@@ -30,7 +30,7 @@ MAX_SHOWN_CAUSES = 5
 _ELSEWHERE = ("reward", "no-signal groups", "failed rollouts")
 """Shown in other rows of the live display."""
 MEASURES = ("loss", "perplexity", "dpo/accuracy")
-"""Metrics of an evaluation on rows of a data set."""
+"""Metrics of an evaluation on rows of a dataset."""
 
 
 @dataclass(slots=True)
@@ -258,7 +258,7 @@ def short(value: float) -> str:
 
 
 def _outcomes(tally: Tally) -> tuple[str, int]:
-    """How many rollouts were scored, or rows of the data set read; and how many failed."""
+    """How many rollouts were scored, or rows of the dataset read; and how many failed."""
     ok = tally.outcomes["ok"]
     done = "scored" if tally.unit == "rollouts" else "read"
     return f"{ok:,} {done}", tally.outcomes.total() - ok

@@ -114,7 +114,7 @@ def _failure(run_dir: Path, status: str, events: Sequence[Event]) -> dict[str, s
     text = _cause(error) if isinstance(error, dict) else _error_file(run_dir)
     saved = any((run_dir / "checkpoints").glob("step_*"))
     command = f"run the same command with --resume --run-dir {near(run_dir.absolute())}"
-    again = "start a new run, since there is no checkpoint"
+    again = "start a new run, because there is no checkpoint"
     if not text and not saved:
         return None
     fix = "Fix the cause, then " if text else "To continue, "
@@ -165,7 +165,7 @@ def _history(events: Sequence[Event]) -> list[str]:
     words: dict[str, Callable[[Event], str]] = {
         "resumed": lambda e: f"resumed from step {e.get('from_step')}" + _changed(e),
         "checkpoint": lambda e: f"checkpoint of step {e.get('step')}",
-        "torn": lambda e: f"skipped an incomplete checkpoint: {e.get('checkpoint')}",
+        "incomplete": lambda e: f"skipped an incomplete checkpoint: {e.get('checkpoint')}",
         "export": lambda e: (
             f"model exported to {e['path']}" if e.get("path") else "no model exported"
         ),

@@ -56,7 +56,7 @@ class Tally:
     """Counts of rollouts and dropped groups since this process started."""
 
     unit: str = "rollouts"
-    """What a group has: rollouts, or rows of the data set (demonstrations, pairs)."""
+    """What a group has: rollouts, or rows of the dataset (demonstrations, pairs)."""
 
     drops: Counter[str] = field(default_factory=Counter)
     """Groups, by the cause of their `dropped` event."""
@@ -173,8 +173,8 @@ class RunDirectory:
             journal.flush()
         if missing := self.missing():
             raise RunError(
-                f"{missing} was deleted during the run, so the run can't continue, nor be resumed. "
-                "Start a new run."
+                f"{missing} was deleted during the run, so the run can neither continue nor be "
+                "resumed. Start a new run."
             )
 
     def missing(self) -> Path | None:

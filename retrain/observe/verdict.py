@@ -75,7 +75,7 @@ def _sentence_and_advice(
             "callbacks, checkpoints and evaluation."
         )
     shorter = "a faster backend or fewer tokens per step would shorten the run."
-    if not stage_seconds:  # a data set: nothing is generated
+    if not stage_seconds:  # a dataset: nothing is generated
         return sentence, shorter.capitalize()
     return sentence, (
         "Generation keeps up. A smaller staleness.target would cost little time and train on "

@@ -1,4 +1,4 @@
-"""Checkpoints: one folder each, written whole or not at all (promise P2).
+"""Checkpoints: one folder each, written whole or not at all (guarantee P2).
 
 `write` fills a temporary folder, writes the manifest (size and digest of each file) last, syncs
 every file and renames the folder. `newest` skips and lists folders whose manifest is missing or
@@ -58,7 +58,7 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._disk = DaemonPool(1, "retrain-disk")
-        self.torn: list[str] = []
+        self.incomplete: list[str] = []
         """Incomplete checkpoints that `newest` skipped, with the reason."""
         self.saved: int | None = None
         """The step whose checkpoint was written last, or loaded."""
@@ -91,7 +91,7 @@ class Checkpoints:
         self._disk.close()
 
     def newest(self) -> tuple[Path, Checkpoint] | None:
-        """The newest complete checkpoint; incomplete ones are skipped and listed in `torn`.
+        """The newest complete checkpoint; incomplete ones are skipped and listed in `incomplete`.
 
         Raises CheckpointError for one of another format: an older one is no substitute for it.
         """
@@ -103,7 +103,7 @@ class Checkpoints:
                     return path, read(path)
                 except CheckpointError as error:
                     problem = str(error)
-            self.torn.append(f"{path.name}: {problem}")
+            self.incomplete.append(f"{path.name}: {problem}")
         return None
 
     def last_config(self) -> Mapping[str, Any] | None:
@@ -182,7 +182,7 @@ def copy(source: Path, target: Path) -> None:
     """
     verified(source)
     if target.exists() and not (target / MANIFEST).exists() and not _is_empty(target):
-        raise FileExistsError(f"{target} exists and is no checkpoint. Choose another folder.")
+        raise FileExistsError(f"{target} exists and is not a checkpoint. Choose another folder.")
     with _partial(target) as temporary:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, temporary)

@@ -55,7 +55,7 @@ async def rescue(run: Run, error: BaseException) -> None:
     bad = any(isinstance(cause, NonFiniteError | CheckpointError) for cause in causes(error))
     try:
         if run.whole and run.step and not bad and run.checkpoints.saved != run.step:
-            run.adapter.hurry()
+            run.adapter.stop_retrying()
             for group in run.taken:
                 run.drop(group, "unfinished")
             run.intake.drain()

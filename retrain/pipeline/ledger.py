@@ -1,8 +1,9 @@
 """The state of each prompt: to be issued, open (issued and not trained yet), or done.
 
-This keeps promise P1: a ticket leaves `open` once, by `retire` (trained, or dropped for good) or by
-`reissue` (a new attempt replaces it). A resume issues again what was open at the checkpoint, in the
-same order; groups that were finished by then are in the checkpoint and are not played again.
+This upholds guarantee P1: a ticket leaves `open` once, through `retire` (trained, or dropped for
+good) or `reissue` (a new attempt replaces it). A resume issues again what was open at the
+checkpoint, in the same order; groups that were finished by then are in the checkpoint and are not
+sampled again.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ TOOLS = ("tool_calls", "tool_errors")
 class Meter:
     """Counts what happened since the last `row`.
 
-    `sampled` is false where rows of the data set are trained: metrics of rewards and of the sampler
+    `sampled` is false where rows of the dataset are trained: metrics of rewards and of the sampler
     are omitted. `by_group` is false where a group with equal rewards still has a signal. `mixed`
     are the names of the sources of a mixture.
     """

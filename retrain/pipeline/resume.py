@@ -101,8 +101,8 @@ async def restore(run: Run) -> None:
     Raises CheckpointError when all are incomplete or gone, or the run can't go on from it.
     """
     found = await asyncio.to_thread(run.checkpoints.newest)
-    for skipped in run.checkpoints.torn:
-        run.record.event("torn", checkpoint=skipped)
+    for skipped in run.checkpoints.incomplete:
+        run.record.event("incomplete", checkpoint=skipped)
         run.record.fault(f"skipped the incomplete checkpoint {skipped}")
     if found is None:
         _require_no_checkpoint(run)
@@ -120,7 +120,7 @@ async def restore(run: Run) -> None:
     hashed = saved.counters.get("rows_hash")
     if hashed and run.rows_hash and hashed != run.rows_hash:
         run.record.fault(
-            "the rows of the prompts are not those of the checkpoint, so the rest of the run "
+            "the rows of the prompts differ from those of the checkpoint, so the rest of the run "
             "trains on other prompts. Restore the data, or make its source return the same rows "
             "each time"
         )
@@ -140,9 +140,9 @@ def _require_no_checkpoint(run: Run) -> None:
     """
     events = surviving(read_events(run.run_dir.path))
     steps = [event["step"] for event in events if event["event"] == "checkpoint"]
-    if not steps and not run.checkpoints.torn:
+    if not steps and not run.checkpoints.incomplete:
         return
-    why = first_of(run.checkpoints.torn, "; ") or f"step_{max(steps)} is missing"
+    why = first_of(run.checkpoints.incomplete, "; ") or f"step_{max(steps)} is missing"
     raise CheckpointError(
         f"no complete checkpoint in {run.checkpoints.folder}: {why}. Restore one from a backup. "
         f"To start over, delete {run.run_dir.path}, or start a new run with another --run-dir."

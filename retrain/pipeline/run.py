@@ -62,7 +62,7 @@ class Run:
         self.config, self.parts, self.callbacks = config, parts, callbacks
         train = config.train
         self.sampled = parts.algorithm.source == "rollouts"
-        """Whether the model plays rollouts; otherwise the rows of the data set are trained."""
+        """Whether the model plays rollouts; otherwise the rows of the dataset are trained."""
         self.step = 0
         self.version = 0
         # of the prompts, now: user code is not to run in a step or a save
@@ -169,8 +169,8 @@ class Run:
             if self.sampled and (text := long_prompts(self.parts.prompts, tokens, context - most)):
                 logger.warning(
                     "prompts: %s. With sampling.max_tokens (%d) they exceed the context of %d "
-                    "tokens: their completions are cut off, or their rollouts are invalid. Shorten "
-                    "them, or leave them out by `filter`.",
+                    "tokens: their completions are cut off, or their rollouts are invalid. "
+                    "Shorten them, or remove them with `filter`.",
                     text,
                     most,
                     context,
@@ -189,7 +189,7 @@ class Run:
     def request_stop(self) -> None:
         """Stop after the current step, with a checkpoint; cancel an evaluation."""
         self.stopping = True
-        self.adapter.hurry()
+        self.adapter.stop_retrying()
         self.intake.stop()
         self.evaluation.cancel()
 
@@ -260,7 +260,7 @@ class Run:
         return self.parts.prompts.prompt(ticket, self.config.train.seed)
 
     def slot(self, size: int, *, held_out: bool = False) -> Slot | Playback:
-        """A new slot for groups of `size` rollouts, or a playback for rows of the data set.
+        """A new slot for groups of `size` rollouts, or a playback for rows of the dataset.
 
         `held_out`: with the opponents of evaluations.
         """

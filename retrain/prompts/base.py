@@ -43,7 +43,7 @@ class Origin:
     environment: Callable[[], Environment]
     """Makes an instance of the run's environment; raises ConfigError if that fails."""
     held_out: Callable[[], PromptSource | None] = lambda: None
-    """What `prompts.held_out` keeps from training; only for evaluations."""
+    """The rows that `prompts.held_out` holds out of training; only for evaluations."""
 
 
 class PromptSource(ABC):
@@ -64,7 +64,7 @@ class PromptSource(ABC):
     sizes: Sequence[int] = ()
     """The bytes of each row's messages, if all were read."""
     held_out: PromptSource | None = None
-    """The rows that `prompts.held_out` keeps from training."""
+    """The rows that `prompts.held_out` holds out of training."""
     mixed: Sequence[str] = ()
     """The names of the sources of a mixture, which its rows have in the column MIXTURE."""
 
@@ -75,7 +75,7 @@ class PromptSource(ABC):
     def row(self, index: int) -> Row | Mapping[str, Any] | str:
         """The row at `index`, the same one at every call.
 
-        A Row, or what a row of a data set may be: a string, or a mapping with `prompt` or
+        A Row, or what a row of a dataset may be: a string, or a mapping with `prompt` or
         `messages`.
         """
 
@@ -168,7 +168,7 @@ def numbers(start: int, stop: int) -> array[int]:
 
 
 def as_row(raw: Any, *, opened: bool = False) -> Row:
-    """A Row, from one or from what a row of a data set may be; see `PromptSource.opened`.
+    """A Row, from one or from what a row of a dataset may be; see `PromptSource.opened`.
 
     Raises ValueError that says what was expected.
     """
@@ -185,7 +185,7 @@ def as_row(raw: Any, *, opened: bool = False) -> Row:
 
 
 def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | None = None) -> Row:
-    """One row of a data set. Raises ValueError that says what was expected."""
+    """One row of a dataset. Raises ValueError that says what was expected."""
     if isinstance(raw, str):
         return Row(_user(raw), plain=True)
     if not isinstance(raw, Mapping):
@@ -204,7 +204,7 @@ def parse_row(raw: Any, prompt_column: str | None = None, answer_column: str | N
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:
-    """A list of messages of a data set. Raises ValueError that says what was expected."""
+    """A list of messages of a dataset. Raises ValueError that says what was expected."""
     if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise ValueError(f"got {type(value).__name__}, expected a string or a list of messages")
     if not value:
@@ -239,7 +239,7 @@ def _prompt_column(row: Mapping[str, Any], wanted: str | None) -> str:
             raise EmptyPromptError(f"`{name}` is null, expected a string or a list of messages")
     raise ValueError(
         f"column `{'` or `'.join(usual)}` is missing; its columns are {_columns(row)}; name the "
-        "right one by prompt_column (in a trainer: column_mapping)"
+        "right one with prompt_column (in a trainer: column_mapping)"
     )
 
 

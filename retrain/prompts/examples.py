@@ -228,7 +228,7 @@ def _parsed(prompts: PromptSource, parse: Callable[[Row], T], index: int) -> T:
         raise PromptError(f"{prompts.place(index)}: {error}") from None
 
 
-def _response(row: Row) -> Any:  # whatever the data set holds
+def _response(row: Row) -> Any:  # whatever the dataset holds
     found = (row.metadata[name] for name in RESPONSES if row.metadata.get(name) is not None)
     return row.answer if row.answer is not None else next(found, None)
 
@@ -252,7 +252,7 @@ def _continuation(said: Any, what: str) -> tuple[Message, ...]:
 
 
 def _after(opening: Sequence[Message], said: Any) -> Any:
-    """An answer without the prompt, which some data sets repeat before it."""
+    """An answer without the prompt, which some datasets repeat before it."""
     if isinstance(said, str) or not isinstance(said, Sequence) or len(said) <= len(opening):
         return said
     heard = [(m["role"], m["content"]) for m in opening]

@@ -70,7 +70,7 @@ class RewardCalculator(ABC):
     processes: int | None = None
     """In how many worker processes it runs, unless its section says otherwise."""
     needs_answer: bool = False
-    """Whether it requires an answer in the prompt's row; a data set without any is warned of."""
+    """Whether it requires an answer in the prompt's row; a dataset without any is warned of."""
     solved_by_answer: bool = False
     """Whether the row's answer is a reference solution, which should get the full reward."""
     after: Sequence[str] = ()

@@ -38,7 +38,7 @@ def term_of(section: RewardConfig, where: str, base_dir: Path, deadlines: Deadli
         return weighted_reward(section, where, base_dir, deadlines)
     beside = {"type", "weight", "clip", "only_if"} | ({"name", "of"} if combines else set())
     wrong = [
-        f"{where}.{key}: not a key of {section.type}, which calls no reward of its own; remove it"
+        f"{where}.{key}: not a key of {section.type}, which only combines other rewards; remove it"
         for key in sorted((section.model_fields_set | section.arguments.keys()) - beside)
     ]
     if combines and not section.of:

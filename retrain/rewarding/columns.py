@@ -1,7 +1,7 @@
 """Reward functions written for TRL: `(prompts, completions, **columns) -> list`, called per group.
 
 The arguments are those of TRL's GRPOTrainer: lists with one item per rollout, by name, and the
-columns of the data set. What TRL does with the returned values happens here too: None leaves the
+columns of the dataset. What TRL does with the returned values happens here too: None leaves the
 function out of the sum of this rollout.
 """
 

@@ -175,9 +175,7 @@ class Composition:
             TopologicalSorter(graph).prepare()
         except CycleError as error:
             circle = " -> ".join(reversed(error.args[1]))
-            raise PluginError(
-                f"rewards: these wait for each other: {circle}; remove one of their only_if"
-            ) from None
+            raise PluginError(f"rewards: circular only_if: {circle}; remove one of them") from None
 
 
 def combined(how: Combination, parts: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Play groups of rollouts, or the rows of a data set: group, slot and playback."""
+"""Play groups of rollouts, or the rows of a dataset: group, slot and playback."""
 
 from retrain.rollout.group import Rollouts
 from retrain.rollout.playback import Playback

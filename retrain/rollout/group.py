@@ -278,7 +278,9 @@ class _Rollout:
         elif error is not None:
             self.fail(error)
         if self.alive and not calls.turns:
-            why = f"met the limit {calls.truncated} at its first call" if calls.truncated else ""
+            why = (
+                f"reached the limit {calls.truncated} at its first call" if calls.truncated else ""
+            )
             why = why or (
                 "never called the model at `base_url` with `api_key`. A function gets both as "
                 "arguments; with `process: true`, and in a command, SDKs find them in "

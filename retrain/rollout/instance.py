@@ -84,8 +84,8 @@ class Instance:
             self._leaving = True
             self._task.end()
 
-    def hurry(self) -> None:
-        """Cancel `close` too."""
+    def cancel_close(self) -> None:
+        """Cancel the instance's `close` too."""
         self._task.end()
 
     def abandon(self, error: UserCodeError) -> None:
@@ -212,11 +212,11 @@ async def closed(instances: Sequence[Instance], seconds: float) -> None:
         except asyncio.CancelledError:
             interrupted = True
             for instance in waiting.values():
-                instance.hurry()
+                instance.cancel_close()
         waiting = {ended: i for ended, i in waiting.items() if not ended.done()}
         if loop.time() >= until:
             for instance in waiting.values():
-                instance.abandon(UserCodeError(f"{instance.name}: its time to end is over"))
+                instance.abandon(UserCodeError(f"{instance.name}: it did not close in time"))
             break
     if interrupted:
         raise asyncio.CancelledError

@@ -60,7 +60,7 @@ class Script(Opponent):
         answer = call() if inspect.iscoroutinefunction(self._function) else await in_thread(call)
         text = await answer if inspect.isawaitable(answer) else answer
         if not isinstance(text, str):
-            raise TypeError(f"it returned {shown(text)}, expected the text of a reply")
+            raise TypeError(f"it returned {shown(text)}, expected a reply as a string")
         return text
 
 
@@ -108,7 +108,7 @@ def opponent_of(plugin: Plugin, where: str, base_dir: Path) -> Opponent:
         function = find_function(plugin.type, base_dir, f"{where}.type")
         if plugin.arguments:
             raise PluginError(
-                f"{where}: got {', '.join(plugin.arguments)}, but a function has no keys"
+                f"{where}: got {', '.join(plugin.arguments)}, but a function takes no keys"
             )
         return construct(where, partial(Script, function, plugin.type))
     keys = bind(ChatServer, plugin.arguments, where, beside=("type",))

@@ -1,4 +1,4 @@
-"""Turn rows of the data set into trajectories, without a model that plays them.
+"""Turn rows of the dataset into trajectories, without a model that plays them.
 
 A given reply becomes a turn like a sampled one: the ids of the prompt, then the ids that the model
 would have to sample, with the end of the turn. Its log-probs are 0.0 and its version is -1, since
@@ -22,7 +22,7 @@ GIVEN = -1
 
 
 class Playback:
-    """Takes the place of a `Slot` where rows of the data set are trained."""
+    """Takes the place of a `Slot` where rows of the dataset are trained."""
 
     def __init__(self, chat: Chat, max_length: int) -> None:
         """Rows of more than `max_length` tokens fail."""

@@ -87,7 +87,7 @@ class Seats:
         rewards = info.pop("rewards", None) or {}
         if not isinstance(rewards, Mapping):
             raise UserCodeError(
-                f"{owner} returned info['rewards'] {shown(rewards)}, expected a reward by seat"
+                f"{owner} returned info['rewards'] {shown(rewards)}, expected one reward per seat"
             )
         for seat in (self.speaker, *rewards):
             if seat not in self.names:
@@ -191,7 +191,9 @@ class SeatedCalls(Calls):
         if seat not in self._seats.opponents:
             return await super().complete(prompt, n, seat, options)
         if not isinstance(prompt, str):
-            raise CallError(400, "invalid_request_error", f"prompt: {seat} takes text, not ids")
+            raise CallError(
+                400, "invalid_request_error", f"prompt: {seat} takes a string, not token ids"
+            )
         return await self._opposed([Message(role="user", content=prompt)], n, seat)
 
     async def _opposed(self, messages: Sequence[Message], n: int, seat: str) -> list[Reply]:

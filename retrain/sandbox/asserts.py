@@ -37,7 +37,9 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"the tests are no Python: {getattr(error, 'msg', error)}{line}") from None
+        raise ValueError(
+            f"the tests are not valid Python: {getattr(error, 'msg', error)}{line}"
+        ) from None
     program = _program_names(tree, entry_point)
     if wrong := next(_undecidable(tree, program), ""):
         raise ValueError(wrong)

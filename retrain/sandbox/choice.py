@@ -18,10 +18,10 @@ from retrain.sandbox.plain import NoSandbox
 
 MODES = ("namespaces", "bubblewrap")
 REMEDY = (
-    "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu "
-    "kernel.apparmor_restrict_unprivileged_userns=0) or install bubblewrap; name a class of your "
-    "own, for example for containers; or set `sandbox: none` to run the programs of the model "
-    "without isolation"
+    "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and on "
+    "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0) or install bubblewrap; set `sandbox` "
+    "to your own class, for example for containers; or set `sandbox: none` to run the programs "
+    "of the model without isolation"
 )
 
 

@@ -108,7 +108,7 @@ class Service:
             raise missing(f"session {session_id}")
         session = self.sessions[session_id]
         if session.finished:
-            raise ServiceError(410, f"session {session_id} is over")
+            raise ServiceError(410, f"session {session_id} has ended")
         session.seen = time.monotonic()
         return session
 
@@ -151,8 +151,8 @@ class Service:
         if model_id not in self.models:
             raise ServiceError(
                 404,
-                f"model {model_id} is not on this service. A restarted service has checkpoints and "
-                "no models: make one from a checkpoint",
+                f"model {model_id} is not on this service. A restarted service keeps its "
+                "checkpoints but not its models: create a model from a checkpoint",
             )
         model = self.models[model_id]
         model.session.seen = time.monotonic()

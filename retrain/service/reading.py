@@ -31,7 +31,8 @@ def json_object(body: bytes, values: int) -> dict[str, Any]:
     containers = sum(body.count(sign) for sign in (b"[", b"{", b":"))
     if containers > CONTAINERS:
         raise ServiceError(
-            413, f"the body has {containers} lists, objects and members, expected {CONTAINERS}"
+            413,
+            f"the body has {containers} lists, objects and members, expected at most {CONTAINERS}",
         )
     value = json.loads(body.decode(), parse_constant=_no_constant) if body else {}
     if not isinstance(value, dict):
@@ -42,7 +43,9 @@ def json_object(body: bytes, values: int) -> dict[str, Any]:
 def check_counts(count: int, values: int) -> None:
     if count > values:
         raise ServiceError(
-            413, f"the body has about {count} values, expected at most {values}; send less at once"
+            413,
+            f"the body has about {count} values, expected at most {values}; send less data "
+            "per request",
         )
 
 

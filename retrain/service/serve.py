@@ -33,7 +33,8 @@ FAREWELL_SECONDS = 2.0
 """How long clients may still ask for their failed requests, before a failed service ends."""
 _OF_SERVICE = {
     "threads": "CPU threads of the trainer and of each sampler",
-    "processes": "processes that train together, on a card each; torchrun starts its own number",
+    "processes": "processes that train together, each on its own GPU; torchrun sets the number "
+    "itself",
     "rank_timeout": "seconds that several processes may take for a micro-batch",
     "max_body": "bytes of a request, decompressed",
     "max_values": "numbers in a request or in the result of a sample request",
@@ -104,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sharding",
         choices=("none", "full"),
         default="none",
-        help="none: each process has all weights; full: a part of them, with FSDP2 " + default,
+        help="none: each process holds the full weights; full: FSDP2 shards them " + default,
     )
     add(
         "--sampler",
@@ -287,7 +288,8 @@ async def _serve(settings: Settings, front: FrontSettings, listening: socket.soc
             from retrain.service.front import fit_connections, log_to_stderr, make_server
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"needs {error.name}, which is not installed: {install_command('service')}"
+            f"retrain serve needs {error.name}, which is not installed. Run: "
+            f"{install_command('service')}"
         ) from error
     log_to_stderr()
     front = replace(front, max_connections=fit_connections(front.max_connections))

@@ -134,8 +134,8 @@ def follow_service(place: Place, work: Work) -> None:
 def _check_devices(device: str, processes: int) -> None:
     if device != "cuda":
         raise ConfigError(
-            f"--device {device}: with --processes {processes} each process has a card; use cuda, "
-            "and choose the cards with CUDA_VISIBLE_DEVICES"
+            f"--device {device}: with --processes {processes} each process needs its own GPU; use "
+            "cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES"
         )
     place = launched()
     if problem := too_few_devices("--processes", place.local_size if place else processes):

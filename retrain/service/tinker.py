@@ -175,7 +175,9 @@ class TinkerProtocol(Protocol):
     def _decode(self, raw: bytes) -> ForwardBackward:
         check_counts(len(raw) // 4, self._service.settings.max_values)
         if scanning.count_fields(raw, FIELDS) > FIELDS:
-            raise ServiceError(413, f"the body has more than {FIELDS} fields; send less at once")
+            raise ServiceError(
+                413, f"the body has more than {FIELDS} fields; send less data per request"
+            )
         return messages.decode_request(raw)
 
     async def _optim_step(self, call: Call) -> Job:

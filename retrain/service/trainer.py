@@ -372,7 +372,9 @@ def follow(base: PreTrainedModel | ShardedBase, ranks: Ranks) -> None:
 
 def _check_fit(trained: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     if {n: p.shape for n, p in trained.items()} != {n: w.shape for n, w in weights.items()}:
-        raise invalid("the checkpoint has another rank or other trained layers than this model")
+        raise invalid(
+            "the LoRA rank or the trained layers of the checkpoint differ from this model's"
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -11,15 +11,15 @@ from typing import Any
 from retrain.errors import ConfigError, install_command
 from retrain.service.serve import add_address
 
-HELP = "/reset begins a new conversation; /quit or Ctrl-D ends."
+HELP = "/reset begins a new conversation; /quit or Ctrl-D exits."
 
 
 def chat_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="retrain chat",
-        description="Talk to what a run trained, or to any model, in the terminal. A run's own "
-        f"sampling settings and chat template are used. {HELP}",
+        description="Chat with a trained model, or any other model, in the terminal. For a run, "
+        f"its sampling settings and chat template are used. {HELP}",
     )
     add = parser.add_argument
     add(
@@ -27,14 +27,14 @@ def chat_parser() -> argparse.ArgumentParser:
         metavar="RUN_DIR|MODEL",
         help="a run directory, its checkpoints/step_N, tiny, a model folder or a Hugging Face id",
     )
-    add("--compare", action="store_true", help="let the base model of the run reply too")
+    add("--compare", action="store_true", help="also show replies of the run's base model")
     add("--system", metavar="TEXT", help="a system message")
     add("--temperature", type=float, metavar="T", help="0 is greedy (default: the run's, or 1)")
     add(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="maximum tokens of a reply (default: the run's, or 256)",
+        help="maximum number of tokens per reply (default: the run's, or 256)",
     )
     _add_engine(parser)
     return parser
@@ -44,8 +44,8 @@ def openai_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="retrain serve",
-        description="Serve what a run trained, or any model, to clients of OpenAI's API, such as "
-        "its SDKs. The base URL is http://HOST:PORT/v1.",
+        description="Serve a trained model, or any other model, to clients of OpenAI's API, such "
+        "as its SDKs. The base URL is http://HOST:PORT/v1.",
     )
     parser.add_argument(
         "--openai",

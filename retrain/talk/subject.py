@@ -101,9 +101,9 @@ def _newest(folder: Path) -> tuple[Path, Checkpoint]:
     found = checkpoints.newest()
     checkpoints.close()
     if found is None:
-        torn = f" ({first_of(checkpoints.torn)})" if checkpoints.torn else ""
+        why = f" ({first_of(checkpoints.incomplete)})" if checkpoints.incomplete else ""
         raise ConfigError(
-            f"{folder} has neither an exported model ({FINAL}/) nor a complete checkpoint{torn}; "
+            f"{folder} has neither an exported model ({FINAL}/) nor a complete checkpoint{why}; "
             "wait for its first checkpoint, or continue it with --resume"
         )
     return found
@@ -128,7 +128,9 @@ def _base_of(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         base = None
     if not isinstance(base, str) or not base:
-        raise ConfigError(f"{folder / ADAPTER} names no base model; pass the run directory instead")
+        raise ConfigError(
+            f"{folder / ADAPTER} does not name its base model; pass the run directory instead"
+        )
     return find_model(base, Path())
 
 

@@ -75,7 +75,7 @@ def _loaded(subject: Subject, device: str | None) -> tuple[Chat, Any, Tokenizer]
     tokenizer = cast(Tokenizer, load_tokenizer(own if own is not None and has_own else source))
     template = subject.template
     if subject.base is None and template == "auto" and not tokenizer.chat_template:
-        print(f"{subject.name} has no chat template: texts are concatenated", file=sys.stderr)
+        print(f"{subject.name} has no chat template: messages are concatenated", file=sys.stderr)
         template = "none"
     arguments, tools = subject.chat.arguments, subject.tools
     chat = Chat(tokenizer, template=template, arguments=arguments, tools=tools)

@@ -39,9 +39,9 @@ T = TypeVar("T")
 def _single(size: int) -> int:
     if size > 1:
         raise ValueError(
-            "retrain does not split tensors among devices, and a service distributes its model "
-            "itself: set it to 1; on your own devices, backend.processes trains in several "
-            "processes, and backend.sharding: full divides a large model among them"
+            "retrain does not split tensors across GPUs, and a service distributes its model "
+            "itself: set it to 1; on your own GPUs, backend.processes trains in several "
+            "processes, and backend.sharding: full shards a large model across them"
         )
     return size
 
@@ -167,7 +167,7 @@ class BaseTrainer(ABC):
         if target.is_file() or (
             target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).exists()
         ):
-            raise FileExistsError(f"{target} exists and is no checkpoint; choose another folder")
+            raise FileExistsError(f"{target} exists and is not a checkpoint; choose another folder")
         if self._hooks is not None:
             self._hooks.saves.append(target)
         elif self._progress.checkpoint is None:

@@ -1,4 +1,4 @@
-"""Which column of a data set is the prompt, which the answer.
+"""Which column of a dataset is the prompt, which the answer.
 
 The mapping that the user gives decides. Without one, a column with our own name is used, else the
 one column with a usual name. Two columns with usual names are an error, since training on the wrong
@@ -25,7 +25,7 @@ HELPSTEER = frozenset({"prompt", "response", "helpfulness", "correctness", "cohe
 def mapping_of(
     columns: Sequence[str], wanted: Wanted, given: Mapping[str, str], source: str
 ) -> dict[str, str]:
-    """A mapping from the data set's columns to our names.
+    """A mapping from the dataset's columns to our names.
 
     Raises PromptError when the columns don't show which one is the prompt or the response.
     """
@@ -46,7 +46,7 @@ def mapping_of(
     return mapping
 
 
-def renamed(row: Any, mapping: Mapping[str, str]) -> Any:  # a row is whatever the data set holds
+def renamed(row: Any, mapping: Mapping[str, str]) -> Any:  # a row is whatever the dataset holds
     """The row with our names added; a demonstration's response is its `answer`, as in the pipe."""
     if not isinstance(row, Mapping):
         return row

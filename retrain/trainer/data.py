@@ -1,4 +1,4 @@
-"""A trainer's data set as prompts: a path, a Hub id, a list, a table or a DataModule.
+"""A trainer's dataset as prompts: a path, a Hub id, a list, a table or a DataModule.
 
 Everything is read and checked before a model loads. A prompt's metadata has the other columns of
 its row, and those that were renamed, for reward functions and environments that ask for them.
@@ -26,25 +26,25 @@ from retrain.types import Prompt, Trajectory
 
 
 class DataOptions(Section):
-    """How a data set is read."""
+    """How a dataset is read."""
 
     split: str = "train"
     name: str | None = None
-    """The configuration of a data set on the Hub."""
+    """The configuration of a dataset on the Hub."""
     column_mapping: dict[str, str] = Field(default_factory=dict)
-    """From the data set's columns to ours: prompt, messages, answer, response, chosen, rejected."""
+    """From the dataset's columns to ours: prompt, messages, answer, response, chosen, rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A data set that was read."""
+    """A dataset that was read."""
 
     prompts: PromptSource
     label: Mapping[str, Any]
-    """The config's `prompts:`. Its digest differs for a data set with other rows."""
+    """The config's `prompts:`. Its digest differs for a dataset with other rows."""
     eval_prompts: PromptSource | None = None
     pair_by: str | None = None
-    """The score to pair by, for a known data set of scored responses without pairs."""
+    """The score to pair by, for a known dataset of scored responses without pairs."""
     close: Callable[[], None] = lambda: None
     """Call it when training ends."""
 
@@ -64,7 +64,7 @@ def response_of(trajectory: Trajectory) -> str:
 
 
 def read_data(dataset: Any, wanted: Wanted, options: DataOptions) -> Data:
-    """Read the data set that a trainer was given.
+    """Read the dataset that a trainer was given.
 
     Raises PromptError when it has no rows or lacks a column, NotFoundError for a missing path,
     TypeError for any other object.
@@ -95,7 +95,7 @@ def _data(source: str, rows: Sequence[Any], wanted: Wanted, options: DataOptions
 
 
 def _rows(dataset: Any, options: DataOptions) -> tuple[str, Sequence[Any]]:
-    """The name of the data set in messages, and its rows."""
+    """The name of the dataset in messages, and its rows."""
     if isinstance(dataset, str | Path):
         return str(dataset), _named(str(dataset), options)
     if hasattr(dataset, "iterrows"):  # a pandas.DataFrame

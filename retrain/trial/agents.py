@@ -15,8 +15,8 @@ from retrain.types import Prompt, Trajectory
 
 SECONDS = 20.0
 """After this time no further reply is tried."""
-NO_ROLLOUT = "the agent plays 0 "
-"""How the trial of an agent begins that plays no rollout."""
+NO_ROLLOUT = "the agent completes 0 "
+"""The beginning of the finding if the agent completes no rollout."""
 Case = tuple[str, Trajectory]
 
 
@@ -49,7 +49,7 @@ async def tried_agent(
                 if trajectory.outcome == "timeout":
                     ended = "after the timeout"
                 elif blocks.too_long:
-                    ended = "as the event loop is blocked"
+                    ended = "because the event loop is blocked"
                 elif time.monotonic() > until and len(played) >= len(prompts):
                     ended = f"after {SECONDS:g} s"
                 if ended:
@@ -61,7 +61,7 @@ async def tried_agent(
         lines.append(f"{left} further rollouts were not tried {ended}")
     good = [(row, t) for row, (_, t) in played if t.outcome == "ok"]
     rows, count = len({row for row, _ in good}), len(prompts)
-    some, all_rows = f"the agent plays {rows} of {count} rows", rows == count
+    some, all_rows = f"the agent completes {rows} of {count} rows", rows == count
     ends = f"the agent ends without an error in {len(good)} of {len(played)} rollouts"
     trials = [
         found(all_rows, some, () if all_rows else lines),
@@ -70,7 +70,7 @@ async def tried_agent(
     limits = [str(t.info["truncated"]) for _, t in good if "truncated" in t.info]
     if limits:
         names = ", ".join(sorted(set(limits)))
-        met = f"{len(limits)} rollouts met the limit {names}, and count as they are"
+        met = f"{len(limits)} rollouts reached the limit {names}, and are scored as they are"
         trials.append(found(True, met))
     return trials
 
@@ -98,8 +98,8 @@ def _advice(error: str, outcome: str, *, always: bool) -> str:
             "and OPENAI_API_KEY"
         )
     if always:
-        return "it doesn't depend on what the model says: fix the agent"
+        return "the error does not depend on the model's reply: fix the agent"
     return (
-        "such a rollout is not trained: catch the error, and return what there is. To train it "
-        "with a low reward, return that"
+        "rollouts with errors are not trained. Catch the error and return the partial result; "
+        "return a low reward with it if the model should learn from it"
     )

@@ -29,7 +29,7 @@ from retrain.types import Prompt, Ticket, Trajectory, Turn
 
 GARBAGE = "]]}> \\boxed{ </think> 1e999 \x00 </think> \ufffd \U0001f642 {{ ((" + "x" * 200
 """No answer to anything, and a trap for parsers. A tag that appears twice has no valid form."""
-EMPTY, NONSENSE = "empty text", "garbage"
+EMPTY, NONSENSE = "empty reply", "garbage"
 Plan = tuple[str, str, Prompt, str]
 """The label of a case, the place of its row, and a prompt with the reply to it."""
 LABEL = 80
@@ -67,17 +67,20 @@ async def tried_rewards(
     trials = [_subjects(parts, rows)]
     if not replies and all(prompt.answer is None for prompt in rows):
         advice = f"if a column has them, set prompts.answer_column; else {TRY}"
-        trials.append(Finding(True, "the first rows have no answer that could be tried", advice))
+        trials.append(Finding(True, "none of the first rows has an answer to try", advice))
     plans: list[Plan] = []
     for prompt in rows:
         place = parts.prompts.location(prompt.ticket.row) if len(rows) > 1 else ""
         plans += [(label, place, prompt, text) for label, text in _texts(prompt, replies).items()]
     cases, others, failed = await _played(parts, plans)
     if not cases:
-        return [*trials, found(False, "rewards: not tried, as no rollout succeeds", tuple(failed))]
+        return [
+            *trials,
+            found(False, "rewards: not tried, because no rollout succeeds", tuple(failed)),
+        ]
     if failed:
         lines = [f"{', '.join(labels)}: {error}" for error, labels in failed.items()]
-        lines.append("such a rollout is not trained: catch the error in the environment")
+        lines.append("rollouts with errors are not trained: catch the error in the environment")
         what = "a rollout for the rewards fails"
         trials.append(Finding(True, what, "\n".join(lines), warning=True))
     if said := [_parsed(case) for case in cases if case.label.startswith("reply ")]:
@@ -203,7 +206,7 @@ def _parsed(case: Case) -> str:
 
 
 def _of_environment(cases: Sequence[Case]) -> Finding:
-    """The reward of the environment's steps: an empty text must not get all of it."""
+    """The reward of the environment's steps: an empty reply must not get all of it."""
     lines = [f"{case}: {_given(case.trajectory):g}" for case in cases]
     what = f"reward '{ENVIRONMENT}'"
     by_row: dict[str, dict[str, Trajectory]] = {}
@@ -212,15 +215,16 @@ def _of_environment(cases: Sequence[Case]) -> Finding:
             by_row.setdefault(case.place, {})[case.label] = case.trajectory
     if any(map(_rewards_nothing, by_row.values())):
         lines.append(
-            "an empty text gets the full reward, so there is nothing to learn: check that the row "
-            "has what the environment compares the reply with, such as tests or an answer"
+            "an empty reply gets the full reward, so there is nothing to learn: check that the "
+            "row contains what the environment compares the reply with, such as tests or an "
+            "answer"
         )
         return found(False, what, lines)
     wrong = any(map(_rewards_no_answer, by_row.values()))
     if wrong:
         lines.append(
-            "the answer gets no more than an empty text: check that it is right. If a reply must "
-            f"have another form, {TRY}"
+            "the answer gets no more than an empty reply: check that it is correct. If a reply "
+            f"needs a different format, {TRY}"
         )
     return Finding(True, what, "\n".join(lines), warning=wrong)
 
@@ -230,7 +234,7 @@ def _given(trajectory: Trajectory) -> float:
 
 
 def _rewards_nothing(played: Mapping[str, Trajectory]) -> bool:
-    """Whether an empty text gets the full reward from a single step, of the replies to a row."""
+    """Whether an empty reply gets the full reward from a single step, of the replies to a row."""
     short = {label: _given(t) for label, t in played.items() if len(t.turns) == 1}
     empty = short.pop(EMPTY, 0.0)
     short.pop(NONSENSE, None)
@@ -238,7 +242,7 @@ def _rewards_nothing(played: Mapping[str, Trajectory]) -> bool:
 
 
 def _rewards_no_answer(played: Mapping[str, Trajectory]) -> bool:
-    """Whether the answer of a row gets no more than an empty text."""
+    """Whether the answer of a row gets no more than an empty reply."""
     answers = [_given(t) for label, t in played.items() if label.startswith("answer ")]
     empty = _given(played[EMPTY]) if EMPTY in played and len(played[EMPTY].turns) == 1 else 0.0
     return bool(answers) and max(answers) <= max(empty, 0.0)
@@ -254,7 +258,10 @@ def _of_answers(values: Mapping[str, float], giver: str = "") -> Iterator[Findin
         yield Finding(True, f"the answers of {len(values)} rows get {full:g} each{giver}")
     elif lower:
         more = [f"and {len(lower) - SHOWN} more"] if len(lower) > SHOWN else []
-        advice = "check that these answers are right, and the rows what they are compared with"
+        advice = (
+            "check that these answers are correct, and that the rows contain what they are "
+            "compared with"
+        )
         what = f"the answers of {len(lower)} of {len(values)} rows get less than {full:g}{giver}"
         yield Finding(True, what, "\n".join([*lower[:SHOWN], *more, advice]), warning=True)
 
@@ -317,9 +324,10 @@ async def _trial(scorer: Scorer, part: WeightedReward, cases: Sequence[Case]) ->
     if same:
         reads = _inner(part).needs_answer or part in _readers(scorer)
         answer = reads and any(case.label.startswith("answer ") for case in cases)
-        begin = ", the answer too: check that it is right. For" if answer else ": for"
+        note = ", including the answer: check that the answer is correct" if answer else ""
         lines.append(
-            f"every reply gets the same{begin} a reply that should get another value, {TRY}"
+            f"every reply gets the same value{note}. Try a reply that should score differently: "
+            "--reply TEXT"
         )
     return Finding(good, f"reward '{part.name}'", "\n".join(lines), warning=same)
 

@@ -1,1 +1,1 @@
-"""Campaigns that try to break the promises: simulated histories, kills, and tables of faults."""
+"""Campaigns that try to violate the guarantees: simulated histories, kills, tables of faults."""

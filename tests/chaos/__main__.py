@@ -1,6 +1,6 @@
 """All campaigns, one after the other, and their score: `make chaos`, or `python -m tests.chaos`.
 
-It exits with 1 if any promise was broken, and prints what was. Another `--seed` plays other
+It exits with 1 if a guarantee was violated, and prints which. Another `--seed` plays other
 histories, kills at other points and sends other requests.
 """
 

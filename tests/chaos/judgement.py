@@ -1,4 +1,4 @@
-"""Judge a run by its event log: which promises did it break?
+"""Judge a run by its event log: which guarantees did it violate?
 
 `Book` follows the log as a second ledger: it knows which ticket must be issued next, which are
 open, and which have ended. A resume continues from what the book held at the snapshot.

@@ -47,7 +47,7 @@ async def matrix(folder: Path, part: float) -> tuple[int, list[str]]:
         for name, processes, sharding in played:
             try:
                 await check_equal(name, processes, sharding)
-            except Exception as error:  # noqa: BLE001 - a broken promise, whatever it is
+            except Exception as error:  # noqa: BLE001 - a violated guarantee, whatever it is
                 wrong.append(f"{name} on {processes} ranks, sharding {sharding}: {error}")
     return len(played), wrong
 

@@ -85,7 +85,7 @@ def play(seed: int, folder: Path) -> History:
 
 
 def violations(history: History) -> list[str]:
-    """What the history broke, each once; empty when all promises held."""
+    """What the history broke, each once; empty when all guarantees held."""
     book, events = judge_log(history.folder, history.config, len(LETTERS))
     wrong = [*history.world.wrong, *book.wrong]
     wrong += judge_faults(history.folder, events, history.world.planted)

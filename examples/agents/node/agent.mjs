@@ -1,5 +1,5 @@
-// An agent in Node: `npm install openai` in this folder. It reads OPENAI_BASE_URL and
-// OPENAI_API_KEY, so it calls whatever they name.
+// An agent in Node: run `npm install openai` in this folder. It reads OPENAI_BASE_URL and
+// OPENAI_API_KEY, so it calls the server that they name.
 import OpenAI from "openai";
 
 const client = new OpenAI({ maxRetries: 0 });

@@ -193,7 +193,7 @@ class RemoteAdapter(Adapter):
             self._reference = await self._client.sampling_session(base_model=self.base_model)
         return await logprobs_of(self._reference, sequences)
 
-    def hurry(self) -> None:
+    def stop_retrying(self) -> None:
         self._client.stop_retrying()
 
     # Implemented by each protocol

@@ -24,7 +24,7 @@ LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
 
 
 class RemoteLora(BaseModel):
-    """Low-rank adapters (arXiv:2106.09685); each kind of layer has them or does not."""
+    """Low-rank adapters (arXiv:2106.09685); they can be switched on or off per kind of layer."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -51,11 +51,11 @@ class RemoteOptions(AdapterOptions):
     """The vendor of the protocol."""
 
     url: str = "local"
-    """`local`: a service inside this process; `hosted`: the vendor's; or http(s)://host."""
+    """`local`: a service inside this process; `hosted`: the vendor's service; or http(s)://host."""
     base_model: str | None = None
-    """The service's name of the model, if it isn't `model`."""
+    """The service's name for the model, if it isn't `model`."""
     lora: RemoteLora = RemoteLora()
-    """Which layers get low-rank adapters, and of what rank."""
+    """The rank of the low-rank adapters, and the layers that get them."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     """The learning rate of Adam, after the warm-up."""
     lr_scheduler: Schedule = "constant"
@@ -65,24 +65,24 @@ class RemoteOptions(AdapterOptions):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Adam's decay of the mean of the gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Adam's decay of the mean of the squared gradients. The vendors' SDKs have 0.95."""
+    """Adam's decay of the mean of the squared gradients. The vendors' SDKs use 0.95 by default."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's term that prevents a division by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """The largest norm of the gradients; larger ones are scaled down. 0 does not clip."""
+    """The largest norm of the gradients; larger ones are scaled down. 0: no limit."""
     native_losses: frozenset[str] = frozenset()
-    """Losses that the service computes. The others are computed here and cost another forward pass.
-    Remove the losses that a server lacks."""
+    """Losses that the service computes. The others are computed on this machine and cost another
+    forward pass. Remove the losses that your server lacks."""
     assume_sum: bool = False
-    """Skip the check that the service sums losses over tokens. It is made on a throw-away model;
-    `url: local` needs none."""
+    """Skip the check that the service sums losses over tokens. The check trains a throw-away model;
+    it is not needed with `url: local`."""
     context_length: Annotated[int, Field(ge=2)] | None = None
-    """Tokens of prompt and completion together; by default the limit that the service or the
-    tokenizer reports."""
+    """The maximum number of tokens of prompt and completion together; by default the limit that the
+    service or the tokenizer reports."""
     tokenizer: str | None = None
-    """A folder or Hugging Face id; by default the model's."""
+    """The folder or Hugging Face id of the tokenizer; by default the model's."""
 
     @field_validator("native_losses")
     @classmethod
@@ -90,8 +90,8 @@ class RemoteOptions(AdapterOptions):
         served = cls.model_fields["native_losses"].default
         if unknown := sorted(value - served):
             raise ValueError(
-                f"got {unknown[0]!r}, expected some of {', '.join(sorted(served))}; every other "
-                "loss is computed here"
+                f"got {unknown[0]!r}, expected some of {', '.join(sorted(served))}; all other "
+                "losses are computed on this machine"
             )
         return value
 
@@ -135,7 +135,7 @@ class RemoteOptions(AdapterOptions):
             if not missing:
                 return []
             problem = (
-                f"backend.url: local needs what is not installed ({missing}): "
+                f"backend.url: local needs packages that are not installed ({missing}): "
                 f"{install_command('service')}, or set the url of a service"
             )
             return [problem]

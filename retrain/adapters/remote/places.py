@@ -84,7 +84,7 @@ class Places:
         except AdapterError as error:
             log.warning(
                 "Can't check whether the service sums %s over tokens: %s. If it averages, rows "
-                "weigh differently from the config. Set %s to skip this check.",
+                "are weighted differently from the config. Set %s to skip this check.",
                 *(loss, error, TRUST),
             )
         return None
@@ -97,9 +97,10 @@ class Places:
                 await self._measure(None)
         except UnfitError as error:
             raise AdapterError(
-                f"{own}{loss} can't be computed here{' either' if own else ''}, since the service "
-                f"trains other weights than it gets: {error}. Choose another loss or service. With "
-                f"{TRUST} the run trains anyway, but not as the config says."
+                f"{own}{loss} can't be computed here{' either' if own else ''}, because the "
+                f"service weights the rows differently from what was sent: {error}. Choose "
+                f"another loss or service. With {TRUST} the run trains anyway, but not as the "
+                "config says."
             ) from error
         except AdapterError as error:
             raise AdapterError(
@@ -111,8 +112,8 @@ class Places:
         if unfit is not None:
             others = ", ".join(sorted(self._options.native_losses - {loss}))
             log.warning(
-                "%sIt is computed here instead, which costs another forward pass per step. To skip "
-                "this check, set backend.native_losses: [%s].",
+                "%sIt is computed here instead, which costs an extra forward pass per step. To "
+                "skip this check, set backend.native_losses: [%s].",
                 *(own, others),
             )
 

@@ -26,7 +26,9 @@ def check_data(data: Sequence[Datum]) -> None:
                 )
             numbers = tensor.dtype == "float32"
             if numbers and not all(-FLOAT32_MAX <= value <= FLOAT32_MAX for value in tensor.data):
-                raise ValueError(f"datum {number}: {name} has a value that is no finite float32")
+                raise ValueError(
+                    f"datum {number}: {name} contains a value that is not a finite float32"
+                )
 
 
 def merge(parts: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:

@@ -22,12 +22,12 @@ class TinkerOptions(RemoteOptions):
     vendor = TINKER
 
     native_losses: frozenset[str] = native_to("tinker")
-    """Losses that the service computes. The others are computed here and cost another forward pass.
-    Remove the losses that a server lacks."""
+    """Losses that the service computes. The others are computed on this machine and cost another
+    forward pass. Remove the losses that your server lacks."""
     wire: Literal["proto", "json"] = "proto"
-    """`json` is for servers that don't speak protobuf."""
+    """The wire format. `json` is for servers that don't support protobuf."""
     checkpoint_ttl: Annotated[int, Field(ge=3600)] | None = None
-    """Seconds that the service keeps a checkpoint; null: until `checkpoint.keep` deletes it."""
+    """How many seconds the service keeps a checkpoint; null: until `checkpoint.keep` deletes it."""
     project: str | None = None
     """The id of the project that the session is billed to."""
     tags: tuple[str, ...] = ()

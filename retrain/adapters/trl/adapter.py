@@ -91,8 +91,9 @@ class TrlAdapter(Adapter):
         self._place = launched()
         if self._place is not None and self._place.rank > 0:
             raise ConfigError(
-                f"rank {self._place.rank} of the launcher can't run the pipe, which rank 0 does; "
-                "start the run as `torchrun --nproc_per_node N -m retrain.run config.yaml`"
+                f"rank {self._place.rank} of the launcher can't run the training loop; only rank "
+                "0 does. Start the run as `torchrun --nproc_per_node N -m retrain.run "
+                "config.yaml`"
             )
         if self._place is not None or self.options.processes == 1:
             return
@@ -222,8 +223,8 @@ class TrlAdapter(Adapter):
                 ).__aenter__()
         return self._reference
 
-    def hurry(self) -> None:
-        """Stop waiting for servers that are away."""
+    def stop_retrying(self) -> None:
+        """Stop waiting for vLLM servers that are down."""
         if isinstance(self.sampler, VllmSampler):
             self.sampler.fleet.stop_waiting()
 
@@ -297,7 +298,7 @@ class TrlAdapter(Adapter):
     async def _lost_rank(self) -> AdapterError:
         loss = await self._crew.loss() if self._crew else None
         return loss or AdapterError(
-            "another process of the run has ended or can't be reached; its own output says why"
+            "another process of the run has ended or can't be reached; see its output for the cause"
         )
 
     async def _end_thread(self) -> None:

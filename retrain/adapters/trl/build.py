@@ -217,7 +217,7 @@ def hush() -> None:
 
 def _never_called(**_: object) -> list[float]:
     """TRL requires a reward function, but the pipe has scored the rollouts already."""
-    raise AssertionError("TRL must not score: the pipe does")
+    raise AssertionError("TRL must not score: the run does")
 
 
 def _lora(options: LoraOptions | None) -> LoraConfig | None:

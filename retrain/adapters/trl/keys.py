@@ -16,10 +16,10 @@ from retrain.errors import NEAR, nearest
 from retrain.losses import LOSSES
 
 _SAMPLER = "it has no effect: this adapter's own sampler generates the completions"
-_DATA = "it has no effect: the batches come from the run, not from a data set of TRL's"
+_DATA = "it has no effect: the batches come from the run, not from a TRL dataset"
 _MODEL = "it is not supported: the adapter loads `model` itself"
 _PROCESS = "set backend.processes and backend.sharding"
-_POLICY = "it is not supported: it would train another policy than the one that was sampled"
+_POLICY = "it is not supported: it would train a policy other than the one that was sampled"
 
 REFUSED: Mapping[str, str] = {
     "vllm_importance_sampling_*": "set algorithm.mismatch",

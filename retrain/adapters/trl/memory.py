@@ -23,8 +23,8 @@ ADVICE = {
     "gradients": "train LoRA adapters with backend.lora",
     "optimizer": "train LoRA adapters with backend.lora",
     "activations": "lower backend.micro_batch_tokens, or set gradient_checkpointing to true",
-    "sampler": "sample on other devices with backend.sampler of type vllm, or set "
-    "staleness.target to 0",
+    "sampler": "sample on other GPUs with backend.sampler of type vllm, or set staleness.target "
+    "to 0",
     "cache": "lower backend.max_rows or rollout.max_sequence_length",
     "reference": "train LoRA adapters with backend.lora, whose base is the reference",
     "publishing": "train a smaller model",

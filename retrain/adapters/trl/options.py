@@ -35,7 +35,8 @@ Schedule = Literal[
 
 
 class LoraOptions(BaseModel):
-    """Low-rank adapters (arXiv:2106.09685), by peft; without this key all weights are trained."""
+    """Low-rank adapters (arXiv:2106.09685), using peft; without this key, the full weights are
+    trained."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -73,7 +74,8 @@ class TrlOptions(AdapterOptions):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """The learning rate, after the warm-up."""
     lr_scheduler: Schedule = "constant"
-    """Over train.total_train_steps; `backend.args.lr_scheduler_kwargs` holds its parameters."""
+    """The schedule of the learning rate over train.total_train_steps;
+    `backend.args.lr_scheduler_kwargs` sets its parameters."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises from 0."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -85,19 +87,20 @@ class TrlOptions(AdapterOptions):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this norm; 0: no limit."""
+    """The largest norm of the gradients; larger ones are scaled down. 0: no limit."""
     lora: LoraOptions | None = None
-    """Train low-rank adapters; by default all weights are trained."""
+    """Train low-rank adapters; by default the full weights are trained."""
     micro_batch_rows: Annotated[int, Field(ge=1)] | None = None
-    """Sequences per forward pass; null: as many as `micro_batch_tokens` allows."""
+    """The maximum number of sequences per forward pass; null: as many as `micro_batch_tokens`
+    allows."""
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Tokens per forward pass, including padding; a longer sequence gets its own. `auto`: 2,048 on
-    the CPU, 16,384 on CUDA."""
+    """The maximum number of tokens per forward pass, including padding; a longer sequence gets its
+    own pass. `auto`: 2,048 on the CPU, 16,384 on CUDA."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA if available."""
+    """Where the model is trained and sampled; `auto`: CUDA if available, otherwise the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The type of the arithmetic; `auto`: float32 on the CPU, bfloat16 on CUDA. Trained weights
-    stay in float32."""
+    """The data type of the computation; `auto`: float32 on the CPU, bfloat16 on CUDA. Trained
+    weights stay in float32."""
     attention: Attention = "auto"
     """How attention is computed, in the trainer, the reference model and the sampler: a value of
     transformers' `attn_implementation`. `auto`: sdpa where the model supports it, else eager.
@@ -105,22 +108,22 @@ class TrlOptions(AdapterOptions):
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Recompute activations in the backward pass to save memory; `auto`: only on CUDA."""
     threads: Annotated[int, Field(ge=1)] = 1
-    """OpenMP threads of the trainer, and of the sampler. More threads can be much slower on a busy
-    machine (20 times, measured)."""
+    """The number of OpenMP threads of the trainer, and of the sampler. More threads can be up to 20
+    times slower on a busy machine (measured)."""
     sampler: Annotated[LocalSamplerOptions | VllmOptions, Field(discriminator="type")] = (
         LocalSamplerOptions()
     )
-    """What samples: this process (`local`), or vLLM servers ([vllm.md](vllm.md))."""
+    """The sampler: this process (`local`), or vLLM servers ([vllm.md](vllm.md))."""
     processes: Annotated[int, Field(ge=1)] = 1
-    """The number of processes that train together, each on its own CUDA device. The run starts them
-    on this machine, unless a launcher such as torchrun has started them: its WORLD_SIZE comes
-    first."""
+    """The number of processes that train together, each on its own GPU. The run starts them on this
+    machine, unless a launcher such as torchrun has started them; then WORLD_SIZE takes
+    precedence."""
     sharding: Literal["none", "full"] = "none"
     """`none`: each process holds the whole model and averages the gradients (DDP). `full`: weights,
     gradients and optimizer state are divided among the processes (FSDP2), which needs less memory
-    per device and more communication."""
+    per GPU and more communication."""
     max_rows: Annotated[int, Field(ge=1)] = 256
-    """The maximum number of sequences that the local sampler decodes at once."""
+    """The maximum number of sequences that the local sampler decodes at the same time."""
     args: dict[str, Any] = Field(default_factory=dict)  # values of whatever type TRL gives a key
     """Further keys of TRL's GRPOConfig, such as `optim` or `lr_scheduler_kwargs`."""
 
@@ -202,8 +205,8 @@ class TrlOptions(AdapterOptions):
         if config.train.order == "in_order":
             found.append(
                 "train.order is in_order, but vLLM batches requests as they arrive: log-probs "
-                "differ in their last digits between runs, so a run can't be repeated exactly; "
-                "the local sampler can"
+                "differ in their last digits between runs, so a run is not bit-reproducible; "
+                "with the local sampler it is"
             )
         return found
 

@@ -38,7 +38,7 @@ async def open_servers(
         base_dir=config.base_dir,
         lora=Lora(options.lora.r, config.staleness.bound + 2) if options.lora else None,
         tokens=config.rollout.max_sequence_length or 2,
-        patience=config.deadlines.outage,
+        outage_seconds=config.deadlines.outage,
         publish_seconds=config.deadlines.publish,
     )
     return await open_vllm(servers, opening)

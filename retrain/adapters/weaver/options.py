@@ -22,17 +22,18 @@ class WeaverOptions(RemoteOptions):
     vendor = WEAVER
 
     base_model: str | None = None
-    """The service's name of the model, if it isn't `model`; `NAME:262144` asks for a context of
+    """The service's name for the model, if it isn't `model`; `NAME:262144` requests a context of
     that length."""
     training_mode: Literal["lora", "full_ft"] = "lora"
-    """Train low-rank adapters, or all weights."""
+    """Train low-rank adapters (`lora`), or the full weights (`full_ft`)."""
     native_losses: frozenset[str] = native_to("weaver")
-    """Losses that the service computes. The others are computed here, cost another forward pass,
-    and don't depend on how the service averages its own losses."""
+    """Losses that the service computes. The others are computed on this machine, cost another
+    forward pass, and don't depend on how the service averages its own losses."""
     request_tokens: Annotated[int, Field(ge=1)] = 100_000
-    """Tokens per request; a larger batch is sent in several, whose gradients add up."""
+    """The maximum number of tokens per request. A larger batch is sent in several requests, whose
+    gradients add up."""
     sampler_ttl: Annotated[int, Field(ge=60)] = 86_400
-    """Seconds that the service keeps the weights of a sampler if the run is killed."""
+    """How many seconds the service keeps the weights of a sampler if the run is killed."""
     resend: bool = False
     """The service recognises a repeated seq_id (`retrain serve` does), so a training call whose
     reply was lost is sent again. Otherwise a lost reply ends the run."""

@@ -115,4 +115,4 @@ def _value(node: ast.expr) -> Any:
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise ValueError("got a key that is no string")
+    raise ValueError("got a key that is not a string")

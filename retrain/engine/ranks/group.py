@@ -24,8 +24,8 @@ STOP = "stop"
 """The last order."""
 HEAD_BYTES = 4096
 """An order up to this size takes one message: 8 bytes for its length, and itself."""
-PATIENCE = timedelta(days=7)
-"""The run's own deadlines end a step that hangs, by ending the processes."""
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""In effect none: a step that hangs is ended by the run's own deadlines, with its processes."""
 POLL_SECONDS = 0.02
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Ranks:
         self.rank, self.size = (place.rank, place.size) if place else (0, 1)
         self.met = 0.0
         """When all ranks met last in `gather`, on this process's monotonic clock."""
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if place else None
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if place else None
 
     def lead(self, name: str, *args: Any, shares: Sequence[Any] | None = None) -> None:
         """Send an order to all followers: plain values and numpy arrays.
@@ -165,7 +165,7 @@ def join(
     if cuda:
         torch.cuda.set_device(place.local_rank)
     if not place.spawned:
-        dist.init_process_group(_backend(cuda), timeout=PATIENCE)
+        dist.init_process_group(_backend(cuda), timeout=COLLECTIVE_TIMEOUT)
         return Ranks(place)
     if store is None:
         store = open_store(place.address, place.port, place.size)
@@ -182,7 +182,7 @@ def join(
         ),
         rank=place.rank,
         world_size=place.size,
-        timeout=PATIENCE,
+        timeout=COLLECTIVE_TIMEOUT,
     )
     return Ranks(place)
 

@@ -81,8 +81,8 @@ async def wait_until_up(client: VllmClient, limit: float | None) -> None:
         if time.monotonic() - began >= seconds:
             raise AdapterError(
                 f"no vLLM server answers at {client.url} after {seconds:g} s ({error}). Check "
-                "that it runs and that sampler.url has its host and port; if it loads longer, "
-                "raise sampler.start_seconds"
+                "that it runs and that sampler.url has its host and port; if it needs longer to "
+                "load, raise sampler.start_seconds"
             )
         await asyncio.sleep(POLL)
 
@@ -132,14 +132,16 @@ async def _check_release(client: VllmClient) -> None:
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
         raise _wrong(
             client,
-            f"is vLLM {found}, expected {'.'.join(map(str, OLDEST))} or later, which says by which "
-            "weights each token was sampled: upgrade it",
+            f"is vLLM {found}, expected {'.'.join(map(str, OLDEST))} or later, which reports the "
+            "weights that sampled each token: upgrade it",
         )
 
 
 def _flags(facts: Facts, needs: Needs) -> Iterator[str]:
     if other := _sizes(facts.config, needs.config):
-        yield f"serves another model ({facts.model} has {other}). Start it with the run's `model`"
+        yield (
+            f"serves a different model ({facts.model} has {other}). Start it with the run's `model`"
+        )
     if facts.logprobs_mode != "processed_logprobs":
         yield (
             f"returns {facts.logprobs_mode}, not the log-probs of the distribution that it samples "
@@ -152,8 +154,9 @@ def _flags(facts: Facts, needs: Needs) -> Iterator[str]:
         )
     if needs.way == "group" and facts.extension != EXTENSION:
         yield (
-            "does not have retrain's worker extension, but sampler.publish is group. Start it as "
-            "docs/vllm.md shows, or set sampler.publish: folder"
+            "does not have retrain's worker extension, but sampler.publish is group. Start it with "
+            f"--worker-extension-cls {EXTENSION} and with PYTHONPATH set to a folder that "
+            "retrain.engine.vllm.server.write_worker(folder) wrote, or set sampler.publish: folder"
         )
     if needs.lora is not None and needs.way == "adapter":
         yield from _adapters(facts.lora, needs.lora)
@@ -211,13 +214,13 @@ def _refusal(error: RemoteError, needs: Needs) -> str | None:
     said, highest = error.args[0], needs.vocabulary - 1
     if error.status is None or error.status >= 500:  # None: the server has died
         return (
-            f"fails at its first request ({said}). Its log has the cause; on a CPU vLLM supports "
-            "only some head sizes, such as 32, 64 and 128, and not the 16 of `tiny`"
+            f"fails at its first request ({said}). Its log shows the cause; on a CPU vLLM "
+            "supports only some head sizes, such as 32, 64 and 128, but not the 16 of `tiny`"
         )
     return {
         400: f"rejects token id {highest} ({said}), but the model that is trained has a vocabulary "
         f"of {needs.vocabulary}. Start it with the run's `model`",
-        401: "rejects the API key. Set the environment variable VLLM_API_KEY to its key",
+        401: "rejects the API key. Set the environment variable VLLM_API_KEY to the server's key",
         403: "does not allow /inference/v1/generate. Start it with --enable-scale-out",
     }.get(error.status)
 
@@ -245,8 +248,9 @@ async def check_logprobs(
     if not gap <= limit:  # also NaN
         raise AdapterError(
             f"the log-probs of the vLLM server differ from the trainer's by {gap:.3g} nats per "
-            f"token, expected at most {limit:g} (sampler.check): it serves another model, a weight "
-            "did not arrive, or its precision is lower. Start it with the run's `model` and "
-            "`dtype`; docs/vllm.md lists the causes"
+            f"token, expected at most {limit:g} (sampler.check): it serves a different model, a "
+            "weight did not arrive, or its precision is lower. Start it with the run's `model` "
+            "and `dtype`; if the difference is only slightly too large, raise sampler.check and "
+            "set algorithm.mismatch"
         )
     return gap

@@ -43,7 +43,10 @@ def environment_problem(python: Path) -> str | None:
         return f"{path} has no module vllm; run: {path} -m pip install 'vllm>=0.32'"
     if answer != ["True"]:
         said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
-        return f"{path} is not a Python; expected that of the environment with vLLM{said}"
+        return (
+            f"{path} is not a Python interpreter; expected the Python of the environment with "
+            f"vLLM{said}"
+        )
     return None
 
 

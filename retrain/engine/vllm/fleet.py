@@ -89,18 +89,18 @@ class Fleet:
         *,
         check: Callable[[VllmClient], Awaitable[object]],
         restarts: int = 3,
-        patience: float = 600.0,
+        outage_seconds: float = 600.0,
     ) -> None:
         """`check` raises AdapterError or ConfigError if a server doesn't fit the run.
 
-        `patience` is for how many seconds no server may be up before calls fail.
+        If no server is up for `outage_seconds`, calls fail.
         """
         self.members = list(members)
         self.publisher = publisher
         self.router = Router(len(self.members))
         self.report: Callable[..., None] = lambda state, **fields: None
         """Called with `lost`, `back` or `given up`, and with what an event of it says."""
-        self._check, self._restarts, self._patience = check, restarts, patience
+        self._check, self._restarts, self._outage_seconds = check, restarts, outage_seconds
         self._published = False
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()
@@ -138,7 +138,7 @@ class Fleet:
     async def choose(self, prompt_ids: Sequence[int]) -> Member:
         """The server for a request with this prompt; waits while none is up.
 
-        Raises AdapterError when none has been up for `patience` seconds, or none can come back.
+        Raises AdapterError when none has been up for `outage_seconds`, or none can come back.
         """
         await self.available()
         candidates = [member.number for member in self.up]
@@ -168,8 +168,8 @@ class Fleet:
 
     def stop_waiting(self) -> None:
         """The run is shutting down: wait at most `SHORT` seconds for a server from now on."""
-        self._patience = min(self._patience, SHORT)
-        self._until = min(self._until, asyncio.get_running_loop().time() + self._patience)
+        self._outage_seconds = min(self._outage_seconds, SHORT)
+        self._until = min(self._until, asyncio.get_running_loop().time() + self._outage_seconds)
         self._notify()
 
     def take_out(self, member: Member, client: VllmClient, error: Exception) -> None:
@@ -183,7 +183,7 @@ class Fleet:
         member.lost_at = asyncio.get_running_loop().time()
         if not self.up:
             self._lost_at = member.lost_at
-            self._until = self._lost_at + self._patience
+            self._until = self._lost_at + self._outage_seconds
         self.router.forget(member.number)
         self._notify()
         recovery = asyncio.create_task(self._recover(member), name=f"recover {member.client.url}")
@@ -239,15 +239,15 @@ class Fleet:
                 damaged = True
                 if member.state == "gone":
                     break
-                log.debug("the vLLM server %s is still out: %s", member.client.url, error)
+                log.debug("vLLM server %s is still unavailable: %s", member.client.url, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         self._notify()
         if member.state == "up":
-            log.warning("the vLLM server %s is back, with the present weights", member.client.url)
+            log.warning("vLLM server %s is back, with the current weights", member.client.url)
             self._report(member, "back")
         else:
-            log.warning("the vLLM server %s is given up: %s", member.client.url, member.error)
+            log.warning("giving up on vLLM server %s: %s", member.client.url, member.error)
             self._report(member, "given up", error=str(member.error))
 
     async def _report_loss(self, member: Member) -> None:
@@ -256,7 +256,7 @@ class Fleet:
             left = member.restarts < self._restarts
             restart = f"restart {member.restarts + 1} of {self._restarts}" if left else "no restart"
             error = f"{ended}; {restart}"
-        log.warning("the vLLM server %s is taken out: %s", member.client.url, error)
+        log.warning("vLLM server %s removed from use: %s", member.client.url, error)
         self._report(member, "lost", error=error)
 
     def _report(self, member: Member, state: str, **fields: object) -> None:

@@ -56,7 +56,7 @@ class Opening:
     the CPU rejects them."""
     tokens: int = 2
     """The context that the run needs at least."""
-    patience: float = 600.0
+    outage_seconds: float = 600.0
     """Seconds that a request waits while no server is up."""
     publish_seconds: float = 1800.0
     """The limit of one server's update."""
@@ -95,7 +95,7 @@ async def open_vllm(
             _publisher(options, opening),
             check=lambda client: check_server(client, needs),
             restarts=options.restarts,
-            patience=max(opening.patience, _start(options) if options.python else 0.0),
+            outage_seconds=max(opening.outage_seconds, _start(options) if options.python else 0.0),
         )
         sampler = kind(
             fleet,

@@ -52,28 +52,28 @@ class _Options(BaseModel):
 
 
 class LocalSamplerOptions(_Options):
-    """The model that trains is sampled in the same process, by the local sampler."""
+    """The trained model is sampled in the same process, by retrain's local sampler."""
 
     type: Literal["local"] = "local"
 
 
 class VllmOptions(_Options):
-    """vLLM servers (0.32 or later) sample: running ones (`url`), or ones that the run starts
-    (`python`). See docs/vllm.md."""
+    """Sampling with vLLM servers (0.32 or later): servers that are already running (`url`), or
+    servers that the run starts (`python`). See docs/vllm.md."""
 
     type: Literal["vllm"] = "vllm"
     url: str | list[str] | None = None
-    """The URL of a running server, or a list of several that serve the same model."""
+    """The URL of a running server, or a list of URLs of servers with the same model."""
     python: Path | None = None
-    """The Python of the environment in which vLLM is installed: the run starts the server, restarts
-    it if it dies, and ends it."""
+    """The Python of the environment in which vLLM is installed. The run starts the server, restarts
+    it if it dies, and stops it at the end."""
     devices: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """The CUDA devices of the servers that the run starts, `tensor_parallel` per server; by default
-    one server that sees every device."""
+    """The GPUs of the servers that the run starts, `tensor_parallel` per server, as CUDA device
+    numbers; by default one server that sees every GPU."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """The number of devices that share one copy of the model."""
+    """The number of GPUs that share one copy of the model."""
     gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """The fraction of a device's memory that a server may use."""
+    """The fraction of a GPU's memory that a server may use."""
     args: dict[str, Any] = Field(default_factory=dict)  # values of whatever type vLLM gives a flag
     """Further flags of vLLM for a server that the run starts: `{max_num_seqs: 512}` is
     `--max-num-seqs 512`."""
@@ -82,20 +82,21 @@ class VllmOptions(_Options):
     read; `group`: a torch process group. `auto`: `adapter` with `lora`, else `group` if the run
     starts the server, else `folder`."""
     folder: Path | None = None
-    """Where weights are written for the servers to read, by the same path; by default in memory
-    (/dev/shm) if three copies fit there, else the run's scratch folder."""
+    """The folder where weights are written for the servers, which must read it under the same path;
+    by default in memory (/dev/shm) if three copies fit there, otherwise the run's scratch
+    folder."""
     in_flight: InFlight = "recompute"
-    """What happens to running requests while weights change. `recompute`: they continue on a
-    recomputed cache, exact; `keep_cache`: they continue on the old cache, faster but inexact;
-    `drain`: the publish waits for them."""
+    """What happens to running requests while weights change. `recompute`: they continue with a
+    recomputed cache, which is exact; `keep_cache`: they continue with the old cache, which is
+    faster but inexact; `drain`: the publish waits for them."""
     check: Annotated[float, Field(gt=0)] = 0.05
-    """The largest mean difference in nats between the log-probs of server and trainer at the
-    start."""
+    """The largest mean difference, in nats, between the log-probabilities of server and trainer at
+    the start."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """How often the run may restart a server that died."""
+    """How many times the run may restart a server that died."""
     start_seconds: Annotated[float, Field(gt=0)] | None = None
-    """The time limit in seconds of a server's start; by default 600, or 60 for a server at `url`
-    that refuses every connection."""
+    """The time limit, in seconds, for the start of a server; by default 600, or 60 for a server at
+    `url` that refuses every connection."""
 
     @field_validator("url")
     @classmethod
@@ -131,8 +132,8 @@ class VllmOptions(_Options):
         changed = [name for name in own if getattr(self, name) != self._default(name)]
         if self.url is not None and changed:
             raise ValueError(
-                f"got url and {', '.join(changed)}, which only a server that the run starts "
-                "(python) obeys: remove it, and start the server with vLLM's own flags"
+                f"got url and {', '.join(changed)}, which only apply to a server that the run "
+                "starts (python): remove them, and start the server with vLLM's own flags"
             )
         if len(set(self.devices)) < len(self.devices) or len(self.devices) % self.tensor_parallel:
             raise ValueError(
@@ -178,15 +179,15 @@ class VllmOptions(_Options):
                 if not is_loopback(urllib.parse.urlsplit(url).hostname or ""):
                     yield (
                         f"folder: {url} is on another machine, which can't read this one's files; "
-                        "set it to a folder that both can read, by the same path"
+                        "set it to a folder that both can read under the same path"
                     )
         if self.publish == "adapter" and not lora:
             yield (
-                "publish: got 'adapter', but all weights are trained; set backend.lora, or publish "
-                "to folder or group"
+                "publish: got 'adapter', but the full weights are trained; set backend.lora, or "
+                "publish to folder or group"
             )
         if self.folder is not None and self.way(lora=lora) == "group":
-            yield "folder: no effect, since `publish` is group; remove it"
+            yield "folder: has no effect because `publish` is group; remove it"
 
     def missing(self, base_dir: Path) -> Iterator[str]:
         """What a server that the run starts would not find on this machine."""
@@ -201,8 +202,8 @@ class VllmOptions(_Options):
         """What could not be checked."""
         if unknown_devices(self.devices):
             yield (
-                f"devices: got {self.devices}, but nvidia-smi is missing or fails on this machine: "
-                "without such devices, the servers will run on the CPU, or not start"
+                f"devices: got {self.devices}, but nvidia-smi is missing or fails on this "
+                "machine: without GPUs, the servers will run on the CPU or not start"
             )
 
 

@@ -193,8 +193,8 @@ class FolderWay(WholeWay):
         if facts.cpu and facts.tied and facts.extension != EXTENSION:
             raise AdapterError(
                 f"{server.url}: vLLM on a CPU keeps the old head of a model with tied embeddings "
-                "when weights are reloaded. Start the server with retrain's worker extension, or "
-                "with an untied copy of the model (docs/vllm.md)"
+                "when weights are reloaded. Start the server with --worker-extension-cls "
+                f"{EXTENSION}, or with a copy of the model whose embeddings are not tied"
             )
 
     async def prepare(self, weights: Weights, version: int) -> None:

@@ -90,10 +90,16 @@ class Logger(Callback, ABC):
             return
         ended = await asyncio.to_thread(self._end)
         if not ended:
-            _log.warning("%s did not end in %.0f s: left behind", self._name, self.close_seconds)
+            _log.warning(
+                "%s did not stop within %.0f s; continuing without it",
+                self._name,
+                self.close_seconds,
+            )
         if self.lost:
             _log.warning(
-                "%s lost %d rows to a slow service; metrics.jsonl has them", self._name, self.lost
+                "%s dropped %d rows because its service is slow; metrics.jsonl contains them",
+                self._name,
+                self.lost,
             )
 
     @property
@@ -127,7 +133,7 @@ class Logger(Callback, ABC):
         except Exception as error:  # noqa: BLE001 - a logger's fault is never the run's
             self.failure = error
             _log.warning(
-                "%s is disabled: %s: %s; the run goes on, and metrics.jsonl has every row",
+                "%s is disabled: %s: %s; the run continues, and metrics.jsonl contains every row",
                 self._name,
                 type(error).__name__,
                 error,

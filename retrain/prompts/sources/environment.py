@@ -29,8 +29,8 @@ def environment(origin: Origin) -> PromptSource:
     kind = type(made)
     if kind.prompts is Environment.prompts:
         raise PromptError(
-            f"missing, and the environment {kind.__name__} has no tasks of its own; expected the "
-            "source of the prompts, such as {type: file, path: data/my.jsonl}"
+            f"missing, and the environment {kind.__name__} does not generate tasks; expected the "
+            f"source of the prompts, such as {{type: file, path: data/my.jsonl}}"
         )
     tasks, name = made.prompts(), f"{kind.__name__}.prompts()"
     counted = isinstance(tasks, int) and not isinstance(tasks, bool)

@@ -21,7 +21,7 @@ class FilePrompts(PromptSource):
     """A file of rows, or several: jsonl, json (a list), csv, txt (one prompt per line) or parquet.
 
     Args:
-        path: The file, in the config's folder or else in the working folder. A pattern such as
+        path: The file, in the config's folder or in the working folder. A pattern such as
             data/*.jsonl stands for all files that match, in the order of their names.
         format: The format, if it can't be inferred from the file extension.
 

@@ -1,4 +1,4 @@
-"""A Hugging Face data set."""
+"""A Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from retrain.prompts.sequences import IteratedPrompts
 
 
 class DatasetPrompts(PromptSource):
-    """A Hugging Face data set, from the Hub or from a folder: one that `save_to_disk` wrote, or of
-    parquet, jsonl or csv files.
+    """A Hugging Face dataset, from the Hub or from a folder: one that `save_to_disk` wrote, or one
+    with parquet, jsonl or csv files.
 
     Args:
         path: The id on the Hub, or the folder.
-        split: The split of the data set; slices such as train[:10%] too.
-        config: The configuration of the data set, if it has several.
+        split: The split of the dataset, or a slice of it, such as train[:10%].
+        config: The configuration of the dataset, if it has several.
         revision: The commit, tag or branch on the Hub.
-        streaming: Download only the rows that are used; set `limit` too.
+        streaming: Download only the rows that are used; also set `limit`.
 
-    Raises PromptError if the data set can't be loaded.
+    Raises PromptError if the dataset can't be loaded.
     """
 
     read_at_start = True
@@ -37,7 +37,7 @@ class DatasetPrompts(PromptSource):
         streaming: bool = False,
         base_dir: Path | None = None,
     ) -> None:
-        self.name = f"data set {path} ({split})"
+        self.name = f"dataset {path} ({split})"
         keys = {"revision": revision, "streaming": streaming}
         self._data = load_dataset(path, config, split, base_dir, **keys)
         self._stream = IteratedPrompts(iter(self._data), self.name) if streaming else None
@@ -67,7 +67,7 @@ def load_dataset(
         import datasets
     except ImportError:
         raise PromptError(
-            f"data set {path}: needs the library datasets, which is not installed: "
+            f"dataset {path}: needs the library datasets, which is not installed: "
             f"{install_command('data')}"
         ) from None
     saved = next((folder for folder in places(path, base_dir) if folder.is_dir()), None)
@@ -78,7 +78,7 @@ def load_dataset(
         data = data[split] if isinstance(data, datasets.DatasetDict) else data
         return data.to_iterable_dataset() if keys.get("streaming") else data
     except Exception as error:
-        raise PromptError(f"data set {path} ({split}): {_why(error, saved)}") from error
+        raise PromptError(f"dataset {path} ({split}): {_why(error, saved)}") from error
 
 
 def _was_saved(folder: Path) -> bool:
@@ -91,6 +91,6 @@ def _why(error: Exception, saved: Path | None) -> str:
     if saved is None and isinstance(error, ConnectionError | OSError):
         return (
             f"no such folder, and the Hub can't be reached ({type(error).__name__}: {text}); "
-            "check the network, or download the data set and give its folder"
+            "check the network, or download the dataset and give its folder"
         )
     return f"{type(error).__name__}: {text}"

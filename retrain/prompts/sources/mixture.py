@@ -31,12 +31,12 @@ class MixturePrompts(PromptSource):
     """Several sources in fixed proportions: `{type: mixture, sources: [{weight: 2, type: file,
     path: ...}, ...]}`.
 
-    In every stretch of the prompts each source has its share, to within one prompt. An epoch ends
-    when one source is used up; the others continue in the next epoch where they stopped.
+    The proportions hold at every point of an epoch, to within one prompt. An epoch ends when one
+    source is used up; the others continue in the next epoch where they stopped.
 
     Args:
         sources: Sections like `prompts`, each with a `weight` (default 1) and a `name` (by default
-            its path or type), which rollouts have as `mixture` in their metadata.
+            its path or type), which is the column `mixture` in the metadata of its rows.
     """
 
     def __init__(self, sources: list[Any], origin: Origin) -> None:

@@ -70,9 +70,9 @@ class GRPOTrainerAdapter(BaseTrainer):
         config = self._run_config()
         if config.backend.type != "trl" or config.algorithm.type != "grpo":
             raise ConfigError(
-                f"{type(self).__name__}: got {config.algorithm.type} by {config.backend.type}, "
-                "expected grpo by trl; for other pairs use retrain.train(config) or the trainers "
-                "of retrain.trainer"
+                f"{type(self).__name__}: got {config.algorithm.type} on {config.backend.type}, "
+                "expected grpo on trl; for other combinations use retrain.train(config) or the "
+                "trainers of retrain.trainer"
             )
         find_model(config.model, config.base_dir)
 

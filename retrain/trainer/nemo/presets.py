@@ -215,7 +215,7 @@ class RLOOTrainer(RewardTrainer):
 
 
 class ExampleTrainer(PresetTrainer):
-    """Learns from the rows of the data set themselves."""
+    """Learns from the rows of the dataset themselves."""
 
     scored: ClassVar[bool] = False
 
@@ -277,7 +277,7 @@ class DPOTrainer(ExampleTrainer):
         return cls._from_keys(model_name_or_path, keys)
 
     def _scoring(self, task: Task, data: Data, pool: DaemonPool) -> Scoring:
-        """Pair a known data set of scored responses by its usual score."""
+        """Pair a known dataset of scored responses by its usual score."""
         algorithm = self._settings.run_mapping()["algorithm"]
         usual = {} if data.pair_by is None else {"pair_by": data.pair_by}
         return {}, {"algorithm": {**usual, **algorithm}}

@@ -67,7 +67,7 @@ def takes_row(function: Callable[..., Any]) -> bool:
     passed = any(p.default is p.empty or p.default is None for p in third)
     if passed and third[0].name in ("answer", "answers"):
         raise TypeError(
-            f"{NAME}: the third argument is the row of the data set, not its answer: call it `row` "
+            f"{NAME}: the third argument is the row of the dataset, not its answer: call it `row` "
             "and read row[...], or decorate the function with @retrain.reward, which calls it by "
             f"name with any of {', '.join(NAMES)}"
         )

@@ -185,6 +185,6 @@ class BaseTrainer(ABC):
         unknown = [] if known is None else [k for k in self._config.algorithm if k not in known]
         if unknown:
             raise ConfigError(
-                f"trainer.algorithm: {type(self).__name__} doesn't read {', '.join(unknown)}, only "
-                f"{', '.join(known or ())}; a custom trainer may read any key"
+                f"trainer.algorithm: {type(self).__name__} doesn't read {', '.join(unknown)}, "
+                f"only {', '.join(known or ())}; a custom trainer can read any key"
             )

@@ -48,8 +48,8 @@ class ServiceHolder(TrainingService):
         """
         if settings.service.backend != self.backend:
             raise ConfigError(
-                f"trainer.train_service.backend is {settings.service.backend!r}, but the holder is "
-                f"a {type(self).__name__}: make them agree"
+                f"trainer.train_service.backend is {settings.service.backend!r}, but the holder "
+                f"is a {type(self).__name__}: make them agree"
             )
         if not self.used:
             backend = settings.run.backend.model_copy(update={"url": self.url})

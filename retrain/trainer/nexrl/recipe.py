@@ -58,7 +58,7 @@ def load_recipe(config: str | Path | Mapping[str, Any]) -> Recipe:
         section = as_section({"name": file.stem, **mapping}, file.parent)
     if "prompts" not in section:
         raise ConfigError(
-            "prompts: missing. A recipe needs `prompts`, `environment` and `rewards` beside "
+            "prompts: missing. A recipe needs `prompts`, `environment` and `rewards` next to "
             "`trainer:`, for example `prompts: {type: file, path: prompts.jsonl}`."
         )
     trainer = build_trainer(section)

@@ -52,8 +52,8 @@ def _automatic(section: Section) -> type[BaseTrainer]:
     algorithm = algorithm_of(section)
     if algorithm not in ("grpo", "cross_entropy"):
         raise ConfigError(
-            f"trainer.algorithm.type: got {algorithm!r}, expected grpo or cross_entropy; for an "
-            f"algorithm of your own, set custom_trainer_module_path and {CLASS}"
+            f"trainer.algorithm.type: got {algorithm!r}, expected grpo or cross_entropy; for your "
+            f"own algorithm, set custom_trainer_module_path and {CLASS}"
         )
     supervised = algorithm == "cross_entropy"
     if (section.get("train_service") or {}).get("backend", "self-hosted") != "self-hosted":

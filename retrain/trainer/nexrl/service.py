@@ -77,8 +77,8 @@ class TrainingService:
                 return
             if self._closed:
                 raise AdapterError(
-                    "the training service is closed, and its weights are gone: make a new trainer, "
-                    "and load_checkpoint() what the old one saved"
+                    "the training service is closed, and its weights are gone: create a new "
+                    "trainer, and load the old one's checkpoint with load_checkpoint()"
                 )
             started: Future[None] = Future()
             self._thread = threading.Thread(

@@ -107,7 +107,7 @@ def from_group(group: Group) -> list[Trajectory]:
                 "versions": list(sample.versions),
             }
             if all(v >= 0 for v, on in zip(sample.versions, sample.loss_mask, strict=True) if on):
-                # Otherwise the tokens come from the data set, and have no log-probs or reward.
+                # Otherwise the tokens come from the dataset, and have no log-probs or reward.
                 fields |= {"logprobs": list(sample.logprobs), "reward": rollout.reward}
             made.append(Trajectory(shared, **fields))
     return made
