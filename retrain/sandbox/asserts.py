@@ -1,7 +1,7 @@
 """Tests as code: the functions and assertions of a text, by its syntax tree.
 
-A name that the tests neither bind nor import, and that is no built-in, is one of the program. See
-`scripts/judge.py` for how a test runs. What no program can prove there is an error here: a
+A name that the tests neither bind nor import, and that is not built in, belongs to the program. See
+`scripts/judge.py` for how a test runs. What a program can't prove there is an error here: a
 comparison of two objects of the program, whose class decides the result.
 """
 
