@@ -37,7 +37,7 @@ async def tried_agent(
     plays = [(n, replies[0]) for n in range(len(prompts))] + [(0, reply) for reply in replies[1:]]
     played: list[tuple[int, Case]] = []
     until, ended = time.monotonic() + SECONDS, ""
-    async with doorway(True) as door:
+    async with doorway(config) as door:
         slot = Slot(1, make, scripted(config, script, door), Scorer([]), fault=faults.append)
         try:
             for row, script.reply in plays:
@@ -72,6 +72,9 @@ async def tried_agent(
         names = ", ".join(sorted(set(limits)))
         met = f"{len(limits)} rollouts met the limit {names}, and count as they are"
         trials.append(found(True, met))
+    if rejected := [t.info["error"] for _, t in good if "unusable" in t.info]:
+        scored = f"{len(rejected)} rollouts are scored although the agent failed"
+        trials.append(found(True, scored, list(dict.fromkeys(map(alike, rejected)))))
     return trials
 
 
@@ -100,6 +103,6 @@ def _advice(error: str, outcome: str, *, always: bool) -> str:
     if always:
         return "it doesn't depend on what the model says: fix the agent"
     return (
-        "such a rollout is not trained: catch the error, and return what there is. To train it "
-        "with a low reward, return that"
+        "such a rollout is not trained: catch the error, and return what there is. To score it "
+        "with the model's last reply, set environment.on_error: score"
     )
