@@ -359,9 +359,8 @@ KINDS = ("function", "process", "command")
 async def test_what_the_model_did_is_a_result_although_the_agent_fails(
     tmp_path: Path, kind: str
 ) -> None:
-    for how in ("other", "rejected"):
-        keys = ending(tmp_path, how, kind)
-        assert await how_it_ended(keys, "length") == ("ok", {"truncated": "length"})
+    keys = ending(tmp_path, "other", kind)
+    assert await how_it_ended(keys, "length") == ("ok", {"truncated": "length"})
     outcome, info = await how_it_ended(ending(tmp_path, "caused", kind))
     assert outcome == "ok"
     assert "JSONDecodeError: Expecting value" in info["unusable"]
@@ -373,17 +372,15 @@ async def test_what_the_model_did_is_a_result_although_the_agent_fails(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_the_model_did_not_do_stays_a_fault(tmp_path: Path, kind: str) -> None:
-    for how in ("away", "down"):
+    for how in ("away", "down") if kind == "function" else ("away",):
         keys = ending(tmp_path, how, kind) | {"on_error": "score"}
-        assert await how_it_ended(keys, "length") == ("infra_error", {}), (
-            "an outage is never a reward"
-        )
-    for how in ("other", "handled"):
-        keys = ending(tmp_path, how, kind)
-        assert await how_it_ended(keys) == ("infra_error", {})
-        outcome, info = await how_it_ended(keys | {"on_error": "score"})
-        assert (outcome, list(info)) == ("ok", ["unusable"])
-        assert "KeyError" in info["unusable"]
+        assert await how_it_ended(keys, "length") == ("infra_error", {}), "no reward for an outage"
+    assert await how_it_ended(ending(tmp_path, "handled", kind)) == ("infra_error", {})
+    keys = ending(tmp_path, "other", kind)
+    assert await how_it_ended(keys) == ("infra_error", {})
+    outcome, info = await how_it_ended(keys | {"on_error": "score"})
+    assert (outcome, list(info)) == ("ok", ["unusable"])
+    assert "KeyError" in info["unusable"]
 
 
 async def test_an_agent_that_fails_before_its_first_call_or_is_late_is_a_fault(
