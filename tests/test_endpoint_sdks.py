@@ -61,7 +61,7 @@ async def clients() -> AsyncIterator[Clients]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[EndpointServer]:
-    server = EndpointServer(EndpointConfig(honour=HONOUR), TOKENIZER.decode)
+    server = EndpointServer(EndpointConfig(honour=HONOUR, reward=True), TOKENIZER.decode)
     async with server.serving():
         yield server
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[EndpointServer]:
-    server = EndpointServer(EndpointConfig(), TOKENIZER.decode)
+    server = EndpointServer(EndpointConfig(reward=True), TOKENIZER.decode)
     async with server.serving():
         yield server
 
@@ -79,7 +79,9 @@ def post(http: httpx.AsyncClient, rollout: Open, path: str, body: Any, **headers
         (COUNT, {"messages": [{"role": "assistant", "content": "I"}]}, "the last message is the"),
         (COUNT, {"messages": [{**USER, "content": [{"type": "image"}]}]}, "type 'image'"),
         (COUNT, {**SAYS, "tools": [{"type": "bash_1", "name": "b"}]}, "expected type 'custom'"),
-        (REWARD, {"reward": float("inf")}, "reward: got inf, expected a finite number"),
+        (REWARD, {"reward": float("inf")}, "reward: got inf, expected a number from"),
+        (REWARD, {"reward": 1e308}, "reward: got 1e+308"),
+        (REWARD, {"reward": -(10**400)}, "expected a number from"),
         (REWARD, {"reward": True}, "reward: got True"),
     ],
 )
@@ -114,6 +116,16 @@ async def test_other_paths_methods_and_keys(server, http) -> None:
         headers = {"x-api-key": key, "anthropic-version": "1"}
         answer = await http.get(f"{base}/v1/nothing", headers=headers)
         assert answer.json()["type"] == "error"
+
+
+async def test_posted_rewards_are_off_unless_the_config_allows_them(http) -> None:
+    async with opened(reward=False) as closed, opened(reward=True) as open_:
+        denied = await post(http, closed, REWARD, {"reward": 1.0})
+        assert (denied.status_code, denied.json()["error"]["code"]) == (403, "reward_not_allowed")
+        assert "endpoint.reward: true" in denied.json()["error"]["message"]
+        assert (await post(http, open_, REWARD, {"reward": 1e6})).status_code == 200
+        assert (closed.calls.rewarded, open_.calls.rewarded) == (0.0, 1e6)
+        assert EndpointConfig().reward is False
 
 
 async def test_a_fault_of_the_endpoint_is_an_error_500(server, http, monkeypatch, caplog) -> None:

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from benchmarks.mock_engine import mock_config
 from retrain.algorithms.grpo import GRPO
+from retrain.algorithms.reinforce import Reinforce
 from retrain.algorithms.sft import SFT
 from retrain.concurrency.locks import in_use
 from retrain.config import RunConfig
@@ -41,7 +42,7 @@ from retrain.observe.run_dir import (
 )
 from retrain.observe.voided import cut
 from retrain.pipeline import train
-from retrain.pipeline.recorder import Recorder
+from retrain.pipeline.recorder import LONELY, Recorder
 from retrain.types import Completion, Group, Message, Prompt, Trajectory, Turn
 from tests.pipe_kit import kept_adapter, parts_with
 
@@ -169,6 +170,37 @@ def test_the_tally_counts_drops_outcomes_and_causes(tmp_path: Path) -> None:
         assert run_dir.tally.drops == {"stale": 1}
         assert run_dir.tally.outcomes == {"ok": 1, "invalid": 2}
         assert run_dir.tally.errors == {"it broke": 2}
+
+
+def test_a_group_that_lost_all_but_one_rollout_is_counted_and_announced_once(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        run_dir.tally.announce = said.append
+        recorder = Recorder(run_dir, GRPO())
+        for number, outcomes in enumerate((["ok"], ["ok", "ok", "invalid"], ["invalid"] * 2)):
+            recorder.played(group(*outcomes, ticket=f"0.{number}.0"), 0.0)
+        assert LONELY not in run_dir.tally.errors
+        for number in (3, 4):
+            recorder.played(group("infra_error", "ok", ticket=f"0.{number}.0"), 0.0)
+        assert run_dir.tally.errors[LONELY] == 2
+        assert said.count(LONELY) == 1
+        alone = Recorder(run_dir, Reinforce())  # compares with the batch
+        alone.played(group("infra_error", "ok", ticket="0.5.0"), 0.0)
+        assert run_dir.tally.errors[LONELY] == 2
+
+
+def test_the_error_of_an_agent_whose_rollout_is_scored_is_announced(tmp_path: Path) -> None:
+    said: list[str] = []
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        run_dir.tally.announce = said.append
+        scored = group("ok", "ok", "ok")
+        scored.trajectories[0].info = {"truncated": "length", "error": "no city"}
+        scored.trajectories[1].info = {"error": "of its own"}
+        run_dir.count(scored)
+        assert (run_dir.tally.outcomes, len(said)) == ({"ok": 3}, 1)
+        assert "no city" in said[0]
 
 
 def test_ever_new_error_texts_do_not_fill_the_memory(tmp_path: Path) -> None:

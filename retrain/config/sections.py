@@ -271,6 +271,9 @@ class EndpointConfig(Section):
         tuple[Literal["max_tokens", "temperature", "top_p", "top_k", "stop", "seed"], ...], Listed
     ] = ()
     """Sampling arguments for which the agent's value is used instead of that in `sampling`."""
+    reward: bool = False
+    """Whether an agent can add to its reward with `POST /reward`. Any program that it runs for the
+    model can then do so too: the key is in its environment."""
 
     @field_validator("public_url")
     @classmethod

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -43,6 +42,7 @@ from retrain.endpoint.connections import (
 )
 from retrain.endpoint.guests import Answer, Guest
 from retrain.environment import Endpoint
+from retrain.errors import shown
 from retrain.rollout.calls import CallError, Calls, Reply
 from retrain.transport.serving import settings_of
 
@@ -54,6 +54,8 @@ APIS: Mapping[str, Api] = {
     "/responses": responses.Responses(),
     "/messages": anthropic.Messages(),
 }
+LARGEST_REWARD = 1e6
+"""Posts add up: far below the limit of a reward, so that no number of them reaches it."""
 
 
 class EndpointServer:
@@ -181,11 +183,21 @@ class EndpointServer:
 
     async def _reward(self, http: HttpRequest) -> Response:
         """`{"reward": 1.0}` for the rollout, with `"id"` of an answer for this call."""
-        guest, body = self._guest(http), await body_of(http)
+        guest = self._guest(http)
+        if not self._config.reward:
+            raise CallError(
+                403,
+                "reward_not_allowed",
+                "this run accepts no posted rewards; to allow them, set endpoint.reward: true",
+            )
+        body = await body_of(http)
         value, turn = body.get("reward"), None
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is None or not number or not abs(value) <= sys.float_info.max:
-            raise invalid(f"reward: got {value!r}, expected a finite number")
+        if value is None or not number or not abs(value) <= LARGEST_REWARD:
+            raise invalid(
+                f"reward: got {shown(value)}, expected a number from {-LARGEST_REWARD:g} to "
+                f"{LARGEST_REWARD:g}"
+            )
         if body.get("id") is not None:
             answer, index = guest.find(body["id"], "id", 404), body.get("index", 0)
             if index not in range(answer.choices):

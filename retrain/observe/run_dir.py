@@ -43,7 +43,7 @@ from retrain.observe.failure import ERROR
 from retrain.observe.journal import Journal, encode, read_lines, repair
 from retrain.observe.rollout_lines import with_fate
 from retrain.observe.voided import cut
-from retrain.types import Group, Trajectory
+from retrain.types import Group
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
 REPORT = "report.html"
@@ -146,8 +146,11 @@ class RunDirectory:
             outcomes[trajectory.outcome] += 1
             if trajectory.seat:
                 self.tally.seats.add(trajectory.seat)
+            info, prefix = trajectory.info, "eval: " if evaluated else ""
             if trajectory.outcome != "ok":
-                self._count_error(trajectory, "eval: " if evaluated else "")
+                self.tally.failed(f"{prefix}{info.get('error') or trajectory.outcome}")
+            elif "error" in info and ("truncated" in info or "unusable" in info):
+                self.tally.failed(f"{prefix}scored all the same: {info['error']}")
 
     def metrics(self, row: Mapping[str, float]) -> None:
         """Append one step's metrics, and flush all files."""
@@ -211,9 +214,6 @@ class RunDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
             upkeep.sweep(self.path, (EVENTS, METRICS, ROLLOUTS, CONFIG, REPORT, ERROR))
-
-    def _count_error(self, trajectory: Trajectory, prefix: str) -> None:
-        self.tally.failed(f"{prefix}{trajectory.info.get('error') or trajectory.outcome}")
 
 
 def check_usable(path: Path, *, resume: bool) -> None:

@@ -27,6 +27,11 @@ from retrain.observe.run_dir import RunDirectory, read_metrics
 from retrain.pipeline.meter import Meter
 from retrain.types import Batch, Group, Metrics, Ticket
 
+LONELY = (
+    "all but one rollout of a group: the one that is left has nothing to be compared with, so its "
+    "advantage is 0 and the group teaches nothing"
+)
+"""Counted as errors are: it is shown once, and at the end with its number."""
 MAX_RENDERED = 16
 """Maximum number of `rendered` events: one for each set of tools."""
 
@@ -51,8 +56,8 @@ class Recorder:
         self.history: list[Metrics] = []
         """The rows of all steps, in order."""
         self._sampled = algorithm.source == "rollouts"
-        by_group = algorithm.compares == "group"
-        self.meter = Meter(sampled=self._sampled, by_group=by_group, mixed=mixed)
+        self._by_group = algorithm.compares == "group"
+        self.meter = Meter(sampled=self._sampled, by_group=self._by_group, mixed=mixed)
         if not self._sampled:
             run_dir.tally.unit = algorithm.source
         self.progress: Callable[[], None] = lambda: None
@@ -84,6 +89,9 @@ class Recorder:
         self.progress()
         self.run_dir.count(group)
         if self._sampled:
+            alone = [len(alike.scored) == 1 < len(alike.trajectories) for alike in group.by_seat]
+            if self._by_group and any(alone):
+                self.run_dir.tally.failed(LONELY)
             self._render(group)
         self.keep(group)
 

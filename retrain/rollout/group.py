@@ -28,6 +28,7 @@ from retrain.errors import AdapterError, ConfigError, UserCodeError, text_of
 from retrain.rewarding import fail
 from retrain.rollout.answers import UnusableError, opening_of, prepare, result_of, tools_of
 from retrain.rollout.calls import NOTHING, Calls, fitted
+from retrain.rollout.endings import as_result
 from retrain.rollout.instance import Instance, Job
 from retrain.rollout.opponents import Opponent
 from retrain.rollout.seats import SeatedCalls, Seats, seats_of
@@ -270,11 +271,15 @@ class _Rollout:
             self._take(calls, result)
         except UserCodeError as raised:
             error = error or raised
-        if calls.truncated and calls.opponent_error is None:
-            # an agent may well fail when it gets no more replies
-            self.trajectory.info["truncated"] = calls.truncated
-            if error is not None:
-                self.trajectory.info["error"] = str(error)
+        met: Mapping[str, Any] = {}
+        if calls.opponent_error is None:
+            if calls.truncated:  # an agent may well fail when it gets no more replies
+                met = {"truncated": calls.truncated}
+            elif error is not None:
+                met = as_result(error, calls.turns, environment.on_error)
+        self.trajectory.info.update(met)
+        if error is not None and met:
+            self.trajectory.info["error"] = str(error)
         elif error is not None:
             self.fail(error)
         if self.alive and not calls.turns:

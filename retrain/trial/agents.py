@@ -37,7 +37,7 @@ async def tried_agent(
     plays = [(n, replies[0]) for n in range(len(prompts))] + [(0, reply) for reply in replies[1:]]
     played: list[tuple[int, Case]] = []
     until, ended = time.monotonic() + SECONDS, ""
-    async with doorway(True) as door:
+    async with doorway(config) as door:
         slot = Slot(1, make, scripted(config, script, door), Scorer([]), fault=faults.append)
         try:
             for row, script.reply in plays:
@@ -72,6 +72,9 @@ async def tried_agent(
         names = ", ".join(sorted(set(limits)))
         met = f"{len(limits)} rollouts reached the limit {names}, and are scored as they are"
         trials.append(found(True, met))
+    if rejected := [t.info["error"] for _, t in good if "unusable" in t.info]:
+        scored = f"{len(rejected)} rollouts are scored although the agent failed"
+        trials.append(found(True, scored, list(dict.fromkeys(map(alike, rejected)))))
     return trials
 
 
@@ -100,6 +103,6 @@ def _advice(error: str, outcome: str, *, always: bool) -> str:
     if always:
         return "the error does not depend on the model's reply: fix the agent"
     return (
-        "rollouts with errors are not trained. Catch the error and return the partial result; "
-        "return a low reward with it if the model should learn from it"
+        "rollouts with errors are not trained. Catch the error and return the partial result. To score "
+        "such a rollout with the model's last reply, set environment.on_error: score"
     )
