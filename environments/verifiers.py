@@ -28,8 +28,8 @@ class Verifiers(Environment):
 
     Args:
         id: The installed taskset package.
-        env: Further keys of its `env` section, as in its own configs: `taskset`, `interception`, and
-            its agents by their names, such as `agent` or `player`.
+        env: Further keys of its `env` section, as in its own configs: `taskset`, `interception`,
+            and its agents by their names, such as `agent` or `player`.
         on_error: What an episode with an error is: by default (`fail`) it is scored only if the
             model is the cause, see docs/agents.md; with `score` also for any other error, except
             for outages and timeouts.

@@ -103,6 +103,6 @@ def _advice(error: str, outcome: str, *, always: bool) -> str:
     if always:
         return "the error does not depend on the model's reply: fix the agent"
     return (
-        "rollouts with errors are not trained. Catch the error and return the partial result. To score "
-        "such a rollout with the model's last reply, set environment.on_error: score"
+        "rollouts with errors are not trained. Catch the error and return the partial result. To "
+        "score such a rollout with the model's last reply, set environment.on_error: score"
     )
