@@ -61,8 +61,7 @@ def test_the_digest_tells_what_happened(tmp_path: Path) -> None:
     assert data["status"] == "completed"
     assert {fact["label"]: fact["value"] for fact in data["facts"]} == {
         "steps": "4 of 4",
-        "reward, first tenth": "0.250",
-        "reward, last tenth": "1.000",
+        "mean reward": "0.625",
         "time": "0:04",
         "rollouts": "24",
         "sampled tokens": "48",

@@ -287,6 +287,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """The results of the evaluations of a run directory, from its metrics."""
+    return [
+        {key: value for key, value in row.items() if key.startswith("eval/")}
+        for row in read_lines(path / METRICS)
+        if "eval/step" in row
+    ]
+
+
 def _cut(events: list[dict[str, Any]], from_step: int) -> int:
     """How many of `events` the checkpoint of `from_step` includes."""
     for kind in ("snapshot", "checkpoint"):

@@ -20,7 +20,7 @@ from retrain.observe.failure import ERROR, described, write_error
 from retrain.observe.peak import peak_memory
 from retrain.observe.report import write_report
 from retrain.observe.rollout_lines import encoded, names_of
-from retrain.observe.run_dir import RunDirectory, read_metrics
+from retrain.observe.run_dir import RunDirectory, read_evaluations, read_metrics
 from retrain.pipeline.meter import Meter
 from retrain.types import Batch, Group, Metrics, Ticket
 
@@ -41,6 +41,8 @@ class Recorder:
         self.event = run_dir.event
         self.history: list[Metrics] = []
         """The rows of all steps, in order."""
+        self.evaluations: list[Metrics] = []
+        """The results of all evaluations, in order."""
         self._sampled = algorithm.source == "rollouts"
         by_group = algorithm.compares == "group"
         self.meter = Meter(sampled=self._sampled, by_group=by_group, mixed=mixed)
@@ -96,9 +98,19 @@ class Recorder:
         self.event("batch", step=step, tickets=tickets, samples=samples, tokens=tokens)
         self.meter.lap("wait_for_batch")
 
-    def update(self, step: int, tickets: Sequence[str], loss: float | None, started: float) -> None:
+    def update(
+        self,
+        step: int,
+        tickets: Sequence[str],
+        loss: float | None,
+        started: float,
+        *,
+        skipped: bool = False,
+    ) -> None:
+        """The optimizer step is done, or `skipped`: no rollout had an advantage."""
         times = {"started": started, "ended": time.time()}
-        self.event("update", step=step, **times, tickets=tickets, loss=loss)
+        why = {"skipped": True} if skipped else {}
+        self.event("update", step=step, **times, tickets=tickets, loss=loss, **why)
         lines = [line for ticket in tickets for line in self._open.pop(ticket, ())]
         self.run_dir.rollouts(lines, step)
         self.meter.lap("update")
@@ -122,19 +134,23 @@ class Recorder:
 
     # --- evaluations
 
-    def evaluated_group(self, group: Group, step: int) -> None:
+    def evaluated_group(self, group: Group) -> None:
         """A held-out group was played. It doesn't count for the reward of a step."""
-        if self._sampled:
-            self.run_dir.count(group, evaluated=True)
-            self.run_dir.rollouts(encoded(group), step)
+        self.run_dir.count(group, evaluated=True)
         self.progress()
+
+    def evaluated(self, groups: Sequence[Group], step: int) -> None:
+        """All held-out groups were played: none of a cut off evaluation is in rollouts.jsonl."""
+        for group in groups:
+            self.run_dir.rollouts(encoded(group), step)
 
     def evaluation_row(self, metrics: Metrics) -> None:
         """A separate row for an evaluation that no step followed."""
+        row = {"step": metrics["eval/step"], **metrics}
         if self.history:
-            row = {"step": self.history[-1]["step"], **metrics}
+            row["step"] = self.history[-1]["step"]
             self.history[-1] = self.history[-1] | row
-            self.run_dir.metrics(row)
+        self.run_dir.metrics(row)
 
     # --- checkpoints
 
@@ -150,6 +166,7 @@ class Recorder:
         """
         self.run_dir.cut(sizes)
         self.history = read_metrics(self.run_dir.path)
+        self.evaluations = read_evaluations(self.run_dir.path)
         self.run_dir.changed = changed
         self.event("resumed", from_step=step, changed=changed)
         self.run_dir.flush()
