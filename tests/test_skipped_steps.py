@@ -81,13 +81,13 @@ async def test_a_resume_of_a_run_with_skipped_steps_goes_on_as_if_it_had_not_bee
     assert [row["version"] for row in found[1]] == [1, 1, 2]
 
 
+SCHEDULE = {"start": 0.5, "end": 1.0, "steps": 4}
+
+
 class Own(Learner):
     """Takes its own steps."""
 
-    steps = 0
-
     async def update(self, groups, batch):
-        type(self).steps += 1
         return await super().update(groups, batch)
 
 
@@ -96,16 +96,15 @@ class Own(Learner):
     [
         ({"algorithm": {"loss": "dro"}}, {}),
         ({"algorithm": {"loss": "grpo", "loss_config": {"beta": 0.1}}}, {}),
+        ({"rewards": [{**RUN["rewards"][0], "weight": SCHEDULE}]}, {}),
         ({}, {"learner": Own()}),
     ],
 )
 async def test_a_batch_is_trained_where_anything_else_may_move_the_weights(
     tmp_path, changes, given
 ):
-    config = mock_config(tmp_path, **{key: RUN[key] for key in ("prompts", "rewards", "train")})
-    config = config.model_copy(
-        update={"algorithm": config.algorithm.model_copy(update=changes.get("algorithm", {}))}
-    )
+    plain = {key: RUN[key] for key in ("prompts", "rewards", "train")}
+    config = mock_config(tmp_path, **plain | changes)
     adapter = kept_adapter(config)
     parts = replace(parts_with(config, adapter), **given)
     result = await train(config, parts=parts)

@@ -73,9 +73,11 @@ class Parts:
     def is_idle(self, batch: Batch) -> bool:
         """Whether the batch has no gradient: all its advantages are 0, and nothing else counts.
 
-        A learner with an update of its own decides for itself.
+        A learner with an update of its own decides for itself, and a schedule of rewards goes by
+        the version: it would stand still.
         """
-        if type(self.learner).update is not Learner.update or self.config.algorithm.kl_penalty:
+        own = type(self.learner).update is not Learner.update
+        if own or self.config.algorithm.kl_penalty or self.scorer.composition.scheduled:
             return False
         if not vanishes(self.loss, self.loss_config):
             return False

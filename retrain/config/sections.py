@@ -332,7 +332,8 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """Rollouts on held-out prompts, reported and not trained."""
+    """Rollouts on held-out prompts, reported and not trained: before training, every so many steps,
+    and at the end. Each evaluation is of one version of the weights."""
 
     prompts: PromptsConfig
     """The prompts to evaluate on, as in `prompts`; `held_out` for those that `prompts.held_out`

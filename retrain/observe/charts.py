@@ -73,7 +73,7 @@ def _axis(keys: Sequence[str], rows: Sequence[Row]) -> Point | None:
     axis; others have at least four standard errors of the first of `keys`, if these are known.
     """
     values = [y for key in keys for _, y in points(rows, key)]
-    if not values or not keys[0].endswith("reward/mean"):
+    if not keys[0].endswith("reward/mean") or not points(rows, keys[0]):
         return None
     low, high = min(values), max(values)
     if low >= 0 and high <= 1:
