@@ -6,13 +6,15 @@ from contextlib import nullcontext
 
 import pytest
 
-from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
+from benchmarks.mock_engine import LETTERS, MockAdapter, MockOptions, mock_config
 from retrain.adapters.remote.published import PublishedSampler, Sampled
 from retrain.errors import AdapterError
+from retrain.observe.callbacks import Callback
 from retrain.observe.run_dir import read_events, surviving
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.sampler import SamplingParams
+from tests.chaos.judgement import judge_log
 from tests.pipe_kit import events, parts_with, rollouts_of
 
 HELD_OUT = {"type": "list", "rows": [{"prompt": f"{c}=", "answer": c * 4} for c in "abc"]}
@@ -168,3 +170,34 @@ async def test_p15_a_services_weights_are_kept_while_they_are_evaluated():
         assert not first.closed
     await sampler.close()
     assert (first.closed, second.closed) == (True, False)
+
+
+async def test_p1_a_run_that_ends_while_it_writes_its_first_checkpoint_begins_again(
+    tmp_path, monkeypatch
+):
+    """Its log has a snapshot of step 0, which no checkpoint holds."""
+
+    def full(folder, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    class Waits(Callback):
+        """The checkpoint waits until groups were played."""
+
+        def on_train_begin(self, trainer):
+            self.trainer = trainer
+
+        async def state_dict(self):
+            while not self.trainer.run_dir.tally.outcomes:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0)
+            return {}
+
+    with monkeypatch.context() as disk:
+        disk.setattr("retrain.pipeline.checkpoint._put", full)
+        with pytest.raises(ExceptionGroup):
+            await train(config_in(tmp_path), callbacks=[Waits()])
+    assert events(tmp_path, "rollout")[0]["time"] < events(tmp_path, "snapshot")[0]["time"]
+    assert not Checkpoints(tmp_path / "checkpoints").steps()
+    config = config_in(tmp_path)
+    await train(config, resume=True)
+    book, _ = judge_log(tmp_path, config, len(LETTERS))
+    assert (book.wrong, book.step) == ([], STEPS)

@@ -159,16 +159,19 @@ class Recorder:
         self._measure()  # the other ranks and the servers have ended when the run ends
         self.run_dir.flush()
 
-    def resumed(self, step: int, sizes: Mapping[str, int], changed: list[str]) -> None:
+    def resumed(
+        self, step: int, sizes: Mapping[str, int], changed: list[str], *, anew: bool = False
+    ) -> None:
         """The run continues from `step`, when the files had these `sizes`.
 
         Later lines are moved away, and the history is read. `changed` are the changed config keys.
+        `anew`: there is no checkpoint, so the run begins again.
         """
         self.run_dir.cut(sizes)
         self.history = read_metrics(self.run_dir.path)
         self.evaluations = read_evaluations(self.run_dir.path)
         self.run_dir.changed = changed
-        self.event("resumed", from_step=step, changed=changed)
+        self.event("resumed", from_step=step, changed=changed, **({"anew": True} if anew else {}))
         self.run_dir.flush()
         (self.run_dir.path / ERROR).unlink(missing_ok=True)
 

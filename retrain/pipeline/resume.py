@@ -119,7 +119,7 @@ async def restore(run: Run) -> None:
         run.record.fault(f"skipped the incomplete checkpoint {skipped}")
     if found is None:
         _require_no_checkpoint(run)
-        run.record.resumed(0, {}, [])
+        run.record.resumed(0, {}, [], anew=True)
         return
     path, saved = found
     if problem := changed_run(saved.config, run.config):
