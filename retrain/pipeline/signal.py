@@ -66,11 +66,12 @@ class Signal:
             )
         self.solved = True
 
-    def begin(self, number: int, groups: Sequence[Group]) -> None:
+    def begin(self, number: int, groups: Sequence[Group], has_credit: bool) -> None:
         """See the trained step `number`: warn in the first ones if no rollout earned anything."""
         rewards = [reward for own in _by_seat(groups).values() for reward in own]
         in_vain = number == 1 or self._in_vain > 0
-        if number > EARLY or not in_vain or any(reward > 0 for reward in rewards):
+        earned = has_credit or any(reward > 0 for reward in rewards)
+        if number > EARLY or earned or not in_vain:
             self._in_vain = 0
             return
         self._in_vain += len(rewards)

@@ -339,8 +339,7 @@ async def step(run: Run) -> bool:
     )
     run.retire(groups)
     run.mismatch.see(row)
-    if not has_credit:
-        run.signal.begin(number, groups)
+    run.signal.begin(number, groups, has_credit)
     run.signal.step(groups, has_credit)
     await run.callbacks.call("on_step_end", run, number, row)
     for epoch in range(run.epochs(number - 1), run.epochs(number)):
