@@ -251,11 +251,12 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
     tally.errors["environment 'echo' timed out"] = 10
     tally.drops.update(stale=3, failed=1)
     tally.memory = {"ram": 5 * 10**8}
-    history = [{"reward/mean": i / 10} for i in range(10)]
+    rewards = [*[0.0] * 3, *[0.5] * 24, *[0.9] * 3]
+    history = [{"reward/mean": reward, "rollouts/ok": 40} for reward in rewards]
     best, final = tmp_path / "checkpoints/step_5", tmp_path / "final"
-    result = TrainingResult("interrupted", 10, 1, tmp_path, history[-1], history, best, final)
+    result = TrainingResult("interrupted", 30, 1, tmp_path, history[-1], history, best, final)
     assert closing(result, tally, 75.0) == [
-        ("interrupted", "10 steps in 1:15"),
+        ("interrupted", "30 steps in 1:15"),
         ("reward", "0.000 in the first tenth -> 0.900 in the last (+0.900)"),
         ("rollouts", "990 scored, 10 failed"),
         ("", "10 x environment 'echo' timed out"),
@@ -269,6 +270,36 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
     ]
     elsewhere = replace(result, model="tinker://a/weights/b")
     assert ("model", "tinker://a/weights/b") in closing(elsewhere, tally, 75.0)
+
+
+@pytest.mark.parametrize(("steps", "rollouts"), [(29, 40), (30, 33)])
+def test_a_run_too_short_for_a_trend_claims_none(tmp_path: Path, steps, rollouts) -> None:
+    history = [{"reward/mean": step / 10, "rollouts/ok": rollouts} for step in range(steps)]
+    result = TrainingResult("completed", steps, 1, tmp_path, history[-1], history)
+    [text] = [text for label, text in closing(result, Tally(), 1.0) if label == "reward"]
+    assert "->" not in text
+    assert text.startswith(f"{(steps - 1) / 20:.3f} ")
+
+
+def test_the_summary_has_the_first_the_best_and_the_last_evaluation(tmp_path: Path) -> None:
+    def shown(*scores: tuple[int, float], key="eval/reward/mean", n="eval/rollouts/ok") -> str:
+        found = [{"eval/step": float(step), key: score, n: 24.0} for step, score in scores]
+        result = TrainingResult("completed", 12, 1, tmp_path, evaluations=found)
+        [text] = [text for label, text in closing(result, Tally(), 1.0) if label == "eval"]
+        return text
+
+    assert shown((0, 0.375), (6, 0.417), (12, 0.4)) == (
+        "0.375 before training -> 0.417 at step 6 (best) -> 0.400 at step 12 (last), n=24"
+    )
+    assert (
+        shown((0, 0.3), (6, 0.4)) == "0.300 before training -> 0.400 at step 6 (best, last), n=24"
+    )
+    assert (
+        shown((0, 0.3), (6, 0.1)) == "0.300 before training (best) -> 0.100 at step 6 (last), n=24"
+    )
+    assert shown((0, 0.5)) == "0.500 before training, n=24"
+    by_loss = shown((0, 3.0), (2, 1.0), (4, 2.0), key="eval/loss", n="eval/rows/ok")
+    assert "1.000 at step 2 (best)" in by_loss
 
 
 def test_time_left_follows_the_pace_of_the_latest_steps() -> None:

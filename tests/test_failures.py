@@ -447,7 +447,7 @@ class Worst(Callback):
     def _act(self, *arguments):
         if self.hook == "state_dict" and self.worst is None:
             return {(1, 2): 3}
-        late = self.hook in ("state_dict", "on_eval_end", "on_train_end")
+        late = self.hook in ("state_dict", "on_train_end")
         return self.worst() if late or self.trainer.step >= 4 else None
 
 
@@ -462,7 +462,7 @@ async def test_p13_no_callback_costs_a_step(tmp_path, hook, worst):
             await train(config, callbacks=[Worst(hook, worst)])
     assert caught.group_contains(UserCodeError, match="user code (cancelled|raised SystemExit: 0)")
     last = events(tmp_path, "update")[-1]["step"]
-    assert Checkpoints(tmp_path / "checkpoints").steps()[-1] == last >= 4
+    assert max(Checkpoints(tmp_path / "checkpoints").steps()) == last >= 4
     assert f"raised by the callback Worst.{hook}" in (tmp_path / "error.txt").read_text()
     assert (await train(config, resume=True)).total_steps == STEPS
     assert trained_once(tmp_path)

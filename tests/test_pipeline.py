@@ -411,10 +411,12 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
 
     result = await train(config, callbacks=[Counts()])
     evaluations = events(tmp_path, "eval")
-    assert [e["eval/step"] for e in evaluations] == [4, 8, 12]
+    assert [e["eval/step"] for e in evaluations] == [0, 4, 8, 12]
     assert all(0 <= e["eval/pass@2"] <= 1 for e in evaluations)
     written = [row for row in read_lines(tmp_path / "metrics.jsonl") if "eval/step" in row]
-    assert [row["eval/step"] for row in written] == [4, 8, 12]
+    assert [row["eval/step"] for row in written] == [0, 4, 8, 12]
+    assert [row["eval/version"] for row in written] == [0, 4, 8, 12]
+    assert [one["eval/step"] for one in result.evaluations] == [0, 4, 8, 12]
     assert written[-1].keys() - {"step"} == evaluations[-1].keys() - {"event", "time"}
     assert (result.metrics["eval/step"], result.metrics["step"]) == (12, 12)
     assert [row.keys() - {"nonfinite"} for row in read_metrics(tmp_path)] == [
@@ -424,7 +426,7 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
     assert result.best_checkpoint_path == tmp_path / "checkpoints" / f"step_{best['eval/step']}"
     assert result.best_checkpoint_path.is_dir()
     held_out = [r for r in rollouts_of(tmp_path) if r["ticket"].startswith("-1.")]
-    assert len(held_out) == 3 * 3 * 2
+    assert len(held_out) == 4 * 3 * 2
     last = [r for r in held_out if r["step"] == 12]
     for name in last[0]["rewards"]:
         mean = sum(r["rewards"][name] for r in last) / len(last)
@@ -432,7 +434,7 @@ async def test_held_out_prompts_are_evaluated_and_the_best_checkpoint_is_kept(tm
     assert evaluations[-1]["eval/rollouts/failed"] == 0 < evaluations[-1]["eval/tokens/completion"]
     assert not any("mixture" in key or "tool" in key for row in written for key in row)
     lines = closing(result, tally, 1.0)
-    assert ("", "18 in evaluations, 0 failed") in lines
+    assert ("", "24 in evaluations, 0 failed") in lines
     [(_, text)] = [line for line in lines if line[0] == "rollouts"]
     [fact] = [f for f in digest(tmp_path)["facts"] if f["label"] == "rollouts"]
     assert text.startswith(f"{fact['value']} scored, 0 failed")
@@ -456,7 +458,7 @@ async def test_each_source_of_a_mixture_has_its_own_reward(tmp_path):
         )
     )
     *rows, last = read_lines(tmp_path / "metrics.jsonl")
-    played = rollouts_of(tmp_path)
+    played = [r for r in rollouts_of(tmp_path) if (r["ticket"][0], r["step"]) != ("-", 0)]
     for name in ("one", "two"):
         own = [r for r in played if r["metadata"]["mixture"] == name]
         for row in rows:

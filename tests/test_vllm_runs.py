@@ -50,7 +50,7 @@ def run(folder: Path, tmp_path: Path, sampler: Mapping[str, Any], **given: Any) 
         "model": str(folder),
         "prompts": {"type": "list", "rows": [{"prompt": f"{c}=", "answer": c} for c in "abcd"]},
         "environment": "echo",
-        "rewards": [{"type": "slot_match"}],
+        "rewards": [{"type": "tests.chaos.kills:even_letters"}],
         "algorithm": {"type": "grpo", "group_size": 4},
         "backend": {**backend, **given.pop("backend", {})},
         "sampling": {"max_tokens": given.pop("max_tokens", 6)},

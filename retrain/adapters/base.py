@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -72,6 +73,9 @@ class Adapter(ABC):
     tokenizer: Tokenizer
     context_length: int
     """The maximum number of tokens of prompt and completion together."""
+    model_loss: bool = False
+    """The model adds a term of its own to the loss, such as that of a router: a batch without any
+    advantage is trained too."""
 
     @abstractmethod
     async def update(self, batch: Batch) -> Metrics:
@@ -84,6 +88,14 @@ class Adapter(ABC):
         If it raises, the run saves a checkpoint and ends: `save` must still work, with the version
         that was served before.
         """
+
+    def pinned(self) -> AbstractContextManager[Sampler] | None:
+        """A sampler of the weights that are served now, also after later publishes.
+
+        They are kept until the block ends. None: the backend serves one version at a time, so the
+        next publish waits until an evaluation has ended (P15).
+        """
+        return None
 
     @abstractmethod
     async def save(self, folder: Path) -> AdapterState:

@@ -19,11 +19,12 @@ from retrain.config import Plugin, RunConfig
 from retrain.config.plugins import Kind, find_plugin
 from retrain.environment import Environment
 from retrain.errors import PluginError, install_command
-from retrain.losses import Normalisation
+from retrain.losses import Normalisation, vanishes
 from retrain.observe.callbacks import Callback
 from retrain.prompts import PromptSource
 from retrain.rewarding import Scorer
 from retrain.rollout.opponents import Opponent
+from retrain.types import Batch
 
 ADAPTER = Kind("adapter", Adapter)
 
@@ -68,6 +69,19 @@ class Parts:
         loss = {"loss": self.loss, "normalisation": self.normalisation}
         algorithm = config.algorithm.model_copy(update=loss)
         return config.model_copy(update={"backend": backend, "algorithm": algorithm})
+
+    def is_idle(self, batch: Batch) -> bool:
+        """Whether the batch has no gradient: all its advantages are 0, and nothing else counts.
+
+        A learner with an update of its own decides for itself, and a schedule of rewards goes by
+        the version: it would stand still.
+        """
+        own = type(self.learner).update is not Learner.update
+        if own or self.config.algorithm.kl_penalty or self.scorer.composition.scheduled:
+            return False
+        if not vanishes(self.loss, self.loss_config):
+            return False
+        return not any(any(sample.advantages) for sample in batch.samples)
 
     def open_adapter(self) -> Adapter:
         """The backend's adapter, not yet entered; see `adapter_of`."""

@@ -349,7 +349,8 @@ class RecordsConfig(Section):
 
 
 class EvalConfig(Section):
-    """Rollouts on held-out prompts, which are reported but not used for training."""
+    """Rollouts on held-out prompts, which are reported but not used for training: before training,
+    every so many steps, and at the end. Each evaluation is of one version of the weights."""
 
     prompts: PromptsConfig
     """The prompts to evaluate on, as in `prompts`, or `held_out` for the rows that

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -19,8 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from retrain.observe.callbacks import TrainingResult
-from retrain.observe.charts import shares
+from retrain.observe.callbacks import TrainingResult, has_trend
+from retrain.observe.charts import Row, known, shares
 from retrain.observe.peak import in_words
 from retrain.observe.run_dir import EVENTS, Tally
 
@@ -32,6 +33,8 @@ _ELSEWHERE = ("reward", "no-signal groups", "failed rollouts")
 """Shown in other rows of the live display."""
 MEASURES = ("loss", "perplexity", "dpo/accuracy")
 """Metrics of an evaluation on rows of a dataset."""
+SCORES = ("eval/reward/mean", "eval/loss")
+"""By which evaluations are compared."""
 
 
 @dataclass(slots=True)
@@ -169,6 +172,33 @@ def evaluation(metrics: Mapping[str, float]) -> str:
     return "  ".join([*parts, *(f"{key} {short(value)}" for key, value in failed.items())])
 
 
+def milestones(evaluations: Sequence[Row]) -> list[tuple[str, str]]:
+    """The first, the best and the last of these results, each once, as (value, step).
+
+    They are compared by the mean reward, or by the loss.
+    """
+    key = next((key for key in SCORES for one in evaluations if known(one.get(key))), "")
+    found = [one for one in evaluations if known(one.get(key))]
+    if not found:
+        return []
+    best = (min if key == "eval/loss" else max)(found, key=itemgetter(key))
+    marks = {"best": best, "last": found[-1]} if len(found) > 1 else {}
+
+    def place(one: Row) -> str:
+        names = ", ".join(name for name, other in marks.items() if other is one)
+        step = f"at step {one['eval/step']:.0f}" if one["eval/step"] else "before training"
+        return f"{step} ({names})" if names else step
+
+    chosen = {id(one): one for one in (found[0], best, found[-1])}
+    return [(number(one[key]), place(one)) for one in chosen.values()]
+
+
+def samples_in(evaluation: Row) -> str:
+    """The number of rollouts, or of rows, that its mean is over: `, n=24`."""
+    counts = (evaluation.get(key) for key in ("eval/rollouts/ok", "eval/rows/ok"))
+    return next((f", n={count:.0f}" for count in counts if known(count)), "")
+
+
 def closing(
     result: TrainingResult, tally: Tally, seconds: float, *, resumed: bool = False
 ) -> list[tuple[str, str]]:
@@ -176,11 +206,17 @@ def closing(
     steps = counted_steps(result.total_steps)
     lines: list[tuple[str, str]] = [(result.status, f"{steps} in {clock_text(seconds)}")]
     first, last = result.first_tenth_reward, result.last_tenth_reward
-    if math.isfinite(first):
+    if has_trend(result.history):
         moved = f"{first:.3f} in the first tenth -> {last:.3f} in the last ({last - first:+.3f})"
         lines.append(("reward", moved))
+    elif rewards := [r["reward/mean"] for r in result.history if known(r.get("reward/mean"))]:
+        few = counted_steps(len(rewards))
+        lines.append(("reward", f"{fmean(rewards):.3f} on average over {few}: too few for a trend"))
     elif len(losses := [row["loss"] for row in result.history if "loss" in row]) > 1:
         lines.append(("loss", f"{number(losses[0])} in the first step -> {number(losses[-1])}"))
+    if result.evaluations:
+        results = " -> ".join(map(" ".join, milestones(result.evaluations)))
+        lines.append(("eval", results + samples_in(result.evaluations[-1])))
     scored, failed = _outcomes(tally)
     since = " since the resume" if resumed else ""
     label = "rollouts" if tally.unit == "rollouts" else "rows"

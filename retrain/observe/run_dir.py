@@ -266,12 +266,13 @@ def surviving(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     A checkpoint has the state of its `snapshot{step}` event, which is on the disk before the
     checkpoint exists. A resume voids all later events: whatever was issued or sampled while the
     checkpoint was written is done again. Without such a snapshot, the cut is at the
-    `checkpoint{step}` event, else at the first event of a later step. `from_step` 0 voids all.
+    `checkpoint{step}` event, else at the first event of a later step. `anew` voids all: the run was
+    killed while it wrote its first checkpoint, or before.
     """
     kept: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "resumed":
-            del kept[_cut(kept, int(event["from_step"])) :]
+            del kept[0 if event.get("anew") else _cut(kept, int(event["from_step"])) :]
         kept.append(event)
     return kept
 
@@ -285,6 +286,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         else:
             rows.append(row)
     return rows
+
+
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """The results of the evaluations of a run directory, from its metrics."""
+    return [
+        {key: value for key, value in row.items() if key.startswith("eval/")}
+        for row in read_lines(path / METRICS)
+        if "eval/step" in row
+    ]
 
 
 def _cut(events: list[dict[str, Any]], from_step: int) -> int:

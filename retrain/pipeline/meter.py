@@ -144,12 +144,14 @@ class Meter:
 
     def evaluation(self) -> Metrics:
         """What an evaluation reports of its groups."""
+        rewards = self._rewards
         return {
-            "eval/rollouts/ok": len(self._rewards),
+            "eval/rollouts/ok": len(rewards),
             "eval/rollouts/failed": self._counts["failed rollouts"],
             "eval/tokens/completion": self._counts["sampled"],
             **{f"eval/rollouts/{name}": count for name, count in self._tools.items()},
-            **({"eval/reward/mean": fmean(self._rewards)} if self._rewards else {}),
+            **({"eval/reward/mean": fmean(rewards)} if rewards else {}),
+            **({"eval/reward/std": std(rewards, ddof=0)} if rewards else {}),
             **{f"eval/reward/{n}/mean": fmean(values) for n, values in self._components.items()},
         }
 

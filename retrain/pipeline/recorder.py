@@ -23,7 +23,7 @@ from retrain.observe.failure import ERROR, described, write_error
 from retrain.observe.peak import peak_memory
 from retrain.observe.report import write_report
 from retrain.observe.rollout_lines import encoded, names_of
-from retrain.observe.run_dir import RunDirectory, read_metrics
+from retrain.observe.run_dir import RunDirectory, read_evaluations, read_metrics
 from retrain.pipeline.meter import Meter
 from retrain.types import Batch, Group, Metrics, Ticket
 
@@ -55,6 +55,8 @@ class Recorder:
         self._encoded = partial(encoded, tokens=tokens)
         self.history: list[Metrics] = []
         """The rows of all steps, in order."""
+        self.evaluations: list[Metrics] = []
+        """The results of all evaluations, in order."""
         self._sampled = algorithm.source == "rollouts"
         self._by_group = algorithm.compares == "group"
         self.meter = Meter(sampled=self._sampled, by_group=self._by_group, mixed=mixed)
@@ -114,9 +116,19 @@ class Recorder:
         self.event("batch", step=step, tickets=tickets, samples=samples, tokens=tokens)
         self.meter.lap("wait_for_batch")
 
-    def update(self, step: int, tickets: Sequence[str], loss: float | None, started: float) -> None:
+    def update(
+        self,
+        step: int,
+        tickets: Sequence[str],
+        loss: float | None,
+        started: float,
+        *,
+        skipped: bool = False,
+    ) -> None:
+        """The optimizer step is done, or `skipped`: no rollout had an advantage."""
         times = {"started": started, "ended": time.time()}
-        self.event("update", step=step, **times, tickets=tickets, loss=loss)
+        why = {"skipped": True} if skipped else {}
+        self.event("update", step=step, **times, tickets=tickets, loss=loss, **why)
         lines = [line for ticket in tickets for line in self._open.pop(ticket, ())]
         self.run_dir.rollouts(lines, step)
         self.meter.lap("update")
@@ -140,19 +152,23 @@ class Recorder:
 
     # --- evaluations
 
-    def evaluated_group(self, group: Group, step: int) -> None:
+    def evaluated_group(self, group: Group) -> None:
         """A held-out group was played. It doesn't count for the reward of a step."""
-        if self._sampled:
-            self.run_dir.count(group, evaluated=True)
-            self.run_dir.rollouts(self._encoded(group), step)
+        self.run_dir.count(group, evaluated=True)
         self.progress()
+
+    def evaluated(self, groups: Sequence[Group], step: int) -> None:
+        """All held-out groups were played: none of a cut off evaluation is in rollouts.jsonl."""
+        for group in groups:
+            self.run_dir.rollouts(self._encoded(group), step)
 
     def evaluation_row(self, metrics: Metrics) -> None:
         """A separate row for an evaluation that no step followed."""
+        row = {"step": metrics["eval/step"], **metrics}
         if self.history:
-            row = {"step": self.history[-1]["step"], **metrics}
+            row["step"] = self.history[-1]["step"]
             self.history[-1] = self.history[-1] | row
-            self.run_dir.metrics(row)
+        self.run_dir.metrics(row)
 
     # --- checkpoints
 
@@ -161,15 +177,19 @@ class Recorder:
         self._measure()  # the other ranks and the servers have ended when the run ends
         self.run_dir.flush()
 
-    def resumed(self, step: int, sizes: Mapping[str, int], changed: list[str]) -> None:
+    def resumed(
+        self, step: int, sizes: Mapping[str, int], changed: list[str], *, anew: bool = False
+    ) -> None:
         """The run continues from `step`, when the files had these `sizes`.
 
         Later lines are moved away, and the history is read. `changed` are the changed config keys.
+        `anew`: there is no checkpoint, so the run begins again.
         """
         self.run_dir.cut(sizes)
         self.history = read_metrics(self.run_dir.path)
+        self.evaluations = read_evaluations(self.run_dir.path)
         self.run_dir.changed = changed
-        self.event("resumed", from_step=step, changed=changed)
+        self.event("resumed", from_step=step, changed=changed, **({"anew": True} if anew else {}))
         self.run_dir.flush()
         (self.run_dir.path / ERROR).unlink(missing_ok=True)
 

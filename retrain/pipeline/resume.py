@@ -7,6 +7,7 @@ the weights belongs to the next checkpoint.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,15 +31,27 @@ from retrain.pipeline.checkpoint import (
 )
 from retrain.pipeline.run import Run
 
+logger = logging.getLogger(__name__)
+
 
 async def checkpoint(run: Run) -> None:
     """Write the checkpoint of this step, if there is none yet; then delete the oldest ones.
 
-    It waits for an evaluation under way, which a resume from here couldn't do again.
+    It waits for an evaluation under way, which a resume from here couldn't do again. If that one
+    was cut off, there is no checkpoint of a later step: a resume continues from the evaluated one.
     """
     if run.checkpoints.saved == run.step:
         return
     await run.evaluation.previous()
+    owed = run.evaluation.owed
+    if owed is not None and owed == run.checkpoints.saved:
+        logger.warning(
+            "the evaluation of step %d was cut off: --resume repeats it and continues from there, "
+            "so no checkpoint of step %d is written",
+            owed,
+            run.step,
+        )
+        return
     callbacks = await run.callbacks.state(
         run.failed_callback, run.config.deadlines.checkpoint
     )  # before: user code is not to run
@@ -49,7 +62,7 @@ async def checkpoint(run: Run) -> None:
         limit="checkpoint",
     )
     run.record.checkpoint(run.step, path)
-    for old in run.checkpoints.prune(run.config.checkpoint.keep, run.evaluation.steps):
+    for old in run.checkpoints.prune(run.config.checkpoint.keep):
         await _forget(run, old)
     await run.callbacks.call("on_checkpoint", run, run.step, path)
 
@@ -106,7 +119,7 @@ async def restore(run: Run) -> None:
         run.record.fault(f"skipped the incomplete checkpoint {skipped}")
     if found is None:
         _require_no_checkpoint(run)
-        run.record.resumed(0, {}, [])
+        run.record.resumed(0, {}, [], anew=True)
         return
     path, saved = found
     if problem := changed_run(saved.config, run.config):
@@ -158,6 +171,8 @@ async def begin_from(run: Run, path: Path) -> None:
     """
     saved = await asyncio.to_thread(verified, path)
     await _load(run, path, saved)
+    if run.config.eval is not None:
+        run.evaluation.owed = saved.step
     if changes(saved.config, run.config, DATA):
         run.data_since = run.step
         run.record.event("resumed", from_step=run.step, checkpoint=str(path))

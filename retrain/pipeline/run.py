@@ -35,6 +35,7 @@ from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import Signal
 from retrain.prompts.lengths import long_prompts
 from retrain.rollout import Playback, Rollouts, Slot
+from retrain.sampler import Sampler
 from retrain.types import Group, Message, Metrics, Prompt, Ticket
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Run:
             config,
             parts,
             self.record,
-            partial(self.slot, held_out=True),
+            self.slot,
             self.logprobs,
             self.mark_best,
             partial(callbacks.call, "on_eval_end", self),
@@ -251,6 +252,7 @@ class Run:
             run_dir=self.run_dir.path,
             metrics=history[-1] if history else {},
             history=history,
+            evaluations=self.record.evaluations,
             best_checkpoint_path=self.checkpoints.best(),
             model=self.model,
         )
@@ -261,18 +263,21 @@ class Run:
         """The prompt of a ticket. Raises PromptError if its row is invalid."""
         return self.parts.prompts.prompt(ticket, self.config.train.seed)
 
-    def slot(self, size: int, *, held_out: bool = False) -> Slot | Playback:
+    def slot(self, size: int, evaluated: Sampler | None = None) -> Slot | Playback:
         """A new slot for groups of `size` rollouts, or a playback for rows of the dataset.
 
-        `held_out`: with the opponents of evaluations.
+        `evaluated` is the sampler of an evaluation, which has opponents of its own.
         """
         if not self.sampled:
             longest = self.parts.algorithm.max_length or self.adapter.context_length
             return Playback(self.chat, min(longest, self.adapter.context_length))
+        rollouts = self.rollouts
+        if evaluated is not None:
+            rollouts = rollouts.held_out(evaluated, self.parts.eval_opponents)
         return Slot(
             size,
             self.parts.environment,
-            self.rollouts.against(self.parts.eval_opponents) if held_out else self.rollouts,
+            rollouts,
             self.parts.scorer,
             self._setups,
             self.record.fault,
@@ -319,7 +324,9 @@ class Run:
             self.watchdog.progress()
 
     async def publish(self) -> None:
-        """Make the sampler serve the weights of `step`."""
+        """Make the sampler serve the weights of `step`, once no evaluation needs the older ones."""
+        if await self.evaluation.let_go():
+            self.record.meter.lap("wait_for_evaluation")
         started = time.time()
         self.published = False
         self.version = await self.within("publish", self.adapter.publish())

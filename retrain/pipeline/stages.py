@@ -52,6 +52,8 @@ from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
 logger = logging.getLogger(__name__)
 BLOCKED = 1.0
 """Seconds. Code that blocks the event loop for longer is reported."""
+SKIPPED = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "tokens/trained": 0.0}
+"""The metrics of an update that was skipped, since no rollout had an advantage."""
 
 
 async def train(
@@ -281,7 +283,8 @@ async def learn(run: Run) -> None:
     """Step after step, with checkpoints and evaluations where they are due; then export."""
     every = run.config.checkpoint.every
     async with asyncio.TaskGroup() as beside:
-        if run.evaluation.again:
+        if run.evaluation.owed is not None:
+            await checkpoint(run)
             await _evaluate(run, beside)
         while not run.finished and await step(run):
             evaluate = not run.stopping and run.evaluation.due(run.step, last=run.finished)
@@ -306,7 +309,7 @@ async def _evaluate(run: Run, beside: asyncio.TaskGroup) -> None:
     if not run.sampled:
         await run.publish()
     if not run.stopping:
-        run.evaluation.start(run.step, beside)
+        run.evaluation.start(run.step, run.version, run.adapter, beside)
 
 
 async def step(run: Run) -> bool:
@@ -320,8 +323,9 @@ async def step(run: Run) -> bool:
     noted = await apart(contained(run.parts.learner.review(groups)), "review")
     scored = [Group(group.prompt, group.scored) for group in groups]
     batch, has_credit = await credit(run, scored)
-    metrics = await update(run, scored, batch)
-    if run.sampled:
+    skipped = run.parts.is_idle(batch) and not run.adapter.model_loss
+    metrics = await update(run, scored, batch, skipped=skipped)
+    if run.sampled and not skipped:
         try:
             await run.publish()
         except DeadlineError:  # the adapter doesn't answer, so it can't save either
@@ -338,6 +342,7 @@ async def step(run: Run) -> bool:
     )
     run.retire(groups)
     run.mismatch.see(row)
+    run.signal.begin(number, groups, has_credit)
     run.signal.step(groups, has_credit)
     await run.callbacks.call("on_step_end", run, number, row)
     for epoch in range(run.epochs(number - 1), run.epochs(number)):
@@ -387,17 +392,24 @@ async def reported(run: Run) -> Metrics:
         return {}
 
 
-async def update(run: Run, groups: Sequence[Group], batch: Batch) -> Metrics:
-    """Train on the batch; raises NonFiniteError for a loss that is not a finite number."""
+async def update(
+    run: Run, groups: Sequence[Group], batch: Batch, *, skipped: bool = False
+) -> Metrics:
+    """Train on the batch; raises NonFiniteError for a loss that is not a finite number.
+
+    If it is `skipped`, the step counts, and the optimizer doesn't move.
+    """
     number, tickets = run.step + 1, [group.prompt.id for group in groups]
     run.record.batch(number, tickets, batch)
     started = time.time()
-    run.whole = False
-    metrics = await run.within("update", run.parts.learner.update(groups, batch))
+    metrics: Metrics = dict(SKIPPED)
+    if not skipped:
+        run.whole = False
+        metrics = await run.within("update", run.parts.learner.update(groups, batch))
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
     run.step, run.taken = number, []
-    run.record.update(number, tickets, metrics.get("loss"), started)
+    run.record.update(number, tickets, metrics.get("loss"), started, skipped=skipped)
     return metrics
 
 

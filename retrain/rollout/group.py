@@ -71,10 +71,10 @@ class Rollouts:
         self.seed = config.train.seed
         self.opponents = opponents
 
-    def against(self, opponents: Mapping[str, Opponent]) -> Rollouts:
-        """The same with other opponents."""
+    def held_out(self, sampler: Sampler, opponents: Mapping[str, Opponent]) -> Rollouts:
+        """The same with the sampler and the opponents of an evaluation."""
         other = copy(self)
-        other.opponents = opponents
+        other.sampler, other.opponents = sampler, opponents
         return other
 
     async def play(self, prompt: Prompt, instances: Sequence[Instance]) -> Group:

@@ -20,7 +20,7 @@ import sys
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
@@ -151,6 +151,9 @@ class RemoteAdapter(Adapter):
         with on_the_service():
             await self._serve(self._version + 1)
         return self._version
+
+    def pinned(self) -> AbstractContextManager[PublishedSampler]:
+        return self.sampler.pinned()
 
     async def save(self, folder: Path) -> AdapterState:
         """Save a checkpoint on the service; only the local service writes into `folder` too."""

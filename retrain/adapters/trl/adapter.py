@@ -147,6 +147,12 @@ class TrlAdapter(Adapter):
         self._version += 1
         return self._version
 
+    def pinned(self) -> AbstractContextManager[VllmSampler] | None:
+        """Only adapters on vLLM servers have names; other weights replace those before them."""
+        if isinstance(self.sampler, VllmSampler) and self.sampler.wants_lora:
+            return self.sampler.pinned()
+        return None
+
     async def _push(self, version: int) -> None:
         """Make the sampler serve the trainer's weights as `version`."""
         wanted = "lora_weights" if self.sampler.wants_lora else "weights"
@@ -260,6 +266,7 @@ class TrlAdapter(Adapter):
             feed=thread,
             ranks=thread.ranks,
         )
+        self.model_loss = self.plan.native and trainer.aux_loss_enabled
         text = trainer.model.config.get_text_config()
         self.context_length = int(text.max_position_embeddings)
         return trainer
