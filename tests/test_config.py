@@ -16,7 +16,7 @@ from retrain.config.hints import HOMES, PATHS, WRAPPERS
 from retrain.config.problems import keys_of
 from retrain.config.yaml_text import parse_yaml
 from retrain.errors import ConfigError
-from retrain.observe.run_dir import resolved
+from retrain.observe.run_dir import as_yaml, resolved
 
 TYPE_HINT = "expected a built-in name, module:Class or path/file.py:Class"
 PROMPTS = {"type": "list", "rows": ["a"]}
@@ -382,3 +382,47 @@ def test_a_backend_without_a_type_is_the_default_one(tmp_path: Path) -> None:
     )
     assert chosen.backend.model_dump() == {"type": "tinker", "url": "local"}
     assert [(r.type, r.weight) for r in chosen.rewards] == [("a", 2)]
+
+
+def test_a_variable_is_filled_in_everywhere_but_in_rows(tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in {"MODEL": "tiny", "N": "7", "KEY": "s3cret", "EMPTY": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("UNSET", raising=False)
+    text = """\
+model: ${MODEL}
+name: a-${UNSET:-b}-${EMPTY:-c}-$${N}
+prompts: [{prompt: "echo ${UNSET}"}]
+environment:
+  {type: mine, api_key: "${KEY}", steps: "${N}", urls: ["http://me:${KEY}@host"],
+  headers: {A: "Bearer ${KEY}", B: "${N}"}, shell: "echo $${KEY}"}
+train: {total_train_steps: "${N}", shuffle: "${UNSET:-false}"}
+"""
+    config = load_config(write(tmp_path, text), ["train.seed=${N}"])
+    assert (config.model, config.name) == ("tiny", "a-b-c-${N}")
+    assert (config.train.total_train_steps, config.train.shuffle, config.train.seed) == (7, False, 7)
+    assert config.prompts.arguments["rows"] == [{"prompt": "echo ${UNSET}"}]
+    keys = config.environment.arguments
+    assert keys == {
+        "api_key": "s3cret",
+        "steps": 7,
+        "urls": ["http://me:s3cret@host"],
+        "headers": {"A": "Bearer s3cret", "B": "7"},
+        "shell": "echo ${KEY}",
+    }
+    written = as_yaml(config)
+    assert "s3cret" not in f"{written}{config!r}{resolved(config)}"
+    again = load_config(write(tmp_path, written))
+    assert again.environment == config.environment
+    assert again.prompts == config.prompts
+    monkeypatch.delenv("KEY")
+    assert load_config(write(tmp_path, written), fill=False).name == config.name.replace("$", "$$")
+
+
+def test_all_unset_variables_are_told_with_their_keys(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("UNSET", raising=False)
+    text = "model: ${UNSET}\nprompts: [a]\nloggers: [{type: wandb, project: 'x${UNSET}'}]\n"
+    told = refused(tmp_path, f"{text}train: {{seed: '${{UNSET}}', x: 1}}\nname: ${{a.b\n")
+    paths = [line.split(": ")[1] for line in told.splitlines()[1:]]
+    assert paths == ["model", "loggers.0.project", "train.seed", "name", "train.x"]
+    config = load_config(write(tmp_path, text), ["model=tiny", "loggers=[]"])
+    assert config.model == "tiny"
