@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from retrain.engine.ranks.contract import ignore_signals, launched
-from retrain.errors import ConfigError, RetrainError, RunError, alike
+from retrain.errors import ConfigError, RetrainError, RunError, alike, nearest
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
@@ -247,8 +247,34 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+HINTS = {
+    ("-q", "--quiet", "--silent"): "redirect the output: > run.log 2>&1",
+    ("-v", "--verbose", "--debug"): "all that happens is in events.jsonl of the run directory",
+    ("-V", "--version"): "the version: retrain --version",
+}
+"""What other programs' options are here."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the option that resembles an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        head, _, unknown = message.partition("unrecognized arguments: ")
+        names = [name for action in self._actions for name in action.option_strings]
+        hints = [hint_of(name.partition("=")[0], names) for name in unknown.split() if not head]
+        super().error(message + "".join(hints))
+
+
+def hint_of(name: str, known: Sequence[str]) -> str:
+    """What to do about an unknown option: "; did you mean ...?", or nothing."""
+    for names, hint in HINTS.items():
+        if name in names:
+            return f"; {hint}"
+    return nearest(name, known) if name.startswith("--") else ""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         allow_abbrev=False,
         prog="retrain run",
         description="Train from a YAML file. Exit codes: 0 done, 1 the run failed, "

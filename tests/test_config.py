@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from retrain.adapters.trl.options import TrlOptions
+from retrain.assembly.sections import options_of
 from retrain.config import RunConfig, load_config, parse_config
 from retrain.config.hints import HOMES, PATHS, WRAPPERS
 from retrain.config.problems import keys_of
 from retrain.config.yaml_text import parse_yaml
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, PluginError
 from retrain.observe.run_dir import as_yaml, resolved
 
 TYPE_HINT = "expected a built-in name, module:Class or path/file.py:Class"
@@ -150,6 +151,17 @@ def test_a_recipe_with_its_own_trainer_is_sent_to_the_command_that_takes_it(key:
     found = problem({"trainer": {key: "recipe/mine.py"}})
     assert found.startswith(f"trainer.{key}: unknown key; ")
     assert "`python -m retrain.trainer.nexrl -c FILE`" in found
+
+
+@pytest.mark.parametrize("backend", ["trl", "tinker", "weaver"])
+def test_the_rank_of_lora_has_one_name_on_every_backend(backend: str) -> None:
+    for name in ("r", "rank"):
+        config = parse_config({"prompts": PROMPTS, "backend": {"type": backend, "lora": {name: 5}}})
+        assert options_of(config).model_dump()["lora"]["r"] == 5
+    config = parse_config({"prompts": PROMPTS, "backend": {"type": backend, "lora": {"rnak": 5}}})
+    with pytest.raises(PluginError, match="unknown key") as caught:
+        options_of(config)
+    assert "train" not in str(caught.value).replace("train_", "")
 
 
 def test_every_home_in_the_tables_is_a_key() -> None:
@@ -399,7 +411,11 @@ train: {total_train_steps: "${N}", shuffle: "${UNSET:-false}"}
 """
     config = load_config(write(tmp_path, text), ["train.seed=${N}"])
     assert (config.model, config.name) == ("tiny", "a-b-c-${N}")
-    assert (config.train.total_train_steps, config.train.shuffle, config.train.seed) == (7, False, 7)
+    assert (config.train.total_train_steps, config.train.shuffle, config.train.seed) == (
+        7,
+        False,
+        7,
+    )
     assert config.prompts.arguments["rows"] == [{"prompt": "echo ${UNSET}"}]
     keys = config.environment.arguments
     assert keys == {

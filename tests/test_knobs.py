@@ -240,7 +240,7 @@ REMOTE = {
     **OPTIMIZER,
     "url": Knob("http://elsewhere"),
     "base_model": Knob("tiny:64"),
-    "lora.rank": Knob(2),
+    "lora.r": Knob(2),
     "lora.seed": Knob(5),
     "lora.train_unembed": Knob(False),
     "lora.train_mlp": Knob(False),

@@ -12,12 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict
 
 from retrain.config import RunConfig
 from retrain.errors import AdapterError
 from retrain.sampler import Sampler, Tokenizer
 from retrain.types import Batch, Metrics
+
+
+RANK = AliasChoices("r", "rank")
+"""The rank of LoRA is `r` on every backend; `rank`, its name on services, is accepted too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from typing_extensions import TypedDict
 from retrain.config.problems import problems_of
 from retrain.errors import PluginError, place_of
 
+CASE = "properties", "required", "additionalProperties", "$defs"
+"""What a JSON schema says of a plug-in's keys."""
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -81,7 +83,7 @@ def _misspelt(further: Set[str], valid: Collection[str], where: str) -> Iterator
 def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> dict[str, Any]:
     """The JSON schema of the keys; their descriptions are the docstring's `Args:`."""
     schema = typed_keys(target, provided).json_schema()
-    return {key: schema[key] for key in ("properties", "required", "$defs") if key in schema}
+    return {key: schema[key] for key in CASE if key in schema}
 
 
 def typed_keys(

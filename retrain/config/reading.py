@@ -22,9 +22,7 @@ BASE_DIR_NOTE = "# The resolved configuration; paths are relative to "
 """How the config.yaml of a run begins, before its `base_dir`."""
 
 
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, fill: bool = True
-) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, fill: bool = True) -> RunConfig:
     """The config in a YAML file, with `dotted.key=value` overrides applied.
 
     `fill=False` keeps `${NAME}` as it is. Raises ConfigError with every problem of the file and of

@@ -9,13 +9,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from retrain.errors import ConfigError, install_command
+from retrain.run import Parser
 from retrain.service.serve import add_address
 
 HELP = "/reset begins a new conversation; /quit or Ctrl-D ends."
 
 
 def chat_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         allow_abbrev=False,
         prog="retrain chat",
         description="Talk to what a run trained, or to any model, in the terminal. A run's own "
@@ -41,7 +42,7 @@ def chat_parser() -> argparse.ArgumentParser:
 
 
 def openai_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         allow_abbrev=False,
         prog="retrain serve",
         description="Serve what a run trained, or any model, to clients of OpenAI's API, such as "

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from retrain.adapters.base import AdapterOptions, Capabilities
+from retrain.adapters.base import RANK, AdapterOptions, Capabilities
 from retrain.adapters.losses import custom_loss, loss_keys, run_loss
 from retrain.adapters.remote.schedule import Schedule
 from retrain.config import RunConfig
@@ -29,7 +29,7 @@ class RemoteLora(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    rank: Annotated[int, Field(ge=1)] = 32
+    r: Annotated[int, Field(ge=1, validation_alias=RANK)] = 32
     """The rank of the adapters."""
     seed: int | None = None
     """The seed of the initial adapters; by default train.seed."""

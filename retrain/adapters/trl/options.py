@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
 
-from retrain.adapters.base import AdapterOptions, Capabilities, Forecast
+from retrain.adapters.base import RANK, AdapterOptions, Capabilities, Forecast
 from retrain.adapters.trl.keys import refusal
 from retrain.adapters.trl.memory import forecast
 from retrain.adapters.trl.plan import run_plan
@@ -40,7 +40,7 @@ class LoraOptions(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    r: Annotated[int, Field(ge=1)] = 16
+    r: Annotated[int, Field(ge=1, validation_alias=RANK)] = 16
     """The rank of the adapters."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapters' output is scaled by alpha / r."""
