@@ -19,7 +19,6 @@ from retrain.errors import AdapterError
 from retrain.sampler import Sampler, Tokenizer
 from retrain.types import Batch, Metrics
 
-
 RANK = AliasChoices("r", "rank")
 """The rank of LoRA is `r` on every backend; `rank`, its name on services, is accepted too."""
 
