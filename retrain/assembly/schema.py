@@ -53,6 +53,7 @@ def run_schema() -> Json:
     models["ChatConfig"]["type"] = ["object", "string"]
     for section in ("rewards", "loggers"):
         sections[section]["type"] = ["array", "object", "string"]
+        sections[section] |= {"if": {"type": "object"}, "then": sections[section]["items"]}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "retrain run"}
     tidy: Json = _on_one_line({**schema, **head})
     return head | tidy
