@@ -168,6 +168,10 @@ class AdapterOptions(BaseModel):
         """The memory that the run needs on this machine, if it can be known before it starts."""
         return None
 
+    def local_tokenizer(self, config: RunConfig) -> Tokenizer | None:
+        """The model's tokenizer, if it is on this machine; imports no torch."""
+        return None
+
     def layout(self) -> str:
         """For the line at the start: the processes that train and the servers that sample, unless
         that is one process."""

@@ -55,6 +55,18 @@ def openai_parser() -> argparse.ArgumentParser:
         help="a run directory, its checkpoints/step_N, tiny, a model folder or a Hugging Face id",
     )
     add_address(parser)
+    parser.add_argument(
+        "--tools",
+        metavar="FORMAT",
+        help="the format of tool calls, such as hermes (default: the run's, or that of the chat "
+        "template)",
+    )
+    parser.add_argument(
+        "--show-tools",
+        choices=("template", "system"),
+        help="what shows tools to the model: the chat template, or a system message in the format "
+        "hermes (default: the run's, or template)",
+    )
     _add_engine(parser)
     return parser
 

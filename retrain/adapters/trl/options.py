@@ -12,12 +12,14 @@ from retrain.adapters.trl.keys import refusal
 from retrain.adapters.trl.memory import forecast
 from retrain.adapters.trl.plan import run_plan
 from retrain.config import RunConfig
+from retrain.config.paths import find_model
 from retrain.engine.available import cuda_devices, too_few_devices
-from retrain.engine.models import Attention, attention_problem
+from retrain.engine.models import Attention, attention_problem, local_tokenizer
 from retrain.engine.ranks.contract import launched
 from retrain.engine.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES
+from retrain.sampler import Tokenizer
 
 Schedule = Literal[
     "constant",
@@ -142,6 +144,10 @@ class TrlOptions(AdapterOptions):
         """The config of a run has those that a launcher started."""
         place = launched()
         return place.size if place else value
+
+    def local_tokenizer(self, config: RunConfig) -> Tokenizer | None:
+        """That of `model`."""
+        return local_tokenizer(find_model(config.model, config.base_dir))
 
     def layout(self) -> str:
         """Processes with their sharding, and vLLM."""
