@@ -87,8 +87,9 @@ async def run(
     *,
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
+    console: bool = True,
 ) -> TrainingResult:
-    """Train from a config, a mapping or a YAML file.
+    """Train from a config, a mapping or a YAML file. `console` prints the progress.
 
     Raises ConfigError before any model loads, RunError if the run can't continue.
     """
@@ -100,7 +101,7 @@ async def run(
     elif not isinstance(config, RunConfig):
         config = parse_config(config)
     with in_run_dir(config, resume=resume) as config:
-        return await train(config, callbacks=callbacks, resume=resume)
+        return await train(config, callbacks=callbacks, resume=resume, console=console)
 
 
 @contextmanager
@@ -308,18 +309,11 @@ def config_file(text: str) -> Path:
 
 
 async def _train(config: RunConfig, console: Console, *, resume: bool) -> TrainingResult:
-    from retrain.config.paths import is_hub_id
     from retrain.pipeline import train
 
     parts = _assembled(config)
-    hub = (
-        f"; there is no folder {config.model}, so it is read from the Hugging Face Hub or its cache"
-        if is_hub_id(config.model, config.base_dir)
-        else ""
-    )
-    layout = f" ({found})" if (found := parts.options.layout()) else ""
-    _print(f"loading model {config.model} on the {config.backend.type} backend{layout}{hub}")
-    return await train(config, callbacks=[console], resume=resume, parts=parts)
+    _print(parts.loading())
+    return await train(config, callbacks=[console], resume=resume, parts=parts, console=False)
 
 
 def _follows() -> bool:
@@ -381,9 +375,8 @@ def _assembled(config: RunConfig) -> Parts:
         )
     if _follows():
         return parts
-    for warning in parts.warnings:
-        _print(f"warning: {warning}")
-    _print_forecast(parts.options, config)
+    for notice in parts.notices():
+        _print(notice)
     return parts
 
 

@@ -58,7 +58,7 @@ def _advice(path: str, here: Mapping[str, str], known: Mapping[str, str], home: 
     others = [other for other in known if known[other] != path]  # of another type of this section
     if end := _ends_in(name, list(here)):
         return f"; did you mean {here[end]}?"
-    for close in difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.75):
+    for close in difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.7):
         return f"; did you mean {here.get(close) or known[close]}?"
     return f"; expected one of {', '.join(sorted(here))}" if here else ""
 
