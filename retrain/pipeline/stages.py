@@ -79,7 +79,7 @@ async def train(
         if console:
             shown = Console()
             shown.opening([*parts.notices(), parts.loading()])
-            hooks.insert(0, shown)
+            hooks.append(shown)
         return await _train(config, parts, Callbacks(hooks), resume, start_from)
     except BaseExceptionGroup as group:
         error = single(group)
