@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from retrain import Environment
 from retrain.adapters.trl.options import TrlOptions
+from retrain.assembly import assemble
 from retrain.assembly.sections import options_of
 from retrain.config import RunConfig, load_config, parse_config
 from retrain.config.hints import HOMES, PATHS, WRAPPERS
@@ -370,6 +372,48 @@ def test_any_mapping_will_do() -> None:
     assert config.prompts.arguments == {"rows": ["a", "b"]}
     with pytest.raises(ConfigError, match="expected a mapping"):
         parse_config([1])  # type: ignore[arg-type]  # what a user might pass
+
+
+def steady(completion: str) -> float:
+    return 1.0
+
+
+def test_values_may_be_classes_and_functions(tmp_path: Path) -> None:
+    class Mine(Environment):
+        def __init__(self, goal: Any = None) -> None:
+            self.goal = goal
+
+    def judge(completion: str) -> float:
+        return 1.0
+
+    mapping = {
+        "prompts": PROMPTS,
+        "environment": {"type": Mine, "goal": judge},
+        "rewards": [
+            judge,
+            lambda completion: 0.0,
+            {"type": lambda completion: 1.0, "name": "two"},
+            steady,
+        ],
+    }
+    parts = assemble(parse_config(mapping))
+    assert isinstance(parts.environment(), Mine)
+    assert parts.environment().goal is judge
+    place = f"{__name__}:test_values_may_be_classes_and_functions.<locals>."
+    assert [reward.name for reward in parts.scorer.rewards] == [
+        "judge", "<lambda>", "two", "steady",
+    ]  # fmt: skip
+    types = [reward.type for reward in parts.config.rewards]
+    assert types[0] == f"{place}judge"
+    assert types[3] == f"{__name__}:steady", "what can be imported has its plain name"
+    again = load_config(write(tmp_path, as_yaml(parts.config)))
+    assert again.rewards == parts.config.rewards
+    assert type(assemble(again).environment()) is Mine
+    with pytest.raises(ConfigError, match=r"^environment\.type: .*judge"):
+        assemble(parse_config({"prompts": PROMPTS, "environment": judge}))
+    elsewhere = {"prompts": PROMPTS, "environment": "__main__:Other"}
+    with pytest.raises(ConfigError, match="object of the Python program"):
+        assemble(parse_config(elsewhere))
 
 
 def test_a_config_is_frozen() -> None:

@@ -404,8 +404,8 @@ async def test_p13_a_stage_that_fails_lets_the_update_under_way_end(
     prompts = mock_config(tmp_path).prompts.model_dump() | {"type": f"{__name__}:Cancels"}
     config = config_in(tmp_path, staleness={"target": 1, "max": 2}, prompts=prompts)
     async with asyncio.timeout(30):
+        parts = parts_with(config, Slow(MockOptions(), config))
         with pytest.raises((AdapterError, UserCodeError), match=message):
-            parts = parts_with(config, Slow(MockOptions(), config))
             await train(config, parts=parts, console=False)  # it would delay the next step
     assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NotRequired, Required
 from pydantic import ConfigDict, Field, PydanticUserError, Strict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from retrain.config.plugins import with_objects
 from retrain.config.problems import problems_of
 from retrain.errors import PluginError, place_of
 
@@ -68,7 +69,7 @@ def bind(
         raise PluginError(
             *(f"{where}.{key}: the run sets this argument; remove it" for key in taken)
         )
-    return {**ours, **before, **keys}
+    return {**ours, **before, **with_objects(keys)}
 
 
 def _misspelt(further: Set[str], valid: Collection[str], where: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config.hints import secrets
+from retrain.config.plugins import Named, named
 from retrain.config.problems import problems_of
 from retrain.config.sections import RunConfig
 from retrain.config.variables import Problems, filled_in
@@ -50,13 +51,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, fill: bool =
 def parse_config(mapping: Mapping[str, Any], base_dir: str | Path | None = None) -> RunConfig:
     """The config in a mapping, which may be omegaconf's; relative paths start in `base_dir`.
 
+    Its values may be classes and functions: `{"environment": MyEnvironment, "rewards": [mine]}`.
     Raises ConfigError with every problem.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"got {type(mapping).__name__}, expected a mapping of the config's keys")
     folder = Path(base_dir).resolve() if base_dir is not None else Path.cwd()
     unset: Problems = {}
-    return _checked(filled_in(plain(mapping), unset), folder, [], {}, "", unset)
+    return _checked(filled_in(named(plain(mapping), {}), unset), folder, [], {}, "", unset)
 
 
 def _base_dir(file: Path) -> Path:
@@ -133,7 +135,7 @@ def _typed(value: Any) -> Any:
 
 def prompts_section(value: Any) -> Any:
     """Expand the short forms of `prompts`."""
-    if isinstance(value, str) and _is_file(value):
+    if isinstance(value, str) and not isinstance(value, Named) and _is_file(value):
         return {"type": "file", "path": value}
     return {"type": "list", "rows": value} if isinstance(value, list) else _typed(value)
 

@@ -41,7 +41,9 @@ class Console(Callback):
     ) -> None:
         self._stream = QuietStream(sys.stdout if file is None else file)
         # rich uses only write, flush, isatty, fileno and encoding of the file
-        self._terminal = Terminal(file=cast(IO[str], self._stream), highlight=False)
+        self._terminal = Terminal(
+            file=cast(IO[str], self._stream), highlight=False, force_jupyter=False
+        )
         self._every_seconds = every_seconds
         self._clock = clock
         self._progress = Progress(0, clock=clock)
