@@ -203,7 +203,7 @@ async def test_an_evaluation_that_fails_costs_no_step_and_is_done_with_the_saved
     )  # fmt: skip
     adapter = Fails(MockOptions(**config.backend.arguments), config)
     adapter.fatal = 4
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(AdapterError):
         await train(config, parts=parts_with(config, adapter))
     assert max(Checkpoints(tmp_path / "checkpoints").steps()) == 5
     await train(config, resume=True)
@@ -350,11 +350,8 @@ async def test_a_checkpoint_that_fails_leaves_the_one_before_it(tmp_path):
             return await super().save(folder)
 
     config = config_in(tmp_path)
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(CheckpointError, match=r"can't write the checkpoint .*step_6: .*No space"):
         await train(config, parts=parts_with(config, Full(MockOptions(), config)))
-    assert caught.group_contains(
-        CheckpointError, match="can't write the checkpoint .*step_6: .*No space"
-    )
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     assert checkpoints.steps() == [3]
     assert checkpoints.newest() is not None
