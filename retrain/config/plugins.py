@@ -48,7 +48,7 @@ FILES = {
 """The files of each kind; what `*` stands for is the short name."""
 OWN = ("environment", "reward")
 """Kinds that a user's own folder adds names to."""
-_LOCAL = re.compile(r"^__main__:|<|:.*\.")
+LOCAL = re.compile(r"^__main__:|<|:.*\.")
 """Names of objects that no import finds."""
 _PREFIX = "_retrain_"
 """What the names of the packages begin with that are made of users' folders."""
@@ -101,7 +101,7 @@ def named(value: Any, taken: dict[str, Any]) -> Any:
     owner = value if hasattr(value, "__qualname__") else type(value)
     text = name = f"{owner.__module__}:{owner.__qualname__}"
     module = sys.modules.get(owner.__module__)
-    if _LOCAL.search(text) or getattr(module, owner.__qualname__, None) is not value:
+    if LOCAL.search(text) or getattr(module, owner.__qualname__, None) is not value:
         number = 1
         while taken.setdefault(text, value) is not value:
             number += 1
@@ -140,7 +140,7 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     if target.endswith(".py"):
         path = find_file(target, base_dir, f"{where}: ", PluginError)
         module = _load_own(path, where, base_dir)
-    elif colon and _LOCAL.search(text):
+    elif colon and LOCAL.search(text) and not hasattr(sys.modules.get(target), name):
         raise PluginError(
             f"{where}: {text} is an object of the Python program that started the run; start it "
             "from Python with that object, or move the object into a module"
