@@ -19,6 +19,7 @@ from retrain.concurrency.deadlines import cancelled, user_call
 from retrain.config import DeadlinesConfig, Plugin, PromptsConfig, RunConfig, load_config
 from retrain.config.paths import TINY, find_model
 from retrain.config.plugins import built_in_names, construct, find_object
+from retrain.config.variables import Problems, filled_in
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment
 from retrain.errors import ConfigError, NotFoundError, PluginError, UserCodeError
@@ -92,7 +93,11 @@ async def check_subject(
         return _explained([*absent, *findings], loaded.config)
     if replies:
         raise ConfigError(f"--reply: got the environment {subject}, expected a config with rewards")
-    arguments = {path[0]: value for path, value in map(parse_override, keys)}
+    unset: Problems = {}
+    given = {path[0]: value for path, value in map(parse_override, keys)}
+    arguments = filled_in(given, unset)
+    if unset:
+        raise ConfigError(*(f"{path}: {problem}" for path, problem in unset.items()))
     plugin = Plugin.model_validate({**arguments, "type": subject})
     config = RunConfig(base_dir=Path.cwd())
     try:

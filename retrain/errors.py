@@ -224,7 +224,7 @@ NEAR = " (did you mean {!r}?)"
 
 def nearest(name: str, known: Iterable[str], said: str = "; did you mean {}?") -> str:
     """`said` with the known name that resembles `name` most; empty if none does."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return said.format(*close) if close else ""
 
 

@@ -49,8 +49,8 @@ BASE: dict[str, Any] = {
 }
 BACKENDS: dict[str, dict[str, Any]] = {
     "trl": {"type": "trl", "learning_rate": 1e-2, "device": "cpu"},
-    "tinker": {"type": "tinker", "learning_rate": 1e-2, "wire": "json", "lora": {"rank": 4}},
-    "weaver": {"type": "weaver", "learning_rate": 1e-2, "lora": {"rank": 4}},
+    "tinker": {"type": "tinker", "learning_rate": 1e-2, "wire": "json", "lora": {"r": 4}},
+    "weaver": {"type": "weaver", "learning_rate": 1e-2, "lora": {"r": 4}},
     "mock": {"type": "benchmarks.mock_engine:MockOptions"},
 }
 """`mock` has no model: for keys that no backend reads."""

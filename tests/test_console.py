@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console as Terminal
@@ -351,3 +352,33 @@ def test_numbers_keep_their_meaning_in_few_characters() -> None:
     assert number(float("nan")) == "nan"
     assert [short(x) for x in (950, 12_345, 4.5e6, 2e9)] == ["950", "12.3k", "4.5M", "2.0G"]
     assert [clock_text(x) for x in (0, 61.2, 3661)] == ["0:00", "1:01", "1:01:01"]
+
+
+def test_in_a_notebook_the_steps_are_one_line_that_changes(
+    run: ObservedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[tuple[str, bool]] = []
+
+    class Cell:
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            shown.append((data["text/plain"].split("  ")[0], True))
+
+    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Cell:
+        shown.append((data["text/plain"].split("  ")[0], False))
+        return Cell()
+
+    python, kernel = ModuleType("IPython"), SimpleNamespace(kernel=object())
+    python.get_ipython = lambda: kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", python)
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    console = Console()
+    console.on_train_begin(run)
+    for step in (1, 2, 3):
+        console.on_step_end(run, step, {"reward/mean": 0.5})
+    assert shown == [("step 1/4", False), ("step 2/4", True), ("step 3/4", True)]
+    printed = capsys.readouterr().out
+    assert "run directory" in printed
+    assert "step 1" not in printed
+    del kernel.kernel  # the terminal of IPython
+    Console().on_step_end(run, 1, {"reward/mean": 0.5})
+    assert len(shown) == 3

@@ -519,9 +519,8 @@ async def test_a_callback_that_fails_at_the_end_doesnt_hide_why_the_run_failed(t
 
     config = mock_config(tmp_path)
     parts = parts_with(config, Broken(MockOptions(), config))
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(AdapterError, match="out of memory") as caught:
         await train(config, callbacks=[BadEnd()], parts=parts)
-    assert caught.group_contains(AdapterError, match="out of memory")
     [note] = caught.value.__notes__
     assert "no such project" in note
     assert "BadEnd.on_train_end" in note
@@ -857,7 +856,7 @@ async def test_held_groups_keep_their_place_in_order_over_a_resume(tmp_path):
                     if step == total != 4:
                         raise RuntimeError("killed")
 
-            with suppress(ExceptionGroup):
+            with suppress(RuntimeError):
                 await train(
                     config,
                     parts=parts_with(config, adapter),

@@ -97,6 +97,17 @@ async def test_a_wrong_call_gets_one_clear_error(server, http, path, body, says)
         assert rollout.calls.failure is None
 
 
+async def test_the_first_invalid_call_of_a_kind_is_logged(http, caplog) -> None:
+    async with opened() as rollout:
+        for body in ({**SAYS, "n": 0}, {**SAYS, "n": 0}, {**SAYS, "temperature": "hot"}):
+            assert (await post(http, rollout, CHAT, body)).status_code == 400
+    logged = [one.args for one in caplog.records if one.name == "retrain.endpoint.server"]
+    assert [(status, str(said).partition(":")[0]) for status, said in logged] == [
+        (400, "n"),
+        (400, "temperature"),
+    ]
+
+
 async def test_other_paths_methods_and_keys(server, http) -> None:
     async with opened(server=server) as rollout:
         base, key = rollout.endpoint.anthropic_url, rollout.endpoint.api_key

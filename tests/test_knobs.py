@@ -146,8 +146,11 @@ KNOBS: dict[str, Knob] = {
     "sampling.stop": Knob(list(string.ascii_letters)),
     "chat.template": Knob("none"),
     "chat.arguments": Knob({"mark": "!"}, FILLED),
-    "chat.tools": Knob(
+    "chat.tools.format": Knob(
         "hermes", elsewhere="test_slots.py::test_p11_what_setup_opens_close_may_close"),
+    "chat.tools.show": Knob(
+        "system",
+        elsewhere="test_chat.py::test_a_system_message_shows_the_tools_and_the_tokens_extend"),
     "rollout.max_turns": Knob(1, scene(turns=2)),
     "rollout.max_tokens": Knob(3,
         elsewhere="test_calls.py::"
@@ -240,7 +243,7 @@ REMOTE = {
     **OPTIMIZER,
     "url": Knob("http://elsewhere"),
     "base_model": Knob("tiny:64"),
-    "lora.rank": Knob(2),
+    "lora.r": Knob(2),
     "lora.seed": Knob(5),
     "lora.train_unembed": Knob(False),
     "lora.train_mlp": Knob(False),

@@ -199,6 +199,8 @@ def test_a_conversation_in_a_pipe_is_one_reply_a_line(
         ("chat tiny --max-tokens 0", "--max-tokens: got 0, expected an integer >= 1"),
         ("serve --openai tiny --host 0.0.0.0", "without an API key"),
         ("serve --openai=tiny --port 99999", "--port: got 99999"),
+        ("serve --openai tiny --tools mistrl", "did you mean mistral?"),
+        ("serve --openai tiny --tools glm --show-tools system", "chat.tools.show: got system"),
     ],
 )
 def test_mistakes_are_found_before_a_model_loads(

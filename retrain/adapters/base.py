@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict
 
 from retrain.config import RunConfig
 from retrain.errors import AdapterError
 from retrain.sampler import Sampler, Tokenizer
 from retrain.types import Batch, Metrics
+
+RANK = AliasChoices("r", "rank")
+"""The rank of LoRA is `r` on every backend; `rank`, its name on services, is accepted too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,10 @@ class AdapterOptions(BaseModel):
 
     def forecast(self, config: RunConfig) -> Forecast | None:
         """The memory that the run needs on this machine, if it can be known before it starts."""
+        return None
+
+    def local_tokenizer(self, config: RunConfig) -> Tokenizer | None:
+        """The model's tokenizer, if it is on this machine; imports no torch."""
         return None
 
     def layout(self) -> str:

@@ -48,7 +48,7 @@ def dumped(options: AdapterOptions) -> dict[str, Any]:
     """All keys of a backend. A set has no order: sorted, it is always written the same."""
     return {
         key: sorted(value) if isinstance(value, frozenset) else value
-        for key, value in options.model_dump(mode="json").items()
+        for key, value in options.model_dump().items()
     }
 
 

@@ -5,7 +5,7 @@ Nothing here loads torch but `Parts.open_adapter`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from retrain.assembly.learner import Learner
 from retrain.chat.formats.base import Format
 from retrain.concurrency.loading import uncollected
 from retrain.config import Plugin, RunConfig
+from retrain.config.paths import is_hub_id
 from retrain.config.plugins import Kind, find_plugin
 from retrain.environment import Environment
 from retrain.errors import PluginError, install_command
@@ -82,6 +83,26 @@ class Parts:
         if not vanishes(self.loss, self.loss_config):
             return False
         return not any(any(sample.advantages) for sample in batch.samples)
+
+    def notices(self) -> Iterator[str]:
+        """The warnings and the memory that the run needs, for the terminal."""
+        forecast = self.options.forecast(self.config)
+        yield from (f"warning: {warning}" for warning in self.warnings)
+        if forecast is not None:
+            yield forecast.text
+            if forecast.warning:
+                yield f"warning: {forecast.warning}"
+
+    def loading(self) -> str:
+        """The line before the model loads."""
+        model, backend = self.config.model, self.config.backend.type
+        layout = f" ({found})" if (found := self.options.layout()) else ""
+        hub = (
+            f"; there is no folder {model}, so it is read from the Hugging Face Hub or its cache"
+            if is_hub_id(model, self.config.base_dir)
+            else ""
+        )
+        return f"loading model {model} on the {backend} backend{layout}{hub}"
 
     def open_adapter(self) -> Adapter:
         """The backend's adapter, not yet entered; see `adapter_of`."""

@@ -55,6 +55,9 @@ class Chat:
     format: Format
     """How replies are read."""
 
+    reads_calls: bool
+    """Whether the format of tool calls is known."""
+
     stop_token_ids: tuple[int, ...]
     """The tokens that end a turn: eos and, if it differs, the template's end-of-turn token."""
 
@@ -68,7 +71,9 @@ class Chat:
     ) -> None:
         self.template = Template(tokenizer, template, arguments)
         found = tools or inferred(self.template)
-        self._reads_calls = found is not None
+        if found is not None and found.in_system:
+            self.template.form = found
+        self.reads_calls = found is not None
         self.format = found or format_named("hermes")  # for the reasoning
         self.tokens = TurnTokens(tokenizer, self.template, self.format)
         self.stop_token_ids = self.tokens.stops
@@ -78,6 +83,8 @@ class Chat:
     @cached_property
     def most_calls(self) -> int:
         """How many tool calls of a reply the template shows in the format of the replies."""
+        if self.template.form is not None:
+            return 0
         return most_calls(self.template, self.format) if self.template.shows_tools else 0
 
     def begin(
@@ -90,11 +97,8 @@ class Chat:
         UserCodeError if the template rejects or ignores the messages, and ConfigError if there are
         tools, but the format of their calls is unknown.
         """
-        if tools and not self._reads_calls and not given:
-            raise ConfigError(
-                "chat.tools: can't infer the format of tool calls from the chat template; set "
-                f"chat.tools to the model's format: {', '.join(formats())}"
-            )
+        if tools and not self.reads_calls and not given:
+            raise ConfigError(self.problem_with_tools() + self.advice)
         checked = checked_messages(messages, "first messages")
         if not checked:
             raise ValueError("got no messages, expected at least one to start a rollout")
@@ -110,6 +114,19 @@ class Chat:
         while self._cached > _CACHED_TOKENS:
             self._cached -= len(self._openings.popitem(last=False)[1].prompt_ids)
         return Conversation(self, opening, checked)
+
+    def problem_with_tools(self) -> str:
+        """What is wrong with tools in this chat; empty if the model sees them and can call them."""
+        if self.template.form is None and not self.template.probe_tools():
+            return "chat.tools: the chat template shows no tools"
+        return "" if self.reads_calls else "chat.tools: can't infer the format of tool calls"
+
+    @cached_property
+    def advice(self) -> str:
+        """What to do about it."""
+        if self.template.probe_tools():
+            return f"; set chat.tools to the model's format: {', '.join(formats())}"
+        return "; set chat.tools to {format: hermes, show: system}: a system message shows them"
 
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> _Opening:
         check_tools(tools)

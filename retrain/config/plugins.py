@@ -20,6 +20,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,8 @@ FILES = {
 """The files of each kind; what `*` stands for is the short name."""
 OWN = ("environment", "reward")
 """Kinds that a user's own folder adds names to."""
+LOCAL = re.compile(r"^__main__:|<|:.*\.")
+"""Names of objects that no import finds."""
 _PREFIX = "_retrain_"
 """What the names of the packages begin with that are made of users' folders."""
 SHARED = frozenset({"base", "credit", "functional", "remote"})
@@ -70,6 +73,54 @@ class Kind:
         return isinstance(value, self.base) or bool(self.accepts and self.accepts(value))
 
 
+class Named(str):
+    """The name of a class or function that Python code put into a config."""
+
+    value: Any
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # another process finds it by its name, or not at all
+
+
+_OBJECTS: dict[str, Any] = {}
+"""The classes and functions that can't be imported by their names, such as those of a notebook."""
+
+
+def named(value: Any, taken: dict[str, Any]) -> Any:
+    """`value` with a name in place of each class and function: `module:name`.
+
+    The same objects in the same places get the same names, so that a resume finds them. `taken`
+    holds the names so far, by which several lambdas differ.
+    """
+    if isinstance(value, Mapping):
+        return {key: named(inner, taken) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [named(inner, taken) for inner in value]
+    if not callable(value):
+        return value
+    owner = value if hasattr(value, "__qualname__") else type(value)
+    text = name = f"{owner.__module__}:{owner.__qualname__}"
+    module = sys.modules.get(owner.__module__)
+    if LOCAL.search(text) or getattr(module, owner.__qualname__, None) is not value:
+        number = 1
+        while taken.setdefault(text, value) is not value:
+            number += 1
+            text = f"{name}#{number}"
+        _OBJECTS[text] = value
+    found = Named(text)
+    found.value = value
+    return found
+
+
+def with_objects(value: Any) -> Any:
+    """The arguments of a plug-in with the objects that are named."""
+    if isinstance(value, dict):
+        return {key: with_objects(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [with_objects(inner) for inner in value]
+    return value.value if isinstance(value, Named) else value
+
+
 class Function:
     """What no class derives from, so that only callables fit."""
 
@@ -84,9 +135,16 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     Raises PluginError if there is none, or it is of another kind.
     """
     target, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
+    if text in _OBJECTS:
+        return _checked(kind, _OBJECTS[text], text, where)
     if target.endswith(".py"):
         path = find_file(target, base_dir, f"{where}: ", PluginError)
         module = _load_own(path, where, base_dir)
+    elif colon and LOCAL.search(text) and not hasattr(sys.modules.get(target), name):
+        raise PluginError(
+            f"{where}: {text} is an object of the Python program that started the run; start it "
+            "from Python with that object, or move the object into a module"
+        )
     elif colon:
         module = _import(target, where, base_dir)
     else:
@@ -94,6 +152,13 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
         ours = path in built_ins(kind.name).values()
         module = _load_file(path, where) if ours else _load_own(path, where, base_dir)
     return _member(kind, module, name, where) if name else _only(kind, module, where)
+
+
+def _checked(kind: Kind, value: Any, name: str, where: str) -> Any:
+    """An object of the user's program; raises PluginError if it is of another kind."""
+    if kind.fits(value):
+        return value
+    raise PluginError(f"{where}: {name} is no {kind.base.__name__}")
 
 
 def find_function(text: str, base_dir: Path, where: str) -> Callable[..., Any]:

@@ -224,6 +224,20 @@ class SamplingConfig(Section):
     """Strings that end a turn."""
 
 
+class ToolsConfig(Section):
+    """How the model sees tools and calls them."""
+
+    format: str = "auto"
+    """The format of tool calls, such as `hermes`; `auto` infers it from the template."""
+    show: Literal["template", "system"] = "template"
+    """What shows the tools to the model: the chat template, or for templates without tools a system
+    message in the format `hermes`."""
+
+
+def _kind_of_tools(value: Any) -> str:
+    return "mapping" if isinstance(value, Mapping | ToolsConfig) else "name"
+
+
 class ChatConfig(Section):
     """How messages become tokens."""
 
@@ -232,8 +246,12 @@ class ChatConfig(Section):
     file."""
     arguments: dict[str, Any] = {}
     """Variables of the template, such as enable_thinking."""
-    tools: str = "auto"
-    """The format of tool calls, such as `hermes`; `auto` infers it from the template."""
+    tools: Annotated[
+        Annotated[str, Tag("name")] | Annotated[ToolsConfig, Tag("mapping")],
+        Discriminator(_kind_of_tools),
+    ] = "auto"
+    """The format of tool calls, such as `hermes`; `auto` infers it from the template. A mapping
+    {format, show} also says what shows the tools to the model."""
 
 
 class RolloutConfig(Section):

@@ -42,11 +42,13 @@ from retrain.endpoint.connections import (
 )
 from retrain.endpoint.guests import Answer, Guest
 from retrain.environment import Endpoint
-from retrain.errors import shown
+from retrain.errors import alike, shown
 from retrain.rollout.calls import CallError, Calls, Reply
 from retrain.transport.serving import settings_of
 
 logger = logging.getLogger(__name__)
+MOST_INVALID = 8
+"""Kinds of invalid calls that are logged."""
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 APIS: Mapping[str, Api] = {
     "/chat/completions": openai.Chat(),
@@ -65,6 +67,8 @@ class EndpointServer:
         self._config, self._decode = config, decode
         self._guests: dict[str, Guest] = {}
         self._warned: set[str] = set()
+        self._invalid: set[str] = set()
+        """The kinds of invalid calls that are logged."""
         self._url = ""
         self.rejected = 0
         """Calls with a wrong key, or for a rollout that is over."""
@@ -107,11 +111,28 @@ class EndpointServer:
         below, known = "/r/{rollout}/v1", {path: self._answering(api) for path, api in APIS.items()}
         known["/messages/count_tokens"] = self._count
         known["/reward"] = self._reward
-        routes = [Route(f"{below}{path}", _safe(known[path]), methods=["POST"]) for path in known]
+        safe = self._safe
+        routes = [Route(f"{below}{path}", safe(known[path]), methods=["POST"]) for path in known]
         for path in ("/models", "/models/{model:path}"):
-            routes += [Route(f"{below}{path}", _safe(self._models), methods=["GET"])]
+            routes += [Route(f"{below}{path}", safe(self._models), methods=["GET"])]
         handlers: Mapping[Any, Any] = {HTTPException: _unknown, Exception: _broken}
         return Starlette(routes=routes, exception_handlers=handlers)
+
+    def _safe(self, handle: Handler) -> Handler:
+        """A handler whose CallErrors become answers; the first invalid call of a kind is logged."""
+
+        async def handled(http: HttpRequest) -> Response:
+            try:
+                return await handle(http)
+            except CallError as error:
+                kind = alike(str(error))
+                new = kind not in self._invalid and len(self._invalid) < MOST_INVALID
+                if error.code == "invalid_request_error" and new:
+                    self._invalid.add(kind)
+                    logger.warning("a call got status %d: %s", error.status, error)
+                return _refusal(http, error)
+
+        return handled
 
     def _answering(self, api: Api) -> Handler:
         async def handle(http: HttpRequest) -> Response:
@@ -215,18 +236,6 @@ async def _sampled(guest: Guest, request: Request) -> list[Reply]:
     if request.system:
         messages = [message_of("system", request.system), *messages]
     return await guest.calls.chat(messages, request.tools, request.n, seat, options)
-
-
-def _safe(handle: Handler) -> Handler:
-    """A handler whose CallErrors become answers."""
-
-    async def handled(http: HttpRequest) -> Response:
-        try:
-            return await handle(http)
-        except CallError as error:
-            return _refusal(http, error)
-
-    return handled
 
 
 def _refusal(http: HttpRequest, error: CallError) -> Response:

@@ -34,6 +34,7 @@ import yaml
 from retrain.concurrency.locks import FolderLock, InUseError, holder
 from retrain.config import RunConfig
 from retrain.config.reading import BASE_DIR_NOTE
+from retrain.config.variables import escaped
 from retrain.disk import sync
 from retrain.errors import ConfigError, RunError
 from retrain.jsonable import plain
@@ -313,7 +314,7 @@ _SECRET_KEY = re.compile(
     r"api_?key|secret|passw(or)?d|credential|authorization|(access|auth|bearer|hf)_?token|^token$",
     re.IGNORECASE,
 )
-_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+_URL_LOGIN = re.compile(r"(?<=://)(?![^/@\s]*\$\{)[^/@\s]+@")
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
@@ -324,7 +325,8 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
 
 def as_yaml(config: RunConfig) -> str:
     """`resolved` as a config file, which works in any folder."""
-    text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+    values = _without_secrets(plain(escaped(config.model_dump())))
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{BASE_DIR_NOTE}{config.base_dir.absolute()}\n{text}"
 
 
@@ -343,11 +345,11 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _without_secrets(value: Any) -> Any:  # any: JSON values
-    """`value` without secrets that a user wrote into it."""
+    """`value` without secrets that a user wrote into it; `${NAME}` is none."""
     if isinstance(value, dict):
         return {
             key: "(hidden)"
-            if isinstance(item, str) and _SECRET_KEY.search(key)
+            if isinstance(item, str) and _SECRET_KEY.search(key) and "${" not in item
             else _without_secrets(item)
             for key, item in value.items()
         }

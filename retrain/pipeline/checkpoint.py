@@ -218,7 +218,7 @@ def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
 def _all_changes(saved: Mapping[str, Any], config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """(dotted key, old, new) of what differs, whether or not a default was written out."""
     old, new = (
-        with_defaults(values, config.base_dir) for values in (saved, config.model_dump(mode="json"))
+        with_defaults(values, config.base_dir) for values in (saved, plain(config.model_dump()))
     )
     return _differences(old, new)
 

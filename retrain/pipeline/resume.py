@@ -16,6 +16,7 @@ from typing import Any
 
 from retrain.adapters.base import AdapterState
 from retrain.errors import AdapterError, CheckpointError, DeadlineError, first_of
+from retrain.jsonable import plain
 from retrain.observe.run_dir import read_events, surviving
 from retrain.pipeline.checkpoint import (
     DATA,
@@ -101,7 +102,7 @@ async def _fill(run: Run, callbacks: Sequence[Mapping[str, Any]], folder: Path) 
             "callbacks": callbacks,
             "learner": run.parts.learner.state(),
         },
-        config=run.config.model_dump(mode="json"),
+        config=plain(run.config.model_dump()),
     )
     (folder / "adapter").mkdir()
     state = await run.adapter.save(folder / "adapter")

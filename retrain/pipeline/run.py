@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
 from retrain.chat import Chat
+from retrain.chat.template import NOT_SHOWN
 from retrain.concurrency.deadlines import adapter_call
 from retrain.concurrency.watchdog import Watchdog
 from retrain.config import RunConfig
@@ -136,6 +137,8 @@ class Run:
             arguments=config.chat.arguments,
             tools=self.parts.tool_format,
         )
+        if NOT_SHOWN in self.parts.warnings:
+            self.chat.template.shows_tools = False  # probed, it would warn again
         door = None
         if self.sampled and self.parts.runs_agent:
             from retrain.endpoint.server import EndpointServer

@@ -40,6 +40,8 @@ from retrain.errors import (
 )
 from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
+from retrain.observe.console import Console
+from retrain.observe.failure import single
 from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
@@ -63,15 +65,32 @@ async def train(
     resume: bool = False,
     start_from: Path | None = None,
     parts: Parts | None = None,
+    console: bool = True,
 ) -> TrainingResult:
     """Train as `config` says; with `resume`, continue from the run directory's newest checkpoint.
 
     `start_from` begins a new run with the weights, optimizer and step count of a checkpoint of the
-    same model. `parts` replaces what the config's plug-ins would make. Raises ConfigError before
-    any model loads, RunError when the run can't continue, CancelledError after a checkpoint.
+    same model. `parts` replaces what the config's plug-ins would make. `console` prints the
+    progress. Raises ConfigError before any model loads, RunError when the run can't continue,
+    CancelledError after a checkpoint. Of several errors the first is raised, with the others as
+    its notes.
     """
-    parts = parts or assemble(config)
-    hooks = Callbacks([*callbacks, *parts.loggers])
+    try:
+        parts = parts or assemble(config)
+        hooks = [*callbacks, *parts.loggers]
+        if console:
+            shown = Console()
+            shown.opening([*parts.notices(), parts.loading()])
+            hooks.append(shown)
+        return await _train(config, parts, Callbacks(hooks), resume, start_from)
+    except BaseExceptionGroup as group:
+        error = single(group)
+        raise error from error.__cause__
+
+
+async def _train(
+    config: RunConfig, parts: Parts, hooks: Callbacks, resume: bool, start_from: Path | None
+) -> TrainingResult:
     opening = parts.open_adapter()  # reports a missing library before there is a run directory
     folder, resolved = wanted_folder(config), parts.resolved()
     with RunDirectory.open(folder, resolved, resume=resume) as run_dir:

@@ -330,7 +330,8 @@ class RemoteAdapter(Adapter):
         return self.options.base_model or own
 
     def _lora(self) -> LoraConfig:
-        wanted = LoraConfig(**self.options.lora.model_dump())
+        keys = self.options.lora.model_dump()
+        wanted = LoraConfig(rank=keys.pop("r"), **keys)
         seed = self.config.train.seed if wanted.seed is None else wanted.seed
         return replace(wanted, seed=seed)
 

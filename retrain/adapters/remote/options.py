@@ -11,12 +11,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from retrain.adapters.base import AdapterOptions, Capabilities
+from retrain.adapters.base import RANK, AdapterOptions, Capabilities
 from retrain.adapters.losses import custom_loss, loss_keys, run_loss
 from retrain.adapters.remote.schedule import Schedule
 from retrain.config import RunConfig
+from retrain.config.paths import find_model
+from retrain.engine.models import local_tokenizer
 from retrain.errors import ConfigError, install_command
 from retrain.losses import LOSSES, check_keys, shared_name
+from retrain.sampler import Tokenizer
 from retrain.transport.vendors import Vendor, checked_url
 
 LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
@@ -29,7 +32,7 @@ class RemoteLora(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    rank: Annotated[int, Field(ge=1)] = 32
+    r: Annotated[int, Field(ge=1, validation_alias=RANK)] = 32
     """The rank of the adapters."""
     seed: int | None = None
     """The seed of the initial adapters; by default train.seed."""
@@ -104,6 +107,10 @@ class RemoteOptions(AdapterOptions):
         """Every loss that is a function of log-probs: what is not native is computed here."""
         losses = frozenset(name for name, row in LOSSES.items() if row.formula or row.shared)
         return Capabilities(losses=losses, custom_losses=True, scores=True, mismatch=True)
+
+    def local_tokenizer(self, config: RunConfig) -> Tokenizer | None:
+        """That of the options, or else the model's."""
+        return local_tokenizer(self.tokenizer or find_model(config.model, config.base_dir))
 
     def problems(self, config: RunConfig) -> list[str]:
         """Keys without an effect, and settings that can't work."""
