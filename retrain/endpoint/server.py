@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -43,11 +43,15 @@ from retrain.endpoint.connections import (
 )
 from retrain.endpoint.guests import Answer, Guest
 from retrain.environment import Endpoint
+from retrain.errors import shown
 from retrain.rollout.calls import CallError, Calls, Reply
 from retrain.transport.serving import settings_of
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
+MOST_WARNINGS = 100
+"""Names of arguments that are remembered."""
+LONGEST_NAME = 80
 APIS: Mapping[str, Api] = {
     "/chat/completions": openai.Chat(),
     "/completions": completions.Text(),
@@ -63,7 +67,7 @@ class EndpointServer:
         self._config, self._decode = config, decode
         self._guests: dict[str, Guest] = {}
         self._warned: set[str] = set()
-        self._url = ""
+        self._url, self._model = "", "policy"
         self.rejected = 0
         """Calls with a wrong key, or for a rollout that is over."""
 
@@ -94,7 +98,7 @@ class EndpointServer:
         """A URL and a key for a rollout, until the block ends."""
         guest, name = Guest(calls, seats), secrets.token_hex(8)
         self._guests[name] = guest
-        model = guest.seats[0] if guest.seats else "policy"
+        model = guest.seats[0] if guest.seats else self._model
         try:
             yield Endpoint(f"{self._url}/r/{name}/v1", guest.key, model)
         finally:
@@ -105,9 +109,9 @@ class EndpointServer:
         below, known = "/r/{rollout}/v1", {path: self._answering(api) for path, api in APIS.items()}
         known["/messages/count_tokens"] = self._count
         known["/reward"] = self._reward
-        routes = [Route(f"{below}{path}", _safe(known[path]), methods=["POST"]) for path in known]
+        routes = [Route(f"{below}{path}", safe(known[path]), methods=["POST"]) for path in known]
         for path in ("/models", "/models/{model:path}"):
-            routes += [Route(f"{below}{path}", _safe(self._models), methods=["GET"])]
+            routes += [Route(f"{below}{path}", safe(self._models), methods=["GET"])]
         handlers: Mapping[Any, Any] = {HTTPException: _unknown, Exception: _broken}
         return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -116,14 +120,22 @@ class EndpointServer:
             guest = self._guest(http)
             request = guest.whole(api.read(await body_of(http)))
             request = replace(request, options=self._allowed(request))
-            replies = await while_connected(http, _sampled(guest, request))
-            first = replies[0]
-            answer_id = f"{api.prefix}-{http.path_params['rollout']}-{first.turn}"
-            guest.answers[answer_id] = Answer(first.turn, len(replies), request.messages, first)
-            answer = api.answer(request, answer_id, replies, self._decode)
-            return as_stream(api.events(request, answer)) if request.stream else as_json(answer)
+            return await self._reply(http, guest, api, request)
 
         return handle
+
+    async def _reply(self, http: HttpRequest, guest: Guest, api: Api, request: Request) -> Response:
+        replies = await while_connected(http, sampled(guest, request))
+        answer = self._answer(http, guest, api, request, replies)
+        return as_stream(api.events(request, answer)) if request.stream else as_json(answer)
+
+    def _answer(
+        self, http: HttpRequest, guest: Guest, api: Api, request: Request, replies: Sequence[Reply]
+    ) -> dict[str, Any]:
+        first = replies[0]
+        answer_id = f"{api.prefix}-{http.path_params['rollout']}-{first.turn}"
+        guest.answers[answer_id] = Answer(first.turn, len(replies), request.messages, first)
+        return api.answer(request, answer_id, replies, self._decode)
 
     async def _count(self, http: HttpRequest) -> Response:
         guest = self._guest(http)
@@ -132,21 +144,34 @@ class EndpointServer:
         return as_json({"input_tokens": guest.calls.count(request.messages, request.tools, seat)})
 
     def _allowed(self, request: Request) -> dict[str, Any]:
-        """The agent's sampling arguments that count; the first use of any other is logged."""
+        """The agent's sampling arguments that count; the first use of any other is logged.
+
+        Raises CallError for what would be answered wrongly in a run.
+        """
+        for name, reason in request.refused.items():
+            raise invalid(f"{name}: {reason}")
         honour = self._config.honour
-        for name in (*request.unused, *(set(request.options) - set(honour))):
-            if name not in self._warned:
-                self._warned.add(name)
-                known = name in request.options
-                logger.warning(
-                    "the agent sets %s, which %s",
-                    name,
-                    "the run's `sampling` section overrides; to let it count, add it to "
-                    "endpoint.honour"
-                    if known
-                    else "has no effect on the endpoint",
-                )
+        self._warn("has no effect on the endpoint", request.unused)
+        self._warn(
+            "a run can't enforce: the log-probs of the tokens that remain would not be the "
+            "policy's",
+            request.masking,
+        )
+        self._warn(
+            "the run's `sampling` section overrides; to let it count, add it to endpoint.honour",
+            [name for name in request.options if name not in honour],
+        )
         return {name: value for name, value in request.options.items() if name in honour}
+
+    def _warn(self, reason: str, names: Iterable[str]) -> None:
+        """Log the first use of each argument, whose name a client may have made up."""
+        for name in names:
+            if name not in self._warned and len(self._warned) < MOST_WARNINGS:
+                self._warned.add(name)
+                plain = name.isprintable() and len(name) < LONGEST_NAME
+                logger.warning(
+                    "the agent sets %s, which %s", name if plain else shown(name), reason
+                )
 
     def _guest(self, http: HttpRequest) -> Guest:
         """The rollout of a call; raises CallError 401 unless the call has its key."""
@@ -171,10 +196,10 @@ class EndpointServer:
                 "display_name": name,
                 "created_at": "1970-01-01T00:00:00Z",
             }
-            for name in guest.seats or ("policy",)
+            for name in guest.seats or (self._model,)
         }
         if asked := http.path_params.get("model"):
-            return as_json({**models[guest.seat(asked) or "policy"], "id": asked})
+            return as_json({**models[guest.seat(asked) or self._model], "id": asked})
         names = list(models)
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return as_json({"object": "list", "data": list(models.values()), **ends})
@@ -195,17 +220,26 @@ class EndpointServer:
         return as_json({"reward": value})
 
 
-async def _sampled(guest: Guest, request: Request) -> list[Reply]:
-    """The replies to a call; raises CallError."""
+async def sampled(guest: Guest, request: Request) -> list[Reply]:
+    """The replies to a call, those of each prompt together; raises CallError."""
     seat, options, messages = guest.seat(request.model), request.options, request.messages
-    if request.prompt is not None:
-        return await guest.calls.complete(request.prompt, request.n, seat, options)
+    calls, n = guest.calls, request.n
+    if request.prompts:
+        tasks = [
+            asyncio.ensure_future(calls.complete(prompt, n, seat, options))
+            for prompt in request.prompts
+        ]
+        try:
+            return [reply for replies in await asyncio.gather(*tasks) for reply in replies]
+        finally:
+            for task in tasks:
+                task.cancel()
     if request.system:
         messages = [message_of("system", request.system), *messages]
-    return await guest.calls.chat(messages, request.tools, request.n, seat, options)
+    return await calls.chat(messages, request.tools, n, seat, options, request.continues)
 
 
-def _safe(handle: Handler) -> Handler:
+def safe(handle: Handler) -> Handler:
     """A handler whose CallErrors become answers."""
 
     async def handled(http: HttpRequest) -> Response:

@@ -38,7 +38,7 @@ async def _serve(subject: Subject, arguments: argparse.Namespace, key: str | Non
         voice = await stack.enter_async_context(
             opened(subject, arguments.device, arguments.threads)
         )
-        server.present(voice.calls, voice.chat.tokens.text)
+        server.present(voice.calls, voice.spell, subject.name)
         said = "any" if key is None else f"that of {arguments.api_key_env}"
         print(f"Serving {subject.name} at {server.url} (API key: {said}, model: any name).")
         print("Stop: Ctrl-C.", flush=True)
