@@ -158,6 +158,9 @@ async def test_a_function_gets_what_it_declares_and_returns_what_rewards_see(
 ) -> None:
     named = await one({"run": f"{agents}:solve"})
     assert (named.outcome, named.completion, named.info) == ("ok", "a=policy", {})
+    stopped = await one({"run": f"{agents}:solve"}, sampling={"stop": ["="]})
+    assert stopped.completion == "apolicy"
+    assert stopped.turns[0].completion.text == "a="  # the sampled tokens stay
     plain = await one({"run": f"{agents}:plain"}, endpoint={"reward": True})
     assert (plain.completion, plain.rewards) == ("a=a=", {"environment": 1.5})
     denied = await one({"run": f"{agents}:plain"})

@@ -50,7 +50,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def served(named: str | Path, key: str | None = None) -> AsyncIterator[PublicServer]:
     server = PublicServer("127.0.0.1", 0, key)
     async with server.serving(), opened(find_subject(str(named)), "cpu", 1) as voice:
-        server.present(voice.calls, voice.chat.tokens.text)
+        server.present(voice.calls, voice.spell, str(named))
         yield server
 
 
@@ -131,7 +131,7 @@ async def test_the_server_remembers_nothing_and_waits_for_its_model() -> None:
         assert early.status_code == 503
         assert "loading" in early.json()["error"]["message"]
         async with opened(find_subject("tiny"), "cpu", 1) as voice:
-            server.present(voice.calls, voice.chat.tokens.text)
+            server.present(voice.calls, voice.spell, "tiny")
             for path, body in [
                 ("chat/completions", {"messages": ASK, "n": 2, "max_tokens": 2}),
                 ("completions", {"prompt": "a=", "max_tokens": 2}),

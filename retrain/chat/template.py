@@ -95,6 +95,22 @@ class Template:
             messages, tools = explained(messages, tools, self.form), ()
         return self._rendered(self._adapted(messages), tools, generation=generation)
 
+    def render_open(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The text of a conversation up to the end of the content of its last message.
+
+        Raises UserCodeError with the template's message, or if it drops that content.
+        """
+        last = Message(**{**messages[-1], "content": messages[-1]["content"] + _PROBE})
+        text, found, _ = self.render([*messages[:-1], last], tools, generation=False).rpartition(
+            _PROBE
+        )
+        if not found:
+            raise UserCodeError("the chat template drops the last message, so no reply can "
+                                "continue it")  # fmt: skip
+        return text
+
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the form that this template takes."""
         if messages and messages[0]["role"] == "system" and not self._takes_system:

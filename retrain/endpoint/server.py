@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 MOST_INVALID = 8
 """Kinds of invalid calls that are logged."""
 Handler = Callable[[HttpRequest], Awaitable[Response]]
+MOST_WARNINGS = 100
+"""Names of arguments that are remembered."""
+LONGEST_NAME = 80
 APIS: Mapping[str, Api] = {
     "/chat/completions": openai.Chat(),
     "/completions": completions.Text(),
@@ -69,7 +72,7 @@ class EndpointServer:
         self._warned: set[str] = set()
         self._invalid: set[str] = set()
         """The kinds of invalid calls that are logged."""
-        self._url = ""
+        self._url, self._model = "", "policy"
         self.rejected = 0
         """Calls with a wrong key, or for a rollout that is over."""
 
@@ -100,7 +103,7 @@ class EndpointServer:
         """A URL and a key for a rollout, until the block ends."""
         guest, name = Guest(calls, seats), secrets.token_hex(8)
         self._guests[name] = guest
-        model = guest.seats[0] if guest.seats else "policy"
+        model = guest.seats[0] if guest.seats else self._model
         try:
             yield Endpoint(f"{self._url}/r/{name}/v1", guest.key, model)
         finally:
@@ -139,14 +142,22 @@ class EndpointServer:
             guest = self._guest(http)
             request = guest.whole(api.read(await body_of(http)))
             request = replace(request, options=self._allowed(request))
-            replies = await while_connected(http, _sampled(guest, request))
-            first = replies[0]
-            answer_id = f"{api.prefix}-{http.path_params['rollout']}-{first.turn}"
-            guest.answers[answer_id] = Answer(first.turn, len(replies), request.messages, first)
-            answer = api.answer(request, answer_id, replies, self._decode)
-            return as_stream(api.events(request, answer)) if request.stream else as_json(answer)
+            return await self._reply(http, guest, api, request)
 
         return handle
+
+    async def _reply(self, http: HttpRequest, guest: Guest, api: Api, request: Request) -> Response:
+        replies = await while_connected(http, sampled(guest, request))
+        answer = self._answer(http, guest, api, request, replies)
+        return as_stream(api.events(request, answer)) if request.stream else as_json(answer)
+
+    def _answer(
+        self, http: HttpRequest, guest: Guest, api: Api, request: Request, replies: Sequence[Reply]
+    ) -> dict[str, Any]:
+        first = replies[0]
+        answer_id = f"{api.prefix}-{http.path_params['rollout']}-{first.turn}"
+        guest.answers[answer_id] = Answer(first.turn, len(replies), request.messages, first)
+        return api.answer(request, answer_id, replies, self._decode)
 
     async def _count(self, http: HttpRequest) -> Response:
         guest = self._guest(http)
@@ -155,21 +166,35 @@ class EndpointServer:
         return as_json({"input_tokens": guest.calls.count(request.messages, request.tools, seat)})
 
     def _allowed(self, request: Request) -> dict[str, Any]:
-        """The agent's sampling arguments that count; the first use of any other is logged."""
+        """The agent's sampling arguments that count; the first use of any other is logged.
+
+        Raises CallError for what would be answered wrongly in a run.
+        """
+        for name, reason in request.refused.items():
+            raise invalid(f"{name}: {reason}")
         honour = self._config.honour
-        for name in (*request.unused, *(set(request.options) - set(honour))):
-            if name not in self._warned:
-                self._warned.add(name)
-                known = name in request.options
-                logger.warning(
-                    "the agent sets %s, which %s",
-                    name,
-                    "the run's `sampling` section overrides; to use the agent's value, add it to "
-                    "endpoint.honour"
-                    if known
-                    else "has no effect on the endpoint",
-                )
+        self._warn("has no effect on the endpoint", request.unused)
+        self._warn(
+            "a run can't enforce: the log-probs of the tokens that remain would not be the "
+            "policy's",
+            request.masking,
+        )
+        self._warn(
+            "the run's `sampling` section overrides; to use the agent's value, add it to "
+            "endpoint.honour",
+            [name for name in request.options if name not in honour],
+        )
         return {name: value for name, value in request.options.items() if name in honour}
+
+    def _warn(self, reason: str, names: Iterable[str]) -> None:
+        """Log the first use of each argument, whose name a client may have made up."""
+        for name in names:
+            if name not in self._warned and len(self._warned) < MOST_WARNINGS:
+                self._warned.add(name)
+                plain = name.isprintable() and len(name) < LONGEST_NAME
+                logger.warning(
+                    "the agent sets %s, which %s", name if plain else shown(name), reason
+                )
 
     def _guest(self, http: HttpRequest) -> Guest:
         """The rollout of a call; raises CallError 401 unless the call has its key."""
@@ -194,10 +219,10 @@ class EndpointServer:
                 "display_name": name,
                 "created_at": "1970-01-01T00:00:00Z",
             }
-            for name in guest.seats or ("policy",)
+            for name in guest.seats or (self._model,)
         }
         if asked := http.path_params.get("model"):
-            return as_json({**models[guest.seat(asked) or "policy"], "id": asked})
+            return as_json({**models[guest.seat(asked) or self._model], "id": asked})
         names = list(models)
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return as_json({"object": "list", "data": list(models.values()), **ends})
@@ -228,14 +253,23 @@ class EndpointServer:
         return as_json({"reward": value})
 
 
-async def _sampled(guest: Guest, request: Request) -> list[Reply]:
-    """The replies to a call; raises CallError."""
+async def sampled(guest: Guest, request: Request) -> list[Reply]:
+    """The replies to a call, those of each prompt together; raises CallError."""
     seat, options, messages = guest.seat(request.model), request.options, request.messages
-    if request.prompt is not None:
-        return await guest.calls.complete(request.prompt, request.n, seat, options)
+    calls, n = guest.calls, request.n
+    if request.prompts:
+        tasks = [
+            asyncio.ensure_future(calls.complete(prompt, n, seat, options))
+            for prompt in request.prompts
+        ]
+        try:
+            return [reply for replies in await asyncio.gather(*tasks) for reply in replies]
+        finally:
+            for task in tasks:
+                task.cancel()
     if request.system:
         messages = [message_of("system", request.system), *messages]
-    return await guest.calls.chat(messages, request.tools, request.n, seat, options)
+    return await calls.chat(messages, request.tools, n, seat, options, request.continues)
 
 
 def _refusal(http: HttpRequest, error: CallError) -> Response:

@@ -257,7 +257,8 @@ class _Rollout:
         limits = shared.max_turns, shared.max_tokens
         if not self.seats.names:
             self.seats = Seats()
-        calls = SeatedCalls(shared.chat, self._sample_for, limits, self.seats, self._ask)
+        stop = shared.params.stop
+        calls = SeatedCalls(shared.chat, self._sample_for, limits, self.seats, self._ask, stop)
         result: StepResult | None = None
         error: UserCodeError | None = None
         async with shared.door.open(calls, environment.seats) as endpoint:

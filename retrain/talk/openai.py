@@ -64,7 +64,7 @@ async def _serve(subject: Subject, arguments: argparse.Namespace, key: str | Non
                 effect = "calls with tools are rejected"
             print(f"warning: {problem}, so {effect}{ADVICE}", file=sys.stderr)
             voice.chat.advice, voice.chat.template.shows_tools = ADVICE, False
-        server.present(voice.calls, voice.chat.tokens.text)
+        server.present(voice.calls, voice.spell, subject.name)
         said = "any" if key is None else f"that of {arguments.api_key_env}"
         print(f"Serving {subject.name} at {server.url} (API key: {said}, model: any name).")
         print("Stop: Ctrl-C.", flush=True)
