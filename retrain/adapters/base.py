@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -30,6 +30,8 @@ class Capabilities:
     """It can train a user's own function of log-probs."""
     scores: bool = False
     """`Adapter.logprobs` works, which algorithm.kl_penalty and held-out losses need."""
+    checks: Literal["no", "free", "billed"] = "no"
+    """Whether `Adapter.own_logprobs` works, which train.check_publish needs, and what it costs."""
     mismatch: bool = False
     """It weighs tokens by `algorithm.mismatch`."""
     max_staleness: int | None = None
@@ -72,6 +74,8 @@ class Adapter(ABC):
     tokenizer: Tokenizer
     context_length: int
     """The maximum number of tokens of prompt and completion together."""
+    exact: bool = False
+    """Whether sampler and trainer compute in float32."""
 
     @abstractmethod
     async def update(self, batch: Batch) -> Metrics:
@@ -102,6 +106,13 @@ class Adapter(ABC):
         started from, also after a resume.
         """
         raise AdapterError(f"{type(self).__name__} does not compute log-probs of given tokens")
+
+    async def own_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """`logprobs` under the weights in training, computed by the trainer, not the sampler.
+
+        The pipe awaits it as it awaits `publish`: not beside an update.
+        """
+        raise AdapterError(f"{type(self).__name__} does not score tokens with its trainer")
 
     async def forget(self, state: AdapterState) -> None:  # noqa: B027 - a default, not a forgotten body
         """Free what a service keeps of a checkpoint that is about to be deleted."""
