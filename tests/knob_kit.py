@@ -43,7 +43,12 @@ BASE: dict[str, Any] = {
     "sampling": {"max_tokens": 3},
     "rollout": {"slots": 1},
     "staleness": {"target": 0},
-    "train": {"total_train_steps": 2, "groups_per_step": 1, "order": "in_order"},
+    "train": {
+        "total_train_steps": 2,
+        "groups_per_step": 1,
+        "order": "in_order",
+        "check_publish": False,  # `auto` depends on the time
+    },
     "checkpoint": {"every": 2, "keep": 1},
     "loggers": [{"type": f"{PARTS}:Notes"}],
 }

@@ -6,6 +6,7 @@ import logging
 import math
 import socket
 from contextvars import ContextVar
+from dataclasses import replace
 from unittest.mock import Mock
 
 import aiohttp
@@ -30,7 +31,7 @@ from retrain.observe.callbacks import Callback
 from retrain.observe.failure import full_text, single
 from retrain.observe.report import digest, write_report
 from retrain.observe.run_dir import read_events, read_metrics, surviving
-from retrain.pipeline import outage, train
+from retrain.pipeline import outage, train, verify
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.prompts import ListPrompts
 from retrain.rewarding import RewardCalculator
@@ -293,9 +294,13 @@ class Fails(MockAdapter):
         return await super().publish()
 
     async def sample(self, prompt_ids, params, n=1):
-        if self._is("sample"):
-            raise AdapterError("sample failed")
+        checks = params.max_tokens == verify.TOKENS
+        if self._is("check") if checks else self._is("sample"):
+            raise AdapterError(f"{self.method} failed")
         return await super().sample(prompt_ids, params, n)
+
+    async def own_logprobs(self, sequences):
+        return [[-1.0] * len(row) for row in sequences]
 
 
 class Hangs(Fails):
@@ -342,13 +347,19 @@ class Raises(Callback):
         ("update", None),
         ("after update", None),
         ("publish", 5),
+        ("check", 5),
         ("nan", None),
     ],
 )
-async def test_p13_a_failing_run_saves_its_last_step_if_the_weights_are_good(tmp_path, how, saved):
+async def test_p13_a_failing_run_saves_its_last_step_if_the_weights_are_good(
+    tmp_path, monkeypatch, how, saved
+):
     config = config_in(tmp_path, staleness={"target": 0})
     adapter = Fails(MockOptions(), config)
     adapter.method = how
+    if how == "check":
+        monkeypatch.setattr(verify, "REST", 0.0)
+        adapter.capabilities = replace(adapter.capabilities, checks="free")
     message = "my callback" if how.startswith("on_") else f"{how} failed"
     message = "the loss of step 6 is nan" if how == "nan" else message
     with pytest.raises((AdapterError, ValueError), match=message) as caught:

@@ -180,6 +180,7 @@ KNOBS: dict[str, Knob] = {
     "train.max_refill": Knob(1, {**FLAT, "train": {"no_signal": "refill"}}),
     "train.stop_after_flat_steps": Knob(1, FLAT),
     "train.max_failed_groups": Knob(1, scene(broken="step")),
+    "train.check_publish": Knob(True),
     "eval.prompts.type": Knob({"type": "list", "rows": ["i="]}, EVAL),
     "eval.every": Knob(2, EVAL),
     "eval.samples": Knob(2, EVAL),

@@ -28,6 +28,7 @@ from retrain.errors import AdapterError, ConfigError
 from retrain.observe.report import digest
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.pipeline.stages import train
+from retrain.pipeline.verify import ERROR
 from tests.chaos.judgement import judge_log
 from tests.test_vllm_sampler import opening_of
 
@@ -54,7 +55,12 @@ def run(folder: Path, tmp_path: Path, sampler: Mapping[str, Any], **given: Any) 
         "backend": {**backend, **given.pop("backend", {})},
         "sampling": {"max_tokens": given.pop("max_tokens", 6)},
         "staleness": {"target": staleness, "max": staleness},
-        "train": {"total_train_steps": 3, "groups_per_step": 2, **given.pop("train", {})},
+        "train": {
+            "total_train_steps": 3,
+            "groups_per_step": 2,
+            "check_publish": False,  # the stand-in's faults count requests
+            **given.pop("train", {}),
+        },
         "run_dir": str(tmp_path / "run"),
         "deadlines": {"outage": 5},
     }
@@ -95,9 +101,15 @@ async def test_a_run_samples_adapters_by_running_servers(folder: Path, tmp_path:
     with stand_in(folder, *LORA) as one, stand_in(folder, *LORA) as two:
         sampler = {"type": "vllm", "url": [one.url, two.url]}
         config = run(
-            folder, tmp_path, sampler, staleness=1, backend={"lora": {"r": 4}, "dtype": "float32"}
+            folder,
+            tmp_path,
+            sampler,
+            staleness=1,
+            backend={"lora": {"r": 4}, "dtype": "float32"},
+            train={"check_publish": True},
         )
         assert (await train(config)).status == "completed"
+        assert all(row[ERROR] < 1e-3 for row in lines(config, "metrics.jsonl"))
         assert {v for row in lines(config, "rollouts.jsonl") for v in row["versions"]} >= {0, 1}
         for server in (one, two):
             assert server.seen("/inference/v1/generate") > 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict
 
@@ -34,6 +34,8 @@ class Capabilities:
     """It can train a user's own function of log-probs."""
     scores: bool = False
     """`Adapter.logprobs` works, which algorithm.kl_penalty and held-out losses need."""
+    checks: Literal["no", "free", "billed"] = "no"
+    """Whether `Adapter.own_logprobs` works, which train.check_publish needs, and what it costs."""
     mismatch: bool = False
     """It weighs tokens by `algorithm.mismatch`."""
     max_staleness: int | None = None
@@ -79,6 +81,8 @@ class Adapter(ABC):
     model_loss: bool = False
     """The model adds a term of its own to the loss, such as that of a router: a batch without any
     advantage is trained too."""
+    exact: bool = False
+    """Whether sampler and trainer compute in float32."""
 
     @abstractmethod
     async def update(self, batch: Batch) -> Metrics:
@@ -117,6 +121,13 @@ class Adapter(ABC):
         started from, also after a resume.
         """
         raise AdapterError(f"{type(self).__name__} does not compute log-probs of given tokens")
+
+    async def own_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """`logprobs` under the weights in training, computed by the trainer, not the sampler.
+
+        The pipe awaits it as it awaits `publish`: not beside an update.
+        """
+        raise AdapterError(f"{type(self).__name__} does not score tokens with its trainer")
 
     async def forget(self, state: AdapterState) -> None:  # noqa: B027 - a default, not a forgotten body
         """Free what a service keeps of a checkpoint that is about to be deleted."""

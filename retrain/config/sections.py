@@ -342,6 +342,10 @@ class TrainConfig(Section):
     stop_after_flat_steps: Annotated[int, Field(ge=1)] = 25
     """End the run after this many consecutive steps without any signal: as solved if every reward
     equals the highest one of the run, otherwise with an error."""
+    check_publish: Literal["auto"] | bool = "auto"
+    """Check after a publish that the sampler serves the trainer's weights: the trainer scores a few
+    sampled tokens (`logprob/error_own_version` in the metrics). `auto`: in at most 2 % of the time,
+    and not on a vendor's own service, which bills the requests; true: after every publish."""
     max_failed_groups: Annotated[int, Field(ge=1)] = 16
     """End the run with the first error after this many consecutive groups in which every rollout
     failed."""

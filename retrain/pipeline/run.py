@@ -34,6 +34,7 @@ from retrain.pipeline.mismatch import MismatchWatch
 from retrain.pipeline.outage import Outage
 from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import Signal
+from retrain.pipeline.verify import PublishCheck
 from retrain.prompts.lengths import long_prompts
 from retrain.rollout import Playback, Rollouts, Slot
 from retrain.sampler import Sampler
@@ -55,6 +56,7 @@ class Run:
     chat: Chat
     rollouts: Rollouts
     watchdog: Watchdog
+    publish_check: PublishCheck
     door: EndpointServer | None = None
     """Where agents call the model."""
 
@@ -131,6 +133,9 @@ class Run:
                 adapter.context_length,
             )
         adapter.watch(self.record.server)
+        self.publish_check = PublishCheck(
+            config, adapter, lambda error: self.record.event("fault", error=error)
+        )
         self.chat = Chat(
             adapter.tokenizer,
             template=self.parts.chat_template,
@@ -335,6 +340,13 @@ class Run:
         self.version = await self.within("publish", self.adapter.publish())
         self.published = True
         self.record.event("publish", version=self.version, started=started, ended=time.time())
+
+    async def check_publish(self, groups: Sequence[Group]) -> Metrics:
+        """Check the version that is served with a prompt of `groups`, within publish's deadline."""
+        if self.stopping:
+            return {}
+        call = self.publish_check.published(self.version, groups)
+        return await self.within("check of a publish", call, limit="publish")
 
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False

@@ -343,18 +343,15 @@ async def step(run: Run) -> bool:
     scored = [Group(group.prompt, group.scored) for group in groups]
     batch, has_credit = await credit(run, scored)
     skipped = run.parts.is_idle(batch) and not run.adapter.model_loss
-    metrics = await update(run, scored, batch, skipped=skipped)
     if run.sampled and not skipped:
-        try:
-            await run.publish()
-        except DeadlineError:  # the adapter doesn't answer, so it can't save either
-            raise
-        except Exception as error:  # noqa: BLE001 - drive() raises it, when the step is recorded
-            run.fail(error)
+        begin = run.publish_check.begin(trained, groups)
+        await run.within("first check of the sampler", begin, limit="publish")
+    metrics = await update(run, scored, batch, skipped=skipped)
+    checked = {} if skipped else await publish(run, groups)
     row = run.record.step(
         number,
         groups,
-        {**noted, **metrics, **run.endpoint_metrics(), **await reported(run)},
+        {**noted, **metrics, **checked, **run.endpoint_metrics(), **await reported(run)},
         trained=trained,
         version=run.version,
         evaluation=run.evaluation.take_row(),
@@ -430,6 +427,20 @@ async def update(
     run.step, run.taken = number, []
     run.record.update(number, tickets, metrics.get("loss"), started, skipped=skipped)
     return metrics
+
+
+async def publish(run: Run, groups: Sequence[Group]) -> Metrics:
+    """Publish, and check what is served; an error ends the run when the step is recorded."""
+    checked: Metrics = {}
+    if run.sampled:
+        try:
+            await run.publish()
+            checked = await run.check_publish(groups)
+        except DeadlineError:  # the adapter doesn't answer, so it can't save either
+            raise
+        except Exception as error:  # noqa: BLE001 - drive() raises it
+            run.fail(error)
+    return checked
 
 
 async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:

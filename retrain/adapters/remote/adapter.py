@@ -95,6 +95,7 @@ class RemoteAdapter(Adapter):
         self.options = options
         self.config = config
         self.capabilities = options.capabilities()
+        self.exact = self.local  # that service computes in float32
         self._http = http
         self._version = 0
         self._step = 0
@@ -195,6 +196,15 @@ class RemoteAdapter(Adapter):
         if self._reference is None:
             self._reference = await self._client.sampling_session(base_model=self.base_model)
         return await logprobs_of(self._reference, sequences)
+
+    async def own_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """By a forward pass of the model in training."""
+        datums = []
+        for row in sequences:
+            zeros = [0.0] * (len(row) - 1)
+            datums.append(Datum(row[:-1], row[1:], [1.0] * len(zeros), zeros, zeros))
+        with on_the_service():
+            return [[0.0, *row] for row in await self._forward(datums)]
 
     def stop_retrying(self) -> None:
         self._client.stop_retrying()

@@ -106,7 +106,13 @@ class RemoteOptions(AdapterOptions):
     def capabilities(self) -> Capabilities:
         """Every loss that is a function of log-probs: what is not native is computed here."""
         losses = frozenset(name for name, row in LOSSES.items() if row.formula or row.shared)
-        return Capabilities(losses=losses, custom_losses=True, scores=True, mismatch=True)
+        return Capabilities(
+            losses=losses,
+            custom_losses=True,
+            scores=True,
+            checks="billed" if self.vendor.runs(self.service_url) else "free",
+            mismatch=True,
+        )
 
     def local_tokenizer(self, config: RunConfig) -> Tokenizer | None:
         """That of the options, or else the model's."""

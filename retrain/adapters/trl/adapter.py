@@ -199,7 +199,7 @@ class TrlAdapter(Adapter):
             self.context_length = self.sampler.context_length
             await self._push(self._version)
             probe = probe_of(self.tokenizer.encode(PROBE), self.sampler.vocabulary)
-            expected = await self._in_thread("scores", probe)
+            [expected] = await self.own_logprobs([probe])
             await check_logprobs(self.sampler, probe, expected, options.check)
         except BaseException:
             await self.sampler.close()
@@ -212,6 +212,9 @@ class TrlAdapter(Adapter):
         whatever samples."""
         scorer = await self._start() if reference else self.sampler
         return await scorer.logprobs_of(sequences)
+
+    async def own_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [await self._in_thread("scores", token_ids) for token_ids in sequences]
 
     async def _start(self) -> LocalSampler:
         async with self._reference_turn:
@@ -251,6 +254,7 @@ class TrlAdapter(Adapter):
     def _build(self, thread: TrainerThread) -> Any:  # a PipeTrainer; mypy sees no TRL types
         hush()
         placement = place_model(self.options, self._place)
+        self.exact = not placement.autocast
         self.tokenizer = load_tokenizer(self._folder)
         if self.options.sampler.type == "local":
             self._plain_model = load_model(

@@ -176,6 +176,7 @@ class TrlOptions(AdapterOptions):
             losses=frozenset(LOSSES),
             custom_losses=True,
             scores=True,
+            checks="free",
             mismatch=True,
             scored_as_sampled=frozenset({"temperature"}),
         )
