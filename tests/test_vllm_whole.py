@@ -34,6 +34,7 @@ def echo(run_dir: Path, *changes: str, **sampler: object) -> RunConfig:
     keys = [f"backend.sampler.{key}={value}" for key, value in sampler.items()]
     small = ["train.total_train_steps=3", "train.groups_per_step=2", "algorithm.group_size=4"]
     always = [f"run_dir={run_dir}", "backend.sampler.type=vllm", "checkpoint.every=1000"]
+    always += ["rewards.0.type=tests.chaos.kills:even_letters"]  # each step has a gradient
     file = ROOT / "configs" / "quickstart.yaml"
     return load_config(file, [*always, *small, *keys, *changes])
 
@@ -153,7 +154,7 @@ async def test_the_quickstart_learns_on_a_real_server_that_is_killed_once(
     python = real_python()
     assert python is not None
     changes = [f"model={folder}", "train.total_train_steps=120", "train.groups_per_step=16"]
-    changes += ["algorithm.group_size=8", "sampling.max_tokens=6"]
+    changes += ["algorithm.group_size=8", "sampling.max_tokens=6", "rewards.0.type=slot_match"]
     killer = Killer(folder, 30)
     config = echo(tmp_path / "run", *changes, python=python)
     await train(config, callbacks=[killer])
