@@ -164,6 +164,11 @@ KNOBS: dict[str, Knob] = {
     "endpoint.port": Knob(1, elsewhere="test_endpoint_server.py::test_a_port_that_is_taken"),
     "endpoint.public_url": Knob(
         "https://box", elsewhere="test_endpoint_server.py::test_addresses"),
+    "endpoint.reward": Knob(
+        True,
+        elsewhere="test_endpoint_server.py::"
+        "test_posted_rewards_are_off_unless_the_config_allows_them"),
+    "records.tokens": Knob(True),
     "endpoint.honour": Knob(
         ["stop"],
         elsewhere="test_endpoint_server.py::"
