@@ -11,6 +11,15 @@ from typing import Any, Self
 MAX_DEPTH = 32
 
 
+class Named(str):
+    """The name of a class or function that Python code put into a config."""
+
+    value: Any
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # another process finds it by its name, or not at all
+
+
 class Filled(str):
     """A string from an environment variable, perhaps a secret: files and reprs have `written`."""
 

@@ -408,12 +408,32 @@ def test_values_may_be_classes_and_functions(tmp_path: Path) -> None:
     assert types[3] == f"{__name__}:steady", "what can be imported has its plain name"
     again = load_config(write(tmp_path, as_yaml(parts.config)))
     assert again.rewards == parts.config.rewards
-    assert type(assemble(again).environment()) is Mine
+    with pytest.raises(ConfigError, match="object of the Python program"):
+        assemble(again)
     with pytest.raises(ConfigError, match=r"^environment\.type: .*judge"):
         assemble(parse_config({"prompts": PROMPTS, "environment": judge}))
     elsewhere = {"prompts": PROMPTS, "environment": "__main__:Other"}
     with pytest.raises(ConfigError, match="object of the Python program"):
         assemble(parse_config(elsewhere))
+
+
+def test_configs_of_one_program_keep_their_own_functions() -> None:
+    def scaled(factor: float) -> Any:
+        return lambda completion: factor
+
+    configs = [parse_config({"prompts": PROMPTS, "rewards": [scaled(f)]}) for f in (1.0, 5.0)]
+    functions = [assemble(config).scorer.rewards[0].calculator.function for config in configs]
+    assert [function("") for function in functions] == [1.0, 5.0]
+
+
+def test_a_variable_in_the_keys_of_a_backend_keeps_its_text(monkeypatch: Any) -> None:
+    monkeypatch.setenv("PROJECT", "s3cret")
+    backend = {"type": "tinker", "url": "local", "project": "${PROJECT}", "tags": ["${PROJECT}"]}
+    parts = assemble(parse_config({"prompts": PROMPTS, "rewards": [steady], "backend": backend}))
+    assert parts.options.project == "s3cret"  # type: ignore[attr-defined]
+    written = as_yaml(parts.resolved())
+    assert "s3cret" not in written
+    assert "project: ${PROJECT}" in written
 
 
 def test_a_config_is_frozen() -> None:

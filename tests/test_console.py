@@ -18,6 +18,7 @@ from rich.console import Console as Terminal
 from retrain.observe.callbacks import Callbacks, TrainingResult
 from retrain.observe.console import Console, QuietStream
 from retrain.observe.progress import (
+    NEXT,
     Progress,
     clock_text,
     closing,
@@ -267,7 +268,7 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
         ("model", str(final)),
         ("best", str(best)),
         ("report", str(tmp_path / "report.html")),
-        ("next", "run the same command with --resume to continue from the last checkpoint"),
+        ("next", NEXT),
     ]
     elsewhere = replace(result, model="tinker://a/weights/b")
     assert ("model", "tinker://a/weights/b") in closing(elsewhere, tally, 75.0)

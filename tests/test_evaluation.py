@@ -201,3 +201,32 @@ async def test_p1_a_run_that_ends_while_it_writes_its_first_checkpoint_begins_ag
     await train(config, resume=True)
     book, _ = judge_log(tmp_path, config, len(LETTERS))
     assert (book.wrong, book.step) == ([], STEPS)
+
+
+async def test_a_callback_that_stops_the_run_loses_no_step_to_an_evaluation(tmp_path):
+    """Which a kept version lets go on for many steps."""
+
+    class Stops(Callback):
+        def on_step_end(self, trainer, step, metrics):
+            if step == 4:
+                trainer.request_stop()
+
+    config = config_in(tmp_path, saves=0)
+    adapter = adapter_of(config, keeps=True, until=("trained", 4))
+    result = await train(config, callbacks=[Stops()], parts=parts_with(config, adapter))
+    assert (result.status, result.total_steps) == ("completed", 4)
+    assert max(Checkpoints(tmp_path / "checkpoints").steps()) == 4
+    assert [one["eval/step"] for one in result.evaluations] == [0, 2]
+
+
+async def test_the_best_of_another_run_is_not_that_of_a_run_that_starts_from_it(tmp_path):
+    await train(config_in(tmp_path / "first"))
+    checkpoint = tmp_path / "first" / "checkpoints" / f"step_{STEPS}"
+    harder = {"type": "list", "rows": [{"prompt": "a=", "answer": "zzzz"}]}
+    config = mock_config(
+        tmp_path / "second",
+        train={"total_train_steps": STEPS + 1},
+        eval={"prompts": harder, "every": 1, "samples": 1},
+    )
+    result = await train(config, start_from=checkpoint)
+    assert result.best_checkpoint_path is not None

@@ -7,7 +7,9 @@ import pytest
 
 from benchmarks.mock_engine import mock_config
 from retrain.assembly import Learner
+from retrain.errors import RunError
 from retrain.losses import LOSSES, vanishes
+from retrain.observe.run_dir import RunDirectory, read_events, surviving
 from retrain.pipeline import train
 from retrain.rewarding import reward
 from tests.backends_kit import FULL, LORA, whole_and_resumed
@@ -137,3 +139,29 @@ async def test_the_first_steps_in_which_nothing_earns_anything_name_the_keys(tmp
     caplog.clear()
     await train(mock_config(tmp_path / "earns", train={"total_train_steps": 5}))
     assert not [r for r in caplog.records if r.name == "retrain.pipeline.signal"]
+
+
+@pytest.mark.parametrize("bad", [2, 3])
+async def test_p1_a_run_that_fails_in_a_skipped_step_trains_each_prompt_once(
+    tmp_path, monkeypatch, bad
+):
+    config = mock_config(
+        tmp_path,
+        **{key: RUN[key] for key in ("prompts", "rewards", "staleness", "checkpoint")},
+        train={**RUN["train"], "total_train_steps": 4},
+    )
+    write = RunDirectory.metrics
+
+    def full(self, row):
+        if row["step"] == bad:
+            raise RunError("no space left")
+        write(self, row)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(RunDirectory, "metrics", full)
+        with pytest.raises(RunError):
+            await train(config)
+    await train(config, resume=True)
+    updates = [e for e in surviving(read_events(tmp_path)) if e["event"] == "update"]
+    tickets = [ticket for event in updates for ticket in event["tickets"]]
+    assert tickets == ["0.0.0", "0.1.0", "0.2.0", "0.3.0"]

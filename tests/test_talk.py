@@ -19,7 +19,7 @@ import yaml
 
 import retrain
 from retrain.__main__ import command
-from retrain.config import load_config
+from retrain.config import parse_config
 from retrain.endpoint.public import PublicServer
 from retrain.errors import ConfigError
 from retrain.observe.card import model_card
@@ -159,13 +159,18 @@ def test_the_model_card_has_the_records_of_the_run(run_dir: Path) -> None:
     assert yaml.safe_load(head) == {
         "library_name": "peft",
         "pipeline_tag": "text-generation",
-        "tags": ["retrain", "reinforcement-learning", "grpo"],
+        "tags": ["retrain", "grpo"],
     }
     rows = dict(line.strip("| ").split(" | ", 1) for line in body.splitlines() if "| " in line)
-    assert (rows["steps"], rows["algorithm"]) == ("1", "grpo")
+    assert (rows["steps"], rows["algorithm"]) == ("1", "`grpo`")
     assert rows["reward"].startswith("`letters.py:score`")
-    merged = model_card(load_config(run_dir / "config.yaml"), [], run_dir)
+    mixed = {"type": "mixture", "sources": [["a private row"]], "of": {"path": "/home/me/x.py"}}
+    config = parse_config({"prompts": mixed, "algorithm": {"type": "/home/me/mine.py:Own"}})
+    merged = model_card(config, [], [{"eval/step": 0, "eval/reward/mean": 0.5}], run_dir)
     assert "library_name: transformers" in merged
+    assert "| evaluation of step 0 | reward/mean 0.500 |" in merged
+    assert "private" not in merged
+    assert "/home" not in merged
 
 
 def test_a_conversation_in_a_pipe_is_one_reply_a_line(

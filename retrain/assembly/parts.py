@@ -11,7 +11,7 @@ from typing import Any
 
 from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
-from retrain.assembly.defaults import dumped
+from retrain.assembly.defaults import as_filled, dumped
 from retrain.assembly.learner import Learner
 from retrain.chat.formats.base import Format
 from retrain.concurrency.loading import uncollected
@@ -66,7 +66,8 @@ class Parts:
     def resolved(self) -> RunConfig:
         """The config with what the backend and the algorithm add by default."""
         config = self.config
-        backend = Plugin(type=config.backend.type, **dumped(self.options))
+        given = config.backend.arguments
+        backend = Plugin(type=config.backend.type, **as_filled(dumped(self.options), given))
         loss = {"loss": self.loss, "normalisation": self.normalisation}
         algorithm = config.algorithm.model_copy(update=loss)
         return config.model_copy(update={"backend": backend, "algorithm": algorithm})

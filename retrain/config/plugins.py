@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from retrain.config.paths import find_file
 from retrain.errors import ConfigError, PluginError, PromptError, is_library, nearest
+from retrain.jsonable import Named
 
 T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -73,19 +74,6 @@ class Kind:
         return isinstance(value, self.base) or bool(self.accepts and self.accepts(value))
 
 
-class Named(str):
-    """The name of a class or function that Python code put into a config."""
-
-    value: Any
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # another process finds it by its name, or not at all
-
-
-_OBJECTS: dict[str, Any] = {}
-"""The classes and functions that can't be imported by their names, such as those of a notebook."""
-
-
 def named(value: Any, taken: dict[str, Any]) -> Any:
     """`value` with a name in place of each class and function: `module:name`.
 
@@ -106,7 +94,6 @@ def named(value: Any, taken: dict[str, Any]) -> Any:
         while taken.setdefault(text, value) is not value:
             number += 1
             text = f"{name}#{number}"
-        _OBJECTS[text] = value
     found = Named(text)
     found.value = value
     return found
@@ -135,8 +122,8 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     Raises PluginError if there is none, or it is of another kind.
     """
     target, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
-    if text in _OBJECTS:
-        return _checked(kind, _OBJECTS[text], text, where)
+    if isinstance(text, Named):
+        return _checked(kind, text.value, text, where)
     if target.endswith(".py"):
         path = find_file(target, base_dir, f"{where}: ", PluginError)
         module = _load_own(path, where, base_dir)

@@ -12,12 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config.hints import secrets
-from retrain.config.plugins import Named, named
+from retrain.config.plugins import named
 from retrain.config.problems import problems_of
 from retrain.config.sections import RunConfig
 from retrain.config.variables import Problems, filled_in
 from retrain.config.yaml_text import Marks, apply_override, parse_override, read_config_file
 from retrain.errors import ConfigError
+from retrain.jsonable import Named
 
 BASE_DIR_NOTE = "# The resolved configuration; paths are relative to "
 """How the config.yaml of a run begins, before its `base_dir`."""

@@ -17,14 +17,22 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    WrapValidator,
     field_validator,
     model_validator,
 )
 
+from retrain.jsonable import Named
 from retrain.losses import Normalisation
 
 Listed = Field(strict=False)
 """A YAML list is read into a tuple; its items are checked as strictly as other values."""
+
+
+Name = Annotated[
+    str, WrapValidator(lambda value, check: value if isinstance(value, Named) else check(value))
+]
+"""A string; from Python also a class or function, which is kept with its name."""
 
 
 class Section(BaseModel):
@@ -41,7 +49,7 @@ class Plugin(BaseModel):
     model_config = ConfigDict(
         extra="allow", frozen=True, strict=True, use_attribute_docstrings=True
     )
-    type: str
+    type: Name
     """A built-in name, `module:Class` or `path/file.py:Class`."""
 
     @property
@@ -60,10 +68,10 @@ class PromptsConfig(Plugin):
     """The column of the answer, if it is not `answer`."""
     system: str | None = None
     """A system message that is added before every prompt."""
-    filter: str | dict[str, Any] | None = None
+    filter: Name | dict[str, Any] | None = None
     """The rows to use: a condition on columns, such as {level: 3}, {level: [3, 4]},
     {level: {min: 3}} or {level: {not: 5}}, or a function of the row, as path/file.py:name."""
-    map: str | dict[str, Any] | None = None
+    map: Name | dict[str, Any] | None = None
     """New columns: {answer: {after: "####"}}, the name of a column, a template such as
     "Question: {question}"; or a function that returns the new row, as path/file.py:name."""
     limit: Annotated[int, Field(ge=1)] | None = None
@@ -118,7 +126,7 @@ Weight = Annotated[
 class RewardConfig(Plugin):
     """What scores a rollout; the reward is the weighted sum of all entries."""
 
-    type: str
+    type: Name
     """A built-in name, `module:Class` or `path/file.py:Class`. `environment` is the reward of the
     environment's steps; `sum`, `product` and `min` combine the rewards in `of`."""
     weight: Weight = 1.0
@@ -182,11 +190,11 @@ class MismatchConfig(Section):
 class AlgorithmConfig(Plugin):
     """How rewards become advantages, and which loss trains them."""
 
-    type: str = "grpo"
+    type: Name = "grpo"
     """A built-in name, `module:Class` or `path/file.py:Class`."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Rollouts per prompt."""
-    loss: str | None = None
+    loss: Name | None = None
     """The loss that the backend computes; by default the algorithm's own."""
     loss_config: dict[str, Any] = {}
     """The keys of the loss: epsilon, epsilon_high, delta, beta, ... `force: true` allows a loss

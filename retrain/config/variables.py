@@ -90,7 +90,7 @@ def _changed(value: Any, change: Callable[[str, str], Any], path: str) -> Any:
     if isinstance(value, Mapping):
         return {
             key: inner
-            if key == "rows" or (key == "prompts" and isinstance(inner, list))
+            if isinstance(inner, list) and key in ("rows", "prompts")
             else _changed(inner, change, f"{path}.{key}".lstrip("."))
             for key, inner in value.items()
         }

@@ -29,6 +29,10 @@ RECENT = 20
 """Steps for the estimate of the remaining time and for the trend of the reward."""
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 MAX_SHOWN_CAUSES = 5
+NEXT = (
+    "run the same command with --resume (from Python: resume=True) to continue from the last "
+    "checkpoint"
+)
 _ELSEWHERE = ("reward", "no-signal groups", "failed rollouts")
 """Shown in other rows of the live display."""
 MEASURES = ("loss", "perplexity", "dpo/accuracy")
@@ -245,9 +249,7 @@ def _places(result: TrainingResult) -> list[tuple[str, str]]:
     stopped = result.status in ("interrupted", "failed")
     resumable = (result.run_dir / EVENTS).exists()
     if stopped and resumable and any((result.run_dir / "checkpoints").glob("step_*")):
-        lines.append(
-            ("next", "run the same command with --resume to continue from the last checkpoint")
-        )
+        lines.append(("next", NEXT))
     return lines
 
 

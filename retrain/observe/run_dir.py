@@ -205,7 +205,7 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with suppress(*([] if kind is None else [RunError])):  # not to hide the current error
-            if kind is not None and issubclass(kind, Exception) and not self.begun:
+            if kind is not None and not self.begun:
                 self._discard()
             self.close()
 

@@ -244,7 +244,9 @@ class Recorder:
     def card(self, config: RunConfig, model: Path) -> None:
         """Write the model card of the exported model into its folder."""
         try:
-            (model / "README.md").write_text(model_card(config, self.history, model), "utf-8")
+            (model / "README.md").write_text(
+                model_card(config, self.history, self.evaluations, model), "utf-8"
+            )
         except OSError as error:
             self.fault(f"{model / 'README.md'}: {error}")
 

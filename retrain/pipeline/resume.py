@@ -47,7 +47,7 @@ async def checkpoint(run: Run) -> None:
     owed = run.evaluation.owed
     if owed is not None and owed == run.checkpoints.saved:
         logger.warning(
-            "the evaluation of step %d was cut off: --resume repeats it and continues from there, "
+            "the evaluation of step %d did not end: a resume repeats it and continues from there, "
             "so no checkpoint of step %d is written",
             owed,
             run.step,
@@ -212,4 +212,3 @@ def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -
     run.data_since = saved.counters.get("data_since", 0)
     run.signal.restore(saved.counters)
     run.intake.restore(saved.counters["failed_in_a_row"])
-    run.evaluation.best = saved.counters["evaluation"]["best"]

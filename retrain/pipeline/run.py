@@ -198,11 +198,10 @@ class Run:
         return self.config.train.total_train_steps
 
     def request_stop(self) -> None:
-        """Stop after the current step, with a checkpoint; cancel an evaluation."""
+        """Stop after the current step, with a checkpoint, when the current evaluation has ended."""
         self.stopping = True
         self.adapter.stop_retrying()
         self.intake.stop()
-        self.evaluation.cancel()
 
     def fail(self, error: Exception) -> None:
         """A stage failed: the run fails with its error after the step under way.
@@ -215,6 +214,7 @@ class Run:
         if first_line(error) not in map(first_line, self.failures):
             self.failures.append(error)
         self.request_stop()
+        self.evaluation.cancel()
 
     def failed_callback(self, error: Exception) -> None:
         """A callback has no state to save: the run fails after the checkpoint."""

@@ -307,7 +307,7 @@ async def learn(run: Run) -> None:
             await _evaluate(run, beside)
         while not run.finished and await step(run):
             evaluate = not run.stopping and run.evaluation.due(run.step, last=run.finished)
-            if evaluate or (every and run.step % every == 0):
+            if evaluate or (every and run.step % every == 0 and not run.finished):
                 await checkpoint(run)
             if evaluate:
                 await _evaluate(run, beside)
@@ -317,7 +317,6 @@ async def learn(run: Run) -> None:
     export = run.adapter.export(run.run_dir.path / "final")
     run.model = await run.within("export", export, limit="checkpoint")
     if isinstance(run.model, Path):
-        run.evaluation.write_row()
         run.record.card(run.config, run.model)
     run.record.event("export", path=None if run.model is None else str(run.model))
 
@@ -419,8 +418,8 @@ async def update(
     run.record.batch(number, tickets, batch)
     started = time.time()
     metrics: Metrics = dict(SKIPPED)
+    run.whole = False
     if not skipped:
-        run.whole = False
         metrics = await run.within("update", run.parts.learner.update(groups, batch))
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
@@ -451,6 +450,7 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
         if learner.done() or learner.cancelling() or run.stalled:
             raise  # a stage failed or the run stalled: the task group is ending
         run.request_stop()
+        run.evaluation.cancel()
         await asyncio.wait([learner])
         return True
     return False
