@@ -31,7 +31,7 @@ class Filled(str):
         return made
 
     def __repr__(self) -> str:
-        return repr(self.written)
+        return f"{self.written!r} (filled in)"
 
 
 def plain(value: Any) -> Any:  # any: users' values in, JSON values out

@@ -33,7 +33,7 @@ class RemoteLora(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
     r: Annotated[int, Field(ge=1, validation_alias=RANK)] = 32
-    """The rank of the adapters."""
+    """The rank of the adapters; `rank` is another name of this key."""
     seed: int | None = None
     """The seed of the initial adapters; by default train.seed."""
     train_unembed: bool = True

@@ -44,7 +44,7 @@ class LoraOptions(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
     r: Annotated[int, Field(ge=1, validation_alias=RANK)] = 16
-    """The rank of the adapters."""
+    """The rank of the adapters; `rank` is another name of this key."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapters' output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
