@@ -125,10 +125,11 @@ async def _checked_parts(parts: Parts, say: Say, replies: Sequence[str]) -> list
     """Check the environment and the rewards of a config."""
     seed, rows = parts.config.train.seed, parts.prompts.first_rows(PROMPTS)
     prompts = [parts.prompts.prompt(Ticket(0, row), seed) for row in rows]
-    fit = Finding(True, "all parts of the config load and fit together")
+    fit = [Finding(True, "all parts of the config load and fit together")]
+    fit += [Finding(True, text, warning=True) for text in parts.warnings]
     if (source := parts.algorithm.source) != "rollouts":
         unused = f"the rows are {source}: the environment and the rewards are not used"
-        return [fit, Finding(True, unused)]
+        return [*fit, Finding(True, unused)]
     blocks = Blocks()
     with blocks.watched():
         findings = await _checked(parts.environment, prompts, parts.config, say, blocks)
@@ -139,7 +140,7 @@ async def _checked_parts(parts: Parts, say: Say, replies: Sequence[str]) -> list
         else:
             with waiting(say, "the rewards, called for a few rollouts"):
                 trials = await tried_rewards(parts, prompts, replies)
-    return [fit, *findings, blocks.finding(), *trials]
+    return [*fit, *findings, blocks.finding(), *trials]
 
 
 def _as_tool(subject: str, error: PluginError) -> PluginError:

@@ -38,6 +38,7 @@ _OWN = re.compile(
     | retrain-agent-\w+                 # the working folder of an agent
     | /r/[0-9a-f]{16} | sk-[\w-]{20,}   # the endpoint of a rollout
     | \b(?:pid|process)[ =]\d+
+    | \b\d[\d,]*(?=[ ]tokens\b)          # the length of a prompt or a reply
     """,
     re.VERBOSE,
 )
@@ -177,7 +178,8 @@ def place_of(function: object) -> str:
 def alike(error: str) -> str:
     """The text without what differs from rollout to rollout: errors with equal ones are one kind.
 
-    These are tickets, addresses of objects, temporary folders, processes, and endpoints' URLs.
+    These are tickets, addresses of objects, temporary folders, processes, endpoints' URLs and
+    numbers of tokens.
     """
     return _OWN.sub("...", error)
 

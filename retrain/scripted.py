@@ -50,9 +50,9 @@ class Finding:
         return f"{word}  {self.what}{advice}"
 
 
-def found(good: bool, what: str, lines: Sequence[str] = ()) -> Finding:
+def found(good: bool, what: str, lines: Sequence[str] = (), *, warning: bool = False) -> Finding:
     """A check with lines of advice, or of what was found."""
-    return Finding(good, what, "\n".join(lines))
+    return Finding(good, what, "\n".join(lines), warning)
 
 
 async def tried(what: str, check: Awaitable[None]) -> Finding:

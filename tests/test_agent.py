@@ -62,6 +62,16 @@ def in_process(prompt, folder):
 def picky(prompt, base_url, api_key):
     return 1 / (call(prompt, base_url, api_key) == "hello")
 
+def unread(prompt, base_url, api_key):
+    class ValidationError(Exception): pass
+    said = call(prompt, base_url, api_key)
+    if said != "42":
+        raise ValidationError("no total\\n  in the answer")
+
+def unsound(prompt, base_url, api_key):
+    unread(prompt + "?", base_url, api_key)
+    raise unread.__globals__["json"].JSONDecodeError("no total", "", 0)
+
 def never(prompt):
     return ""
 
@@ -651,6 +661,21 @@ async def test_the_check_finds_an_agent_that_fails_for_strange_replies(agents: P
     assert bad.advice.count("ZeroDivisionError") == 1
     assert "the model says '' in row 0, the model says '42' in row 0" in bad.advice
     assert "return the partial result" in bad.advice
+
+
+@pytest.mark.parametrize(("agent", "ends", "warns"), [("unread", 1, 1), ("unsound", 0, 3)])
+async def test_the_check_warns_of_an_agent_that_always_raises(
+    agents: Path, agent: str, ends: int, warns: int
+) -> None:
+    """Although all its rollouts are scored."""
+    findings = await check_environment(partial(Agent, run=f"{agents}:{agent}"))
+    assert all(finding.good for finding in findings)
+    _, rows, every, scored, *_ = findings
+    assert f"{ends} of 2 rows" in rows.what
+    assert f"{ends} of 7 rollouts" in every.what
+    assert f"{7 - ends} rollouts" in scored.what
+    assert sum(finding.warning for finding in findings) == warns
+    assert scored.advice.count("own.py:") == 1 + (not ends)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from retrain.chat import Chat, Conversation
 from retrain.chat.formats.hermes import Hermes
 from retrain.chat.template import NOT_SHOWN
 from retrain.chat.tools import as_template
+from retrain.check import check_subject
 from retrain.config import RunConfig, parse_config
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.environment import ToolSpec
@@ -529,6 +531,10 @@ def test_a_template_without_tools_is_found_before_the_model_loads(
             warnings()
     assert warnings(tools="hermes") == [NOT_SHOWN]
     assert warnings(tools={"show": "system"}) == []
+    if agent:
+        (tmp_path / "it.yaml").write_text(json.dumps(mapping))
+        found = asyncio.run(check_subject(str(tmp_path / "it.yaml")))
+        assert warning in [finding.what for finding in found if finding.warning]
 
 
 TOOL = """

@@ -31,6 +31,7 @@ from retrain.config import RunConfig
 from retrain.environment import Action, Environment, StepResult
 from retrain.errors import MAX_TEXT, ConfigError, RunError
 from retrain.observe import journal, rollout_lines, voided
+from retrain.observe.causes import Causes
 from retrain.observe.console import Console
 from retrain.observe.journal import Journal, encode, read_lines, repair
 from retrain.observe.rollout_lines import encoded, hash_of, with_fate
@@ -42,6 +43,7 @@ from retrain.observe.run_dir import (
 )
 from retrain.observe.voided import cut
 from retrain.pipeline import train
+from retrain.pipeline.meter import Meter
 from retrain.pipeline.recorder import LONELY, Recorder
 from retrain.types import Completion, Group, Message, Prompt, Trajectory, Turn
 from tests.pipe_kit import kept_adapter, parts_with
@@ -192,15 +194,36 @@ def test_a_group_that_lost_all_but_one_rollout_is_counted_and_announced_once(
 
 
 def test_the_error_of_an_agent_whose_rollout_is_scored_is_announced(tmp_path: Path) -> None:
-    said: list[str] = []
+    failed, said = list[str](), list[str]()
     with RunDirectory.open(tmp_path / "run", config()) as run_dir:
-        run_dir.tally.announce = said.append
+        run_dir.tally.announce, run_dir.tally.remark = failed.append, said.append
         scored = group("ok", "ok", "ok")
         scored.trajectories[0].info = {"truncated": "length", "error": "no city"}
         scored.trajectories[1].info = {"error": "of its own"}
         run_dir.count(scored)
-        assert (run_dir.tally.outcomes, len(said)) == ({"ok": 3}, 1)
+        assert (run_dir.tally.outcomes, len(said), failed) == ({"ok": 3}, 1, [])
         assert "no city" in said[0]
+        meter = Meter()
+        meter.group(scored)
+        counted = meter.evaluation()
+        assert counted["eval/rollouts/truncated"] == 1
+        assert "eval/rollouts/unusable" not in counted
+
+
+def test_an_error_in_one_line_keeps_its_place_and_shows_where_it_is_cut() -> None:
+    causes, place = Causes(), " (agent.py:7)"
+    assert causes.add(f"1 validation error\ntotal\n  Field required{place}") == (
+        f"1 validation error total Field required{place}"
+    )
+    assert causes.add(f"1 validation error\nother\n  Field required{place}") is None
+    assert causes.add("1 validation error\ntotal (agent.py:8)") is not None
+    long = causes.add("word " * 99 + place)
+    assert long is not None
+    assert (len(long), long.endswith(f"...{place}")) == (300, True)
+    assert (causes.add("word " * 98) or "").endswith("...")
+    for count in ("1,228", "94"):
+        causes.add(f"the prompt has {count} tokens, expected fewer than 90{place}")
+    assert sorted(causes.values()) == [1, 1, 1, 2, 2]
 
 
 def test_ever_new_error_texts_do_not_fill_the_memory(tmp_path: Path) -> None:

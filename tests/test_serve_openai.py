@@ -14,9 +14,11 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
+from retrain.assembly import tool_format
 from retrain.chat import Chat
 from retrain.chat.reasoning import reasoning_opener
 from retrain.chat.tools import tools_of
+from retrain.config import parse_config
 from retrain.endpoint.api import Extra
 from retrain.endpoint.public import PublicServer
 from retrain.rollout.calls import CallError, Calls
@@ -24,6 +26,7 @@ from retrain.talk import constraint
 from retrain.talk.subject import find_subject
 from retrain.talk.voice import Voice, opened
 from retrain.types import Completion
+from tests.chat_kit import byte_level
 from tests.endpoint_kit import ADD, CHAT, TOKENIZER, call, streamed
 from tests.formats_kit import CASES, tokenizer_of
 
@@ -36,6 +39,7 @@ SCHEMA = {
 }
 DIGIT = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": DIGIT}} for n in ("add", "sub")]
+SHOWN = {"format": "hermes", "show": "system"}
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("talk")]
 
 
@@ -268,16 +272,20 @@ async def test_the_official_sdks(served, kind) -> None:
         await call(client.close)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "shown by a system message"])
 async def test_a_forced_call_is_one_that_the_format_reads(name) -> None:
     """Whatever is sampled; or it is rejected, as for replies that begin with reasoning."""
-    tokenizer = tokenizer_of(CASES[name])
-    chat = Chat(tokenizer)
+    if name in CASES:
+        tokenizer = tokenizer_of(CASES[name])
+        chat = Chat(tokenizer)
+    else:
+        tokenizer = byte_level()
+        chat = Chat(tokenizer, tools=tool_format(parse_config({"chat": {"tools": SHOWN}})))
     tools = tools_of([{"name": "add", "parameters": SCHEMA}, {"name": "sub", "parameters": DIGIT}])
     begun = chat.begin([{"role": "user", "content": "Hi"}], tools)
     opener = reasoning_opener(tokenizer.decode(begun.prompt_ids))
     constraints = constraint.Constraints(chat, tokenizer)
-    if CASES[name].form in ("pythonic", "glm", "gpt_oss") or opener:
+    if name in CASES and (CASES[name].form in ("pythonic", "glm", "gpt_oss") or opener):
         with pytest.raises(CallError, match="can't be enforced"):
             constraints.mask(Extra(forced=tools), begun.prompt_ids)
         return
@@ -290,6 +298,7 @@ async def test_a_forced_call_is_one_that_the_format_reads(name) -> None:
         said = Completion(ids, [0.0] * len(ids), chat.tokens.text(ids), "stop", 0)
         [call] = begun.fork().reply(said).tool_calls
         assert call.error is None
+        assert call.name in ("add", "sub")
 
 
 class Form(BaseModel):

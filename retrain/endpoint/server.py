@@ -175,8 +175,7 @@ class EndpointServer:
         honour = self._config.honour
         self._warn("has no effect on the endpoint", request.unused)
         self._warn(
-            "a run can't enforce: the log-probs of the tokens that remain would not be the "
-            "policy's",
+            "a run does not enforce: it has to train on what the model says by itself",
             request.masking,
         )
         self._warn(

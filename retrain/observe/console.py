@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -90,7 +91,8 @@ class Console(Callback):
             self._say(f"changed since the checkpoint: {first_of(changed)}")
         for fault in trainer.run_dir.tally.errors:  # found by the resume
             self._say(fault)
-        trainer.run_dir.tally.announce = self._failed
+        trainer.run_dir.tally.announce = partial(self._said, "failed")
+        trainer.run_dir.tally.remark = partial(self._said, "note")
         self._say(f"run directory: {near(trainer.run_dir.path)}")
         if self._notebook is None and (
             self._terminal.is_terminal and not self._terminal.is_dumb_terminal
@@ -128,9 +130,9 @@ class Console(Callback):
         ):
             self._say(f"{label:<{LABEL_WIDTH}} {text}", LABEL_WIDTH)
 
-    def _failed(self, error: str) -> None:
+    def _said(self, label: str, error: str) -> None:
         """The first error of a kind, as soon as it happens; the summary has their number."""
-        self._say(f"failed  {error}", len("failed"))
+        self._say(f"{label:<7} {error}", len(label))
 
     def _print_step(self, now: float) -> None:
         self._printed_step, self._printed_at = self._progress.step, now

@@ -66,18 +66,25 @@ class Tally:
     evaluated: Counter[str] = field(default_factory=Counter)
     """Rollouts of evaluations, by outcome."""
     errors: Causes = field(default_factory=Causes)
-    """Failed rollouts, and what else failed, by the first line of the error."""
+    """Failed rollouts, and what else failed, by the kind of the error."""
     seats: set[str] = field(default_factory=set)
     """Of rollouts with several."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """The peaks, of `peak_memory`, measured at each checkpoint and at the end."""
     announce: Callable[[str], object] = lambda text: None
     """Called with the first error of each kind."""
+    remark: Callable[[str], object] = lambda text: None
+    """The same for errors in spite of which a rollout is scored."""
 
     def failed(self, error: str) -> None:
         """Count an error."""
         if (first := self.errors.add(error)) is not None:
             self.announce(first)
+
+    def scored(self, error: str) -> None:
+        """Count an error in spite of which a rollout is scored."""
+        if (first := self.errors.add(error)) is not None:
+            self.remark(first)
 
 
 class RunDirectory:
@@ -147,11 +154,11 @@ class RunDirectory:
             outcomes[trajectory.outcome] += 1
             if trajectory.seat:
                 self.tally.seats.add(trajectory.seat)
-            info, prefix = trajectory.info, "eval: " if evaluated else ""
+            prefix = "eval: " if evaluated else ""
             if trajectory.outcome != "ok":
-                self.tally.failed(f"{prefix}{info.get('error') or trajectory.outcome}")
-            elif "error" in info and ("truncated" in info or "unusable" in info):
-                self.tally.failed(f"{prefix}scored all the same: {info['error']}")
+                self.tally.failed(f"{prefix}{trajectory.info.get('error') or trajectory.outcome}")
+            elif error := trajectory.agent_error:
+                self.tally.scored(f"{prefix}scored, although {error}")
 
     def metrics(self, row: Mapping[str, float]) -> None:
         """Append one step's metrics, and flush all files."""

@@ -1,7 +1,8 @@
 """Replies of a given form: a JSON schema, or a tool call. Needs the extra `constrain`.
 
 A grammar (llguidance) says which tokens may come next; the sampler draws from the others' rest. For
-a tool call, the grammar is what the chat template writes around the name and the arguments.
+a tool call, the grammar is what the chat template writes around the name and the arguments, or the
+format where a system message shows the tools.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ class Constraints:
     def _around_call(self) -> tuple[str, str, str]:
         """The texts before the name of a tool, before its arguments and after them."""
         template, tokens = self._chat.template, self._chat.tokens
-        written = template.with_calls(1, text=template.calls_as_text)
+        if template.form is not None:
+            written = template.form.write({"function": PROBE_CALL})
+        else:
+            written = template.with_calls(1, text=template.calls_as_text)
         said = self._tokenizer.decode(
             [i for i in tokens.encode_reply(written) if i not in self._stops]
         )
