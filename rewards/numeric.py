@@ -13,15 +13,19 @@ _POWER = r"[eE][-+]?\d+|\s*(?:×|x|\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?[-
 _NUMBER = re.compile(
     r"((?<![\w)\]}.])[-+])?\$?"
     rf"(?:\\[dt]?frac\{{({_DIGITS})\}}\{{({_DIGITS})\}}"
-    rf"|({_DIGITS})({_POWER})?(?:\s*/\s*({_DIGITS}))?)\s*(%)?"
+    rf"|({_DIGITS})({_POWER})?(?:\s*/\s*({_DIGITS}))?)(?:\s*(%))?"
 )
 _FRACTIONLESS = re.compile(r"[\d,]+(?:\.0+)?")
 _LATEX = {"\\%": "%", "\\$": "$", "{,}": ",", "\\,": ",", "\\!": "", "−": "-"}
 _LATEX |= {"^\\circ": "", "^{\\circ}": "", "^°": ""}
 _EMPHASIS = re.compile(r"(?<!\w)(__?)([^_\s]+)\1(?!\w)")
-_BEFORE = re.compile(r"(?:(?:\^|_|√|\\sqrt(?:\[[^]]*\])?)\s*(?:\{[^{}]*)?|\d\*\*)[-+]?$")
-_AFTER = re.compile(r"[)\]}]*\s*\^|\s*(?:√|\\sqrt)|_|\*\*[-+]?\d")
-"""What makes a number an exponent, a base, an index or a part of a root."""
+_WITHIN = r"\s*(?:\{[^{}]*)?[-+]?$"
+_UNIT = r"\d(?:,(?!\s))?[\s~$]*(?:\\[;: ]\s*)?(?:\\[a-z]+\s*\{\s*)?[^\W\d_]+(?:/[^\W\d_]+)?\}?\s*\^"
+_NAMED = re.compile(rf"(?:(?<=[^\W_]|[)\]}}])_|{_UNIT}){_WITHIN}")
+"""What makes a number the index of a name, or the exponent of a unit, as in 25 m^2."""
+_BEFORE = re.compile(rf"(?:\^|√|\\sqrt(?:\[[^]]*\])?){_WITHIN}|\d\*\*[-+]?$")
+_AFTER = re.compile(r"[)\]}]*\s*\^|\s*(?:√|\\sqrt)|_(?=[^\W_]|\{)|\*\*[-+]?\d")
+"""What makes a number an exponent, a base or a part of a root: a value that is not calculated."""
 _NEAR = 80
 """Characters before a number that are searched."""
 TOLERANCE = 1e-9
@@ -35,8 +39,9 @@ class Numeric(RewardCalculator):
     Numbers may have a sign, thousands separators (1,234.5), a power of ten (1e3, 2 \\times 10^3), a
     fraction (3/4, \\frac{3}{4}) and a percent sign. A completion of "50%" matches both the answer
     50 and the answer 0.5. The answer is a number or a string, which is read in the same way.
-    A number next to `^`, `_` or a root is not read. Two integers must be equal unless a tolerance
-    is set; other numbers must agree to 9 digits.
+    A number next to `^`, `_` or a root is not read, and no earlier number is the answer then; the
+    exponents of units and the indices of names are ignored. Two integers must be equal unless a
+    tolerance is set; other numbers must agree to 9 digits.
 
     Args:
         marker: Read the first number after the last occurrence of this string, such as "####", or
@@ -97,7 +102,7 @@ def number_in(text: str, marker: str | None = None) -> Number | None:
         return None
     if rest.startswith("{"):
         return _last(_braced(rest))
-    return next(_numbers(rest), None)
+    return next((number for number in _numbers(rest) if number), None)
 
 
 def _last(text: str) -> Number | None:
@@ -117,18 +122,23 @@ def _braced(text: str) -> str:
     return ""
 
 
-def _numbers(text: str) -> Iterator[Number]:
+def _numbers(text: str) -> Iterator[Number | None]:
+    """The numbers of a text; None stands for one that has no value of its own, as in a root."""
     for latex, plain in _LATEX.items():
         text = text.replace(latex, plain)
     text = _EMPHASIS.sub(r"\2", text)
     for found in _NUMBER.finditer(text):
         near = text[max(0, found.start() - _NEAR) : found.start()]
+        if _NAMED.search(near):
+            continue
         if _BEFORE.search(near) or _AFTER.match(text, found.end()):
+            yield None
             continue
         sign, above, below, digits, power, divisor, percent = found.groups("")
         value = _float(above or digits) * _power(power)
         under = _float(below or divisor or "1")
         if not under or not math.isfinite(value):
+            yield None
             continue
         if _FRACTIONLESS.fullmatch(digits) and not (power or divisor or percent):
             value = int(digits.partition(".")[0].replace(",", ""))  # exact above 2**53 too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import re
 import shutil
@@ -32,14 +33,15 @@ from retrain import (
 from retrain.assembly import assemble, sections
 from retrain.check import check_environment
 from retrain.concurrency import deadlines
-from retrain.concurrency.crashes import kinds_of
+from retrain.concurrency.crashes import ProgramError, kinds_of
 from retrain.endpoint.server import EndpointServer
-from retrain.errors import AdapterError, ConfigError
+from retrain.errors import AdapterError, ConfigError, UserCodeError
 from retrain.observe.run_dir import read_metrics
 from retrain.rewarding import WeightedReward
 from retrain.rollout import instance
+from retrain.rollout.endings import as_result
 from retrain.run import main
-from retrain.types import StopReason, Trajectory
+from retrain.types import Completion, StopReason, Trajectory, Turn
 from tests.agent_kit import CALL, PROMPT, Echo, config_of, played, written
 
 ROOT = Path(__file__).parent.parent
@@ -331,6 +333,10 @@ if __name__ == "__main__":
     fails("a=")
 """
 """Agents that end with an exception after a reply; HOW says which."""
+CRASHED = """Traceback (most recent call last):
+  File "agent.py", line 1, in <module>
+{}
+"""
 
 
 def ending(folder: Path, how: str, kind: str) -> dict[str, Any]:
@@ -394,6 +400,41 @@ async def test_what_the_model_did_not_do_stays_a_fault(tmp_path: Path, kind: str
     outcome, info = await how_it_ended(keys | {"on_error": "score"})
     assert (outcome, list(info)) == ("ok", ["unusable"])
     assert "KeyError" in info["unusable"]
+
+
+class RequestException(OSError):
+    """As that of requests."""
+
+
+class PageError(RequestException, json.JSONDecodeError):
+    """As the JSONDecodeError of requests."""
+
+
+@pytest.mark.parametrize(
+    ("error", "stops", "info"),
+    [
+        (ValueError(), ["stop", "length"], {"truncated": "length"}),
+        (ValueError(), ["length", "stop"], {}),
+        (OSError(28, "disk full"), ["length"], {}),
+        (MemoryError(), ["length"], {}),
+        (ModuleNotFoundError(), ["length"], {}),
+        (ProgramError("it", CRASHED.format("FileNotFoundError: no")), ["length"], {}),
+        (ProgramError("it", CRASHED.format("KeyError: no")), ["length"], {"truncated": "length"}),
+        (PageError("page", "", 0), ["stop"], {}),
+        (
+            ProgramError("it", CRASHED.format("requests.exceptions.JSONDecodeError: x")),
+            ["stop"],
+            {},
+        ),
+    ],
+)
+def test_only_the_last_reply_explains_an_error_and_not_one_of_the_machine(
+    error: Exception, stops: list[StopReason], info: dict[str, Any]
+) -> None:
+    failed = UserCodeError("it failed")
+    failed.__cause__ = error
+    turns = [Turn([], Completion([], [], "", stop, 0)) for stop in stops]
+    assert as_result(failed, turns, "fail") == info
 
 
 async def test_an_agent_that_fails_before_its_first_call_or_is_late_is_a_fault(
@@ -477,6 +518,11 @@ GROUP = """  + Exception Group Traceback (most recent call last):
     | httpx.ConnectError: All connection attempts failed
     +------------------------------------
 """
+LINKED = """Traceback (most recent call last):
+  File "agent.py", line 9, in <module>
+langgraph.errors.GraphRecursionError: Recursion limit of 25 reached
+For troubleshooting, visit: https://docs.langchain.com/errors
+"""
 NODE = """file:///agent/parser.mjs:83
             throw new LengthFinishReasonError();
                   ^
@@ -509,7 +555,14 @@ Node.js v20.20.2
             "SyntaxError: 'z ' is not valid JSON",
             {"JSONDecodeError"},
         ),
-        (PYTHON + "gave up\n", "gave up", {"ValidationError"}),
+        (PYTHON + "gave up\n", "gave up", set()),
+        (
+            PYTHON + "agent.py raised ValidationError",
+            "agent.py raised ValidationError",
+            {"ValidationError"},
+        ),
+        (f"{CRASHED.format('ConnectionError: no')}recovered\nno city", "no city", set()),
+        (LINKED, LINKED.splitlines()[-1], {"GraphRecursionError"}),
         ("the model said a=", "the model said a=", set()),
         ("", "", set()),
     ],

@@ -262,15 +262,46 @@ async def test_a_cancelled_program_ends_with_all_it_started(sandbox: Sandbox) ->
     assert (await sandbox.run(["python", "-c", "print(1)"], {})).stdout == "1\n"
 
 
-async def test_what_kills_the_init_is_the_failure_of_the_program(sandbox: Sandbox) -> None:
+async def test_an_init_that_the_machine_kills_is_an_error_of_the_sandbox(sandbox: Sandbox) -> None:
     secret = secrets.token_hex(8)
     program = "import time; time.sleep(60)"
     task = asyncio.create_task(sandbox.run(["python", "-c", program, secret], {}))
     await until(lambda: secret in running())
     [init] = [parent_of(path.parent) for path in processes() if secret in text_of(path)]
     os.kill(init, signal.SIGKILL)
-    result = await task
-    assert (result.exit_code, result.limit) == (-signal.SIGKILL, "")
+    with pytest.raises(SandboxError, match="out of memory"):
+        await task
+
+
+async def test_a_machine_without_memory_kills_the_init_first(sandbox: Sandbox) -> None:
+    scores = "print(*(int(open(f'/proc/{p}/oom_score_adj').read()) for p in ('self', 1)))"
+    result = await sandbox.run(["python", "-c", scores], {})
+    own = max(500, int(text_of(Path("/proc/self/oom_score_adj"))))
+    assert result.stdout == f"{own} 1000\n"
+
+
+NEAR = """
+import os, signal
+from retrain.sandbox import jail, server
+if (program := os.fork()) == 0:
+    signal.pause()
+def usage():
+    os.kill(program, 9)
+    return 1, 60 << 10
+jail._usage = usage
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+read, write = os.pipe()
+jail.ending(program, {"memory": 100, "processes": 1}, write)
+job = server.Job.__new__(server.Job)
+job.id, job.started, job.limit, job.exit_code = 0, 0, "", jail.KILLED
+job.outputs = {"stdout": b"", "stderr": b"", "status": os.read(read, 99)}
+assert job.reply()["code"] == -9 and "error" not in job.reply()
+"""
+
+
+@pytest.mark.skipif(not WORKING, reason="no namespaces here")
+def test_an_init_that_dies_as_the_program_takes_the_memory_is_its_failure() -> None:
+    subprocess.run([sys.executable, "-c", NEAR], check=True, timeout=60)
 
 
 STARVED = """
@@ -279,7 +310,7 @@ from retrain.sandbox import jail
 if (program := os.fork()) == 0:
     signal.pause()
 resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-assert jail.ending(program, {}) == {"code": -9}
+assert jail.ending(program, {}, 1) == {"code": -9}
 os.kill(program, 9)
 """
 

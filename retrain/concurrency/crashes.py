@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from retrain.errors import UserCodeError
@@ -20,6 +20,8 @@ _GROUPED = re.compile(r"^ *[|+] ", re.M)
 """What indents the lines of an exception group."""
 _CAUSED = re.compile(r"^The above exception was the direct cause|^ *\+-", re.M)
 """Between two tracebacks of one error."""
+_GOES_ON = re.compile(r"\s|For [\w ]*,? visit:? https?://")
+"""How the last line of a message of several lines begins: pydantic's, jsonschema's, LangChain's."""
 _NODE = re.compile(r"^ *\^+ *\n\n(\S.*(?:\n(?! +at ).*)*)", re.M)
 _LONGEST = 500
 """Characters of a message of several lines, in one line."""
@@ -36,9 +38,13 @@ class ProgramError(UserCodeError):
 
     def __init__(self, message: str, output: str = "", info: Mapping[str, Any] | None = None):
         super().__init__(message)
-        self.errors = [(line, _kinds(line)) for line in _errors(output)]
+        found = [(line, _kinds(line)) for line in _errors(output)]
+        ended = _ends(output, [line for line, _ in found])
+        self.errors = found if ended else []
         """The lines of the output that name the error and its causes, outermost last; of each the
         names of its class and of those bases that are known."""
+        self.logged = set() if ended else {kind for _, kinds in found for kind in kinds}
+        """The classes of an error that the output goes on after: it may have been handled."""
         self.info = dict(info or {})
 
 
@@ -72,6 +78,14 @@ def _errors(output: str) -> list[str]:
     return [match[1] for match in found[max(first, 0) :]]
 
 
+def _ends(output: str, errors: Sequence[str]) -> bool:
+    """Whether the output ends with the error, or with a line that names its class."""
+    last = (output.rstrip().splitlines() or [""])[-1]
+    if _NODE.search(output) or _GOES_ON.match(last):
+        return True
+    return any((match := _CLASS.match(line)) and match[1] in last for line in errors[-1:])
+
+
 def _kinds(line: str) -> set[str]:
     """The class that the line of an error begins with, and its bases as far as they are known."""
     match = _CLASS.match(line)
@@ -81,6 +95,8 @@ def _kinds(line: str) -> set[str]:
     kinds = {name, *(base.__name__ for base in bases)}
     if _UNREACHABLE.fullmatch(name) or _NODES_UNREACHABLE.search(line):
         kinds.add("ConnectionError")
+    if line.startswith("requests.exceptions."):
+        kinds.add("RequestException")
     if name == "SyntaxError" and "JSON" in line:  # of JSON.parse
         kinds.add("JSONDecodeError")
     return kinds

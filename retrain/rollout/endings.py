@@ -7,11 +7,11 @@ recognised by the names of their exceptions, so that none of them is imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from retrain.concurrency.crashes import ProgramError, kinds_of
-from retrain.concurrency.outages import chain, is_outage
+from retrain.concurrency.outages import NAMES, chain, is_outage
 from retrain.errors import LateError, UserCodeError, text_of
 from retrain.types import Turn
 
@@ -38,6 +38,8 @@ REJECTED = frozenset(
 """Classes (or bases) of exceptions that reject what the model said, or how often it did."""
 LONGEST = 500
 """Characters of `info["unusable"]`."""
+MACHINE = frozenset({"MemoryError", "ImportError", "OSError"})
+"""Classes of exceptions that are not the result of a reply that stopped early."""
 
 
 def as_result(error: UserCodeError, turns: Sequence[Turn], on_error: str) -> dict[str, Any]:
@@ -48,23 +50,30 @@ def as_result(error: UserCodeError, turns: Sequence[Turn], on_error: str) -> dic
     if not turns or isinstance(error, LateError) or is_outage(error):
         return {}
     links = list(chain(error, contexts=False))
-    stops = [turn.completion.stop_reason for turn in turns]
-    early = next((reason for reason in reversed(stops) if reason != "stop"), "")
-    rejected = next((link for link in links if not REJECTED.isdisjoint(kinds_of(link))), None)
+    program = next((link for link in links if isinstance(link, ProgramError)), None)
+    if program is not None and not NAMES.isdisjoint(program.logged):
+        return {}  # it may be an outage
+    last = turns[-1].completion.stop_reason
+    early = last if last != "stop" and all(MACHINE.isdisjoint(kinds_of(x)) for x in links) else ""
+    rejected = next((link for link in links if _rejects(kinds_of(link))), None)
     if not (early or rejected or on_error == "score"):
         return {}
-    program = next((link for link in links if isinstance(link, ProgramError)), None)
     found = dict(program.info) if program is not None else {}
     if early:
         return {**found, "truncated": early}
     return {**found, "unusable": _said(rejected or program or error)[:LONGEST]}
 
 
+def _rejects(kinds: Collection[str]) -> bool:
+    """Whether an error of these classes rejects what the model said, not the page of a server."""
+    return not REJECTED.isdisjoint(kinds) and "RequestException" not in kinds
+
+
 def _said(error: BaseException) -> str:
     """An exception as the last line of a traceback has it."""
     if isinstance(error, ProgramError):
         lines = [line for line, _ in error.errors] or [str(error)]
-        rejected = [line for line, kinds in error.errors if not REJECTED.isdisjoint(kinds)]
+        rejected = [line for line, kinds in error.errors if _rejects(kinds)]
         return (rejected or lines)[-1]
     if isinstance(error, UserCodeError):
         return str(error)

@@ -30,6 +30,8 @@ ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": SCRATCH, "LANG": 
 NOBODY = 65534
 KILLED = 128 + signal.SIGKILL
 """The exit code of the outer process if the init was killed; it is that of bubblewrap too."""
+NEAR = b"near\n"
+"""The first line of the status if the processes have used half of the memory that they may use."""
 TICK = 0.05
 """Seconds between two looks at the memory of all processes together."""
 SYSTEM = (
@@ -94,7 +96,10 @@ def _init(spec: Spec, status: int) -> NoReturn:
 
 def supervise(spec: Spec, status: int) -> NoReturn:
     """Start the program, watch it, and report how it ended."""
-    _write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"1000")
+    # If the machine lacks memory, the kernel kills this process before the program: if a program
+    # is killed and this process is not, the program did it.
+    score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+    os.write(score, b"%d" % max(500, int(os.read(score, 9))))
     _drop_privileges()
     _call("prctl", _DUMPABLE, 0, 0, 0, 0)  # no access to our memory for processes of the same user
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # so the kernel ignores those of the sandbox
@@ -106,8 +111,9 @@ def supervise(spec: Spec, status: int) -> NoReturn:
     program = os.fork()
     if program == 0:
         guarded(status, lambda: _program(spec))
+    _write(score, b"1000")
     os.closerange(0, 3)
-    _report(status, ending(program, spec["limits"]))
+    _report(status, ending(program, spec["limits"], status))
     os._exit(0)
 
 
@@ -138,15 +144,16 @@ def set_limits(limits: dict[str, Any]) -> None:
         resource.setrlimit(number, (min(soft, most), most))
 
 
-def ending(program: int, limits: dict[str, Any]) -> dict[str, Any]:
+def ending(program: int, limits: dict[str, Any], status: int) -> dict[str, Any]:
     """How the program ended. If this process lacks memory or files, the program has taken them."""
     with suppress(OSError, MemoryError):
-        return _watched(program, limits)
+        return _watched(program, limits, status)
     return {"code": -signal.SIGKILL}
 
 
-def _watched(program: int, limits: dict[str, Any]) -> dict[str, Any]:
+def _watched(program: int, limits: dict[str, Any], status: int) -> dict[str, Any]:
     """Wait for the program, and reap what it abandoned; end it above the limits."""
+    near = False
     while True:
         while True:
             process, code = os.waitpid(-1, os.WNOHANG)
@@ -156,6 +163,9 @@ def _watched(program: int, limits: dict[str, Any]) -> dict[str, Any]:
             if process == 0:
                 break
         count, kilobytes = _usage()
+        if not near and kilobytes > limits["memory"] << 9:
+            near = True
+            os.write(status, NEAR)
         if kilobytes > limits["memory"] << 10:
             return {"code": -signal.SIGKILL, "limit": "memory"}
         if count > limits["processes"] + 3:  # where RLIMIT_NPROC doesn't count, as for root

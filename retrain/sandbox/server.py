@@ -63,12 +63,14 @@ class Job:
             os.kill(self.process, signal.SIGKILL)
 
     def reply(self) -> dict[str, Any]:
+        near = self.outputs["status"].startswith(jail.NEAR)
+        report = self.outputs["status"].removeprefix(jail.NEAR)
         try:
-            status = json.loads(self.outputs["status"].partition(b"\n")[0] or b"{}")
+            status = json.loads(report.partition(b"\n")[0] or b"{}")
         except ValueError:
             status = {"error": "the status of the sandbox is damaged"}
-        if not status and not self.limit and self.exit_code == jail.KILLED:
-            status = {"code": -signal.SIGKILL}  # its own init: the program took all memory
+        if not status and not self.limit and self.exit_code == jail.KILLED and near:
+            status = {"code": -signal.SIGKILL}  # its own init: the program took the memory
         elif not status and not self.limit:
             status = {"error": "the sandbox was killed from outside; is the machine out of memory?"}
         if self.limit or status.get("code") is not None:

@@ -61,6 +61,9 @@ class Constraints:
         grammar = LLMatcher.grammar_from_lark(lark)
         if problem := LLMatcher.validate_grammar(grammar, self._tokens):
             raise ValueError(problem.partition("\n")[0])
+        first = LLMatcher(self._tokens, grammar, log_level=0)
+        if not any(first.compute_bitmask()) or first.is_error():
+            raise ValueError("no reply matches it")
         return lambda: Matching(LLMatcher(self._tokens, grammar, log_level=0), self._stops[0])
 
     @property
@@ -75,10 +78,13 @@ class Constraints:
 
     def _of_call(self, tools: Sequence[ToolSpec]) -> str:
         """The grammar of a call of one of these tools, as the template writes it."""
-        before, between, after = map(self._literal, self._around_call())
+        around = self._around_call()
+        before, between, after = map(self._literal, around)
+        quoted = around[0].endswith('"')
         rules = [f"start: {' | '.join(f'call{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
-            rules.append(f"call{i}: {before} {json.dumps(tool.name)} {between} json{i} {after}")
+            name = json.dumps(tool.name, ensure_ascii=False)[1:-1] if quoted else tool.name
+            rules.append(f"call{i}: {before} {json.dumps(name)} {between} json{i} {after}")
             closed = {"additionalProperties": False} if tool.parameters.get("properties") else {}
             rules.append(_of_json(f"json{i}", {"type": "object", **closed, **tool.parameters}))
         return "\n".join(rules)
