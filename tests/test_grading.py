@@ -131,7 +131,7 @@ def together(fn):
     for t in threads: t.join()
     return sorted(found)
 class Coded(Exception):
-    def __init__(self, code): self.code = code
+    def __init__(self, code): self.code, self.me, self.also = code, self, self
     def __str__(self): return f"code {self.code}"
 def fail(code): raise Coded(code)
 def load(s): return json.loads(s)

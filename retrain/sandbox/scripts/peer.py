@@ -216,7 +216,7 @@ class Peer:
     def copied(self, value: Any, depth: int) -> dict[str, Any] | None:
         """What the other process makes a copy of, or a coroutine."""
         module, name = type(value).__module__, type(value).__name__
-        if isinstance(value, BaseException) and depth <= DEPTH:
+        if isinstance(value, BaseException) and depth <= DEPTH - DEPTH // 4:
             return {"raised": self.raised(value, depth)}
         if isinstance(value, types.CoroutineType):
             return {"awaited": self.exported(value)["mine"][0]}
