@@ -11,7 +11,9 @@ from retrain.sandbox.choice import MODES
 
 needs_sandbox = pytest.mark.skipif(all(map(local.why_not, MODES)), reason="no namespaces here")
 PROGRAM = """
-from collections import Counter, namedtuple
+import dataclasses, datetime, functools, inspect, io, json, sys, threading
+sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", write_through=True)
+from collections import Counter, deque, namedtuple
 from enum import Enum, IntEnum
 class InsufficientFunds(ValueError):
     def __init__(self, need):
@@ -26,7 +28,7 @@ class Account:
     @classmethod
     def of(cls, n): return cls(n)
     def __enter__(self): return self
-    def __exit__(self, *a): self.balance = -1
+    def __exit__(self, kind, *a): self.balance = -1; self.failed = kind is ValueError; return True
     def __str__(self): return f"Account({self.balance})"
     def __eq__(self, o): return self.balance == o.balance
 class Stack(list):
@@ -111,6 +113,38 @@ def rd(): return input()
 async def co(x): return x+1
 def mutate_nested(d): d['a'].append(1)
 def node(v): return {'v': v, 'next': None}
+def annotation(x: int): return annotation.__annotations__["x"] is int
+def loud(fn):
+    @functools.wraps(fn)
+    def w(*a): return fn.__name__, fn(*a), len(inspect.signature(fn).parameters)
+    return w
+@functools.lru_cache
+def cached(x): return x
+def change(fn):
+    a = [2, 1]
+    fn(a)
+    return a
+def together(fn):
+    found = []
+    threads = [threading.Thread(target=lambda i=i: found.append(fn(i))) for i in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    return sorted(found)
+class Coded(Exception):
+    def __init__(self, code): self.code, self.me, self.also = code, self, self
+    def __str__(self): return f"code {self.code}"
+def fail(code): raise Coded(code)
+def load(s): return json.loads(s)
+def group(): raise ExceptionGroup("both", [ValueError(1), Coded(2)])
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: int
+def times(x, k): return x * k
+def year(d): return d.year
+def last(q): q.append(3); return q[-1], q
+async def after(x): return await co(x) + 1
+def combine(a, b): return (a + b).v, len(a), a[0], a < b, bool(a), 1 in a
+def of_class(o, kind): return isinstance(o, kind)
 """
 FORMS = r"""
 a = Account(5)
@@ -308,6 +342,80 @@ assert s[2] == 3 and s[1:] == [2, 3] and sum(s) == 6 and s.pop() == 3
 ---
 assert Account(1) is not None and bool(Stack([1]))
 ---
+assert annotation(1)
+---
+@loud
+def named(*a):
+    "doc"
+    return a[0]
+assert named(1)[:2] == ("named", 1) and named.__name__ == "named" and named.__doc__ == "doc"
+---
+assert count("aab").most_common(1) == [("a", 2)] and cached(1) == 1
+assert cached.cache_info().hits == 0 and cached.cache_info() == (0, 1, 128, 1)
+---
+class Stop(Exception): pass
+def stop(x): raise Stop(x)
+try:
+    apply(stop, 3)
+except Stop as e:
+    seen = e.args
+assert seen == (3,)
+---
+import dataclasses, json
+seen = []
+for call in (lambda: fail(4), lambda: load("{"), lambda: setattr(Frozen(1), "x", 2)):
+    try:
+        call()
+    except (Coded, json.JSONDecodeError, dataclasses.FrozenInstanceError) as e:
+        seen.append(str(e))
+assert seen[0] == "code 4" and seen[1].startswith("Expecting") and "'x'" in seen[2]
+---
+try:
+    group()
+except* ValueError as e:
+    assert str(e.exceptions[0]) == "1"
+except* Coded as e:
+    seen = e.exceptions[0]
+assert seen.code == 2 and str(seen) == "code 2"
+---
+assert change(lambda a: a.sort()) == [1, 2]
+---
+assert together(lambda i: i * 2) == [0, 2, 4, 6, 8, 10, 12, 14]
+---
+a = Account(1)
+try:
+    with a:
+        raise ValueError("mine")
+except ValueError:
+    suppressed = False
+assert not suppressed and a.failed
+---
+from datetime import date, datetime, timedelta, time
+from decimal import Decimal
+from fractions import Fraction
+from collections import Counter, deque
+for value in (date(2020, 1, 2), datetime(2020, 1, 1, 2, 3), time(1, 2), timedelta(2, 3),
+              Decimal("1.50"), Fraction(1, 3), deque([1, (2,)], maxlen=3), Counter("aab")):
+    assert ident(value) == value and type(ident(value)) is type(value)
+q = deque([1])
+assert times(Decimal("1.5"), 2) == 3 and year(date(2020, 1, 1)) == 2020
+assert last(q) == (3, deque([1, 3])) and q == deque([1, 3]) and count("aab") == Counter("aab")
+---
+import asyncio
+async def both():
+    return await after(1), *await asyncio.gather(after(2), co(3))
+assert asyncio.run(after(1)) == 3 and asyncio.run(both()) == (3, 4, 4)
+---
+class Bag2:
+    def __init__(self, v): self.v = v
+    def __add__(self, o): return Bag2(self.v + o.v)
+    def __len__(self): return 2
+    def __getitem__(self, i): return [7, 8][i]
+    def __lt__(self, o): return self.v < o.v
+    def __contains__(self, x): return x == 1
+assert combine(Bag2(1), Bag2(2)) == (3, 2, 7, True, True, True)
+assert of_class(Bag2(1), Bag2) is True and of_class(3, Bag2) is False
+---
 import copy
 a = [[1]]
 b = copy.deepcopy(ident(a))
@@ -328,6 +436,67 @@ async def test_a_right_program_passes_every_form_of_test() -> None:
         graded = await grade(sandbox, PROGRAM, tests)
     failed = [t for t, good in zip(tests, graded.passed, strict=True) if not good]
     assert (failed, graded.feedback) == ([], "")
+
+
+WILD = """
+class R:
+    __sub__ = __rsub__ = __truediv__ = lambda self, o: 0.0
+    __gt__ = __lt__ = __ge__ = __le__ = lambda self, o: True
+class D(R):
+    __sub__ = lambda self, o: D()
+    __abs__ = lambda self: 0.0
+def Area(r): return D() if r == 3 else R()
+class math:
+    isclose = lambda *a, **k: True
+def f(x): return 0
+def silent(x): pass
+def skip(x):
+    import unittest
+    raise unittest.SkipTest
+def twice(x):
+    import sys
+    frame = sys._getframe()
+    while type(peer := frame.f_locals.get("self")).__name__ != "Subject": frame = frame.f_back
+    peer.send({"value": {"mine": [1, "int", "int"]}})
+    for value in (3, 5):
+        peer.receive()
+        peer.send({"value": value})
+    peer.receive()
+"""
+UNEARNED = r"""
+assert abs(Area(2) - 12.566) < 1e-3
+---
+assert abs(Area(3) - 12.566) < 1e-3
+---
+assert abs(12.566 - Area(2)) < 1e-3
+---
+assert Area(2) / 12.566 < 1e-3
+---
+assert 12.5 < Area(2) < 12.6
+---
+assert Area(2) >= 12
+---
+assert math.isclose(f(1), 3)
+---
+assert silent.__doc__
+---
+import io, unittest
+class T(unittest.TestCase):
+    def test_skip(self): self.assertEqual(skip(1), 2)
+ran = unittest.TextTestRunner(io.StringIO()).run(unittest.TestLoader().loadTestsFromTestCase(T))
+assert ran.wasSuccessful()
+---
+r = twice(1)
+assert r == 3 and r == 5
+"""
+
+
+@needs_sandbox
+async def test_a_program_does_not_decide_by_its_operators_its_modules_or_later_answers() -> None:
+    tests = read_tests(UNEARNED.split("\n---\n"))
+    async with sandbox_of(SandboxChoice()) as sandbox:
+        graded = await grade(sandbox, WILD, tests)
+    assert [t.source for t, good in zip(tests, graded.passed, strict=True) if good] == []
 
 
 LOOP = "def check(candidate):\n    for i in range(3):\n        assert candidate(i) == i"
@@ -381,6 +550,7 @@ def leave(x): os._exit(x)
         ("x = 1\nassert f(x) == Point(1, 2)", 2),
         ("def test_x():\n    pass\n    assert color() is Color.RED", 3),
         ("for i in range(3):\n    if Point(i) != f(i):\n        raise ValueError", 2),
+        ("x = 1\nassert np.allclose(f(1), 3)", 2),
         ("class A(Account): pass\nassert A(1).balance == 1", 1),
     ],
 )

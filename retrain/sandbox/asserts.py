@@ -69,9 +69,22 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
 def _test(body: Sequence[ast.stmt], program: frozenset[str], name: str = "") -> CodeTest:
     tree = ast.Module(list(body), [])
     names = _names(tree, ast.Load) - _BUILTINS | program
-    modules = sorted(program & sys.stdlib_module_names)  # programs do not decide with their `math`
-    imports = [f"try: {name}\nexcept NameError: import {name}\n" for name in modules]
-    return CodeTest("".join([*imports, ast.unparse(tree)]), tuple(sorted(names)), name)
+    modules = _modules(tree, program)
+    imports = [f"import {name}\n" for name in sorted(modules)]
+    return CodeTest("".join([*imports, ast.unparse(tree)]), tuple(sorted(names - modules)), name)
+
+
+def _modules(tree: ast.AST, program: frozenset[str]) -> set[str]:
+    """Modules of Python that a test uses without an import; a program can't define its own `math`.
+
+    A name that is called, such as `array(...)`, is the program's.
+    """
+    owners = {getattr(n.value, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    return (owners & program & sys.stdlib_module_names) - _called(tree)
+
+
+def _called(tree: ast.AST) -> set[str]:
+    return {getattr(n.func, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Call)}
 
 
 def _no_test(tree: ast.Module, found: Sequence[CodeTest], program: frozenset[str]) -> str:
@@ -99,13 +112,13 @@ def _program_names(tree: ast.Module, entry_point: str) -> frozenset[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     free = _names(tree, ast.Load) - bound | ({entry_point} if entry_point else set())
-    called = {getattr(n.func, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Call)}
-    called &= free
+    called = _called(tree) & free
     return frozenset(free - _BUILTINS or (called if len(called) == 1 else ()))
 
 
 def _undecidable(tree: ast.Module, program: frozenset[str]) -> Iterator[str]:
     """What only the program's own classes could decide, with its line."""
+    packages = {"np", "pd", "numpy", "pandas"} & program
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             values = [node.left, *node.comparators]
@@ -117,6 +130,8 @@ def _undecidable(tree: ast.Module, program: frozenset[str]) -> Iterator[str]:
             why = "compares objects of the program; compare their attributes, or str() of them"
         elif isinstance(node, ast.ClassDef) and any(_names(b) & program for b in node.bases):
             why = "derives a class from one of the program; call the program's own class"
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in packages:
+            why = "needs a module of the program; import it in the tests"
         else:
             continue
         yield f"line {node.lineno} of the tests, `{ast.unparse(node).splitlines()[0]}`, {why}"

@@ -17,22 +17,19 @@ import ctypes
 import json
 import signal
 
-from peer import Ended, Peer, Remote  # type: ignore[import-not-found]
+from peer import METHODS, Ended, Peer, Remote  # type: ignore[import-not-found]
 from subject import Subject  # type: ignore[import-not-found]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-UNARY = (
-    "len bool int float index abs neg pos invert round reversed getitem setitem delitem contains"
-)
-BINARY = (
-    "lt le gt ge add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
-    "matmul rmatmul and rand or ror xor rxor"
-)
+ORDER = ("__lt__", "__le__", "__gt__", "__ge__")
+DIFFERENCE = ("__sub__", "__rsub__", "__truediv__", "__rtruediv__")
 QUERIES = {name for kind in (str, bytes, tuple, frozenset, int, float) for name in dir(kind)}
 """Methods by which a test judges a plain value, such as `f(1).startswith("a")`."""
+NAMES = ("__name__", "__qualname__", "__doc__", "__module__")
+ITERATION = ("__iter__", "__next__", "__contains__", "__bool__")
 FALSE, ENDED = "It is false.", "It ended."
 
 
@@ -44,8 +41,11 @@ class Result(Remote):  # type: ignore[misc]  # its module is imported in the san
     """An object of the program.
 
     `_label_` is the expression that it comes from. Its operators work if `_made_`: a test that
-    calls a class by its name, as in `Stack()`, expects an object.
+    calls a class by its name, as in `Stack()`, expects an object. But a function may have such a
+    name: how far the object is from a plain value, which may be the expected one, it can't say.
     """
+
+    __doc__ = vars(Remote)["__doc__"]
 
     def __init__(self, peer: Judge, number: int, kind: str, base: str) -> None:
         Remote.__init__(self, peer, number, kind, base)
@@ -69,7 +69,9 @@ class Result(Remote):  # type: ignore[misc]  # its module is imported in the san
     def __eq__(self, other: object) -> Any:
         if not self._base_:
             raise self._peer_.fault(self)
-        return self._peer_.ask("plain", self._number_) == other
+        if "_plain_" not in vars(self) or self._base_ in ("list", "dict", "set", "bytearray"):
+            self.__dict__["_plain_"] = self._peer_.ask("plain", self._number_)
+        return self._plain_ == other
 
     __hash__ = object.__hash__
 
@@ -87,29 +89,24 @@ class Result(Remote):  # type: ignore[misc]  # its module is imported in the san
 
     def __exit__(self, *error: object) -> None:
         """The program can't suppress an exception of the test."""
-        self._peer_.special(self, "__exit__", None, None, None)
+        self._peer_.special(self, "__exit__", *error[:2], None)
 
-
-def _operator(name: str, binary: bool) -> Any:
-    def operate(self: Result, *arguments: Any) -> Any:
-        if not all(v._made_ for v in (self, *arguments) if isinstance(v, Result)):
+    def _operate_(self, name: str, *arguments: Any) -> Any:
+        results = [v for v in arguments if isinstance(v, Result)]
+        if not all(v._made_ for v in (self, *results)):
             if name == "__len__":  # `list` asks for it as well, and permits a TypeError
                 raise TypeError(f"{self._label_} is an object of the class {self._kind_}")
             raise self._peer_.fault(self)
-        value = self._peer_.special(self, name, *arguments)
-        if value is NotImplemented and not binary:
-            raise TypeError(f"{self._label_} has no {name}")
+        plain = len(results) < len(arguments)
+        if plain and name in ORDER:
+            raise self._peer_.fault(self)
+        value = Remote._operate_(self, name, *arguments)
         if isinstance(value, Result):
-            value.__dict__.update(_label_=f"{self._label_}.{name}", _made_=binary)
+            made = METHODS[name] and not (plain and name in DIFFERENCE[:2])
+            value.__dict__.update(_label_=f"{self._label_}.{name}", _made_=made)
+        elif plain and name in DIFFERENCE and value is not NotImplemented:
+            raise self._peer_.fault(self)
         return value
-
-    return operate
-
-
-for operators in (UNARY, BINARY):
-    for operator in operators.split():
-        method = f"__{operator}__"
-        setattr(Result, method, _operator(method, operators == BINARY))
 
 
 class Judge(Peer):  # type: ignore[misc]
@@ -129,7 +126,7 @@ class Judge(Peer):  # type: ignore[misc]
         self.error: BaseException | None = None
         try:
             space = {"__name__": "tests", **self.names(names)}
-            exec(compile(source, "tests", "exec"), space)
+            exec(compile(source, "tests", "exec", dont_inherit=True), space)
         except BaseException as error:  # noqa: BLE001 - also what ends a process
             known = error is self.error or isinstance(error, NameError)  # such as no function `f`
             self.wrong = self.wrong or (f"{type(error).__name__}: {error}" if known else FALSE)
@@ -152,14 +149,7 @@ class Judge(Peer):  # type: ignore[misc]
 
     def call(self, remote: Result, arguments: tuple[Any, ...], keys: dict[str, Any]) -> Any:
         label = self.shown = self.shown_call(remote._label_, arguments, keys)
-        encoded = {name: self.encode(value) for name, value in keys.items()}
-        number, given = remote._number_, [self.encode(value) for value in arguments]
-        reply = self.exchange("call", number, given, encoded)
-        value, error = self.read(reply)
-        if error is not None:
-            raise error
-        for position, new in reply.get("changed", ()):
-            _change(arguments[position], self.decode(new))
+        value = super().call(remote, arguments, keys)
         if isinstance(value, Result):
             name = remote._label_.lstrip("_")
             made = name.isidentifier() and name[0].isupper()
@@ -209,27 +199,18 @@ class Judge(Peer):  # type: ignore[misc]
     def perform(self, operation: str, number: int, *given: Any) -> dict[str, Any]:
         """The program can call what a test passes, iterate over it, and use public attributes."""
         target = self.objects[number]
-        own = type(target).__module__ == "tests" and not str(given[0]).startswith("_")
-        iterates = operation == "special" and given[0] in ("__iter__", "__next__")
-        if not (operation == "call" or iterates or (own and operation in ("getattr", "setattr"))):
-            raise TypeError(f"tests do not permit {operation}")
+        name, own = str(given[0]), getattr(target, "__module__", "") == "tests"
+        if operation == "special" and not (name in ITERATION or (own and name in METHODS)):
+            raise TypeError(f"tests do not permit {name}")
+        own = own if operation == "getattr" else type(target).__module__ == "tests"
+        permitted = operation in ("call", "special") or (own and not name.startswith("_"))
+        if not (permitted or (operation == "getattr" and name in NAMES)):
+            raise AttributeError(f"tests do not permit {operation} {name}")
         try:
             return dict(super().perform(operation, number, *given))
         except AssertionError:  # of a function of the tests: the program may catch it
             self.wrong = self.wrong or FALSE
             raise AssertionError from None
-
-    def array(self, values: Any, kind: str) -> Any:
-        return super().array(values, kind) if self.arrays else self.decode(values)
-
-
-def _change(argument: Any, new: Any) -> None:
-    """Repeat what a call did to a mutable argument."""
-    if isinstance(argument, list | bytearray):
-        argument[:] = new
-    else:
-        argument.clear()
-        argument.update(new)
 
 
 def main() -> None:

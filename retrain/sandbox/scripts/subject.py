@@ -27,10 +27,11 @@ class Subject(Peer):  # type: ignore[misc]  # its module is imported in the sand
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)  # its standard output has the verdicts
         printed = io.BytesIO()
-        sys.stdout = io.TextIOWrapper(printed, "utf-8", "replace", write_through=True)
+        # A reference: `printed` closes with it, even if the program sets another `sys.stdout`.
+        self.stdout = sys.stdout = io.TextIOWrapper(printed, "utf-8", "replace", write_through=True)
         with open("program", encoding="utf-8") as file:
             source = file.read()
-        exec(compile(source, "program", "exec"), self.module.__dict__)
+        exec(compile(source, "program", "exec", dont_inherit=True), self.module.__dict__)
         try:
             while True:
                 reply = self.answer(self.receive())
