@@ -30,7 +30,7 @@ class Vendor:
         header can carry it.
         """
         key = os.environ.get(self.key_variable, "").strip() if given is None else given
-        if not key and given is None and _host(url) == _host(self.url):
+        if not key and given is None and self.hosts(url):
             raise ConfigError(
                 f"{self.key_variable} is not set: export {self.key_variable}=... with your API key"
             )
@@ -41,6 +41,10 @@ class Vendor:
                 "header. Copy the key again."
             )
         return key
+
+    def hosts(self, url: str) -> bool:
+        """Whether `url` is on the host of the vendor's own service."""
+        return _host(url) == _host(self.url)
 
 
 TINKER = Vendor(

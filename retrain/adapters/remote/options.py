@@ -76,8 +76,8 @@ class RemoteOptions(AdapterOptions):
     """Losses that the service computes. The others are computed here and cost another forward pass.
     Remove the losses that a server lacks."""
     assume_sum: bool = False
-    """Skip the check that the service sums losses over tokens. It is made on a throw-away model;
-    `url: local` needs none."""
+    """The service sums losses over tokens: don't measure on a throw-away model what it averages.
+    `url: local` and the vendor's own service are never measured."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and completion together; by default the limit that the service or the
     tokenizer reports."""
@@ -144,6 +144,11 @@ class RemoteOptions(AdapterOptions):
             if found:
                 return [f"backend.{problem}" for problem in found]
         return _raised_by(self.vendor.api_key, self.service_url)
+
+    @property
+    def sums(self) -> bool:
+        """Whether the service is known to sum losses over tokens, as the protocols say."""
+        return self.assume_sum or self.url == "local" or self.vendor.hosts(self.service_url)
 
     @property
     def service_url(self) -> str:
