@@ -32,6 +32,7 @@ from retrain.protocols.training import AdamParams
 from retrain.sampler import Tokenizer
 from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.jobs import Jobs, Lane
+from retrain.service.memory import Memory
 from retrain.service.passes import Passed, Row
 from retrain.service.samplers import SamplerPool
 from retrain.service.sampling import Sampled, SampleRequest
@@ -118,6 +119,7 @@ class Service:
         for model in [one for one in self.models.values() if one.session is session]:
             self.drop_model(model)
         await self.drop_samplers([one for one in self.samplers.values() if one.session is session])
+        self.jobs.forget(session)
 
     # Models
 
@@ -131,6 +133,7 @@ class Service:
         """Give a model fresh weights, or those of `source`: (checkpoint, with optimizer)."""
 
         def build() -> None:
+            self._memory.check(model.tuning, self._untrained(), self.settings.session_ttl)
             trainer = self._engine.trainer(model.tuning)
             try:
                 if source is not None:
@@ -277,6 +280,8 @@ class Service:
 
         for sampler in samplers:
             self.samplers.pop(sampler.id, None)
+        used = {one.place for one in self.samplers.values()}
+        await self._pool.drop({one.place for one in samplers} - used)
         await asyncio.to_thread(delete, [one.place for one in samplers if one.place])
 
     async def sample(self, sampler: SamplingSession, request: SampleRequest) -> Sampled:
@@ -333,6 +338,7 @@ class Service:
         config = self._engine.plain.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         ours = self.settings
+        self._memory = Memory(self._engine.plain, self._engine.work.device)
         self.limits = Limits(
             int(config.vocab_size), context, ours.max_values, ours.max_samples, ours.max_top
         )
@@ -358,11 +364,17 @@ class Service:
     async def _open_pool(self) -> SamplerPool[Place | None, LocalSampler] | VllmPool:
         settings = self.settings
         if settings.vllm is None:
-            return SamplerPool(self._make_sampler, self._weights, settings.max_live_samplers)
+            make, load, most = self._make_sampler, self._weights, settings.max_live_samplers
+            return SamplerPool(make, load, most, lambda: self._memory.has_room(self._untrained()))
         snapshots = Snapshots(self._weights, self._rank, self._adapter)
         pool = await open_pool(settings.vllm, settings, self._engine, self.tokenizer, snapshots)
         self.limits = replace(self.limits, context=pool.context_length)
         return pool
+
+    def _untrained(self) -> list[Tuning]:
+        """Of the models whose gradients and moments are not in memory yet."""
+        built = [one for one in list(self.models.values()) if one.trainer is not None]
+        return [one.tuning for one in built if one.trainer and not one.trainer.steps]
 
     def _make_sampler(self) -> LocalSampler:
         plain, device = self._engine.plain, torch.device(self._engine.work.device)

@@ -1,9 +1,10 @@
 """A pool of samplers that serve many snapshots of the weights.
 
 Each live sampler holds one snapshot. A request for another snapshot starts a new sampler while
-there are fewer than `limit`, then takes the least recently used idle one; if all are busy, it
-waits. A sampler never changes its weights while it serves a request. One whose worker has failed is
-closed, and the next request starts another.
+there are fewer than `limit` and there is memory for one, then takes the least recently used idle
+one; if all are busy, it waits. A sampler never changes its weights while it serves a request. One
+whose worker has failed is closed, and the next request starts another; so is one whose snapshot was
+dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -31,12 +32,14 @@ log = logging.getLogger(__name__)
 class _Live(Generic[S]):
     sampler: S
     users: int = 0
+    dropped: bool = False
 
 
 class SamplerPool(Generic[K, S]):
     """Belongs to one event loop; `make` builds a sampler with any weights.
 
     `load` reads a snapshot, as weights of the plain model or as an adapter. Both run in a thread.
+    `room` says whether there is memory for one more sampler.
     """
 
     def __init__(
@@ -44,10 +47,12 @@ class SamplerPool(Generic[K, S]):
         make: Callable[[], S],
         load: Callable[[K], Mapping[str, Tensor] | LoraWeights],
         limit: int,
+        room: Callable[[], bool] = lambda: True,
     ) -> None:
         self._make: Callable[[], S] = make
         self._load = load
         self._limit = limit
+        self._room = room
         self._live: OrderedDict[K, _Live[S]] = OrderedDict()  # least recently used first
         self._freed = asyncio.Condition()
         self._loads = 0
@@ -57,6 +62,8 @@ class SamplerPool(Generic[K, S]):
         """The sampler of snapshot `key`, loaded if it isn't live."""
         async with self._freed:
             await self._bury()
+            if key in self._live:
+                self._live[key].dropped = False  # another session samples it
             while key not in self._live and not self._has_room():
                 await self._freed.wait()
                 await self._bury()
@@ -68,7 +75,16 @@ class SamplerPool(Generic[K, S]):
         finally:
             live.users -= 1
             async with self._freed:
+                await self._bury()
                 self._freed.notify_all()
+
+    async def drop(self, keys: Set[K]) -> None:
+        """Close the samplers of these snapshots, or when their requests end."""
+        async with self._freed:
+            for key in keys & self._live.keys():
+                self._live[key].dropped = True
+            await self._bury()
+            self._freed.notify_all()
 
     async def close(self) -> None:
         """End the threads of all samplers."""
@@ -77,25 +93,29 @@ class SamplerPool(Generic[K, S]):
         self._live.clear()
 
     async def _bury(self) -> None:
-        """Close the failed samplers; their users have got the error."""
+        """Close the failed samplers, whose users have got the error, and dropped idle ones."""
         for key, live in list(self._live.items()):
             if live.sampler.failed:
-                del self._live[key]
                 log.error("the sampler of %s failed; the next request starts another", key)
-                await live.sampler.close()
+            elif not live.dropped or live.users:
+                continue
+            del self._live[key]
+            await live.sampler.close()
+
+    def _grows(self) -> bool:
+        return not self._live or (len(self._live) < self._limit and self._room())
 
     def _has_room(self) -> bool:
-        return len(self._live) < self._limit or any(not one.users for one in self._live.values())
+        return any(not one.users for one in self._live.values()) or self._grows()
 
     async def _bring(self, key: K) -> _Live[S]:
         """Runs with the condition's lock held, so that a snapshot is loaded once."""
         weights = await asyncio.to_thread(self._load, key)
-        idle = next((old for old, one in self._live.items() if not one.users), None)
-        if len(self._live) < self._limit:
+        idle = [old for old, one in self._live.items() if not one.users]
+        if not idle or self._grows():
             live = _Live(await (await asyncio.to_thread(self._make)).__aenter__())
         else:
-            assert idle is not None  # _has_room said so, and users only ever leave meanwhile
-            live = self._live.pop(idle)
+            live = self._live.pop(idle[0])
         self._live[key] = live
         self._loads += 1
         try:

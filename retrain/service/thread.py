@@ -89,7 +89,8 @@ class TrainerThread:
 
     def trainer(self, tuning: Tuning) -> Trainer:
         """A new trainer of the base model; call it in the thread."""
-        return Trainer(self._base, tuning, self._team.ranks)
+        alone = tuning.rank and not isinstance(self._base, ShardedBase)
+        return Trainer(self.plain if alone else self._base, tuning, self._team.ranks)
 
     async def close(self) -> None:
         """End the thread and the processes; waits for the current call unless it has failed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +103,13 @@ class VllmPool:
                 self._users -= 1
                 if not self._users:
                     self._idle.set()
+
+    async def drop(self, keys: Set[Place | None]) -> None:
+        """Forget snapshots that nobody samples any more."""
+        snapshots = {key for key in keys if key is not BASE}
+        for key in snapshots:
+            self._ranks.pop(key, None)
+        await self._adapters.drop(snapshots)
 
     async def close(self) -> None:
         """End the servers that the service has started, and the connections to the others."""

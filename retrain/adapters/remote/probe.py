@@ -18,14 +18,14 @@ from retrain.errors import AdapterError
 from retrain.losses import row_of
 from retrain.protocols.training import AdamParams
 
-PREFIX, LONGEST, RATIO = 48, 144, 4.9
+PREFIX, RATIO = 48, 4.9
 MIXED = ((48, 48, -20.0, 2), (96, 48, 10.0, 1), (144, 96, 5.0, 2))
 """Tokens, mask, weight and count of rows; of two, each trains half of the prefix. Two averages
 change them by factors that differ by 1.4, and so does a server that normalises weights, forgets
 requests, ignores log-probs (p_learner / p_sampler is RATIO in negative rows, where no loss clips),
 or clips gradients: the weights add up to -5, at a fifth of the rate."""
-AIMS, TRIES, TOLERANCE = (0.01, 0.05, 0.2), 8, 1.2
-"""The change of log-probs by one row: a small one is linear, a large one is more than rounding."""
+AIM, SIGNAL, TRIES, TOLERANCE = 0.01, 20.0, 8, 1.2
+"""The least change of log-probs by one row, and by their noise: larger ones are less linear."""
 Train = Callable[[Datum, Sequence[Datum], AdamParams, bool], Awaitable[Sequence[float]]]
 """An update with rows, if any, in one request or one per row; then the first row's log-probs."""
 Throwaway = Callable[[str | None], AbstractAsyncContextManager[Train]]
@@ -72,6 +72,9 @@ async def average_of(train: Train, ids: Sequence[int], ratio: float) -> Average:
     rows = [_row(ids, size, mask, w, i, n) for size, mask, w, n in MIXED for i in range(n)]
     ways = [rows], [[row] for row in rows]
     rate, before = 0.03, await train(one, [], AdamParams(0.0), False)
+    again = await train(rows[-1], [], AdamParams(0.0), False)
+    noise = math.dist(before, again[:PREFIX]) / PREFIX  # of the mean
+    aim = max(AIM, SIGNAL * noise)
 
     async def change(rows: Sequence[Datum], rate: float, apart: bool = False) -> float:
         nonlocal before
@@ -85,30 +88,29 @@ async def average_of(train: Train, ids: Sequence[int], ratio: float) -> Average:
         for apart in (False, True) * 2:
             undone = average.undone(ways[apart], unit)
             up, fall = await change([one], rate), await change(undone, rate / 5, apart)
-            if not 1 / TOLERANCE < -fall / (up or math.inf) < TOLERANCE:
-                if abs(fall) < 100 * up:
-                    await change([replace(one, advantages=[-1 - fall / up] * PREFIX)], rate)
+            if not up / TOLERANCE < -fall < up * TOLERANCE:
+                undo = max(-6.0, min(-1 - fall / (up or 1.0), 6.0))
+                await change([replace(one, advantages=[undo] * PREFIX)], rate)
                 return False
         return True
 
-    for aim in AIMS:
-        for _ in range(TRIES):
-            up = await change([one], rate)
-            if aim / 1.5 < up < aim * 1.5:
-                break
-            rate *= aim / max(aim / 30, up)  # in this order, up may be NaN
-        for average in AVERAGES:
-            if await sums(average):
-                return average
+    for _ in range(TRIES):
+        up = await change([one], rate)
+        if aim / 1.5 < up < aim * 1.5:
+            break
+        rate *= aim / max(aim / 30, up)  # in this order, up may be NaN
+    else:
+        raise AdapterError(f"no learning rate raises log-probs by {aim:.2g} (noise {noise:.2g})")
+    for average in (SUM, SUM, *AVERAGES):
+        if await sums(average):
+            return average
     raise AdapterError("it trains neither a sum over tokens nor an average that can be undone")
 
 
-def _row(
-    ids: Sequence[int], tokens: int, mask: int, weight: float, i: int = 0, n: int = 1
-) -> Datum:
-    kept, ids = [1.0] * mask + [0.0] * (tokens - mask), (list(ids) * LONGEST)[: tokens + 1]
-    advantages = [weight * (at < PREFIX and at % n == i) for at in range(tokens)]
-    return Datum(ids[:-1], ids[1:], kept, [0.0] * tokens, advantages)
+def _row(ids: Sequence[int], size: int, mask: int, weight: float, i: int = 0, n: int = 1) -> Datum:
+    kept, ids = [1.0] * mask + [0.0] * (size - mask), (list(ids) * size)[: size + 1]
+    advantages = [weight * (at < PREFIX and at % n == i) for at in range(size)]
+    return Datum(ids[:-1], ids[1:], kept, [0.0] * size, advantages)
 
 
 def _known(row: Datum, now: Sequence[float], ratio: float) -> Datum:
