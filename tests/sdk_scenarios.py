@@ -118,7 +118,10 @@ def test_tinker_samples_saves_and_loads(url):
     path = model.save_state("kept").result().path
     again = service.create_training_client_from_state_with_optimizer(path).result()
     named = model.save_weights_for_sampler("named").result().path
-    assert service.create_sampling_client(model_path=named).result()
+    for kept in (path, named):  # a run leaves a path of the first kind
+        other = service.create_sampling_client(model_path=kept)
+        again_scored = other.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()
+        assert again_scored == pytest.approx(scored, abs=1e-5)
     for one in (model, again):
         one.forward_backward(data, "cross_entropy").result()
         one.optim_step(tinker.AdamParams(learning_rate=5e-3)).result()

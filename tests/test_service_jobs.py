@@ -95,12 +95,23 @@ def made() -> list[FakeSampler]:
 
 
 @pytest.fixture
-async def pool(made):
+def short() -> list[bool]:
+    """Not empty: there is no memory for one more sampler."""
+    return []
+
+
+@pytest.fixture
+async def pool(made, short):
     def make() -> FakeSampler:
         made.append(FakeSampler())
         return made[-1]
 
-    pool = SamplerPool(make, str.upper, limit=2)  # type: ignore[type-var, arg-type]  # fakes
+    pool = SamplerPool(  # type: ignore[type-var]  # fakes
+        make,  # type: ignore[arg-type]
+        lambda key: str(key).upper(),  # type: ignore[arg-type, return-value]
+        2,
+        lambda: not short,
+    )
     yield pool
     await pool.close()
     assert all(sampler.closed for sampler in made)
@@ -122,6 +133,28 @@ async def test_a_sampler_keeps_its_weights_while_it_is_used(pool, made):
 async def test_the_longest_rested_sampler_is_taken_over(pool, made):
     assert [await hold(pool, key) for key in "abac"] == ["A", "B", "A", "C"]
     assert sorted(sampler.holds for sampler in made) == ["A", "C"]
+
+
+async def test_the_base_model_as_the_longest_rested_is_taken_over(pool, made):
+    assert [await hold(pool, key) for key in (None, "a", "b", "c")] == ["NONE", "A", "B", "C"]
+    assert len(made) == 2
+
+
+async def test_without_memory_for_another_sampler_an_idle_one_is_taken_over(pool, made, short):
+    short.append(True)
+    assert [await hold(pool, key) for key in "ab"] == ["A", "B"]
+    assert len(made) == 1
+
+
+async def test_the_sampler_of_a_dropped_snapshot_is_closed_when_its_requests_end(pool, made):
+    assert await hold(pool, "a") == "A"
+    async with pool.use("b") as busy:
+        await pool.drop({"a", "b", "never sampled"})
+        assert made[0].closed
+        assert not busy.closed
+    assert busy.closed
+    assert await hold(pool, "b") == "B"
+    assert len(made) == 3
 
 
 async def test_weights_that_cannot_be_loaded_take_no_place(pool, made):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -662,13 +663,45 @@ async def test_a_model_that_can_not_be_added_leaves_no_job_and_may_be_asked_for_
 
 
 async def test_a_finished_session_is_over_and_its_snapshots_with_it(tinker, tmp_path):
-    await sampler_of(tinker, 1, 0)
+    service = tinker.app.service
+    await tinker.forward_backward(1)
+    await tinker.step(2)
+    await tinker.score(await sampler_of(tinker, 3, 0), 0)
+    [trainer] = [weakref.ref(model.trainer) for model in service.models.values()]
     assert list(tmp_path.glob("*/sampler_weights/*"))
     finish = {"reason": {"type": "success"}, "detail": None}
     await tinker.post(f"sessions/{tinker.session_id}/finish", finish)
     await tinker.post("session_heartbeat", {"session_id": tinker.session_id}, 410)
     await tinker.post("get_info", {"model_id": tinker.model_id}, 404)
     assert not list(tmp_path.glob("*/sampler_weights/*"))
+    await service.on_engine(lambda: None)
+    assert trainer() is None
+    assert not service._pool._live
+    assert not service.jobs._finished
+
+
+async def test_without_memory_a_new_model_is_rejected_and_the_others_go_on(tinker, monkeypatch):
+    monkeypatch.setattr("retrain.service.memory.ram", lambda: 10**6)
+    body = {"session_id": tinker.session_id, "model_seq_id": 7, "base_model": "tiny"}
+    failed = await tinker.result(await tinker.post("create_model", body))
+    assert failed["category"] == "server"
+    assert "not enough memory" in failed["error"]
+    assert len(tinker.app.service.models) == 1
+    await tinker.forward_backward(1)
+    await tinker.step(2)
+    assert await tinker.score(await sampler_of(tinker, 3, 0), 0)
+    monkeypatch.setattr("retrain.service.memory.ram", lambda: None)
+    assert await tinker.model(8)
+
+
+async def test_weights_to_train_can_be_sampled(tinker):
+    await tinker.forward_backward(1)
+    await tinker.step(2)
+    path = (await tinker.done("save_weights", 3, path="kept"))["path"]
+    session = {"session_id": tinker.session_id, "sampling_session_seq_id": 5}
+    made = await tinker.post("create_sampling_session", {**session, "model_path": path})
+    score = await tinker.score(made["sampling_session_id"], 0)
+    assert score == pytest.approx(await tinker.logprobs(4), abs=1e-5)
 
 
 async def test_the_key_is_asked_for_everywhere_but_at_the_health_check(tmp_path):

@@ -19,17 +19,20 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid
 
-if TYPE_CHECKING:
-    from retrain.service.state import Session
-
 KEPT = 20_000_000
 Work = Callable[[], Awaitable[Any]]
 log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """A session."""
+
+    finished: bool
 
 
 def _same(result: Any) -> Any:  # whatever the work returns
@@ -52,7 +55,7 @@ class Job:
     result: Any = None
     error: ServiceError | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # of the first reply, beside the id
-    session: Session | None = None
+    session: Owner | None = None
     """It is forgotten with this session."""
     protocol: object = None
     """What started it and knows the form of its result; the other protocol can't show it."""
@@ -95,7 +98,7 @@ class Jobs:
         self._tasks[job.id] = asyncio.create_task(self._run(job, work), name=f"{job.kind} {job.id}")
         return job
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Owner) -> None:
         """Forget the finished jobs of a session."""
         for job in [one for one in self._finished.values() if one.session is session]:
             del self._finished[job.id]
