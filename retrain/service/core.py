@@ -121,6 +121,7 @@ class Service:
         for model in [one for one in self.models.values() if one.session is session]:
             self.drop_model(model)
         await self.drop_samplers([one for one in self.samplers.values() if one.session is session])
+        self.jobs.forget(session)
         self._engine.submit(give_back)
 
     # Models

@@ -79,8 +79,8 @@ class RemoteOptions(AdapterOptions):
     """Losses that the service computes. The others are computed on this machine and cost another
     forward pass. Remove the losses that your server lacks."""
     assume_sum: bool = False
-    """Skip the check that the service sums losses over tokens. The check trains a throw-away model;
-    it is not needed with `url: local`."""
+    """The service sums losses over tokens: don't measure on a throw-away model what it averages.
+    `url: local` and the vendor's own service are never measured."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """The maximum number of tokens of prompt and completion together; by default the limit that the
     service or the tokenizer reports."""
@@ -157,6 +157,11 @@ class RemoteOptions(AdapterOptions):
             if found:
                 return [f"backend.{problem}" for problem in found]
         return _raised_by(self.vendor.api_key, self.service_url)
+
+    @property
+    def sums(self) -> bool:
+        """Whether the service is known to sum losses over tokens, as the protocols say."""
+        return self.assume_sum or self.url == "local" or self.vendor.runs(self.service_url)
 
     @property
     def service_url(self) -> str:
