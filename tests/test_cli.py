@@ -501,7 +501,7 @@ def test_a_signal_before_training_ends_the_run_with_130(config: Path) -> None:
     code, _, err = finished(process)
     assert code == 130, err
     assert f"{STOPPING_EARLY} Press Ctrl-C again" in err
-    assert events(config.parent / "runs" / "task")[-1]["status"] == "interrupted"
+    assert not (config.parent / "runs" / "task").exists(), "nothing was trained"
 
 
 def test_drive_works_outside_the_main_thread() -> None:
