@@ -472,10 +472,12 @@ async def test_without_staleness_the_ratio_is_one(
     changes += ["backend.learning_rate=0.005"]  # a stale version would show
     changes += ["backend.lora.r=4"] if way == "adapter" else []
     await train(echo(tmp_path, *changes, url=place.url, publish=way))
-    for row in rows(tmp_path):
+    trained = [row for row in rows(tmp_path) if row["tokens/trained"]]
+    assert len(trained) >= 2
+    for row in trained:
         assert row["ratio/max"] == pytest.approx(1.0, abs=1e-3), row["step"]
         assert row["kl/sampler_trainer"] < 1e-6
-    assert [row["version"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    assert [row["version"] for row in trained] == [*range(1, len(trained) + 1)]
 
 
 @pytest.mark.parametrize("place", BOTH[1:], indirect=True)
