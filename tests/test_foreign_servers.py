@@ -46,13 +46,8 @@ HONEST = Trainer.forward_backward
 # The measurement by itself
 
 
-def weights_of(row: Datum) -> float:
-    return max(sum(row.advantages), 1e-9)
-
-
 UNFIT: dict[str, Callable[[Datum, Sequence[Datum], Sequence[Datum]], float]] = {
-    "divides a row by its weights": lambda row, part, step: 1 / weights_of(row),
-    "skyrl's cross_entropy": lambda row, part, step: 1 / weights_of(row) / len(step),
+    "divides a row by its weights": lambda row, part, step: 1 / max(sum(row.advantages), 1e-9),
     "averages over advantages that are not 0": lambda row, part, step: (
         1 / sum(map(bool, row.advantages))
     ),
@@ -143,17 +138,22 @@ async def test_nothing_else_is_taken_for_a_sum_or_an_average(name: str) -> None:
         await measured(Direct(8, "cross_entropy", UNFIT[name]))
 
 
-async def test_a_server_that_ignores_the_samplers_log_probs_is_not_taken_for_a_sum() -> None:
+@pytest.mark.parametrize("fault", ["ignores log-probs", "ignores eps", "clips gradients"])
+async def test_no_server_with_a_fault_is_taken_for_a_sum(fault: str) -> None:
     server = Direct(8, "ppo")
-    honest = server.trainer.forward_backward
+    honest, step = server.trainer.forward_backward, server.trainer.optim_step
 
     def forgetful(rows: Sequence[Row], loss: str, config: Any) -> Any:
         now = server.trainer.forward(rows, "cross_entropy", {}).logprobs
         fresh = [row._replace(logprobs=list(own)) for row, own in zip(rows, now, strict=True)]
         return honest(fresh, loss, config)
 
-    server.trainer.forward_backward = forgetful  # type: ignore[method-assign]
-    with pytest.raises(AdapterError, match="neither a sum"):
+    if fault == "ignores log-probs":
+        server.trainer.forward_backward = forgetful  # type: ignore[method-assign]
+    else:
+        changed = {"eps": 1e-8} if fault == "ignores eps" else {"grad_clip_norm": 1e-3}
+        server.trainer.optim_step = lambda adam: step(replace(adam, **changed))  # type: ignore[method-assign]
+    with pytest.raises(AdapterError):
         await measured(server)
 
 
