@@ -435,13 +435,13 @@ async def test_a_closed_connection_aborts_its_request(server: Speaker) -> None:
         made = await server.metric("generation_tokens_total")
         task = await in_flight(server)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task])
         await server.until("num_requests_running", 0, 0)
         await server.sample(max_tokens=2)  # the metrics are of the last batch
         made = await server.metric("generation_tokens_total") - made
-        if made <= MANY * LONG / 2:
+        if task.cancelled() and made <= MANY * LONG / 2:  # else it ended before it was cancelled
             break
+    assert task.cancelled()
     assert made <= MANY * LONG / 2
 
 
