@@ -6,6 +6,7 @@ rollouts.jsonl and its counters. `event` writes the kinds that have nothing but 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from retrain.algorithms.base import Algorithm
-from retrain.concurrency.guardian_process import advice
 from retrain.errors import ConfigError, RunError, StallError
 from retrain.observe.failure import ERROR, described, write_error
 from retrain.observe.peak import peak_memory
@@ -153,7 +153,9 @@ class Recorder:
         self.run_dir.changed = changed
         self.event("resumed", from_step=step, changed=changed)
         self.run_dir.flush()
-        (self.run_dir.path / ERROR).unlink(missing_ok=True)
+        error = self.run_dir.path / ERROR
+        if error.exists():
+            os.truncate(error, 0)  # the watch has it open
 
     # --- the end, and what goes wrong
 
@@ -212,7 +214,7 @@ class Recorder:
             self._failure.add_note(message)
         with suppress(RunError):  # the disk is full, or the directory was deleted
             self.end("failed", int(self.history[-1]["step"]) if self.history else 0)
-        sys.stderr.write(f"retrain: {message}. {advice(str(self.run_dir.path))}\n")
+        sys.stderr.write(f"retrain: {message}. Continue {self.run_dir.path} with --resume.\n")
         sys.stderr.flush()
         self.report()
 
