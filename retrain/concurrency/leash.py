@@ -42,6 +42,7 @@ class _Leash:
             if enables:
                 _end_at_abort()
                 faulthandler.enable(stacks)
+                faulthandler.register(signal.SIGQUIT, stacks, chain=True)  # then it ends us
             self._watched.append((seconds, file))
             self._send(self._watch())
             try:
@@ -51,6 +52,7 @@ class _Leash:
                 self._send(self._watch())
                 if enables:
                     faulthandler.disable()
+                    faulthandler.unregister(signal.SIGQUIT)
         with suppress(OSError):
             if not file.stat().st_size:
                 file.unlink()
