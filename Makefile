@@ -23,11 +23,12 @@ vllm: $(VENV)/.test $(VLLM)/.installed  ## tests against a real vLLM server on t
 chaos: $(VENV)/.test  ## kills, faults and simulated histories, with a score; CHAOS=--seed=1 draws others
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
-check: $(VENV)/.test  ## lint, format, types, licences, known vulnerabilities
+check: $(VENV)/.test  ## lint, format, types, licences, versions that fit every extra, known vulnerabilities
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python docs/licences.py --check
+	$(BIN)/uv pip compile --quiet --no-header --all-extras -c constraints.txt pyproject.toml > /dev/null
 	$(BIN)/python .ci/audit.py $(AUDIT)
 
 fmt: $(VENV)/.test  ## format the code

@@ -1,7 +1,7 @@
 """Looks for known vulnerabilities of the pinned packages: fails if there is one.
 
-pip-audit asks a vulnerability service on the network. Where none answers, nothing can be known: the
-check then prints why, and passes.
+pip-audit asks a vulnerability service on the network. If none answers, nothing is known and the
+check fails, unless `--offline-ok` accepts that.
 """
 
 from __future__ import annotations
@@ -16,22 +16,28 @@ PINS = Path(__file__).resolve().parent.parent / "constraints.txt"
 SERVICES = "pypi", "osv"
 TIMEOUT = 3
 """Seconds that one request may take."""
+OFFLINE_OK = "--offline-ok"
 TOTAL = 60
 """Seconds that all requests to one service may take."""
 
 
 def main(arguments: list[str]) -> int:
-    """`arguments` go to pip-audit."""
+    """The exit code. `arguments` other than OFFLINE_OK go to pip-audit."""
+    offline_ok = OFFLINE_OK in arguments
+    arguments = [argument for argument in arguments if argument != OFFLINE_OK]
     if importlib.util.find_spec("pip_audit") is None:
-        print("pip-audit: skipped, it is not installed")
-        return 0
+        print("pip-audit: not installed, so vulnerabilities are unknown; run `make test` first")
+        return 1
     for service in SERVICES:
-        told = verdict(ask(service, arguments))
-        if told is not None:
-            print(*told, sep="\n")
-            return len(told) > 1
-    print("pip-audit: skipped, no vulnerability service can be reached")
-    return 0
+        found = verdict(ask(service, arguments))
+        if found is not None:
+            print(*found, sep="\n")
+            return int(len(found) > 1)
+    print(
+        "pip-audit: no vulnerability service can be reached, so vulnerabilities are unknown"
+        + ("" if offline_ok else f'; to accept that: make check AUDIT="{OFFLINE_OK}"')
+    )
+    return int(not offline_ok)
 
 
 def ask(service: str, arguments: list[str]) -> str:

@@ -191,7 +191,7 @@ def play(case: Case, folder: Path | None = None) -> Outcome:
         window = Window(case.target + 4, case.steps)
         config = case.config(folder or Path(temporary) / "run")
         with virtual(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            runner.run(train(config, callbacks=[window]))
+            runner.run(train(config, callbacks=[window], console=False))
     return window.outcome(case.limit)
 
 

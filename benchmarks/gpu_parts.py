@@ -222,7 +222,7 @@ def pipe(arguments: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as run_dir:
                 config = run_config(arguments, folder, staleness, Path(run_dir))
                 clock = Clock()
-                asyncio.run(train(config, callbacks=[clock]))
+                asyncio.run(train(config, callbacks=[clock], console=False))
             print(f"S={staleness:<10}{clock.per_step(arguments.steps).wall:12.1f}", flush=True)
         peak(arguments)
         estimate(config)

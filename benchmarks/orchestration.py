@@ -134,7 +134,7 @@ def run(
         checkpoint={"every": 0},
     )
     try:
-        asyncio.run(train(config, callbacks=[lag, window]))
+        asyncio.run(train(config, callbacks=[lag, window], console=False))
     finally:
         shutil.rmtree(folder)
     return window, lag

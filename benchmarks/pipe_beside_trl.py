@@ -127,7 +127,7 @@ def ours(staleness: int) -> Callable[[float, int], Step]:
             # The last S steps have no work issued beside them: they are not measured.
             total = WARM_UP + steps + staleness + 1
             config = our_config(latency, staleness, total, Path(scratch))
-            asyncio.run(train(config, callbacks=[clock]))
+            asyncio.run(train(config, callbacks=[clock], console=False))
         return clock.per_step(steps)
 
     return run

@@ -189,7 +189,8 @@ async def piped(backend: Mapping[str, Any], steps: int) -> Meter:
             "rewards": [{"type": "benchmarks.vllm_sampler:length"}],
             "model": backend["folder"],
         }
-        await train(RunConfig.model_validate({**config.model_dump(), **rewards}))
+        scored = RunConfig.model_validate({**config.model_dump(), **rewards})
+        await train(scored, console=False)
     return ServerAdapter.meter
 
 

@@ -28,7 +28,6 @@ PLUGINS = {
     "loggers": "logger",
 }
 """Sections whose `type` names a plug-in, and its kind."""
-SAME = dict.fromkeys(("lora.r", "lora.rank"), "lora.r`, `lora.rank")
 """Keys that mean the same under two names."""
 ARGS = re.compile(r"\n\nArgs:\n( {4}.*\n?)+")
 
@@ -71,7 +70,14 @@ def _plugin_section(kind: str, model: Json, models: Json) -> Iterator[str]:
     yield from _table(model["properties"], model.get("required", ()))
     yield from _inner_tables(kind, model["properties"], models)
     for case in model["allOf"]:
-        yield from _built_in(kind, case["if"]["properties"]["type"]["const"], case["then"], models)
+        yield from _built_in(kind, case["if"]["properties"]["type"]["const"], _own(case), models)
+
+
+def _own(case: Json) -> Json:
+    """The keys of a built-in plug-in, without those that its section has for all."""
+    keys: Json = case["then"]
+    own = {name: entry for name, entry in keys["properties"].items() if entry is not True}
+    return {**keys, "properties": own}
 
 
 def _built_in(kind: str, name: str, keys: Json, models: Json) -> Iterator[str]:
@@ -105,9 +111,8 @@ def _differences(section: Json, models: Json) -> Iterator[str]:
     backends = []
     for case in section["allOf"]:
         backends.append(case["if"]["properties"]["type"]["const"])
-        for key, entry in _flat(case["then"]["properties"], models):
-            shared = SAME.get(key, key)
-            defaults.setdefault(shared, {})[backends[-1]] = json.dumps(entry.get("default"))
+        for key, entry in _flat(_own(case)["properties"], models):
+            defaults.setdefault(key, {})[backends[-1]] = json.dumps(entry.get("default"))
     yield f"| key | {' | '.join(backends)} |"
     yield "|---" * (len(backends) + 1) + "|"
     for key, by_backend in defaults.items():
@@ -125,13 +130,16 @@ def _flat(properties: Json, models: Json) -> Iterator[tuple[str, Json]]:
             yield key, entry
             continue
         yield key, {"default": "full weights" if entry.get("default") is None else "LoRA"}
-        yield from ((f"{key}.{name}", inner) for name, inner in model["properties"].items())
+        inner = {name: e for name, e in model["properties"].items() if not e.get("deprecated")}
+        yield from ((f"{key}.{name}", entry) for name, entry in inner.items())
 
 
 def _table(properties: Json, required: Collection[str] = ()) -> Iterator[str]:
     yield "| key | value | default | |"
     yield "|---|---|---|---|"
     for key, entry in properties.items():
+        if entry.get("deprecated"):
+            continue
         default = "required" if key in required else _default(entry)
         meaning = entry.get("description", "").replace("|", "\\|")
         yield f"| `{key}` | {_kind(entry)} | {default} | {meaning} |"

@@ -16,7 +16,7 @@ from retrain.types import Metrics, Prompt, Ticket
 
 
 async def learn(parts: Parts) -> list[Metrics]:
-    """Train according to `parts.config`; return the metrics of each step."""
+    """Train according to `parts.config`; return the metrics of each update."""
     config = parts.config
     history: list[Metrics] = []
     async with parts.scorer.serving(), parts.open_adapter() as adapter:  # loads the model
@@ -36,6 +36,8 @@ async def learn(parts: Parts) -> list[Metrics]:
                 loss_config=parts.loss_config,
                 normalisation=parts.normalisation,
             )
+            if parts.is_idle(batch):  # no advantage, so no gradient
+                continue
             history.append(await adapter.update(batch))  # loss, gradient, optimizer
             await adapter.publish()  # the next rollouts are sampled from the new weights
         await slot.close()  # closes the environments

@@ -45,7 +45,8 @@ def played(folder: Path) -> list[Path]:
     """The folders of new runs."""
     found = [folder / f"nim_{seed}" for seed in SEEDS]
     for seed, run_dir in zip(SEEDS, found, strict=True):
-        asyncio.run(train(load_config(CONFIG, [f"train.seed={seed}", f"run_dir={run_dir}"])))
+        config = load_config(CONFIG, [f"train.seed={seed}", f"run_dir={run_dir}"])
+        asyncio.run(train(config, console=False))
     return found
 
 

@@ -26,16 +26,16 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from retrain import (
     CODE_OPTIONS,
     ConfigError,
     Endpoint,
     Environment,
-    Finished,
     StepResult,
     UserCodeError,
+    file_of,
     find_command,
     find_function,
     in_thread,
@@ -51,12 +51,12 @@ NAMED = re.compile(rf"(?<!\$)(?:\{{\{{({NAME})\}}\}}|\{{({NAME})\}})")
 such as {metadata.kind}, is matched to be rejected."""
 NUMBERED = re.compile(r"\{(\{\d*\})\}|(?<!\$)\{\d*\}")
 """{} or {0}, which nothing fills, or {{}} for the braces themselves."""
-TRACED = re.compile(r'File "(.+?)", line (\d+)')
-"""A line of a Python traceback."""
 KEY = re.compile(r"(?:OPENAI|ANTHROPIC)_API_KEY")
 """In the error of an SDK whose client got no key."""
 TAIL = 2000
 """Characters of a command's other output that are kept."""
+LARGEST_RESULT = 2**24
+"""Bytes of the JSON that a function in its own process returns."""
 
 
 class Agent(Environment):
@@ -73,6 +73,9 @@ class Agent(Environment):
         exit_codes: Exit codes with which a command gives a result, by default 0; any other counts
             as a crash.
         seats: The model names that the agent uses in its calls, if several parties are trained.
+        on_error: What an exception or a crash is: by default (`fail`) the rollout is scored only if
+            the model is the cause, see docs/agents.md; with `score` also for any other error,
+            except for outages and timeouts.
     """
 
     def __init__(  # noqa: PLR0913 - its keys in the YAML
@@ -87,6 +90,7 @@ class Agent(Environment):
         output: str = "stdout",
         exit_codes: Sequence[int] = (0,),
         seats: list[str] | None = None,
+        on_error: Literal["fail", "score"] = "fail",
         base_dir: Path = Path(),
     ) -> None:
         if (run is None) == (command is None):
@@ -95,7 +99,7 @@ class Agent(Environment):
                 f"environment: got {got}, expected one of them: `run` (a function, such as "
                 "my_agent.py:solve) or `command` (a program and its arguments)"
             )
-        self.seats = tuple(seats or ())
+        self.seats, self.on_error = tuple(seats or ()), on_error
         self.path, self.process, self.base_dir = run, process, base_dir.resolve()
         self.stdin, self.files, self.env = stdin, files or {}, env or {}
         self.output, self.exit_codes = output, tuple(exit_codes)
@@ -163,8 +167,14 @@ class Agent(Environment):
             env=_variables(values),
         )
         if done.exit_code:
-            raise UserCodeError(_failure(f"the process of {self.path}", done))
-        return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+            raise done.failure(f"the process of {self.path}")
+        result = await file_of(folder, "result.json", LARGEST_RESULT + 1)
+        if len(result) > LARGEST_RESULT:
+            raise UserCodeError(
+                f"{self.path} returned more than {LARGEST_RESULT >> 20} MiB of JSON, expected the "
+                "completion, or a dict with `completion`, `reward` and what rewards need"
+            )
+        return await in_thread(partial(json.loads, result))
 
     async def _start(self, folder: Path, values: Mapping[str, Any]) -> StepResult:
         for name, text in self.files.items():
@@ -181,15 +191,16 @@ class Agent(Environment):
         )
         program = Path(self.command[0]).name
         if done.exit_code not in self.exit_codes:
-            raise UserCodeError(_failure(program, done, self.command))
+            raise done.failure(program, self.command)
         info: dict[str, Any] = {"exit_code": done.exit_code, "stderr": done.stderr[-TAIL:]}
         if self.output == "stdout":
             return self._result({**info, "completion": done.stdout})
         try:
-            text = (folder / self.output).read_text(encoding="utf-8", errors="replace")
+            written = await file_of(folder, self.output)
         except OSError as error:
-            what = f"{program} wrote no file {self.output}: it"
-            raise UserCodeError(_failure(what, done, self.command)) from error
+            what = f"{program} wrote no file {self.output} that can be read ({error}): it"
+            raise done.failure(what, self.command) from error
+        text = written.decode(errors="replace")
         return self._result({**info, "stdout": done.stdout[-TAIL:], "completion": text})
 
     def _result(self, answer: Any) -> StepResult:
@@ -312,18 +323,3 @@ def _filled(text: str, values: Mapping[str, Any]) -> str:
         return found if isinstance(found, str) else json.dumps(found)
 
     return NAMED.sub(value, text)
-
-
-def _failure(what: str, done: Finished, files: Sequence[str] = ()) -> str:
-    """How a program ended: the last line of its output first, which has the error, then the rest.
-
-    The last line of `files` in a traceback is named with it.
-    """
-    ending = f"{what} ended with exit code {done.exit_code}"
-    tail = (done.stderr.strip() or done.stdout.strip())[-TAIL:]
-    if not tail:
-        return ending
-    last = tail.splitlines()[-1].strip()
-    lines = [f"{Path(file).name}:{n}" for file, n in TRACED.findall(tail) if file in files]
-    where = f" ({lines[-1]})" if lines else ""
-    return f"{ending}: {last}{where}" + (f"\n{tail}" if tail != last else "")

@@ -63,7 +63,6 @@ TRUST_SECONDS = 1.0
 """How long sessions that are shared count as alive: else each rollout would ask."""
 MOST_LOG = 2**20
 """Bytes of a server's output that may be kept."""
-VARIABLE = re.compile(r"\$\{(\w+)\}")
 SECRET = "env", "headers"
 """The keys of a server whose values no error shows."""
 TAIL = 1000
@@ -91,22 +90,13 @@ def _printed(record: logging.LogRecord) -> bool:
     return False
 
 
-def _filled_in(key: str, given: Any) -> dict[Any, str]:
-    """A mapping of strings with the environment variables filled in.
-
-    Raises ValueError, which names the place and shows no value, if it is something else or a
-    variable is not set.
-    """
+def _check_strings(key: str, given: Any) -> None:
+    """Raise ValueError, which shows no value, unless `given` is a mapping of strings."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{key}: expected a mapping of strings")
     for name, text in given.items():
         if not isinstance(text, str):
             raise ValueError(f"{key}.{name}: expected a string; put the value in quotes")
-        if unset := [found for found in VARIABLE.findall(text) if found not in os.environ]:
-            raise ValueError(f"{key}.{name}: the environment variable {unset[0]} is not set")
-    return {
-        name: VARIABLE.sub(lambda match: os.environ[match[1]], text) for name, text in given.items()
-    }
 
 
 class Server(BaseModel):
@@ -131,10 +121,11 @@ class Server(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_secrets(cls, given: Any) -> Any:
-        """Fill in the variables. An error of a single field would show its value."""
-        if not isinstance(given, Mapping):
-            return given
-        return {**given, **{key: _filled_in(key, given[key]) for key in SECRET if key in given}}
+        """Check the strings here: an error of a single field would show its value."""
+        if isinstance(given, Mapping):
+            for key in given.keys() & set(SECRET):
+                _check_strings(key, given[key])
+        return given
 
     @field_validator("command", mode="before")
     @classmethod
@@ -166,7 +157,7 @@ class Mcp(ToolEnvironment):
 
     Args:
         servers: Each has a `command` (with `env`) or a `url` (with `headers`), and optionally a
-            `prefix` for its tool names. ${NAME} in a value is an environment variable.
+            `prefix` for its tool names.
         tools: The names of the tools that are offered; by default all.
         share: Use the same sessions for all rollouts, for servers that keep no state.
         max_turns: End the episode as truncated after this many turns; `rollout.max_turns` also

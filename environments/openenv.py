@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from retrain import (
     Message,
     Prompt,
     StepResult,
+    UserCodeError,
     find_function,
     needing,
 )
@@ -55,6 +57,7 @@ class OpenEnv(Environment):
     ) -> None:
         with needing("openenv"):
             from openenv.core.generic_client import GenericEnvClient
+            from websockets.exceptions import ConnectionClosed
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"environment.url: got {url!r}, expected http://... or https://...")
         self.parse: Callable[[str], Mapping[str, Any]] = lambda text: {action: text}
@@ -63,7 +66,14 @@ class OpenEnv(Environment):
         self.read: Callable[[Mapping[str, Any]], str] = lambda seen: _text(seen, observation)
         if observation is not None and ":" in observation:
             self.read = find_function(observation, base_dir, "environment.observation")
-        self.client = GenericEnvClient(url, message_timeout_s=OWN_LIMIT, mode="simulation")
+
+        class Client(GenericEnvClient):
+            async def _send(self, message: dict[str, Any]) -> None:
+                # A server at capacity says so and closes: that message is still to be received.
+                with suppress(ConnectionClosed):
+                    await super()._send(message)
+
+        self.client = Client(url, message_timeout_s=OWN_LIMIT, mode="simulation")
         self.system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.arguments, self.size = reset or {}, size
 
@@ -74,7 +84,15 @@ class OpenEnv(Environment):
         await self.client.connect()
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
-        result = await self.client.reset(**{"seed": prompt.seed, **self.arguments})
+        try:
+            result = await self.client.reset(**{"seed": prompt.seed, **self.arguments})
+        except RuntimeError as error:
+            if "(code: CAPACITY_REACHED)" not in str(error):
+                raise
+            raise UserCodeError(
+                "the OpenEnv server is at capacity. Raise its max_concurrent_envs to rollout.slots "
+                f"x algorithm.group_size, or lower these ({error})"
+            ) from error
         text = "\n\n".join(filter(None, (prompt.text, str(self.read(result.observation)))))
         return [*self.system, *prompt.messages[:-1], {"role": "user", "content": text}]
 

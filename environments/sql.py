@@ -19,7 +19,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -278,18 +277,49 @@ def opened(path: Path) -> Database:
 
 
 def equal(rows: Rows, expected: Rows, ordered: bool) -> bool:
-    """Whether two results are equal; floats up to nine digits."""
-    one, other = [[tuple(map(plain, row)) for row in table] for table in (rows, expected)]
-    return one == other if ordered else Counter(one) == Counter(other)
+    """Whether two results are equal."""
+    if not ordered:
+        rows, expected = sorted(rows, key=place), sorted(expected, key=place)
+    return len(rows) == len(expected) and all(
+        len(one) == len(other) and all(map(same, one, other))
+        for one, other in zip(rows, expected, strict=True)
+    )
 
 
-def plain(value: Any) -> Any:
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+def place(row: tuple[Any, ...]) -> Any:
+    """The place of a row among others: the same for numbers that are equal to 12 digits."""
+    rounded = [float(f"{value:.12g}") if is_number(value) else value for value in row]
+    return [ranked(value) for value in rounded], [ranked(value) for value in row]
+
+
+def ranked(value: Any) -> tuple[int, Any]:
+    """A key by which SQLite's values can be sorted."""
+    if value is None:
+        return 0, 0
+    return 1 + is_number(value) + 2 * isinstance(value, bytes), value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal: integers exactly, a float and a number to 12 digits."""
+    if is_number(one) and is_number(other) and float in (type(one), type(other)):
+        return math.isclose(one, other, rel_tol=1e-12)
+    return type(one) is type(other) and bool(one == other)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+UNREAD = re.compile(
+    r"""'[^']*' | "[^"]*" | `[^`]*` | \[[^]]*\] | --[^\n]* | /\*.*?(?:\*/|\Z)""",
+    re.DOTALL | re.VERBOSE,
+)
+"""Strings, quoted names and comments."""
 
 
 def is_ordered(query: str) -> bool:
-    """Whether the outermost query has an ORDER BY: not in a string or in brackets."""
-    text = re.sub(r"'[^']*'|\"[^\"]*\"|--[^\n]*", " ", query)
+    """Whether the outermost query has an ORDER BY: not in parentheses, quotes or comments."""
+    text = UNREAD.sub(" ", query)
     while (shorter := re.sub(r"\([^()]*\)", " ", text)) != text:
         text = shorter
     return re.search(r"\border\s+by\b", text, re.IGNORECASE) is not None

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Literal
 
-from retrain import ConfigError, Endpoint, Environment, StepResult
+from retrain import ConfigError, Endpoint, Environment, ProgramError, StepResult
 
 NO_KEY = "RETRAIN_ENDPOINT"
 """A variable that is not set: without it, the client would send the key of a hosted service."""
+
+OUTSIDE = ("InterceptionError", "SandboxError", "TunnelError")
+"""Errors of what an episode runs in."""
+TOO_MANY = 429
 
 
 class Verifiers(Environment):
@@ -24,22 +28,35 @@ class Verifiers(Environment):
 
     Args:
         id: The installed taskset package.
-        env: Further keys of its `env` section, as in its own configs: `taskset`, `agent`,
-            `interception`.
+        env: Further keys of its `env` section, as in its own configs: `taskset`, `interception`,
+            and its agents by their names, such as `agent` or `player`.
+        on_error: What an episode with an error is: by default (`fail`) it is scored only if the
+            model is the cause, see docs/agents.md; with `score` also for any other error, except
+            for outages and timeouts.
     """
 
-    def __init__(self, *, id: str, env: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        id: str,
+        env: dict[str, Any] | None = None,
+        on_error: Literal["fail", "score"] = "fail",
+    ) -> None:
         try:
-            from verifiers.v1.utils.loaders import resolve_env_config
+            from verifiers.v1.configs.agent import AgentConfig
+            from verifiers.v1.utils.loaders import env_config_type, resolve_env_config
         except ImportError as error:
             raise ConfigError(
                 f"environment verifiers: {error}; install it with `pip install 'verifiers>=0.4'`"
             ) from error
-        given = env or {}
-        agent = {"runtime": {"type": "subprocess"}, **given.get("agent", {})}
-        taskset = {**given.get("taskset", {}), "id": id}
+        given, self.on_error = env or {}, on_error
+        here = {"runtime": {"type": "subprocess"}}
         try:
-            self.config = resolve_env_config({**given, "agent": agent, "taskset": taskset})
+            fields = env_config_type(id, given.get("id", "")).model_fields.items()
+            names = [name for name, field in fields if isinstance(field.default, AgentConfig)]
+            agents = {name: {**here, **given.get(name, {})} for name in names}
+            taskset = {**given.get("taskset", {}), "id": id}
+            self.config = resolve_env_config({**given, **agents, "taskset": taskset})
         except (ImportError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"environment verifiers: {error}") from error
 
@@ -67,7 +84,7 @@ class Verifiers(Environment):
         episode = await self.env.run_slot(slot, ModelContext(endpoint.model, client))
         errors = [*episode.errors, *[error for t in episode.traces for error in t.errors]]
         if errors:
-            raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
+            raise _error(errors[-1])
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         scores = {name: r.value for t in trained for name, r in t.rewards.items() if r is not None}
         reward = sum(trace.reward for trace in trained)
@@ -84,3 +101,11 @@ class Verifiers(Environment):
         for task in self.env.taskset.include(idx=[f"{index}:{index + 1}"]):
             return task
         raise ValueError(f"prompt: the taskset has no task {index}")
+
+
+def _error(recorded: Any) -> Exception:
+    """What an episode recorded, as an exception that can be judged by its type."""
+    said, status = f"{recorded.type}: {recorded.message}", recorded.status_code or 0
+    if recorded.type in OUTSIDE or status == TOO_MANY or status >= 500:
+        return ConnectionError(said)
+    return ProgramError(said, f"{recorded.message}\n{recorded.traceback or ''}")

@@ -15,7 +15,8 @@ _HOMES = {
     "retrain.adapters.base": "Adapter AdapterOptions AdapterState Capabilities",
     "retrain.algorithms.base": "Algorithm",
     "retrain.concurrency.contexts": "ContextTask",
-    "retrain.concurrency.programs": "Finished owned_programs run_program",
+    "retrain.concurrency.crashes": "ProgramError",
+    "retrain.concurrency.programs": "Finished file_of owned_programs run_program",
     "retrain.concurrency.threads": "DaemonPool in_thread",
     "retrain.config": "RunConfig load_config parse_config",
     "retrain.config.paths": "CODE_OPTIONS find_command",
@@ -70,7 +71,9 @@ if TYPE_CHECKING:  # `as` exports a name to type checkers
     from retrain.adapters.base import AdapterState as AdapterState, Capabilities as Capabilities
     from retrain.algorithms.base import Algorithm as Algorithm
     from retrain.concurrency.contexts import ContextTask as ContextTask
-    from retrain.concurrency.programs import Finished as Finished, owned_programs as owned_programs
+    from retrain.concurrency.crashes import ProgramError as ProgramError
+    from retrain.concurrency.programs import Finished as Finished, file_of as file_of
+    from retrain.concurrency.programs import owned_programs as owned_programs
     from retrain.concurrency.programs import run_program as run_program
     from retrain.concurrency.threads import DaemonPool as DaemonPool, in_thread as in_thread
     from retrain.config import RunConfig as RunConfig, load_config as load_config

@@ -5,7 +5,6 @@ A command's modules load when it is called, so that `--help` is fast.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from retrain import __version__
 from retrain.errors import nearest
-from retrain.run import DONE, FAILED, USAGE, drive, exit_code, leave
+from retrain.run import DONE, FAILED, USAGE, Parser, drive, exit_code, hint_of, leave
 from retrain.run import main as run_command
 
 if TYPE_CHECKING:
@@ -44,11 +43,12 @@ def command(argv: Sequence[str]) -> int:
         print("usage: retrain COMMAND [ARGUMENTS] (help on a command: retrain COMMAND --help)\n")
         print(*(f"  {known:8} {words}" for known, words in COMMANDS.items()), sep="\n")
         return DONE if name else USAGE
-    if name == "--version":
+    if name in ("--version", "-V"):
         print(f"retrain {__version__}")
         return DONE
     if name not in COMMANDS:
-        hint = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        hint = hint_of(name, ["--help", "--version"]) or nearest(name, COMMANDS)
+        hint = hint or f"; expected one of {', '.join(COMMANDS)}"
         print(f"error: unknown command {name!r}{hint}", file=sys.stderr)
         return USAGE
     called = {"run": run_command, "check": _check, "report": _report, "chat": _chat}
@@ -56,7 +56,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _check(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         allow_abbrev=False,
         prog="retrain check",
         description="Run rollouts with fixed replies, check that the environment fulfils its "
@@ -101,7 +101,7 @@ async def _watched_check(
 
 
 def _report(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         allow_abbrev=False, prog="retrain report", description="Write report.html for a run."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
@@ -136,9 +136,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _schema(argv: Sequence[str]) -> int:
     description = "Print the JSON schema of a config, with the keys of every built-in plug-in."
-    argparse.ArgumentParser(
-        allow_abbrev=False, prog="retrain schema", description=description
-    ).parse_args(argv)
+    Parser(allow_abbrev=False, prog="retrain schema", description=description).parse_args(argv)
     from retrain.assembly.schema import run_schema
 
     print(json.dumps(run_schema(), indent=2))

@@ -19,6 +19,7 @@ from retrain.concurrency.deadlines import cancelled, user_call
 from retrain.config import DeadlinesConfig, Plugin, PromptsConfig, RunConfig, load_config
 from retrain.config.paths import TINY, find_model
 from retrain.config.plugins import built_in_names, construct, find_object
+from retrain.config.variables import Problems, filled_in
 from retrain.config.yaml_text import parse_override
 from retrain.environment import Action, Environment
 from retrain.errors import ConfigError, NotFoundError, PluginError, UserCodeError
@@ -92,7 +93,11 @@ async def check_subject(
         return _explained([*absent, *findings], loaded.config)
     if replies:
         raise ConfigError(f"--reply: got the environment {subject}, expected a config with rewards")
-    arguments = {path[0]: value for path, value in map(parse_override, keys)}
+    unset: Problems = {}
+    given = {path[0]: value for path, value in map(parse_override, keys)}
+    arguments = filled_in(given, unset)
+    if unset:
+        raise ConfigError(*(f"{path}: {problem}" for path, problem in unset.items()))
     plugin = Plugin.model_validate({**arguments, "type": subject})
     config = RunConfig(base_dir=Path.cwd())
     try:
@@ -120,10 +125,11 @@ async def _checked_parts(parts: Parts, say: Say, replies: Sequence[str]) -> list
     """Check the environment and the rewards of a config."""
     seed, rows = parts.config.train.seed, parts.prompts.first_rows(PROMPTS)
     prompts = [parts.prompts.prompt(Ticket(0, row), seed) for row in rows]
-    fit = Finding(True, "all parts of the config load and fit together")
+    fit = [Finding(True, "all parts of the config load and fit together")]
+    fit += [Finding(True, text, warning=True) for text in parts.warnings]
     if (source := parts.algorithm.source) != "rollouts":
         unused = f"the rows are {source}: the environment and the rewards are not used"
-        return [fit, Finding(True, unused)]
+        return [*fit, Finding(True, unused)]
     blocks = Blocks()
     with blocks.watched():
         findings = await _checked(parts.environment, prompts, parts.config, say, blocks)
@@ -134,7 +140,7 @@ async def _checked_parts(parts: Parts, say: Say, replies: Sequence[str]) -> list
         else:
             with waiting(say, "the rewards, called for a few rollouts"):
                 trials = await tried_rewards(parts, prompts, replies)
-    return [fit, *findings, blocks.finding(), *trials]
+    return [*fit, *findings, blocks.finding(), *trials]
 
 
 def _as_tool(subject: str, error: PluginError) -> PluginError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from retrain.types import Message, Prompt, Row, StopReason
 
@@ -99,6 +99,9 @@ class Environment(ABC):
     tools: Sequence[ToolSpec] = ()
     seats: Sequence[str] = ()
     """The names of the parties that are trained, such as players, if there are several."""
+    on_error: Literal["fail", "score"] = "fail"
+    """Of an environment with `run`: whether the rollout is scored if `run` raises an exception that
+    is neither an outage nor the model's doing. What is the model's doing is scored anyway."""
     prompt: Prompt
     """The prompt of the current rollout, set before `reset`."""
 

@@ -38,9 +38,14 @@ _OWN = re.compile(
     | retrain-agent-\w+                 # the working folder of an agent
     | /r/[0-9a-f]{16} | sk-[\w-]{20,}   # the endpoint of a rollout
     | \b(?:pid|process)[ =]\d+
+    | \b\d[\d,]*(?=[ ]tokens\b)          # the length of a prompt or a reply
     """,
     re.VERBOSE,
 )
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys instead of showing, but not tab and newline."""
+MAX_TEXT = 20_000
+"""The longest text of one error, in characters."""
 LIBRARIES = (
     str(Path(__file__).parent),
     str(Path(traceback.__file__).parent),
@@ -173,20 +178,32 @@ def place_of(function: object) -> str:
 def alike(error: str) -> str:
     """The text without what differs from rollout to rollout: errors with equal ones are one kind.
 
-    These are tickets, addresses of objects, temporary folders, processes, and endpoints' URLs.
+    These are tickets, addresses of objects, temporary folders, processes, endpoints' URLs and
+    numbers of tokens.
     """
     return _OWN.sub("...", error)
 
 
+def printable(text: str) -> str:
+    """`text` with control characters escaped, so that a terminal shows them and obeys none."""
+    return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text.replace("\r\n", "\n"))
+
+
 def text_of(error: BaseException) -> str:
-    """The text of any exception: of a group its first error, also if a `__str__` raises."""
+    """The printable text of any exception, truncated to MAX_TEXT characters.
+
+    For a group it is the first error's. A `__str__` that raises is reported as such.
+    """
     try:
         if isinstance(error, BaseExceptionGroup):  # its own text says only how many there are
             first = error.exceptions[0]
             return f"{error.message}: {type(first).__name__}: {text_of(first)}"
-        return str(error)
+        text = str(error)
     except BaseException as failure:  # noqa: BLE001 - of user code
         return f"<its __str__ raised {type(failure).__name__}>"
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}... ({len(text):,} characters)"
+    return printable(text)
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -209,7 +226,7 @@ NEAR = " (did you mean {!r}?)"
 
 def nearest(name: str, known: Iterable[str], said: str = "; did you mean {}?") -> str:
     """`said` with the known name that resembles `name` most; empty if none does."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return said.format(*close) if close else ""
 
 

@@ -6,9 +6,32 @@ import math
 import os
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Self
 
 MAX_DEPTH = 32
+
+
+class Named(str):
+    """The name of a class or function that Python code put into a config."""
+
+    value: Any
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # another process finds it by its name, or not at all
+
+
+class Filled(str):
+    """A string from an environment variable, perhaps a secret: files and reprs have `written`."""
+
+    written: str
+
+    def __new__(cls, value: str, written: str = "") -> Self:
+        made = super().__new__(cls, value)
+        made.written = written
+        return made
+
+    def __repr__(self) -> str:
+        return f"{self.written!r} (filled in)"
 
 
 def plain(value: Any) -> Any:  # any: users' values in, JSON values out
@@ -60,7 +83,7 @@ def _scalar(value: str | int | None) -> str | int | None:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return value.written if isinstance(value, Filled) else str.__str__(value)
     return int.__int__(value) if int.bit_length(value) < 10_000 else hex(value)
 
 

@@ -60,6 +60,8 @@ class Loss:
     """`ratio`: it learns from rewards, corrected by r. `rewards`: it learns from rewards and
     ignores old and r. `weights`: it learns from examples, whose weights are the advantages, and
     ignores old and r. `pairs`: it learns from pairs of examples."""
+    vanishes: bool = False
+    """Its loss and its gradient are 0 where the advantages are 0, but for the terms of `EXTRA`."""
     unbounded: bool = False
     """Its gradient grows with r without a limit, which makes old samples dangerous."""
     scaled: tuple[str, ...] = ()
@@ -148,6 +150,10 @@ def _bounds(keys: Keys) -> tuple[float, float]:
     return 1 - keys["epsilon"], 1 + keys["epsilon_high"]
 
 
+EXTRA = ("beta", "entropy_coef", "use_adaptive_entropy")
+"""Keys of TRL's losses that add a term without advantages, unless they are unset or 0."""
+
+
 def _of_trl(trl_mean: TrlMean, *names: str, **facts: Any) -> Loss:  # facts: further fields
     """One of TRL's own losses, with the keys that all of them have and `names`."""
     common = (
@@ -156,7 +162,7 @@ def _of_trl(trl_mean: TrlMean, *names: str, **facts: Any) -> Loss:  # facts: fur
         "entropy_target",
     )
     keys = dict.fromkeys((*common, *names))
-    return Loss(keys=keys, normalises_itself=True, trl_mean=trl_mean, **facts)
+    return Loss(keys=keys, normalises_itself=True, trl_mean=trl_mean, vanishes=True, **facts)
 
 
 _LEVEL = "importance_sampling_level"
@@ -164,17 +170,30 @@ _CLIP = ("epsilon", "epsilon_high", "delta", _LEVEL)
 
 LOSSES: dict[str, Loss] = {
     "importance_sampling": Loss(
-        formula=_importance_sampling, unbounded=True, services=("tinker", "weaver")
+        formula=_importance_sampling,
+        vanishes=True,
+        unbounded=True,
+        services=("tinker", "weaver"),
     ),
-    "ppo": Loss(formula=_ppo, keys={"epsilon": 0.2, "epsilon_high": None}, services=("tinker",)),
+    "ppo": Loss(
+        formula=_ppo,
+        keys={"epsilon": 0.2, "epsilon_high": None},
+        vanishes=True,
+        services=("tinker",),
+    ),
     "cispo": Loss(
         formula=_cispo,
+        vanishes=True,
         keys={"epsilon": 1.0, "epsilon_high": 4.0},
         services=("tinker",),
         trl_mean="sum",
     ),
-    "reinforce": Loss(formula=_log_likelihood, reads="rewards", normalisation="batch"),
-    "cross_entropy": Loss(formula=_log_likelihood, reads="weights", services=("tinker", "weaver")),
+    "reinforce": Loss(
+        formula=_log_likelihood, reads="rewards", vanishes=True, normalisation="batch"
+    ),
+    "cross_entropy": Loss(
+        formula=_log_likelihood, reads="weights", vanishes=True, services=("tinker", "weaver")
+    ),
     # Tinker computes it too, but with beta/2 (lp - old)^2 also of the prompt's tokens.
     "dro": Loss(formula=_dro, keys={"beta": 0.05}, scaled=("beta",), own_correction=True),
     # The size of a pair's advantages is its weight, which already holds the mean over pairs.
@@ -213,6 +232,14 @@ def row_of(name: str) -> Loss:
     name that only a user's own backend knows normalises itself.
     """
     return LOSSES.get(name) or (_CUSTOM if ":" in name else _FOREIGN)
+
+
+def vanishes(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a batch whose advantages are all 0 has a loss and a gradient of 0.
+
+    `config` has the keys of the loss. Of a user's own loss nothing is known.
+    """
+    return row_of(name).vanishes and not any(config.get(key) for key in EXTRA)
 
 
 def native_to(service: str) -> frozenset[str]:

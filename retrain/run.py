@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from retrain.engine.ranks.contract import ignore_signals, launched
-from retrain.errors import ConfigError, RetrainError, RunError, alike
+from retrain.errors import ConfigError, RetrainError, RunError, alike, nearest, printable
 from retrain.observe.streams import let_go
 
 if TYPE_CHECKING:
@@ -87,8 +87,9 @@ async def run(
     *,
     callbacks: Sequence[Callback] = (),
     resume: bool = False,
+    console: bool = True,
 ) -> TrainingResult:
-    """Train from a config, a mapping or a YAML file.
+    """Train from a config, a mapping or a YAML file. `console` prints the progress.
 
     Raises ConfigError before any model loads, RunError if the run can't continue.
     """
@@ -100,7 +101,7 @@ async def run(
     elif not isinstance(config, RunConfig):
         config = parse_config(config)
     with in_run_dir(config, resume=resume) as config:
-        return await train(config, callbacks=callbacks, resume=resume)
+        return await train(config, callbacks=callbacks, resume=resume, console=console)
 
 
 @contextmanager
@@ -247,8 +248,34 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+HINTS = {
+    ("-q", "--quiet", "--silent"): "redirect the output: > run.log 2>&1",
+    ("-v", "--verbose", "--debug"): "all that happens is in events.jsonl of the run directory",
+    ("-V", "--version"): "the version: retrain --version",
+}
+"""What other programs' options are here."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the option that resembles an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        head, _, unknown = message.partition("unrecognized arguments: ")
+        names = [name for action in self._actions for name in action.option_strings]
+        hints = [hint_of(name.partition("=")[0], names) for name in unknown.split() if not head]
+        super().error(message + "".join(hints))
+
+
+def hint_of(name: str, known: Sequence[str]) -> str:
+    """What to do about an unknown option: "; did you mean ...?", or nothing."""
+    for names, hint in HINTS.items():
+        if name in names:
+            return f"; {hint}"
+    return nearest(name, known) if name.startswith("--") else ""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         allow_abbrev=False,
         prog="retrain run",
         description="Train from a YAML file. Exit codes: 0: done; 1: the run failed; 2: bad "
@@ -282,19 +309,11 @@ def config_file(text: str) -> Path:
 
 
 async def _train(config: RunConfig, console: Console, *, resume: bool) -> TrainingResult:
-    from retrain.config.paths import is_hub_id
     from retrain.pipeline import train
 
     parts = _assembled(config)
-    hub = (
-        f"; there is no folder {config.model}, so the model is read from the Hugging Face Hub or "
-        "its cache"
-        if is_hub_id(config.model, config.base_dir)
-        else ""
-    )
-    layout = f" ({found})" if (found := parts.options.layout()) else ""
-    _print(f"loading model {config.model} on the {config.backend.type} backend{layout}{hub}")
-    return await train(config, callbacks=[console], resume=resume, parts=parts)
+    _print(parts.loading())
+    return await train(config, callbacks=[console], resume=resume, parts=parts, console=False)
 
 
 def _follows() -> bool:
@@ -356,9 +375,8 @@ def _assembled(config: RunConfig) -> Parts:
         )
     if _follows():
         return parts
-    for warning in parts.warnings:
-        _print(f"warning: {warning}")
-    _print_forecast(parts.options, config)
+    for notice in parts.notices():
+        _print(notice)
     return parts
 
 
@@ -440,7 +458,7 @@ def _unread() -> bool:
 
 def _print(text: str) -> None:
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     except OSError:  # the terminal is closed
         let_go(sys.stderr)
 

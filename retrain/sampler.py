@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from retrain.types import Completion
 
 HASH_BYTES = 4
+PARTIAL = "\N{REPLACEMENT CHARACTER}"
+"""The text of an incomplete character."""
 
 
 def hash_of(token_ids: Sequence[int]) -> str:

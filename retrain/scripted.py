@@ -50,9 +50,9 @@ class Finding:
         return f"{word}  {self.what}{advice}"
 
 
-def found(good: bool, what: str, lines: Sequence[str] = ()) -> Finding:
+def found(good: bool, what: str, lines: Sequence[str] = (), *, warning: bool = False) -> Finding:
     """A check with lines of advice, or of what was found."""
-    return Finding(good, what, "\n".join(lines))
+    return Finding(good, what, "\n".join(lines), warning)
 
 
 async def tried(what: str, check: Awaitable[None]) -> Finding:
@@ -143,15 +143,17 @@ def wrong_calls(tools: Sequence[ToolSpec]) -> list[str]:
 
 
 @asynccontextmanager
-async def doorway(needed: bool) -> AsyncIterator[EndpointServer | None]:
-    """An endpoint for agents, on a free port of the loopback interface."""
+async def doorway(config: RunConfig, needed: bool = True) -> AsyncIterator[EndpointServer | None]:
+    """The endpoint of a config for agents, but on a free port of the loopback interface."""
     if not needed:
         yield None
         return
     from retrain.endpoint.server import EndpointServer
 
     letters = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
-    async with EndpointServer(EndpointConfig(), letters.decode).serving() as door:
+    own = config.endpoint
+    local = EndpointConfig(honour=own.honour, reward=own.reward)
+    async with EndpointServer(local, letters.decode).serving() as door:
         yield door
 
 

@@ -195,6 +195,12 @@ class Trajectory:
     """The part of `reward` that each sampled token earned."""
 
     @property
+    def agent_error(self) -> str:
+        """The error of an agent whose rollout is scored all the same; empty if there is none."""
+        scored = self.outcome == "ok" and not self.info.keys().isdisjoint(("truncated", "unusable"))
+        return str(self.info.get("error", "")) if scored else ""
+
+    @property
     def completion(self) -> str:
         """What an agent returned, else the answer of the last turn, without its reasoning.
 

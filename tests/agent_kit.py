@@ -17,7 +17,7 @@ from retrain.rewarding import Scorer
 from retrain.rollout import Rollouts, Slot
 from retrain.sampler import SamplingParams
 from retrain.scripted import Letters
-from retrain.types import Completion, Group, Prompt
+from retrain.types import Completion, Group, Prompt, StopReason
 
 LETTERS = Letters()  # type: ignore[abstract]  # nothing calls apply_chat_template
 PROMPT = Prompt("0.0.0", ({"role": "user", "content": "a="},), answer="aaaa", metadata={"n": 1})
@@ -46,6 +46,7 @@ class Echo:
     """A model that repeats its prompt; it raises `failure` if there is one."""
 
     failure: Exception | None = None
+    stop_reason: StopReason = "stop"
 
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, n: int = 1
@@ -54,7 +55,7 @@ class Echo:
             raise self.failure
         ids = [token for token in prompt_ids if token][-params.max_tokens :]
         text = LETTERS.decode(ids)
-        return [Completion(ids, [-0.5] * len(ids), text, "stop", 0)] * n
+        return [Completion(ids, [-0.5] * len(ids), text, self.stop_reason, 0)] * n
 
 
 def written(folder: Path, text: str, name: str = "own.py") -> Path:

@@ -83,6 +83,7 @@ async def opened(
     server: EndpointServer | None = None,
     seats: Sequence[str] = (),
     max_turns: int = 9,
+    stop: Sequence[str] = (),
     **config: Any,
 ) -> AsyncIterator[Open]:
     """A rollout on this server, or on one of its own."""
@@ -92,7 +93,7 @@ async def opened(
             yield rollout
         return
     script = Script(*replies)
-    calls = Calls(CHAT, script, max_turns, None)
+    calls = Calls(CHAT, script, max_turns, None, stop=stop)
     async with server.open(calls, seats) as endpoint:
         yield Open(endpoint, calls, script, server)
 

@@ -43,14 +43,19 @@ BASE: dict[str, Any] = {
     "sampling": {"max_tokens": 3},
     "rollout": {"slots": 1},
     "staleness": {"target": 0},
-    "train": {"total_train_steps": 2, "groups_per_step": 1, "order": "in_order"},
+    "train": {
+        "total_train_steps": 2,
+        "groups_per_step": 1,
+        "order": "in_order",
+        "check_publish": False,  # `auto` depends on the time
+    },
     "checkpoint": {"every": 2, "keep": 1},
     "loggers": [{"type": f"{PARTS}:Notes"}],
 }
 BACKENDS: dict[str, dict[str, Any]] = {
     "trl": {"type": "trl", "learning_rate": 1e-2, "device": "cpu"},
-    "tinker": {"type": "tinker", "learning_rate": 1e-2, "wire": "json", "lora": {"rank": 4}},
-    "weaver": {"type": "weaver", "learning_rate": 1e-2, "lora": {"rank": 4}},
+    "tinker": {"type": "tinker", "learning_rate": 1e-2, "wire": "json", "lora": {"r": 4}},
+    "weaver": {"type": "weaver", "learning_rate": 1e-2, "lora": {"r": 4}},
     "mock": {"type": "benchmarks.mock_engine:MockOptions"},
 }
 """`mock` has no model: for keys that no backend reads."""

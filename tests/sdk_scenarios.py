@@ -118,7 +118,14 @@ def test_tinker_samples_saves_and_loads(url):
     path = model.save_state("kept").result().path
     again = service.create_training_client_from_state_with_optimizer(path).result()
     named = model.save_weights_for_sampler("named").result().path
-    assert service.create_sampling_client(model_path=named).result()
+    kept, exported = (
+        service.create_sampling_client(model_path=one).result() for one in (path, named)
+    )
+    scores = [
+        one.compute_logprobs(tinker.ModelInput.from_ints(TOKENS)).result()
+        for one in (kept, exported)
+    ]
+    assert scores[0] == scores[1] == scored  # a training checkpoint can be sampled too
     for one in (model, again):
         one.forward_backward(data, "cross_entropy").result()
         one.optim_step(tinker.AdamParams(learning_rate=5e-3)).result()

@@ -342,7 +342,8 @@ def test_text_before_a_call_of_gpt_oss_is_kept_with_the_reasoning() -> None:
 
 
 def test_tools_with_an_unknown_format_are_an_error_that_names_the_formats() -> None:
-    chat = Chat(chat_kit.byte_level())
+    plain = "{{ (tools or [])[:9] }}" + chat_kit.CHATML
+    chat = Chat(chat_kit.byte_level(plain))
     chat.begin([HI])
     with pytest.raises(ConfigError, match=r"set chat\.tools to the model's format: deepseek, glm,"):
         chat.begin([HI], [ADD])

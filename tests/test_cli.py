@@ -647,6 +647,17 @@ def test_the_commands_are_listed_and_near_ones_suggested(
     assert "report" in capsys.readouterr().out
     assert command(["chek"]) == 2
     assert "did you mean check?" in capsys.readouterr().err
+    for far in ("merge", "sweep"):
+        assert command([far]) == 2
+        assert "did you mean" not in capsys.readouterr().err
+    for option, hint in {
+        "--dryrun": "--dry-run",
+        "-q": "> run.log",
+        "--rum-dir": "--run-dir",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            command(["run", "task.yaml", option])
+        assert hint in capsys.readouterr().err.splitlines()[-1]
     assert command(["--version"]) == 0
     assert capsys.readouterr().out == f"retrain {retrain.__version__}\n"
 

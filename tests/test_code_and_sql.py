@@ -171,6 +171,8 @@ def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
 
 
 RIGHT = "SELECT name FROM products WHERE price > 20 ORDER BY price DESC"
+PAIRS = "SELECT {} AS x, 'a' UNION ALL SELECT {}, 'b'"
+MIXED = "SELECT 2 AS x UNION SELECT 'a' UNION SELECT NULL UNION SELECT 1.5 UNION SELECT x'61'"
 QUERIES = [
     (RIGHT, "```sql\nselect name from products where price >= 24 order by -price;\n```", 1.0),
     (RIGHT, "SELECT name FROM products WHERE price > 20 ORDER BY price", 0.0),
@@ -180,6 +182,18 @@ QUERIES = [
     ("SELECT 1", "SELECT 1 UNION ALL SELECT 1", 0.0),
     ("SELECT '1'", "SELECT 1", 0.0),
     ("SELECT 'a order by b' UNION SELECT 'c'", "SELECT 'c' UNION ALL SELECT 'a order by b'", 1.0),
+    ("SELECT 12345678.91", "SELECT 12345678.94", 0.0),
+    ("SELECT 1234567.891", "SELECT 1234567.894", 0.0),
+    ("SELECT 1234567891", "SELECT 1234567891.0", 1.0),
+    ("SELECT 1234567890123", "SELECT 1234567890124", 0.0),
+    (PAIRS.format("0.1 + 0.2", 0.3), PAIRS.format(0.3, "0.1 + 0.2"), 1.0),
+    (PAIRS.format(1234567890123, 1234567890124), PAIRS.format(1234567890124, 1234567890123), 0.0),
+    (MIXED, f"SELECT * FROM ({MIXED}) ORDER BY x DESC", 1.0),
+    (f"{MIXED} /* order by */", f"SELECT * FROM ({MIXED}) ORDER BY x DESC", 1.0),
+    ("SELECT 1 AS [order by] UNION SELECT 2", "SELECT 2 UNION ALL SELECT 1", 1.0),
+    ("SELECT 1 AS `order by` UNION SELECT 2", "SELECT 2 UNION ALL SELECT 1", 1.0),
+    ('SELECT 1 AS "order by" UNION SELECT 2', "SELECT 2 UNION ALL SELECT 1", 1.0),
+    ("SELECT 1 AS x UNION SELECT 2 ORDER /* ( */ BY x", "SELECT 2 UNION ALL SELECT 1", 0.0),
     ("SELECT 1", "", 0.0),
     ("SELECT 1", "SELECT '\ud800'", 0.0),
 ]

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
+from retrain import Environment
 from retrain.adapters.trl.options import TrlOptions
+from retrain.assembly import assemble
+from retrain.assembly.sections import options_of
 from retrain.config import RunConfig, load_config, parse_config
 from retrain.config.hints import HOMES, PATHS, WRAPPERS
 from retrain.config.problems import keys_of
 from retrain.config.yaml_text import parse_yaml
-from retrain.errors import ConfigError
-from retrain.observe.run_dir import resolved
+from retrain.errors import ConfigError, PluginError
+from retrain.observe.run_dir import as_yaml, resolved
 
 TYPE_HINT = "expected a built-in name, module:Class or path/file.py:Class"
 PROMPTS = {"type": "list", "rows": ["a"]}
@@ -150,6 +153,17 @@ def test_a_recipe_with_its_own_trainer_is_sent_to_the_command_that_takes_it(key:
     found = problem({"trainer": {key: "recipe/mine.py"}})
     assert found.startswith(f"trainer.{key}: unknown key; ")
     assert "`python -m retrain.trainer.nexrl -c FILE`" in found
+
+
+@pytest.mark.parametrize("backend", ["trl", "tinker", "weaver"])
+def test_the_rank_of_lora_has_one_name_on_every_backend(backend: str) -> None:
+    for name in ("r", "rank"):
+        config = parse_config({"prompts": PROMPTS, "backend": {"type": backend, "lora": {name: 5}}})
+        assert options_of(config).model_dump()["lora"]["r"] == 5
+    config = parse_config({"prompts": PROMPTS, "backend": {"type": backend, "lora": {"rnak": 5}}})
+    with pytest.raises(PluginError, match="unknown key") as caught:
+        options_of(config)
+    assert "train" not in str(caught.value).replace("train_", "")
 
 
 def test_every_home_in_the_tables_is_a_key() -> None:
@@ -360,6 +374,68 @@ def test_any_mapping_will_do() -> None:
         parse_config([1])  # type: ignore[arg-type]  # what a user might pass
 
 
+def steady(completion: str) -> float:
+    return 1.0
+
+
+def test_values_may_be_classes_and_functions(tmp_path: Path) -> None:
+    class Mine(Environment):
+        def __init__(self, goal: Any = None) -> None:
+            self.goal = goal
+
+    def judge(completion: str) -> float:
+        return 1.0
+
+    mapping = {
+        "prompts": PROMPTS,
+        "environment": {"type": Mine, "goal": judge},
+        "rewards": [
+            judge,
+            lambda completion: 0.0,
+            {"type": lambda completion: 1.0, "name": "two"},
+            steady,
+        ],
+    }
+    parts = assemble(parse_config(mapping))
+    assert isinstance(parts.environment(), Mine)
+    assert parts.environment().goal is judge
+    place = f"{__name__}:test_values_may_be_classes_and_functions.<locals>."
+    assert [reward.name for reward in parts.scorer.rewards] == [
+        "judge", "<lambda>", "two", "steady",
+    ]  # fmt: skip
+    types = [reward.type for reward in parts.config.rewards]
+    assert types[0] == f"{place}judge"
+    assert types[3] == f"{__name__}:steady", "what can be imported has its plain name"
+    again = load_config(write(tmp_path, as_yaml(parts.config)))
+    assert again.rewards == parts.config.rewards
+    with pytest.raises(ConfigError, match="object of the Python program"):
+        assemble(again)
+    with pytest.raises(ConfigError, match=r"^environment\.type: .*judge"):
+        assemble(parse_config({"prompts": PROMPTS, "environment": judge}))
+    elsewhere = {"prompts": PROMPTS, "environment": "__main__:Other"}
+    with pytest.raises(ConfigError, match="object of the Python program"):
+        assemble(parse_config(elsewhere))
+
+
+def test_configs_of_one_program_keep_their_own_functions() -> None:
+    def scaled(factor: float) -> Any:
+        return lambda completion: factor
+
+    configs = [parse_config({"prompts": PROMPTS, "rewards": [scaled(f)]}) for f in (1.0, 5.0)]
+    functions = [assemble(config).scorer.rewards[0].calculator.function for config in configs]
+    assert [function("") for function in functions] == [1.0, 5.0]
+
+
+def test_a_variable_in_the_keys_of_a_backend_keeps_its_text(monkeypatch: Any) -> None:
+    monkeypatch.setenv("PROJECT", "s3cret")
+    backend = {"type": "tinker", "url": "local", "project": "${PROJECT}", "tags": ["${PROJECT}"]}
+    parts = assemble(parse_config({"prompts": PROMPTS, "rewards": [steady], "backend": backend}))
+    assert parts.options.project == "s3cret"  # type: ignore[attr-defined]
+    written = as_yaml(parts.resolved())
+    assert "s3cret" not in written
+    assert "project: ${PROJECT}" in written
+
+
 def test_a_config_is_frozen() -> None:
     config = parse_config({"prompts": PROMPTS})
     with pytest.raises(ValueError, match="frozen"):
@@ -382,3 +458,51 @@ def test_a_backend_without_a_type_is_the_default_one(tmp_path: Path) -> None:
     )
     assert chosen.backend.model_dump() == {"type": "tinker", "url": "local"}
     assert [(r.type, r.weight) for r in chosen.rewards] == [("a", 2)]
+
+
+def test_a_variable_is_filled_in_everywhere_but_in_rows(tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in {"MODEL": "tiny", "N": "7", "KEY": "s3cret", "EMPTY": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("UNSET", raising=False)
+    text = """\
+model: ${MODEL}
+name: a-${UNSET:-b}-${EMPTY:-c}-$${N}
+prompts: [{prompt: "echo ${UNSET}"}]
+environment:
+  {type: mine, api_key: "${KEY}", steps: "${N}", urls: ["http://me:${KEY}@host"],
+  headers: {A: "Bearer ${KEY}", B: "${N}"}, shell: "echo $${KEY}"}
+train: {total_train_steps: "${N}", shuffle: "${UNSET:-false}"}
+"""
+    config = load_config(write(tmp_path, text), ["train.seed=${N}"])
+    assert (config.model, config.name) == ("tiny", "a-b-c-${N}")
+    assert (config.train.total_train_steps, config.train.shuffle, config.train.seed) == (
+        7,
+        False,
+        7,
+    )
+    assert config.prompts.arguments["rows"] == [{"prompt": "echo ${UNSET}"}]
+    keys = config.environment.arguments
+    assert keys == {
+        "api_key": "s3cret",
+        "steps": 7,
+        "urls": ["http://me:s3cret@host"],
+        "headers": {"A": "Bearer s3cret", "B": "7"},
+        "shell": "echo ${KEY}",
+    }
+    written = as_yaml(config)
+    assert "s3cret" not in f"{written}{config!r}{resolved(config)}"
+    again = load_config(write(tmp_path, written))
+    assert again.environment == config.environment
+    assert again.prompts == config.prompts
+    monkeypatch.delenv("KEY")
+    assert load_config(write(tmp_path, written), fill=False).name == config.name.replace("$", "$$")
+
+
+def test_all_unset_variables_are_told_with_their_keys(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("UNSET", raising=False)
+    text = "model: ${UNSET}\nprompts: [a]\nloggers: [{type: wandb, project: 'x${UNSET}'}]\n"
+    told = refused(tmp_path, f"{text}train: {{seed: '${{UNSET}}', x: 1}}\nname: ${{a.b\n")
+    paths = [line.split(": ")[1] for line in told.splitlines()[1:]]
+    assert paths == ["model", "loggers.0.project", "train.seed", "name", "train.x"]
+    config = load_config(write(tmp_path, text), ["model=tiny", "loggers=[]"])
+    assert config.model == "tiny"

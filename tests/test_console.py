@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console as Terminal
@@ -17,6 +18,7 @@ from rich.console import Console as Terminal
 from retrain.observe.callbacks import Callbacks, TrainingResult
 from retrain.observe.console import Console, QuietStream
 from retrain.observe.progress import (
+    NEXT,
     Progress,
     clock_text,
     closing,
@@ -192,6 +194,12 @@ async def test_markup_in_an_error_is_shown_as_it_is(run: ObservedRun) -> None:
     assert "3 x reward 'x' raised KeyError: '[/bold]'" in out.getvalue()
 
 
+async def test_control_characters_are_shown_and_not_obeyed(run: ObservedRun) -> None:
+    out = io.StringIO()
+    Console(out)._say("a\x1b]0;title\x07 \x1b[2J\r\x9b1A\u202eb")
+    assert out.getvalue() == "a\\x1b]0;title\\x07 \\x1b[2J\\r\\x9b1A\\u202eb\n"
+
+
 async def test_a_file_that_was_closed_does_not_end_the_run(run: ObservedRun) -> None:
     out = io.StringIO()
     console = Console(out)
@@ -245,11 +253,12 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
     tally.errors["environment 'echo' timed out"] = 10
     tally.drops.update(stale=3, failed=1)
     tally.memory = {"ram": 5 * 10**8}
-    history = [{"reward/mean": i / 10} for i in range(10)]
+    rewards = [*[0.0] * 3, *[0.5] * 24, *[0.9] * 3]
+    history = [{"reward/mean": reward, "rollouts/ok": 40} for reward in rewards]
     best, final = tmp_path / "checkpoints/step_5", tmp_path / "final"
-    result = TrainingResult("interrupted", 10, 1, tmp_path, history[-1], history, best, final)
+    result = TrainingResult("interrupted", 30, 1, tmp_path, history[-1], history, best, final)
     assert closing(result, tally, 75.0) == [
-        ("interrupted", "10 steps in 1:15"),
+        ("interrupted", "30 steps in 1:15"),
         ("reward", "0.000 in the first tenth -> 0.900 in the last (+0.900)"),
         ("rollouts", "990 scored, 10 failed"),
         ("", "10 x environment 'echo' timed out"),
@@ -259,10 +268,40 @@ def test_the_summary_tells_causes_and_what_to_do_next(tmp_path: Path) -> None:
         ("model", str(final)),
         ("best", str(best)),
         ("report", str(tmp_path / "report.html")),
-        ("next", "run the same command with --resume to continue from the last checkpoint"),
+        ("next", NEXT),
     ]
     elsewhere = replace(result, model="tinker://a/weights/b")
     assert ("model", "tinker://a/weights/b") in closing(elsewhere, tally, 75.0)
+
+
+@pytest.mark.parametrize(("steps", "rollouts"), [(29, 40), (30, 33)])
+def test_a_run_too_short_for_a_trend_claims_none(tmp_path: Path, steps, rollouts) -> None:
+    history = [{"reward/mean": step / 10, "rollouts/ok": rollouts} for step in range(steps)]
+    result = TrainingResult("completed", steps, 1, tmp_path, history[-1], history)
+    [text] = [text for label, text in closing(result, Tally(), 1.0) if label == "reward"]
+    assert "->" not in text
+    assert text.startswith(f"{(steps - 1) / 20:.3f} ")
+
+
+def test_the_summary_has_the_first_the_best_and_the_last_evaluation(tmp_path: Path) -> None:
+    def shown(*scores: tuple[int, float], key="eval/reward/mean", n="eval/rollouts/ok") -> str:
+        found = [{"eval/step": float(step), key: score, n: 24.0} for step, score in scores]
+        result = TrainingResult("completed", 12, 1, tmp_path, evaluations=found)
+        [text] = [text for label, text in closing(result, Tally(), 1.0) if label == "eval"]
+        return text
+
+    assert shown((0, 0.375), (6, 0.417), (12, 0.4)) == (
+        "0.375 before training -> 0.417 at step 6 (best) -> 0.400 at step 12 (last), n=24"
+    )
+    assert (
+        shown((0, 0.3), (6, 0.4)) == "0.300 before training -> 0.400 at step 6 (best, last), n=24"
+    )
+    assert (
+        shown((0, 0.3), (6, 0.1)) == "0.300 before training (best) -> 0.100 at step 6 (last), n=24"
+    )
+    assert shown((0, 0.5)) == "0.500 before training, n=24"
+    by_loss = shown((0, 3.0), (2, 1.0), (4, 2.0), key="eval/loss", n="eval/rows/ok")
+    assert "1.000 at step 2 (best)" in by_loss
 
 
 def test_time_left_follows_the_pace_of_the_latest_steps() -> None:
@@ -314,3 +353,33 @@ def test_numbers_keep_their_meaning_in_few_characters() -> None:
     assert number(float("nan")) == "nan"
     assert [short(x) for x in (950, 12_345, 4.5e6, 2e9)] == ["950", "12.3k", "4.5M", "2.0G"]
     assert [clock_text(x) for x in (0, 61.2, 3661)] == ["0:00", "1:01", "1:01:01"]
+
+
+def test_in_a_notebook_the_steps_are_one_line_that_changes(
+    run: ObservedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[tuple[str, bool]] = []
+
+    class Cell:
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            shown.append((data["text/plain"].split("  ")[0], True))
+
+    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Cell:
+        shown.append((data["text/plain"].split("  ")[0], False))
+        return Cell()
+
+    python, kernel = ModuleType("IPython"), SimpleNamespace(kernel=object())
+    python.get_ipython = lambda: kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", python)
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    console = Console()
+    console.on_train_begin(run)
+    for step in (1, 2, 3):
+        console.on_step_end(run, step, {"reward/mean": 0.5})
+    assert shown == [("step 1/4", False), ("step 2/4", True), ("step 3/4", True)]
+    printed = capsys.readouterr().out
+    assert "run directory" in printed
+    assert "step 1" not in printed
+    del kernel.kernel  # the terminal of IPython
+    Console().on_step_end(run, 1, {"reward/mean": 0.5})
+    assert len(shown) == 3

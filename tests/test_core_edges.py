@@ -5,7 +5,7 @@ import itertools
 import math
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,7 +29,7 @@ from retrain.errors import (
 from retrain.observe.callbacks import Callback
 from retrain.observe.run_dir import read_events
 from retrain.pipeline import train
-from retrain.pipeline.checkpoint import Checkpoints, read, verified
+from retrain.pipeline.checkpoint import FORMAT, Checkpoints, read, verified
 from retrain.pipeline.resume import checkpoint
 from retrain.pipeline.signal import Signal
 from retrain.prompts import PromptSource
@@ -480,7 +480,8 @@ async def test_an_evaluations_close_errors_are_told(tmp_path):
     )
     await train(config)
     slots = 2 * 4  # staleness 1
-    assert len(events(tmp_path, "fault")) == slots * 4 - 16 + 2 * 3
+    evaluations = 2  # before and after the step
+    assert len(events(tmp_path, "fault")) == slots * 4 - 16 + evaluations * 2 * 3
 
 
 # --- the end of a run ---------------------------------------------------------------------------
@@ -518,9 +519,8 @@ async def test_a_callback_that_fails_at_the_end_doesnt_hide_why_the_run_failed(t
 
     config = mock_config(tmp_path)
     parts = parts_with(config, Broken(MockOptions(), config))
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(AdapterError, match="out of memory") as caught:
         await train(config, callbacks=[BadEnd()], parts=parts)
-    assert caught.group_contains(AdapterError, match="out of memory")
     [note] = caught.value.__notes__
     assert "no such project" in note
     assert "BadEnd.on_train_end" in note
@@ -632,42 +632,22 @@ async def test_p7_an_async_reward_is_not_left_behind_when_the_run_is_cancelled(t
 HELD_OUT = {"type": "list", "rows": [{"prompt": f"{c}=", "answer": c * 4} for c in "abc"]}
 
 
-async def test_the_checkpoint_under_evaluation_is_not_pruned(tmp_path):
-    class SlowEval(MockAdapter):
-        """Held-out prompts (three rollouts each) take until the run is nearly over."""
-
-        async def sample(self, prompt_ids, params, n=1):
-            if n == 3:
-                while self.version < 6:  # noqa: ASYNC110 - the engine has no event of that
-                    await asyncio.sleep(0)
-            return await super().sample(prompt_ids, params, n)
-
-    config = mock_config(
-        tmp_path,
-        train={"total_train_steps": 7},
-        eval={"prompts": HELD_OUT, "every": 2, "samples": 3},
-        checkpoint={"every": 1, "keep": 1},
-    )
-    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 5})})
-    adapter = SlowEval(MockOptions(), config)
-    result = await train(config, parts=parts_with(config, adapter))
-    assert result.best_checkpoint_path.is_dir()
-
-
 async def test_p10_cancelling_doesnt_wait_for_an_evaluation(tmp_path):
     evaluating = asyncio.Event()
 
     class EndlessEval(MockAdapter):
         async def sample(self, prompt_ids, params, n=1):
-            if n == 3:
+            if n == 3 and self.version == self.evaluated:
                 evaluating.set()
                 await asyncio.Event().wait()
             return await super().sample(prompt_ids, params, n)
 
-    for every in (2, 4):  # in the middle, and at the end
+    # before training and in the middle, where a publish waits too, and at the end
+    for evaluated, steps in ((0, 1), (2, 3), (4, 4)):
         evaluating.clear()
+        EndlessEval.evaluated = evaluated
         config = mock_config(
-            tmp_path / str(every), eval={"prompts": HELD_OUT, "every": every, "samples": 3}
+            tmp_path / str(evaluated), eval={"prompts": HELD_OUT, "every": 2, "samples": 3}
         )
         parts = parts_with(config, EndlessEval(MockOptions(), config))
         running = asyncio.create_task(train(config, parts=parts))
@@ -675,8 +655,12 @@ async def test_p10_cancelling_doesnt_wait_for_an_evaluation(tmp_path):
         for _ in range(200):
             await asyncio.sleep(0)
         running.cancel()
-        async with asyncio.timeout(30):  # all steps are done, so it completes
-            assert (await running).total_steps == 4
+        async with asyncio.timeout(30):
+            with pytest.raises(asyncio.CancelledError) if steps < 4 else nullcontext():
+                await running  # all steps are done, so it completes
+        folder = tmp_path / str(evaluated)
+        assert events(folder, "end")[0]["step"] == steps
+        assert max(Checkpoints(folder / "checkpoints").steps()) == evaluated
 
 
 # --- checkpoints --------------------------------------------------------------------------------
@@ -733,11 +717,11 @@ async def test_a_torn_checkpoint_of_the_last_step_is_written_anew(tmp_path):
 async def test_a_checkpoint_of_another_format_is_refused_and_no_older_one_taken(tmp_path):
     await train(mock_config(tmp_path, checkpoint={"every": 2}))
     manifest = tmp_path / "checkpoints" / "step_4" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 4', '"format": 7'))
+    manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 7'))
     longer = mock_config(tmp_path, train={"total_train_steps": 6})
-    with pytest.raises(CheckpointError, match=r"step_4 has the .*format 7, expected 4.*--run-dir"):
+    with pytest.raises(CheckpointError, match=r"step_4 has the .*format 7, expected .*--run-dir"):
         await train(longer, resume=True)
-    with pytest.raises(CheckpointError, match="format 7, expected 4"):
+    with pytest.raises(CheckpointError, match="format 7, expected"):
         verified(manifest.parent)
 
 
@@ -872,7 +856,7 @@ async def test_held_groups_keep_their_place_in_order_over_a_resume(tmp_path):
                     if step == total != 4:
                         raise RuntimeError("killed")
 
-            with suppress(ExceptionGroup):
+            with suppress(RuntimeError):
                 await train(
                     config,
                     parts=parts_with(config, adapter),

@@ -27,12 +27,15 @@ import pytest
 import yaml
 
 import retrain
+from retrain import Group, Prompt, Trajectory
 from retrain.__main__ import COMMANDS, command
+from retrain.algorithms.functional import std
 from retrain.assembly import assemble
 from retrain.config import load_config, parse_config
 from retrain.losses import LOSSES
 from retrain.observe.callbacks import tenths
 from retrain.observe.run_dir import read_metrics
+from retrain.pipeline.meter import Meter
 from retrain.run import main
 from retrain.transport.vendors import TINKER, WEAVER
 
@@ -231,7 +234,7 @@ def test_the_commands_of_a_cookbook_page_train(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow(10)
-@pytest.mark.parametrize(("name", "steps"), [("def matches", 34), ("class OneTurn", 52)])
+@pytest.mark.parametrize(("name", "steps"), [("def matches", 34), ("class OneTurn", 60)])
 def test_the_examples_for_newcomers_learn(name: str, steps: int, folder: Path) -> None:
     [text] = [text for _, text in blocks(ROOT / "docs" / "coming-from.md") if name in text]
     short = STEPS.sub(rf"\1={steps}", text)
@@ -249,6 +252,16 @@ def test_an_algorithm_a_loss_and_loggers_of_ones_own_train(folder: Path) -> None
     assert head == "step,reward/mean,loss"
     assert len(rows) < 200  # its callback ended the run
     assert float(rows[-1].split(",")[1]) >= 0.5
+
+
+def test_the_deviation_of_the_rewards_is_the_documented_one() -> None:
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    [ddof] = re.findall(r"`reward/std` .*\(`ddof` (\d)", page)
+    prompt = Prompt("0.0.0", [])
+    group = Group(prompt, [Trajectory(prompt, reward=value) for value in (0.0, 1.0, 5.0)])
+    meter = Meter()
+    meter.lap("wait_for_batch")
+    assert meter.row(1, [group], {}, 0, 1)["reward/std"] == std([0.0, 1.0, 5.0], int(ddof))
 
 
 @pytest.mark.slow

@@ -124,7 +124,8 @@ async def test_after_a_resume_the_reference_is_still_where_the_run_started(tmp_p
 async def test_an_evaluation_tells_the_held_out_loss_and_accuracy(tmp_path):
     held_out = {"prompts": {"type": "list", "rows": ROWS[:1]}, "every": 3}
     result = await train(run_of(tmp_path, FULL["trl"], **RUN, eval=held_out))
-    [event] = events(tmp_path, "eval")
+    first, event = events(tmp_path, "eval")
+    assert first["eval/loss"] == pytest.approx(math.log(2))
     assert event["eval/dpo/accuracy"] == 1.0
     assert event["eval/loss"] < math.log(2)
     assert result.best_checkpoint_path == tmp_path / "checkpoints" / "step_3"

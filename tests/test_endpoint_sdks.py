@@ -61,7 +61,7 @@ async def clients() -> AsyncIterator[Clients]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[EndpointServer]:
-    server = EndpointServer(EndpointConfig(honour=HONOUR), TOKENIZER.decode)
+    server = EndpointServer(EndpointConfig(honour=HONOUR, reward=True), TOKENIZER.decode)
     async with server.serving():
         yield server
 
@@ -241,6 +241,19 @@ async def test_text_completions_continue_the_tokens(clients, server) -> None:
         await create(**MODEL, prompt=[1, 2, 3])
         assert rollout.script.asked[-1][0] == [1, 2, 3]
         assert (await create(**MODEL, prompt=["one"], n=1)).choices[0].text == "f"
+
+
+async def test_the_stop_strings_of_the_run_are_cut_in_each_api(clients, server) -> None:
+    async with opened(*["abc STOP"] * 4, server=server, stop=("STOP",)) as rollout:
+        ours, theirs = clients.of("async", rollout)
+        asked: dict[str, Any] = {**MODEL, "messages": QUESTION}
+        found = (await ours.chat.completions.create(**asked)).choices[0]
+        assert (found.message.content, found.finish_reason) == ("abc ", "stop")
+        assert (await ours.completions.create(**MODEL, prompt="a")).choices[0].text == "abc "
+        assert (await ours.responses.create(**MODEL, input="a")).output_text == "abc "
+        message = await theirs.messages.create(**asked, max_tokens=99)
+        assert (message.content[0].text, message.stop_sequence) == ("abc ", "STOP")
+        assert {turn.completion.text for turn in rollout.calls.turns} == {"abc STOP"}
 
 
 async def test_reasoning_and_stop_sequences_in_each_form(clients, server) -> None:

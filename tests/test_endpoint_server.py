@@ -16,7 +16,7 @@ import pytest_asyncio
 import retrain
 from retrain.config import EndpointConfig
 from retrain.endpoint import connections
-from retrain.endpoint.server import EndpointServer
+from retrain.endpoint.server import MOST_WARNINGS, EndpointServer
 from retrain.errors import RunError
 from tests.endpoint_kit import ADD, TOKENIZER, Open, opened, saying
 
@@ -24,13 +24,17 @@ CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/response
 MESSAGES, COUNT, REWARD = "/v1/messages", "/v1/messages/count_tokens", "/v1/reward"
 USER = {"role": "user", "content": "Hi"}
 SAYS = {"messages": [USER]}
+PREFILL = {
+    "messages": [USER, {"role": "assistant", "content": "I"}],
+    "continue_final_message": True,
+}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[EndpointServer]:
-    server = EndpointServer(EndpointConfig(), TOKENIZER.decode)
+    server = EndpointServer(EndpointConfig(reward=True), TOKENIZER.decode)
     async with server.serving():
         yield server
 
@@ -68,6 +72,13 @@ def post(http: httpx.AsyncClient, rollout: Open, path: str, body: Any, **headers
         (TEXT, {"prompt": [-1]}, "prompt: got the token id -1"),
         (TEXT, {"prompt": [10**6]}, "prompt: got the token id 1000000"),
         (TEXT, {"prompt": "a", "echo": True}, "echo: got true"),
+        (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens: got 0"),
+        (TEXT, {"prompt": ["a"] * 9, "n": 128}, "prompt: got 9 prompts with n 128"),
+        (CHAT, {**SAYS, "top_logprobs": 0, "continue_final_message": True}, "last message of the"),
+        (CHAT, {**SAYS, "add_generation_prompt": False}, "add_generation_prompt: got false"),
+        (CHAT, PREFILL, "continue_final_message: got true, but a run"),
+        (CHAT, {**SAYS, "response_format": {"type": "xml"}}, "response_format: got"),
+        (CHAT, {**SAYS, "tools": [{"function": ADD}], "tool_choice": {"name": "sub"}}, "or one of"),
         (RESPONSES, {"input": []}, "input: got no items"),
         (RESPONSES, {"input": "a", "background": True}, "background: not supported"),
         (RESPONSES, {"input": [{"type": ["x"]}]}, "input.0: got an item of type"),
@@ -79,7 +90,9 @@ def post(http: httpx.AsyncClient, rollout: Open, path: str, body: Any, **headers
         (COUNT, {"messages": [{"role": "assistant", "content": "I"}]}, "the last message is the"),
         (COUNT, {"messages": [{**USER, "content": [{"type": "image"}]}]}, "type 'image'"),
         (COUNT, {**SAYS, "tools": [{"type": "bash_1", "name": "b"}]}, "expected type 'custom'"),
-        (REWARD, {"reward": float("inf")}, "reward: got inf, expected a finite number"),
+        (REWARD, {"reward": float("inf")}, "reward: got inf, expected a number from"),
+        (REWARD, {"reward": 1e308}, "reward: got 1e+308"),
+        (REWARD, {"reward": -(10**400)}, "expected a number from"),
         (REWARD, {"reward": True}, "reward: got True"),
     ],
 )
@@ -93,6 +106,17 @@ async def test_a_wrong_call_gets_one_clear_error(server, http, path, body, says)
         assert answer.headers["x-should-retry"] == "false"
         assert not rollout.script.asked
         assert rollout.calls.failure is None
+
+
+async def test_the_first_invalid_call_of_a_kind_is_logged(http, caplog) -> None:
+    async with opened() as rollout:
+        for body in ({**SAYS, "n": 0}, {**SAYS, "n": 0}, {**SAYS, "temperature": "hot"}):
+            assert (await post(http, rollout, CHAT, body)).status_code == 400
+    logged = [one.args for one in caplog.records if one.name == "retrain.endpoint.server"]
+    assert [(status, str(said).partition(":")[0]) for status, said in logged] == [
+        (400, "n"),
+        (400, "temperature"),
+    ]
 
 
 async def test_other_paths_methods_and_keys(server, http) -> None:
@@ -114,6 +138,16 @@ async def test_other_paths_methods_and_keys(server, http) -> None:
         headers = {"x-api-key": key, "anthropic-version": "1"}
         answer = await http.get(f"{base}/v1/nothing", headers=headers)
         assert answer.json()["type"] == "error"
+
+
+async def test_posted_rewards_are_off_unless_the_config_allows_them(http) -> None:
+    async with opened(reward=False) as closed, opened(reward=True) as open_:
+        denied = await post(http, closed, REWARD, {"reward": 1.0})
+        assert (denied.status_code, denied.json()["error"]["code"]) == (403, "reward_not_allowed")
+        assert "endpoint.reward: true" in denied.json()["error"]["message"]
+        assert (await post(http, open_, REWARD, {"reward": 1e6})).status_code == 200
+        assert (closed.calls.rewarded, open_.calls.rewarded) == (0.0, 1e6)
+        assert EndpointConfig().reward is False
 
 
 async def test_a_fault_of_the_endpoint_is_an_error_500(server, http, monkeypatch, caplog) -> None:
@@ -196,8 +230,73 @@ async def test_arguments_without_effect_are_logged_once(http, caplog) -> None:
         for _ in range(2):
             assert (await post(http, rollout, CHAT, body)).status_code == 200
         assert [options for _, options in rollout.script.asked] == [{}, {}]
-    logged = [record.args[0] for record in caplog.records if record.name.endswith("server")]
-    assert logged == ["presence_penalty", "tool_choice", "parallel_tool_calls", "temperature"]
+    assert logged(caplog) == ["presence_penalty", "parallel_tool_calls", "tool_choice",
+                              "temperature"]  # fmt: skip
+
+
+JSON = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        (
+            CHAT,
+            {
+                **SAYS,
+                "prediction": {"type": "content", "content": "a"},
+                "modalities": ["text", "audio"],
+                "audio": {"voice": "x"},
+                "verbosity": "low",
+                "guided_json": {},
+                "guided_regex": "a",
+                "tools": [{"type": "function", "function": {**ADD, "strict": True}}],
+                "response_format": {**JSON, "json_schema": JSON},
+            },
+            "prediction modalities audio verbosity guided_regex tools.strict response_format",
+        ),
+        (TEXT, {"prompt": "a", "suffix": "b", "min_p": 0.1, "best_of": 1}, "suffix min_p"),
+        (
+            RESPONSES,
+            {
+                "input": "a",
+                "reasoning": {"effort": "low"},
+                "text": {"format": JSON},
+                "include": ["reasoning.encrypted_content"],
+                "truncation": "disabled",
+            },
+            "reasoning include text.format",
+        ),
+        (
+            MESSAGES,
+            {
+                **SAYS,
+                "max_tokens": 9,
+                "mcp_servers": [{"type": "url"}],
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+                "output_config": {"format": JSON},
+            },
+            "mcp_servers output_config max_tokens",
+        ),
+    ],
+)
+async def test_every_name_without_effect_is_logged_once(http, caplog, path, body, names) -> None:
+    """Unknown ones too, and no control character of theirs reaches a terminal."""
+    body = {**body, "user": "me", "store": True, "x\x1b[31m": 1}
+    many = {f"x{number}": 1 for number in range(2 * MOST_WARNINGS)}
+    async with opened("a", "b", "c") as rollout:
+        for more in ({}, {}, many):
+            assert (await post(http, rollout, path, {**body, **more})).status_code == 200
+        assert len(rollout.server._warned) <= MOST_WARNINGS
+    found = logged(caplog)[: len(names.split()) + 1]
+    assert sorted(found) == sorted([*names.split(), r"x\x1b[31m"])
+    assert "\x1b" not in caplog.text
+
+
+def logged(caplog: Any) -> list[str]:
+    """The arguments that warnings name."""
+    records = [record for record in caplog.records if record.name.endswith("server")]
+    return [record.args[0].strip("'") for record in records]
 
 
 async def test_interleaved_events_of_each_api(server, http) -> None:

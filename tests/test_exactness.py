@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retrain import Environment, StepResult, ToolSpec
-from retrain.assembly import assemble
+from retrain.assembly import Parts, assemble
 from retrain.config import load_config, parse_config
 from retrain.engine.losses import sequence_logprobs
 from retrain.engine.models import load_model
@@ -89,6 +89,8 @@ async def check(config, folder, monkeypatch) -> int:
         return await update(batch)
 
     monkeypatch.setattr(adapter, "update", kept)
+    # an untrained model earns nothing, and its batch would be skipped
+    monkeypatch.setattr(Parts, "is_idle", lambda self, batch: False)
     await train(config, parts=parts_with(config, adapter))
     model, trained = load_model(tiny_folder(folder)), 0
     for sample in batches[0].samples:

@@ -6,6 +6,7 @@ import logging
 import math
 import socket
 from contextvars import ContextVar
+from dataclasses import replace
 from unittest.mock import Mock
 
 import aiohttp
@@ -21,15 +22,16 @@ from retrain.errors import (
     NonFiniteError,
     NoSignalError,
     OutageError,
+    RunError,
     StallError,
     UserCodeError,
     blame,
 )
 from retrain.observe.callbacks import Callback
-from retrain.observe.failure import full_text
+from retrain.observe.failure import full_text, single
 from retrain.observe.report import digest, write_report
 from retrain.observe.run_dir import read_events, read_metrics, surviving
-from retrain.pipeline import outage, train
+from retrain.pipeline import outage, train, verify
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.prompts import ListPrompts
 from retrain.rewarding import RewardCalculator
@@ -175,11 +177,10 @@ async def test_p13_a_run_waits_for_a_judge_that_has_worked_before(
 async def test_p13_an_outage_that_lasts_ends_the_run_with_a_checkpoint(tmp_path, judge):
     judge(fails=70)
     config = config_in(tmp_path, deadlines={"outage": 0.1})
-    with pytest.raises(ExceptionGroup) as caught:
-        await train(config)
-    assert caught.group_contains(
+    with pytest.raises(
         OutageError, match=r"reward 'Judge' raised ConnectError.*gave up after deadlines\.outage"
-    )
+    ):
+        await train(config)
     [saved] = Checkpoints(tmp_path / "checkpoints").steps()
     assert saved == steps_of(tmp_path)[-1] > 0
     tries = len(events(tmp_path, "issued"))
@@ -204,9 +205,8 @@ async def test_any_other_failure_ends_the_run_at_once(tmp_path, judge, how):
     keys = {"deadlines": how.pop("deadlines")} if "deadlines" in how else {}
     judge(**how)
     async with asyncio.timeout(30):
-        with pytest.raises(ExceptionGroup) as caught:
+        with pytest.raises(NoSignalError, match="4 groups in a row"):
             await train(config_in(tmp_path, **keys))
-    assert caught.group_contains(NoSignalError, match="4 groups in a row")
     assert not events(tmp_path, "outage")
 
 
@@ -294,9 +294,13 @@ class Fails(MockAdapter):
         return await super().publish()
 
     async def sample(self, prompt_ids, params, n=1):
-        if self._is("sample"):
-            raise AdapterError("sample failed")
+        checks = params.max_tokens == verify.TOKENS
+        if self._is("check") if checks else self._is("sample"):
+            raise AdapterError(f"{self.method} failed")
         return await super().sample(prompt_ids, params, n)
+
+    async def own_logprobs(self, sequences):
+        return [[-1.0] * len(row) for row in sequences]
 
 
 class Hangs(Fails):
@@ -316,11 +320,8 @@ async def test_an_adapter_whose_publish_hangs_is_not_asked_to_save(tmp_path):
     limits = {"publish": 0.1, "checkpoint": 60}
     config = config_in(tmp_path, checkpoint={"every": 1}, deadlines=limits)
     adapter = Hangs(MockOptions(), config)
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(DeadlineError, match=r"publish took longer than deadlines\.publish"):
         await train(config, parts=parts_with(config, adapter))
-    assert caught.group_contains(
-        DeadlineError, match=r"publish took longer than deadlines\.publish"
-    )
     assert adapter.saves == 1
 
 
@@ -346,18 +347,23 @@ class Raises(Callback):
         ("update", None),
         ("after update", None),
         ("publish", 5),
+        ("check", 5),
         ("nan", None),
     ],
 )
-async def test_p13_a_failing_run_saves_its_last_step_if_the_weights_are_good(tmp_path, how, saved):
+async def test_p13_a_failing_run_saves_its_last_step_if_the_weights_are_good(
+    tmp_path, monkeypatch, how, saved
+):
     config = config_in(tmp_path, staleness={"target": 0})
     adapter = Fails(MockOptions(), config)
     adapter.method = how
-    with pytest.raises(ExceptionGroup) as caught:
-        await train(config, callbacks=[Raises(how)], parts=parts_with(config, adapter))
+    if how == "check":
+        monkeypatch.setattr(verify, "REST", 0.0)
+        adapter.capabilities = replace(adapter.capabilities, checks="free")
     message = "my callback" if how.startswith("on_") else f"{how} failed"
     message = "the loss of step 6 is nan" if how == "nan" else message
-    assert caught.group_contains((AdapterError, ValueError), match=message)
+    with pytest.raises((AdapterError, ValueError), match=message) as caught:
+        await train(config, callbacks=[Raises(how)], parts=parts_with(config, adapter))
     assert Checkpoints(tmp_path / "checkpoints").steps() == ([] if saved is None else [saved])
     notes = getattr(caught.value, "__notes__", [])
     assert any("continue with --resume" in note for note in notes) == (saved is not None)
@@ -409,9 +415,9 @@ async def test_p13_a_stage_that_fails_lets_the_update_under_way_end(
     prompts = mock_config(tmp_path).prompts.model_dump() | {"type": f"{__name__}:Cancels"}
     config = config_in(tmp_path, staleness={"target": 1, "max": 2}, prompts=prompts)
     async with asyncio.timeout(30):
-        with pytest.raises(ExceptionGroup) as caught:
-            await train(config, parts=parts_with(config, Slow(MockOptions(), config)))
-    assert caught.group_contains((AdapterError, UserCodeError), match=message)
+        parts = parts_with(config, Slow(MockOptions(), config))
+        with pytest.raises((AdapterError, UserCodeError), match=message):
+            await train(config, parts=parts, console=False)  # it would delay the next step
     assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
 
 
@@ -447,7 +453,7 @@ class Worst(Callback):
     def _act(self, *arguments):
         if self.hook == "state_dict" and self.worst is None:
             return {(1, 2): 3}
-        late = self.hook in ("state_dict", "on_eval_end", "on_train_end")
+        late = self.hook in ("state_dict", "on_train_end")
         return self.worst() if late or self.trainer.step >= 4 else None
 
 
@@ -458,11 +464,10 @@ async def test_p13_no_callback_costs_a_step(tmp_path, hook, worst):
     evaluates = {"prompts": mock_config(tmp_path).prompts.model_dump(), "every": 4}
     config = config_in(tmp_path, staleness={"target": 0}, eval=evaluates)
     async with asyncio.timeout(30):
-        with pytest.raises(ExceptionGroup) as caught:
+        with pytest.raises(UserCodeError, match=r"user code (cancelled|raised SystemExit: 0)"):
             await train(config, callbacks=[Worst(hook, worst)])
-    assert caught.group_contains(UserCodeError, match="user code (cancelled|raised SystemExit: 0)")
     last = events(tmp_path, "update")[-1]["step"]
-    assert Checkpoints(tmp_path / "checkpoints").steps()[-1] == last >= 4
+    assert max(Checkpoints(tmp_path / "checkpoints").steps()) == last >= 4
     assert f"raised by the callback Worst.{hook}" in (tmp_path / "error.txt").read_text()
     assert (await train(config, resume=True)).total_steps == STEPS
     assert trained_once(tmp_path)
@@ -472,9 +477,8 @@ async def test_p13_no_callback_costs_a_step(tmp_path, hook, worst):
 @pytest.mark.parametrize("worst", [throws(ValueError("no state")), cancel_the_caller, None])
 async def test_p13_a_callback_without_a_state_costs_no_checkpoint(tmp_path, worst):
     config = config_in(tmp_path, checkpoint={"every": 4})
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises((ValueError, TypeError, UserCodeError)):
         await train(config, callbacks=[Worst("state_dict", worst)])
-    assert caught.group_contains((ValueError, TypeError, UserCodeError))
     assert 4 in Checkpoints(tmp_path / "checkpoints").steps()
     assert "raised by the callback Worst.state_dict" in (tmp_path / "error.txt").read_text()
     assert (await train(config, resume=True)).total_steps == STEPS
@@ -516,7 +520,7 @@ async def test_p1_a_resume_that_fails_keeps_the_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="an older state") as caught:
         await train(config_in(tmp_path), callbacks=[Counts()], resume=True)
     assert caught.value.__notes__[0] == "raised by the callback Counts.load_state_dict"
-    assert "step_4. Fix the cause, then continue with --resume." in caught.value.__notes__[1]
+    assert "step_4. " in caught.value.__notes__[1]
     assert (tmp_path / "checkpoints" / "step_4" / "run.json").read_bytes() == kept
     Counts.fails = False
     await train(config_in(tmp_path), callbacks=[Counts()], resume=True)
@@ -607,14 +611,12 @@ async def test_p13_a_checkpoint_that_fails_too_doesnt_hide_the_first_error(tmp_p
             raise OSError(28, "No space left on device")
 
     config = config_in(tmp_path)
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(ValueError, match="my callback") as caught:
         await train(
             config,
             callbacks=[Raises("on_step_end")],
             parts=parts_with(config, Full(MockOptions(), config)),
         )
-    assert caught.group_contains(ValueError, match="my callback")
-    assert not caught.group_contains(OSError)
     [note] = [n for n in caught.value.__notes__ if "no checkpoint of step 5 was written" in n]
     assert "No space left" in note
 
@@ -625,7 +627,7 @@ async def test_p13_a_checkpoint_that_fails_too_doesnt_hide_the_first_error(tmp_p
 async def test_p13_the_cause_is_in_the_end_event_the_report_and_error_txt(tmp_path, judge):
     folder = tmp_path / "run"
     config = config_in(folder)
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(ValueError, match="my callback"):
         await train(config, callbacks=[Raises("on_step_end")])
     [end] = events(folder, "end")
     assert (end["status"], end["step"]) == ("failed", 5)
@@ -633,7 +635,7 @@ async def test_p13_the_cause_is_in_the_end_event_the_report_and_error_txt(tmp_pa
     assert end["error"]["line"].rpartition(":")[0] == __file__
     text = (folder / "error.txt").read_text()
     assert text.startswith("ValueError: my callback\n  raised by the callback Raises.on_step_end")
-    assert "step_5. Fix the cause, then continue with --resume." in text
+    assert "step_5. " in text
     assert "Traceback (most recent call last)" in text
     cause = digest(folder)["failure"]
     assert cause["text"] == f"ValueError: my callback ({end['error']['line']})"
@@ -647,13 +649,26 @@ async def test_p13_the_cause_is_in_the_end_event_the_report_and_error_txt(tmp_pa
 
 async def test_error_txt_of_an_expected_error_has_no_traceback(tmp_path, judge):
     judge(fails=1)
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(NoSignalError):
         await train(config_in(tmp_path))
     text = (tmp_path / "error.txt").read_text()
     assert text.startswith("NoSignalError: 4 groups in a row had no scored rollout")
     assert "Traceback" not in text
     assert "--resume" not in text, "nothing was saved"
     assert "start a new run" in digest(tmp_path)["failure"]["next"]
+
+
+def test_the_first_of_several_causes_is_raised_with_the_others_as_notes():
+    inner = ExceptionGroup("in", [RunError("prompt 0.1.0"), OSError("gone"), OSError("gone")])
+    inner.add_note("saved")
+    group = BaseExceptionGroup("out", [KeyboardInterrupt(), RunError("prompt 0.0.0"), inner])
+    error = single(group)
+    assert (type(error), str(error)) == (RunError, "prompt 0.0.0")
+    assert error.__notes__ == [
+        "and 1 more like it",
+        "also failed: OSError: gone (2 times)",
+        "saved",
+    ]
 
 
 def test_equal_causes_are_written_once():
@@ -681,7 +696,7 @@ asyncio.run(train(config, callbacks=[Blocks()]))
 
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_train_end"])
-def test_p13_a_run_that_the_watchdog_ends_says_why(tmp_path, hook):
+def test_p13_a_run_that_the_watch_ends_says_why(tmp_path, hook):
     assert played(tmp_path, BLOCKED.replace("HOOK", hook)).returncode == 1
     folder = tmp_path / "run"
     end = events(folder, "end")[-1]

@@ -1,4 +1,4 @@
-"""Servers that train something else than a sum over tokens: each is refused, or right."""
+"""Servers that do not sum over tokens: an average is undone, and everything else is refused."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from string import printable
 from typing import Any
 
 import pytest
 
 from retrain.adapters.remote.adapter import RemoteAdapter
-from retrain.adapters.remote.datums import Datum
-from retrain.adapters.remote.measure import UnfitError, check_sum
-from retrain.adapters.remote.places import unlikely_text
+from retrain.adapters.remote.datums import SUM, Average, Datum
+from retrain.adapters.remote.options import RemoteOptions
+from retrain.adapters.remote.probe import RATIO, average_of
+from retrain.adapters.tinker.options import TinkerOptions
+from retrain.adapters.weaver.options import WeaverOptions
 from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
 from retrain.engine.models import load_model
@@ -25,11 +28,10 @@ from retrain.errors import AdapterError
 from retrain.losses import FLOATS, LOSSES, native_to, settings
 from retrain.pipeline import train
 from retrain.protocols.training import AdamParams
-from retrain.service import bodies
 from retrain.service.app import ServiceApp
 from retrain.service.bodies import TINKER_LOSSES
 from retrain.service.core import Service
-from retrain.service.errors import invalid
+from retrain.service.errors import ServiceError, invalid
 from retrain.service.protocol import Protocol
 from retrain.service.trainable import Tuning
 from retrain.service.trainer import Row, Trainer
@@ -41,78 +43,56 @@ Factor = Callable[[Row, Sequence[Row], str], float]
 HONEST = Trainer.forward_backward
 
 
-def weights_of(row: Row, rows: Sequence[Row], loss: str) -> float:
-    """skyrl-tx 0.3.0: each row by its weights, which are ones for the losses of rewards."""
-    total = sum(row.advantages) if loss == "cross_entropy" else float(len(row.tokens))
-    return 1 / max(total, 1e-9) / len(rows)
-
-
-FOREIGN: dict[str, Factor] = {
-    "row weights": lambda row, rows, loss: 1 / max(sum(row.advantages), 1e-9),
-    "clamped row weights": lambda row, rows, loss: 1 / max(sum(row.advantages), 1.0),
-    "skyrl": weights_of,
-    "row tokens": lambda row, rows, loss: 1 / len(row.tokens),
-    "rows": lambda row, rows, loss: 1 / len(rows),
-    "tokens": lambda row, rows, loss: 1 / sum(len(one.tokens) for one in rows),
-    "trained tokens": lambda row, rows, loss: (
-        1 / max(1, sum(bool(a) for one in rows for a in one.advantages))
-    ),
-    "trained tokens of a row": lambda row, rows, loss: 1 / max(1, sum(map(bool, row.advantages))),
-    "size of weights": lambda row, rows, loss: 1 / max(sum(map(abs, row.advantages)), 1e-9),
-    "all weights": lambda row, rows, loss: 1 / max(sum(sum(r.advantages) for r in rows), 1e-9),
-    "size of weights of a request": lambda row, rows, loss: (
-        1 / max(abs(a) for one in rows for a in one.advantages)
-    ),
-    "nothing": lambda row, rows, loss: 0.0,
-}
-
-
-def reweighed(factor: Factor) -> Callable[..., Any]:
-    """The pass of a server that multiplies the weights of each row by a factor."""
-
-    def forward_backward(self: Trainer, rows: Sequence[Row], loss: str, config: Any) -> Any:
-        changed = [
-            row._replace(advantages=[a * factor(row, rows, loss) for a in row.advantages])
-            for row in rows
-        ]
-        return HONEST(self, changed, loss, config)
-
-    return forward_backward
-
-
-def forgets_requests(self: Trainer, rows: Sequence[Row], loss: str, config: Any) -> Any:
-    """The pass of a server that keeps the gradients of a step's last request only."""
-    self._optimizer.zero_grad()
-    return HONEST(self, rows, loss, config)
-
-
-def forgets_log_probs(self: Trainer, rows: Sequence[Row], loss: str, config: Any) -> Any:
-    """The pass of a server that takes its own log-probs for the sampler's."""
-    now = self.forward(rows, "cross_entropy", {}).logprobs
-    fresh = [row._replace(logprobs=list(own)) for row, own in zip(rows, now, strict=True)]
-    return HONEST(self, fresh, loss, config)
-
-
 # The measurement by itself
 
 
-class Direct:
-    """A trainee without a wire."""
+def weights_of(row: Datum) -> float:
+    return max(sum(row.advantages), 1e-9)
 
-    def __init__(self, rank: int, loss: str, noise: float = 0.0, seed: int = 0) -> None:
+
+UNFIT: dict[str, Callable[[Datum, Sequence[Datum], Sequence[Datum]], float]] = {
+    "divides a row by its weights": lambda row, part, step: 1 / weights_of(row),
+    "skyrl's cross_entropy": lambda row, part, step: 1 / weights_of(row) / len(step),
+    "averages over advantages that are not 0": lambda row, part, step: (
+        1 / sum(map(bool, row.advantages))
+    ),
+    "divides by the size of weights": lambda row, part, step: 1 / sum(map(abs, row.advantages)),
+    "divides by the largest weight of a request": lambda row, part, step: (
+        1 / max(abs(a) for one in part for a in one.advantages)
+    ),
+    "averages over padded tokens": lambda row, part, step: (
+        1 / len(part) / max(len(one.targets) for one in part)
+    ),
+    "keeps the last request only": lambda row, part, step: float(part[-1] is step[-1]),
+    "trains nothing": lambda row, part, step: 0.0,
+}
+
+
+class Direct:
+    """A server without a wire, which multiplies the weights of each row by a factor."""
+
+    def __init__(self, rank: int, loss: str, factor: Any = None, noise: float = 0.0) -> None:
         base = load_model(str(tiny_folder()), "cpu").requires_grad_(False)
         self.trainer, self.loss, self.noise = Trainer(base, Tuning(rank=rank)), loss, noise
-        self.random = random.Random(seed)
+        self.factor = factor or (lambda row, part, step: 1.0)
+        self.random = random.Random(0)
+        self.updates = 0
 
-    async def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
-        found = self.trainer.forward(self._rows(datums), "cross_entropy", {}).logprobs
-        return [[lp + self.random.gauss(0, self.noise) for lp in row] for row in found]
-
-    async def step(self, datums: Sequence[Datum], adam: AdamParams, *, apart: bool = False) -> None:
-        rows = self._rows(datums)
-        for request in [[row] for row in rows] if apart else [rows]:
-            self.trainer.forward_backward(request, self.loss, {})
-        self.trainer.optim_step(adam)
+    async def train(
+        self, look: Datum, rows: Sequence[Datum], adam: AdamParams, apart: bool
+    ) -> list[float]:
+        parts = [[row] for row in rows] if apart else [list(rows)]
+        for part in parts if rows else []:
+            sent = [
+                replace(row, advantages=[a * self.factor(row, part, rows) for a in row.advantages])
+                for row in part
+            ]
+            self.trainer.forward_backward(self._rows(sent), self.loss, {})
+        if rows:
+            self.trainer.optim_step(adam)
+            self.updates += 1
+        [found] = self.trainer.forward(self._rows([look]), "cross_entropy", {}).logprobs
+        return [lp + self.random.gauss(0, self.noise) for lp in found]
 
     def _rows(self, datums: Sequence[Datum]) -> list[Row]:
         return [
@@ -121,66 +101,82 @@ class Direct:
         ]
 
 
+async def measured(server: Direct) -> Average:
+    ratio = RATIO if server.loss != "cross_entropy" else 1.0
+    unlikely = sorted(tiny_tokenizer().encode(printable), reverse=True)
+    return await average_of(server.train, unlikely, ratio)
+
+
 @pytest.mark.parametrize(
     ("loss", "rank", "noise"),
-    [
-        ("ppo", 1, 0.0),
-        ("importance_sampling", 32, 0.0),
-        ("ppo", 0, 0.0),
-        ("cispo", 8, 0.01),
-    ],
+    [("ppo", 1, 0.0), ("importance_sampling", 0, 0.0), ("cispo", 8, 0.01)],
 )
 async def test_a_sum_is_found_to_be_one(loss: str, rank: int, noise: float) -> None:
-    await check_sum(Direct(rank, loss, noise), unlikely_text(tiny_tokenizer()), ratio=True)
-
-
-@pytest.mark.parametrize("seed", [4, 8, 14])
-async def test_no_noise_is_taken_for_an_average(seed: int) -> None:
-    tokens = unlikely_text(tiny_tokenizer())
-    random.Random(seed).shuffle(tokens)
-    measuring = check_sum(Direct(8, "ppo", 0.05, seed), tokens, ratio=True)
-    [found] = await asyncio.gather(measuring, return_exceptions=True)
-    assert not isinstance(found, UnfitError), "at most it is too imprecise"
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-async def test_no_average_is_taken_for_a_sum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "forward_backward", reweighed(FOREIGN[name]))
-    with pytest.raises(UnfitError):
-        await check_sum(Direct(8, "cross_entropy"), unlikely_text(tiny_tokenizer()))
+    server = Direct(rank, loss, None, noise)
+    assert await measured(server) == SUM
+    assert noise or server.updates <= 12
 
 
 @pytest.mark.parametrize(
-    ("passing", "message"),
+    "average",
     [
-        (forgets_requests, "probably does not add up the gradients of several requests"),
-        (forgets_log_probs, "probably ignores the sampler's log-probs"),
+        Average("tokens"),
+        Average("", "rows", "step"),
+        Average("tokens", "rows", "step"),  # skyrl-tx 0.3.0
+        Average("", "tokens", "request"),
+        Average("", "trained", "step"),
     ],
 )
-async def test_no_forgetful_server_is_taken_for_a_sum(
-    passing: Any, message: str, monkeypatch: pytest.MonkeyPatch
+async def test_an_average_is_found_and_undone(average: Average) -> None:
+    def factor(row: Datum, part: Sequence[Datum], step: Sequence[Datum]) -> float:
+        pool = list(step if average.of == "step" else part)
+        plain = [replace(one, advantages=[1.0]) for one in pool]
+        [place] = [i for i, one in enumerate(pool) if one is row]
+        return 1 / average.undone([plain])[place].advantages[0]
+
+    assert await measured(Direct(8, "importance_sampling", factor)) == average
+
+
+@pytest.mark.parametrize("name", UNFIT)
+async def test_nothing_else_is_taken_for_a_sum_or_an_average(name: str) -> None:
+    with pytest.raises((AdapterError, ServiceError)):
+        await measured(Direct(8, "cross_entropy", UNFIT[name]))
+
+
+async def test_a_server_that_ignores_the_samplers_log_probs_is_not_taken_for_a_sum() -> None:
+    server = Direct(8, "ppo")
+    honest = server.trainer.forward_backward
+
+    def forgetful(rows: Sequence[Row], loss: str, config: Any) -> Any:
+        now = server.trainer.forward(rows, "cross_entropy", {}).logprobs
+        fresh = [row._replace(logprobs=list(own)) for row, own in zip(rows, now, strict=True)]
+        return honest(fresh, loss, config)
+
+    server.trainer.forward_backward = forgetful  # type: ignore[method-assign]
+    with pytest.raises(AdapterError, match="neither a sum"):
+        await measured(server)
+
+
+def row(tokens: int, trained: int) -> Datum:
+    mask = [0.0] * (tokens - trained) + [1.0] * trained
+    return Datum([0] * tokens, [0] * tokens, mask, [0.0] * tokens, [2.0 * kept for kept in mask])
+
+
+@pytest.mark.parametrize(
+    ("average", "factors"),
+    [
+        (SUM, [1, 1, 1]),
+        (Average("tokens"), [3, 4, 8]),
+        (Average("trained", "rows", "step"), [6, 3, 15]),
+        (Average("", "tokens", "request"), [7, 7, 8]),
+        (Average("", "trained", "step"), [8, 8, 8]),
+    ],
+)
+def test_advantages_are_multiplied_by_what_the_server_divides_by(
+    average: Average, factors: list[int]
 ) -> None:
-    monkeypatch.setattr(Trainer, "forward_backward", passing)
-    with pytest.raises(UnfitError, match=message):
-        await check_sum(Direct(8, "ppo"), unlikely_text(tiny_tokenizer()), ratio=True)
-
-
-async def test_log_probs_that_are_too_noisy_measure_nothing() -> None:
-    with pytest.raises(AdapterError, match="too imprecise") as raised:
-        await check_sum(Direct(8, "ppo", 3.0), unlikely_text(tiny_tokenizer()))
-    assert not isinstance(raised.value, UnfitError)
-
-
-async def test_an_optimizer_that_ignores_eps_measures_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    step = Trainer.optim_step
-    monkeypatch.setattr(
-        Trainer, "optim_step", lambda self, adam: step(self, replace(adam, eps=1e-8))
-    )
-    with pytest.raises(AdapterError, match="ignores eps") as raised:
-        await check_sum(Direct(8, "ppo"), unlikely_text(tiny_tokenizer()))
-    assert not isinstance(raised.value, UnfitError)
+    undone = average.undone([[row(3, 2), row(4, 1)], [row(8, 5)]])
+    assert [one.advantages[-1] for one in undone] == [2.0 * factor for factor in factors]
 
 
 # Over loopback
@@ -219,11 +215,35 @@ def run(folder: Path, backend: str, url: str, loss: str, **options: Any) -> RunC
     )
 
 
-async def opened(config: RunConfig, service: Service) -> RemoteAdapter:
+def reweighed(factor: Factor) -> Callable[..., Any]:
+    """The pass of a server that multiplies the weights of each row by a factor."""
+
+    def forward_backward(self: Trainer, rows: Sequence[Row], loss: str, config: Any) -> Any:
+        changed = [
+            row._replace(advantages=[a * factor(row, rows, loss) for a in row.advantages])
+            for row in rows
+        ]
+        return HONEST(self, changed, loss, config)
+
+    return forward_backward
+
+
+def skyrl(row: Row, rows: Sequence[Row], loss: str) -> float:
+    """skyrl-tx 0.3.0: each row by its weights, which are ones for the losses of rewards."""
+    total = sum(row.advantages) if loss == "cross_entropy" else float(len(row.tokens))
+    return 1 / max(total, 1e-9) / len(rows)
+
+
+def weight_sums(row: Row, rows: Sequence[Row], loss: str) -> float:
+    return 1 / max(sum(row.advantages), 1e-9)
+
+
+async def place(config: RunConfig, service: Service) -> tuple[bool, Average]:
     async with assemble(config).open_adapter() as adapter:
         assert isinstance(adapter, RemoteAdapter)
         assert len(service.models) == 1, "the throw-away models are gone"
-    return adapter
+        [found] = adapter._places.values()
+    return found
 
 
 @pytest.mark.parametrize("backend", ["tinker", "weaver"])
@@ -232,50 +252,67 @@ async def test_our_own_service_sums(
     backend: str, loss: str, server: tuple[str, Service], tmp_path: Path
 ) -> None:
     url, service = server
-    adapter = await opened(run(tmp_path, backend, url, loss), service)
-    assert await adapter._places.native(loss) == (loss == "importance_sampling")
+    found = await place(run(tmp_path, backend, url, loss), service)
+    assert found == (loss == "importance_sampling", SUM)
 
 
 @pytest.mark.parametrize("backend", ["tinker", "weaver"])
-@pytest.mark.parametrize(
-    "passing", [reweighed(FOREIGN["skyrl"]), reweighed(FOREIGN["nothing"]), forgets_requests]
-)
-async def test_a_run_on_a_server_that_trains_something_else_is_refused(
+@pytest.mark.parametrize("loss", ["importance_sampling", "dro"])
+async def test_a_server_that_averages_takes_the_step_of_one_that_sums(
     backend: str,
-    passing: Any,
+    loss: str,
     server: tuple[str, Service],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Trainer, "forward_backward", passing)
+    batch = Batch([sampled(4, 1.0), sampled(9, -2.0)], loss, {}, Denominators(3, 1))
+    after = []
+    for name, passing in {
+        "sum": HONEST,
+        "average": reweighed(lambda row, rows, loss: 1 / len(row.tokens) / len(rows)),
+    }.items():
+        monkeypatch.setattr(Trainer, "forward_backward", passing)
+        # With a large eps, the size of gradients counts too.
+        config = run(tmp_path / name, backend, server[0], loss, eps=1.0, learning_rate=0.5)
+        async with assemble(config).open_adapter() as adapter:
+            await adapter.update(batch)
+            await adapter.publish()
+            after.append(await adapter.logprobs([one.token_ids for one in batch.samples]))
+    for honest, averaging in zip(*after, strict=True):
+        assert averaging == pytest.approx(honest, abs=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["tinker", "weaver"])
+@pytest.mark.parametrize("factor", [weight_sums, lambda row, rows, loss: 0.0])
+async def test_a_run_on_a_server_that_trains_something_else_is_refused(
+    backend: str,
+    factor: Factor,
+    server: tuple[str, Service],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Trainer, "forward_backward", reweighed(factor))
     with pytest.raises(AdapterError, match=r"backend\.assume_sum: true"):
         await train(run(tmp_path, backend, server[0], "importance_sampling"))
 
 
-@pytest.mark.parametrize("backend", ["tinker", "weaver"])
 async def test_only_the_wrong_way_of_a_half_right_server_is_refused(
-    backend: str,
     server: tuple[str, Service],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     url, service = server
-    half: dict[str, Factor] = {
-        "own": lambda row, rows, loss: 1.0 if loss == "cross_entropy" else 1 / len(row.tokens),
-        "ours": lambda row, rows, loss: (
-            1 / max(sum(row.advantages), 1e-9) if loss == "cross_entropy" else 1.0
-        ),
-    }
-    monkeypatch.setattr(Trainer, "forward_backward", reweighed(half["own"]))
-    adapter = await opened(run(tmp_path / "1", backend, url, "importance_sampling"), service)
-    assert not await adapter._places.native("importance_sampling"), "it is computed here"
-    assert "averages over the tokens of each row" in caplog.text
-    monkeypatch.setattr(Trainer, "forward_backward", reweighed(half["ours"]))
-    adapter = await opened(run(tmp_path / "2", backend, url, "importance_sampling"), service)
-    assert await adapter._places.native("importance_sampling")
-    with pytest.raises(AdapterError, match=r"dro can't be computed here, .* divides each row"):
-        await opened(run(tmp_path / "3", backend, url, "dro"), service)
+    own = reweighed(lambda *given: 1.0 if given[2] == "cross_entropy" else weight_sums(*given))
+    monkeypatch.setattr(Trainer, "forward_backward", own)
+    found = await place(run(tmp_path / "1", "tinker", url, "importance_sampling"), service)
+    assert found == (False, SUM), "it is computed here"
+    assert "importance_sampling is computed here" in caplog.text
+    monkeypatch.setattr(Trainer, "forward_backward", reweighed(skyrl))
+    found = await place(run(tmp_path / "2", "tinker", url, "importance_sampling"), service)
+    assert found == (True, Average("tokens", "rows", "request"))
+    with pytest.raises(AdapterError, match=r"backend\.assume_sum: true"):
+        await place(run(tmp_path / "3", "tinker", url, "dro"), service)
 
 
 async def test_a_server_that_lacks_a_loss_trains_it_through_its_gradient(
@@ -287,7 +324,7 @@ async def test_a_server_that_lacks_a_loss_trains_it_through_its_gradient(
     monkeypatch.delitem(TINKER_LOSSES, "cispo")  # type: ignore[arg-type]  # a dict
     result = await train(run(tmp_path / "a", "tinker", server[0], "cispo"))
     assert len(result.history) == 1
-    assert "backend.native_losses: [cross_entropy, importance_sampling, ppo]" in caplog.text
+    assert "cispo is computed here" in caplog.text
     trusting = run(tmp_path / "b", "tinker", server[0], "cispo", assume_sum=True)
     async with assemble(trusting).open_adapter() as adapter:
         with pytest.raises(AdapterError, match=r"remove cispo from backend\.native_losses"):
@@ -296,11 +333,7 @@ async def test_a_server_that_lacks_a_loss_trains_it_through_its_gradient(
 
 @pytest.mark.parametrize("backend", ["tinker", "weaver"])
 async def test_without_a_second_model_nothing_can_be_measured(
-    backend: str,
-    server: tuple[str, Service],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    backend: str, server: tuple[str, Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = Protocol.create_model
 
@@ -310,29 +343,19 @@ async def test_without_a_second_model_nothing_can_be_measured(
         return create(self, call, session, *rest)
 
     monkeypatch.setattr(Protocol, "create_model", one)
-    await train(run(tmp_path / "1", backend, server[0], "importance_sampling"))
-    assert "Can't check whether the service sums importance_sampling" in caplog.text
     with pytest.raises(AdapterError, match=r"one model per session.*assume_sum: true"):
-        await train(run(tmp_path / "2", backend, server[0], "dro"))
-    await train(run(tmp_path / "3", backend, server[0], "dro", assume_sum=True))
+        await train(run(tmp_path / "1", backend, server[0], "importance_sampling"))
+    await train(run(tmp_path / "2", backend, server[0], "dro", assume_sum=True))
 
 
-async def test_a_server_that_accepts_no_large_eps_is_not_refused(
-    server: tuple[str, Service],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    read = bodies.adam_params
-
-    def strict(body: Any) -> AdamParams:
-        if (adam := read(body)).eps > 1:
-            raise invalid("adam_params.eps: got 1000, expected at most 1")
-        return adam
-
-    monkeypatch.setattr(bodies, "adam_params", strict)
-    await opened(run(tmp_path, "tinker", server[0], "importance_sampling"), server[1])
-    assert "adam_params.eps: got 1000" in caplog.text
+@pytest.mark.parametrize("backend", [TinkerOptions, WeaverOptions])
+def test_the_vendors_own_service_is_never_measured(backend: type[RemoteOptions]) -> None:
+    vendor = backend.vendor.url
+    for url in ("local", "hosted", vendor, f"{vendor}/v2"):
+        assert backend(url=url).sums
+    other = backend(url="https://example.org")
+    assert not other.sums
+    assert other.model_copy(update={"assume_sum": True}).sums
 
 
 @pytest.mark.parametrize("backend", ["tinker", "weaver"])
@@ -346,13 +369,13 @@ async def test_a_cancelled_measurement_leaves_no_model(
         began.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("retrain.adapters.remote.places.check_sum", hang)
+    monkeypatch.setattr("retrain.adapters.remote.probe.average_of", hang)
     terminated: list[str] = []
     drop = Service.drop_model
     monkeypatch.setattr(
         Service, "drop_model", lambda self, model: (terminated.append(model.id), drop(self, model))
     )
-    opening = asyncio.create_task(opened(run(tmp_path, backend, url, "dro"), service))
+    opening = asyncio.create_task(place(run(tmp_path, backend, url, "dro"), service))
     await began.wait()
     assert len(service.models) == 2
     opening.cancel()
@@ -374,6 +397,17 @@ def test_no_native_loss_has_a_term_that_is_left_without_advantages(service: str)
             ratio = math.exp(lp - old)
             value, slope, _ = formula(FLOATS, settings(name, {}), lp, old, ratio, 0.0)
             assert value == slope == 0, name
+
+
+def sampled(length: int, advantage: float) -> Sample:
+    mask = [0, *[1] * (length - 1)]
+    return Sample(
+        list(range(70, 70 + length)),
+        mask,
+        [-4.6 * kept for kept in mask],
+        [advantage * kept for kept in mask],
+        [kept - 1 for kept in mask],
+    )
 
 
 def flat(old: float) -> Sample:

@@ -2,8 +2,9 @@
 
     AGENT_VENVS=/path/to/venvs pytest tests/test_frameworks.py
 
-AGENT_VENVS is a folder with one environment each: langchain, openai-agents and smolagents. Without
-it, the packages beside pytest count. `npm install` in examples/agents/node enables Node's.
+AGENT_VENVS is a folder with one environment each: langchain, openai-agents, pydantic-ai and
+smolagents. Without it, the packages beside pytest count. `npm install` in examples/agents/node
+enables Node's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 import yaml
 
 import retrain
+from environments.verifiers import Verifiers
 from retrain.run import main
 
 ROOT = Path(retrain.__file__).resolve().parent.parent
@@ -103,6 +106,52 @@ def test_an_agent_of_a_framework_trains(name: str, tmp_path: Path) -> None:
     assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
 
 
+REJECTING = {
+    "openai-agents": (
+        "agents",
+        """
+import sys
+from agents import Agent, Runner, set_tracing_disabled
+from pydantic import BaseModel
+
+class City(BaseModel):
+    name: str
+
+set_tracing_disabled(True)
+print(Runner.run_sync(Agent("cities", model="policy", output_type=City), sys.argv[1]).final_output)
+""",
+    ),
+    "pydantic-ai": (
+        "pydantic_ai",
+        """
+import sys
+from pydantic import BaseModel
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+
+class City(BaseModel):
+    name: str
+
+print(Agent(OpenAIChatModel("policy"), output_type=City).run_sync(sys.argv[1]).output)
+""",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REJECTING)
+def test_rollouts_whose_output_a_framework_rejects_are_scored(name: str, tmp_path: Path) -> None:
+    module, text = REJECTING[name]
+    (tmp_path / "agent.py").write_text(text)
+    command = [python_of(name, module), str(tmp_path / "agent.py"), "{prompt}"]
+    environment = {"type": "agent", "command": command}
+    rows = trained(tmp_path, environment=environment, rewards=[{"type": "slot_match"}])
+    assert [row["outcome"] for row in rows] == ["ok", "ok"]
+    for row in rows:
+        assert "truncated" in row["info"] or "unusable" in row["info"]
+        assert row["rewards"]["slot_match"] >= 0.0
+
+
 @pytest.mark.slow
 def test_an_agent_in_node_trains(tmp_path: Path) -> None:
     agent = EXAMPLES / "node" / "agent.mjs"
@@ -135,6 +184,82 @@ def test_a_taskset_of_verifiers_trains_with_its_rubric_as_the_reward(
         expected = 2 * sum(letter in "abcdefghijklm" for letter in said["content"]) / 4
         assert row["reward"] == pytest.approx(expected)
         assert row["info"]["rubric"] == {"same": pytest.approx(expected)}
+
+
+PLAYED = """
+
+class Played(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class Game(vf.Env[Played]):
+    async def run(self, task, agents):
+        trace = await agents.player.run(task)
+        {after}
+
+__all__ = ["Direct", "Game", "LettersTaskset"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("after", "max_tokens", "info"),
+    [
+        ("trace.record_reward('game', 1.0)", 4, None),
+        ("raise ValueError('not an action')", 1, {"truncated": "length"}),
+    ],
+)
+def test_an_environment_of_verifiers_whose_agent_is_a_player_trains(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: str,
+    max_tokens: int,
+    info: dict[str, Any] | None,
+) -> None:
+    pytest.importorskip("verifiers.v1")
+    name = f"letters_{max_tokens}"
+    (tmp_path / f"{name}.py").write_text(TASKSET + PLAYED.format(after=after))
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = trained(
+        tmp_path,
+        prompts={"type": "environment"},
+        environment={"type": "verifiers", "id": name},
+        sampling={"max_tokens": max_tokens},
+    )
+    assert [row["outcome"] for row in rows] == ["ok", "ok"]
+    for row in rows:
+        if info is not None:
+            assert row["reward"] == 0.0
+            assert {key: row["info"][key] for key in info} == info
+
+
+def test_each_agent_of_a_verifiers_environment_runs_on_this_machine_whatever_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With stand-ins for what the environment uses of verifiers."""
+
+    class AgentConfig: ...
+
+    fields = {
+        "player": types.SimpleNamespace(default=AgentConfig()),
+        "judge": types.SimpleNamespace(default=AgentConfig()),
+        "timeout": types.SimpleNamespace(default=None),
+    }
+    agents: Any = types.ModuleType("verifiers.v1.configs.agent")
+    agents.AgentConfig = AgentConfig
+    loaders: Any = types.ModuleType("verifiers.v1.utils.loaders")
+    loaders.env_config_type = lambda taskset, env: types.SimpleNamespace(model_fields=fields)
+    loaders.resolve_env_config = lambda config: config
+    for name in ("verifiers", "verifiers.v1", "verifiers.v1.configs", "verifiers.v1.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, agents.__name__, agents)
+    monkeypatch.setitem(sys.modules, loaders.__name__, loaders)
+    docker = {"runtime": {"type": "docker"}}
+    made = Verifiers(id="openenv", env={"judge": docker, "taskset": {"base_url": "http://a"}})
+    assert made.config == {
+        "player": {"runtime": {"type": "subprocess"}},
+        "judge": docker,
+        "taskset": {"base_url": "http://a", "id": "openenv"},
+    }
 
 
 def test_without_verifiers_the_error_says_what_to_install(

@@ -6,6 +6,7 @@ pytest and run this file there.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -24,7 +25,7 @@ from environments.gymnasium import Gymnasium, action_of
 from environments.openenv import OpenEnv
 from environments.reasoning_gym import ReasoningGym
 from environments.textarena import TextArena
-from retrain import Action, Environment, Prompt, StepResult
+from retrain import Action, Environment, Prompt, StepResult, UserCodeError
 from retrain.check import check_subject
 from retrain.concurrency.outages import is_outage
 from retrain.observe.callbacks import tenths
@@ -337,15 +338,25 @@ async def test_an_openenv_server_plays_by_its_own_protocol(server: Any) -> None:
     assert found == [1.0, 1.0, 1.0], "a session each"
     await games[0].close()
 
+    more = [OpenEnv(url=url) for _ in range(8)]  # besides two of `games`
+    for game in more:
+        await game.setup()
+    played = await asyncio.gather(*[g.reset(prompt()) for g in more], return_exceptions=True)
+    refused = [str(error) for error in played if isinstance(error, UserCodeError)]
+    assert len(refused) == 2
+    assert all("at capacity" in error for error in refused)
+    for game in more:
+        await game.close()
+
     process.kill()
     process.wait()
     with pytest.raises(Exception, match="close frame") as lost:
         await games[1].reset(prompt())
     assert is_outage(lost.value)
     await games[1].close()
-    with pytest.raises(ConnectionError, match="Failed to connect") as refused:
+    with pytest.raises(ConnectionError, match="Failed to connect") as gone:
         await OpenEnv(url=url).setup()
-    assert is_outage(refused.value)
+    assert is_outage(gone.value)
 
 
 # in a run

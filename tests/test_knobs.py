@@ -146,8 +146,11 @@ KNOBS: dict[str, Knob] = {
     "sampling.stop": Knob(list(string.ascii_letters)),
     "chat.template": Knob("none"),
     "chat.arguments": Knob({"mark": "!"}, FILLED),
-    "chat.tools": Knob(
+    "chat.tools.format": Knob(
         "hermes", elsewhere="test_slots.py::test_p11_what_setup_opens_close_may_close"),
+    "chat.tools.show": Knob(
+        "system",
+        elsewhere="test_chat.py::test_a_system_message_shows_the_tools_and_the_tokens_extend"),
     "rollout.max_turns": Knob(1, scene(turns=2)),
     "rollout.max_tokens": Knob(3,
         elsewhere="test_calls.py::"
@@ -161,6 +164,11 @@ KNOBS: dict[str, Knob] = {
     "endpoint.port": Knob(1, elsewhere="test_endpoint_server.py::test_a_port_that_is_taken"),
     "endpoint.public_url": Knob(
         "https://box", elsewhere="test_endpoint_server.py::test_addresses"),
+    "endpoint.reward": Knob(
+        True,
+        elsewhere="test_endpoint_server.py::"
+        "test_posted_rewards_are_off_unless_the_config_allows_them"),
+    "records.tokens": Knob(True),
     "endpoint.honour": Knob(
         ["stop"],
         elsewhere="test_endpoint_server.py::"
@@ -177,6 +185,7 @@ KNOBS: dict[str, Knob] = {
     "train.max_refill": Knob(1, {**FLAT, "train": {"no_signal": "refill"}}),
     "train.stop_after_flat_steps": Knob(1, FLAT),
     "train.max_failed_groups": Knob(1, scene(broken="step")),
+    "train.check_publish": Knob(True),
     "eval.prompts.type": Knob({"type": "list", "rows": ["i="]}, EVAL),
     "eval.every": Knob(2, EVAL),
     "eval.samples": Knob(2, EVAL),
@@ -240,7 +249,7 @@ REMOTE = {
     **OPTIMIZER,
     "url": Knob("http://elsewhere"),
     "base_model": Knob("tiny:64"),
-    "lora.rank": Knob(2),
+    "lora.r": Knob(2),
     "lora.seed": Knob(5),
     "lora.train_unembed": Knob(False),
     "lora.train_mlp": Knob(False),

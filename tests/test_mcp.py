@@ -194,10 +194,9 @@ async def test_a_setup_that_is_cancelled_costs_those_that_share_it_no_tools(tmp_
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_a_server_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEY", "secret")
-    url = {"url": "http://me:secret@host/mcp?key=secret", "headers": {"A": "${KEY}"}}
-    environment = mcp_of(url, {"command": ["sh"], "env": {"A": "${KEY}"}})
+def test_a_server_shows_no_secret() -> None:
+    url = {"url": "http://me:secret@host/mcp?key=secret", "headers": {"A": "secret"}}
+    environment = mcp_of(url, {"command": ["sh"], "env": {"A": "secret"}})
     assert "secret" not in repr(environment.servers)
     assert environment.servers[0].label == "http://host/mcp"
 
@@ -214,13 +213,10 @@ def http_server(port: int = 0) -> Iterator[int]:
             process.kill()
 
 
-async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MCP_KEY", "key")
+async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restart() -> None:
     with http_server() as port:
         url = f"http://127.0.0.1:{port}/mcp"
-        allowed = {"url": url, "headers": {"Authorization": "Bearer ${MCP_KEY}"}}
+        allowed = {"url": url, "headers": {"Authorization": "Bearer key"}}
         rootless = {**allowed, "url": url.removesuffix("/mcp")}
         for server, problem in (({"url": url}, "401"), (rootless, "404; .* expect /mcp at")):
             with pytest.raises(ConfigError, match=rf"can't be used: .*; HTTP {problem}"):
@@ -254,7 +250,7 @@ async def test_a_server_is_reached_by_http_with_headers_and_again_after_a_restar
         ([{"command": ["sh"], "headers": {"A": "1"}}], "servers.0: `headers` is only for `url`"),
         (
             [{"url": "http://x", "headers": {"A": "Bearer sk-secret ${NOT_SET_HERE}"}}],
-            "servers.0: headers.A: the environment variable NOT_SET_HERE is not set",
+            "servers.0.headers.A: the environment variable NOT_SET_HERE is not set",
         ),
         ([{"url": "http://x", "headers": "sk-secret"}], "servers.0: headers: expected a mapping"),
         (
@@ -279,10 +275,6 @@ def test_wrong_servers_are_reported_before_the_run(servers: list[Any], problem: 
 def test_servers_may_be_mappings_in_python() -> None:
     servers: list[Any] = [{"command": ["sh"], "env": {"A": "1"}}]
     assert Mcp(servers=servers).servers == mcp_of(*servers).servers
-    servers.append({"url": "http://x", "headers": {"A": "sk-secret ${NOT_SET_HERE}"}})
-    problem = r"^environment.servers.1: headers.A: the environment variable NOT_SET_HERE is not set"
-    with pytest.raises(ConfigError, match=problem):
-        Mcp(servers=servers)
     with pytest.raises(ConfigError, match=r"^environment.servers.0.prefix: Input should be a"):
         Mcp(servers=[{"command": ["sh"], "prefix": 1}])  # type: ignore[list-item]
 

@@ -530,9 +530,8 @@ async def test_what_a_hook_raises_ends_the_run(tmp_path: Path) -> None:
         "        return batch, {}\n"
     )
     config = recipe({"custom_trainer_module_path": str(path)}, run_dir=str(tmp_path / "r"))
-    with pytest.raises(BaseExceptionGroup) as caught:
+    with pytest.raises(KeyError, match="no field 'advantages'"):
         await load_recipe(config).train()
-    assert caught.group_contains(KeyError, match="no field 'advantages'")
 
 
 def test_a_recipe_without_prompts_or_of_another_mode_is_refused(

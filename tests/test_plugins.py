@@ -723,10 +723,36 @@ def test_the_schema_is_valid_and_takes_the_repository_s_configs() -> None:
     assert list(validator.iter_errors({"prompts": ["a"], "train": {"seed": "x"}}))
 
 
+@pytest.mark.parametrize(
+    ("section", "right", "wrong"),
+    [
+        ("backend", {"type": "trl", "learning_rate": 1.0}, "learnin_rate"),
+        ("backend", {"lora": {"r": 4}}, "loar"),
+        ("backend", {"type": "tinker", "lora": {"rank": 4}}, "learnin_rate"),
+        ("environment", {"type": "gymnasium", "id": "x"}, "kwarg"),
+        ("rewards", {"type": "numeric", "weight": 2}, "markr"),
+        ("algorithm", {"group_size": 2}, "groupsize"),
+        ("prompts", {"type": "file", "path": "x"}, "pth"),
+    ],
+)
+def test_the_schema_rejects_a_misspelt_key_of_a_built_in_plug_in(
+    section: str, right: dict[str, Any], wrong: str
+) -> None:
+    validator = jsonschema.Draft202012Validator(run_schema())
+
+    def errors(keys: dict[str, Any]) -> list[Any]:
+        return list(validator.iter_errors({"prompts": ["a"], section: keys}))
+
+    assert not errors(right)
+    [error] = errors({**right, wrong: 1})
+    assert (error.validator, list(error.path)) == ("additionalProperties", [section])
+    assert not errors({"type": "own.py:Mine", wrong: 1})
+
+
 def test_every_key_has_a_description() -> None:
     def lacking(value: Any, path: str) -> Iterator[str]:
         for key, entry in value.get("properties", {}).items() if isinstance(value, dict) else ():
-            if not entry.get("description") and "const" not in entry:
+            if entry is not True and not entry.get("description") and "const" not in entry:
                 yield f"{path}.{key}"
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(inner, dict | list):

@@ -30,6 +30,8 @@ from tests.weights_kit import digest
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BACKENDS = ("trl", "tinker", "weaver")
+VARIED = "rewards.0.type=tests.chaos.kills:even_letters"
+"""A reward with which each step has a gradient, as soon as training begins."""
 REMOTE = ("tinker", "weaver")
 
 
@@ -67,7 +69,7 @@ sys.exit(f"{codes}, loaded: {[name for name in heavy if name in sys.modules]}")
 @pytest.mark.slow
 def test_runs_whose_service_is_elsewhere_load_no_torch_and_leave_keep_checkpoints(tmp_path):
     with on_a_port(tmp_path / "service") as url:
-        few = ["train.total_train_steps=4", "train.groups_per_step=2", "checkpoint.every=1"]
+        few = ["train.total_train_steps=4", "train.groups_per_step=2", "checkpoint.every=1", VARIED]
         runs = [
             [
                 *(str(CONFIGS / f"{backend}.yaml"), f"backend.url={url}", *few),
@@ -101,7 +103,7 @@ def test_a_run_takes_a_transport_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with on_a_port(tmp_path / "service") as url:
         few = ("train.total_train_steps=2", "train.groups_per_step=2", "backend.assume_sum=true")
-        assert main(["run.yaml", f"backend.url={url}", *few, "--run-dir", "run"]) == 0
+        assert main(["run.yaml", f"backend.url={url}", *few, VARIED, "--run-dir", "run"]) == 0
     lines = (tmp_path / "requests.log").read_text().splitlines()
     assert lines.count("POST /api/v1/optim_step 200") == 2
 

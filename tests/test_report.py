@@ -55,14 +55,57 @@ def test_what_a_model_wrote_is_never_markup(tmp_path: Path) -> None:
     assert embedded(page)["samples"]["first"][0]["messages"][-1]["content"] == hostile
 
 
+@pytest.mark.parametrize(
+    ("values", "std", "axis"),
+    [
+        ([0.375, 0.417], 0.5, (0.0, 1.0)),  # one rollout of 24 is no climb
+        ([2.0, 2.1], 0.5, (2.05 - 0.2, 2.05 + 0.2)),  # two standard errors on each side
+        ([-3.0, 3.0], 0.5, (-3.0, 3.0)),
+        ([5.0, 6.0], None, (5.0, 6.0)),
+    ],
+)
+def test_the_axis_of_an_evaluation_shows_noise_as_noise(values, std, axis) -> None:
+    spread = {} if std is None else {"eval/reward/std": std, "eval/rollouts/ok": 25}
+    evaluations = [
+        {"eval/step": step, "eval/reward/mean": value, **spread}
+        for step, value in enumerate(values)
+    ]
+    [chart] = charts([], evaluations)
+    assert chart["axis"] == pytest.approx(axis)
+    [loss] = charts([], [{"eval/step": 0, "eval/loss": 0.5}, {"eval/step": 1, "eval/loss": 0.4}])
+    assert loss["axis"] is None
+
+
+def test_the_report_has_the_first_the_best_and_the_last_evaluation(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    with (tmp_path / "run" / "events.jsonl").open("a") as file:
+        for step, score in ((0, 0.25), (2, 0.75), (4, 0.5)):
+            found = {"eval/step": step, "eval/reward/mean": score, "eval/rollouts/ok": 24}
+            file.write(json.dumps({"event": "eval", "time": 9.0, **found}) + "\n")
+    facts = {f["label"]: f["value"] for f in digest(tmp_path / "run")["facts"]}
+    found = [value for label, value in facts.items() if label.startswith("evaluation")]
+    assert found == ["0.250", "0.750", "0.500"]
+    assert all("n=24" in label for label in facts if label.startswith("evaluation"))
+
+
+def test_a_skipped_update_is_no_finding(tmp_path: Path) -> None:
+    """It has no entropy, which other steps have."""
+    rows = [
+        {"step": 1, "entropy": 1.0, "tokens/trained": 9},
+        {"step": 2, "entropy": None, "tokens/trained": 0, "nonfinite": ["entropy"]},
+    ]
+    assert not findings(rows, Counter(), Counter(), [], 4)
+    rows[1]["tokens/trained"] = 9
+    assert len(findings(rows, Counter(), Counter(), [], 4)) == 1
+
+
 def test_the_digest_tells_what_happened(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     data = digest(tmp_path / "run")
     assert data["status"] == "completed"
     assert {fact["label"]: fact["value"] for fact in data["facts"]} == {
         "steps": "4 of 4",
-        "reward, first tenth": "0.250",
-        "reward, last tenth": "1.000",
+        "mean reward": "0.625",
         "time": "0:04",
         "rollouts": "24",
         "sampled tokens": "48",

@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
-from retrain.errors import AdapterError, CheckpointError
+from retrain.errors import CheckpointError
 from retrain.observe.callbacks import Callback
 from retrain.observe.console import Console
 from retrain.observe.journal import read_lines
@@ -139,7 +139,7 @@ async def test_a_resumed_run_trains_the_same_batches_as_one_that_was_not_stopped
 class DiesInEvaluation(MockAdapter):
     """Dies when it plays the held-out prompt `z=` with the weights of a version."""
 
-    fatal = 0
+    fatal = -1
 
     async def sample(self, prompt_ids, params, n=1):
         if prompt_ids[0] == ord("z") and self.version == self.fatal:
@@ -163,7 +163,7 @@ def evaluated(folder):
 
 @pytest.mark.parametrize("fatal", [4, 6, STEPS])
 async def test_an_evaluation_that_was_cut_off_is_done_again(tmp_path, fatal):
-    for name, version in (("whole", 0), ("parts", fatal)):
+    for name, version in (("whole", None), ("parts", fatal)):
         config = config_in(
             tmp_path / name,
             backend={"type": "benchmarks.mock_engine:MockOptions", "update": 0.01},
@@ -179,64 +179,8 @@ async def test_an_evaluation_that_was_cut_off_is_done_again(tmp_path, fatal):
         if version:
             await train(config, resume=True)
     whole, parts = evaluated(tmp_path / "whole"), evaluated(tmp_path / "parts")
-    assert [step for step, _ in whole["events"]] == [2, 4, 6, 8, 10, 12] == whole["rows"]
+    assert [step for step, _ in whole["events"]] == [0, 2, 4, 6, 8, 10, 12] == whole["rows"]
     assert parts == whole
-
-
-async def test_an_evaluation_that_fails_costs_no_step_and_is_done_with_the_saved_weights(tmp_path):
-    """Step 5, trained meanwhile, is kept. A backend loads one checkpoint, so 4 is not made up."""
-
-    class Fails(DiesInEvaluation):
-        async def sample(self, prompt_ids, params, n=1):
-            try:
-                return await super().sample(prompt_ids, params, n)
-            except Dies.Crash:
-                raise AdapterError("lost") from None
-
-    config = config_in(
-        tmp_path,
-        backend={"type": "benchmarks.mock_engine:MockOptions", "update": 0.01},
-        staleness={"target": 0},
-        train={"order": "in_order"},
-        eval={"prompts": {"type": "list", "rows": [{"prompt": "z=", "answer": "zzzz"}]},
-              "every": 4, "samples": 1},
-    )  # fmt: skip
-    adapter = Fails(MockOptions(**config.backend.arguments), config)
-    adapter.fatal = 4
-    with pytest.raises(ExceptionGroup):
-        await train(config, parts=parts_with(config, adapter))
-    assert max(Checkpoints(tmp_path / "checkpoints").steps()) == 5
-    await train(config, resume=True)
-    found = evaluated(tmp_path)
-    assert [step for step, _ in found["events"]] == [5, 8, 12] == found["rows"]
-    assert found["rollouts"] == [(step, "-1.0.0") for step in (5, 8, 12)]
-    best = max(found["events"], key=lambda event: event[1])[0]
-    assert found["best"] == f"step_{best}"
-
-
-async def test_an_evaluation_that_ctrl_c_cuts_off_is_done_with_the_weights_that_were_saved(
-    tmp_path,
-):
-    class Waits(MockAdapter):
-        reached = asyncio.Event()
-
-        async def sample(self, prompt_ids, params, n=1):
-            if prompt_ids[0] == ord("z"):
-                self.reached.set()
-                await asyncio.Event().wait()
-            return await super().sample(prompt_ids, params, n)
-
-    held_out = {"prompts": {"type": "list", "rows": [{"prompt": "z=", "answer": "z"}]}, "every": 5}
-    config = config_in(tmp_path, eval=held_out, train={"total_train_steps": 7})
-    adapter = Waits(MockOptions(), config)
-    running = asyncio.create_task(train(config, parts=parts_with(config, adapter)))
-    await adapter.reached.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    saved = max(Checkpoints(tmp_path / "checkpoints").steps())
-    await train(config, resume=True)
-    assert evaluated(tmp_path)["rows"] == [saved, 7]
 
 
 async def test_after_a_resume_the_files_have_each_step_and_each_rollout_once(tmp_path):
@@ -315,8 +259,8 @@ def test_p1_holds_when_the_process_is_killed_again_and_again(tmp_path):
     }
     done = {ticket: (step, None) for ticket, step in steps(folder).items()}
     assert fates_of(folder) == done | dropped
-    assert evaluated(folder)["rows"] == [6, 12, 18, 24, 30]
-    assert len(evaluated(folder)["rollouts"]) == 5 * 2
+    assert evaluated(folder)["rows"] == [0, 6, 12, 18, 24, 30]
+    assert len(evaluated(folder)["rollouts"]) == 6 * 2
 
 
 @pytest.mark.parametrize("damage", ["manifest gone", "file cut", "file changed", "half deleted"])
@@ -350,11 +294,8 @@ async def test_a_checkpoint_that_fails_leaves_the_one_before_it(tmp_path):
             return await super().save(folder)
 
     config = config_in(tmp_path)
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(CheckpointError, match=r"can't write the checkpoint .*step_6: .*No space"):
         await train(config, parts=parts_with(config, Full(MockOptions(), config)))
-    assert caught.group_contains(
-        CheckpointError, match="can't write the checkpoint .*step_6: .*No space"
-    )
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     assert checkpoints.steps() == [3]
     assert checkpoints.newest() is not None

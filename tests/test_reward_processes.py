@@ -12,6 +12,7 @@ import pytest
 from benchmarks.mock_engine import mock_config
 from retrain.concurrency import children
 from retrain.config import DeadlinesConfig, RewardConfig
+from retrain.config.plugins import named
 from retrain.errors import ConfigError, RunError
 from retrain.pipeline import train
 from retrain.rewarding import Scorer, processes, term_of, wire
@@ -327,6 +328,7 @@ async def test_no_late_reply_is_taken_for_that_of_another_call(folder, monkeypat
     ("section", "message"),
     [
         ({"type": "__main__:score"}, "a worker process can't load __main__:score; move the reward"),
+        ({"type": named(lambda completion: 1.0, {})}, "a worker process can't load"),
         ({"type": "slot.py", "table": [lambda: 1]}, "its keys can't be sent to a worker process"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from dataclasses import replace
@@ -20,10 +22,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.mock_engine import mock_config
+from retrain.algorithms.grpo import GRPO
+from retrain.algorithms.reinforce import Reinforce
+from retrain.algorithms.sft import SFT
 from retrain.concurrency.locks import in_use
 from retrain.config import RunConfig
-from retrain.errors import ConfigError, RunError
+from retrain.environment import Action, Environment, StepResult
+from retrain.errors import MAX_TEXT, ConfigError, RunError
 from retrain.observe import journal, rollout_lines, voided
+from retrain.observe.causes import Causes
+from retrain.observe.console import Console
 from retrain.observe.journal import Journal, encode, read_lines, repair
 from retrain.observe.rollout_lines import encoded, hash_of, with_fate
 from retrain.observe.run_dir import (
@@ -33,7 +42,11 @@ from retrain.observe.run_dir import (
     surviving,
 )
 from retrain.observe.voided import cut
+from retrain.pipeline import train
+from retrain.pipeline.meter import Meter
+from retrain.pipeline.recorder import LONELY, Recorder
 from retrain.types import Completion, Group, Message, Prompt, Trajectory, Turn
+from tests.pipe_kit import kept_adapter, parts_with
 
 
 def config(**sections: Any) -> RunConfig:
@@ -159,6 +172,58 @@ def test_the_tally_counts_drops_outcomes_and_causes(tmp_path: Path) -> None:
         assert run_dir.tally.drops == {"stale": 1}
         assert run_dir.tally.outcomes == {"ok": 1, "invalid": 2}
         assert run_dir.tally.errors == {"it broke": 2}
+
+
+def test_a_group_that_lost_all_but_one_rollout_is_counted_and_announced_once(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        run_dir.tally.announce = said.append
+        recorder = Recorder(run_dir, GRPO())
+        for number, outcomes in enumerate((["ok"], ["ok", "ok", "invalid"], ["invalid"] * 2)):
+            recorder.played(group(*outcomes, ticket=f"0.{number}.0"), 0.0)
+        assert LONELY not in run_dir.tally.errors
+        for number in (3, 4):
+            recorder.played(group("infra_error", "ok", ticket=f"0.{number}.0"), 0.0)
+        assert run_dir.tally.errors[LONELY] == 2
+        assert said.count(LONELY) == 1
+        alone = Recorder(run_dir, Reinforce())  # compares with the batch
+        alone.played(group("infra_error", "ok", ticket="0.5.0"), 0.0)
+        assert run_dir.tally.errors[LONELY] == 2
+
+
+def test_the_error_of_an_agent_whose_rollout_is_scored_is_announced(tmp_path: Path) -> None:
+    failed, said = list[str](), list[str]()
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        run_dir.tally.announce, run_dir.tally.remark = failed.append, said.append
+        scored = group("ok", "ok", "ok")
+        scored.trajectories[0].info = {"truncated": "length", "error": "no city"}
+        scored.trajectories[1].info = {"error": "of its own"}
+        run_dir.count(scored)
+        assert (run_dir.tally.outcomes, len(said), failed) == ({"ok": 3}, 1, [])
+        assert "no city" in said[0]
+        meter = Meter()
+        meter.group(scored)
+        counted = meter.evaluation()
+        assert counted["eval/rollouts/truncated"] == 1
+        assert "eval/rollouts/unusable" not in counted
+
+
+def test_an_error_in_one_line_keeps_its_place_and_shows_where_it_is_cut() -> None:
+    causes, place = Causes(), " (agent.py:7)"
+    assert causes.add(f"1 validation error\ntotal\n  Field required{place}") == (
+        f"1 validation error total Field required{place}"
+    )
+    assert causes.add(f"1 validation error\nother\n  Field required{place}") is None
+    assert causes.add("1 validation error\ntotal (agent.py:8)") is not None
+    long = causes.add("word " * 99 + place)
+    assert long is not None
+    assert (len(long), long.endswith(f"...{place}")) == (300, True)
+    assert (causes.add("word " * 98) or "").endswith("...")
+    for count in ("1,228", "94"):
+        causes.add(f"the prompt has {count} tokens, expected fewer than 90{place}")
+    assert sorted(causes.values()) == [1, 1, 1, 2, 2]
 
 
 def test_ever_new_error_texts_do_not_fill_the_memory(tmp_path: Path) -> None:
@@ -564,3 +629,60 @@ def test_a_row_with_any_values_is_written_and_not_consumed() -> None:
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
+
+
+async def test_records_tokens_writes_the_very_sequences_that_are_trained(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    short = mock_config(path, records={"tokens": True}, train={"total_train_steps": 3})
+    adapter = kept_adapter(short)
+    await train(short, parts=parts_with(short, adapter))
+    streams = ("token_ids", "loss_mask", "logprobs", "versions")
+    written: dict[int, list[dict[str, Any]]] = {}
+    for line in read_lines(path / "rollouts.jsonl"):
+        if line["step"] is not None:
+            written.setdefault(line["step"], []).extend(line["sequences"])
+    assert len(written) == len(adapter.batches) == 3
+    for step, batch in enumerate(adapter.batches, start=1):
+        trained = [{name: list(getattr(s, name)) for name in streams} for s in batch.samples]
+        assert sorted(written[step], key=repr) == sorted(trained, key=repr)
+
+
+class Hostile(Environment):
+    """Loses the working directory, and fails in terminal escapes that never end."""
+
+    async def step(self, action: Action) -> StepResult:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+        if self.prompt.index == 0:
+            raise ValueError("\x1b[2J\x1b]0;title\x07" + "x" * 50_000_000)
+        return await super().step(action)
+
+
+async def test_p5_neither_a_lost_working_directory_nor_a_huge_error_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # and back
+    path, out = tmp_path / "run", io.StringIO()
+    hostile = mock_config(
+        path,
+        environment={"type": "tests.test_run_dir:Hostile"},
+        train={"total_train_steps": 2},
+        checkpoint={"every": 1},
+    )
+    result = await train(hostile, callbacks=[Console(out)])
+    assert (result.status, (path / "report.html").exists()) == ("completed", True)
+    assert [e["event"] for e in read_events(path)][-1] == "end"
+    failed = [line for line in read_lines(path / "rollouts.jsonl") if line["error"]]
+    assert {line["index"] for line in failed} == {0}
+    assert max(len(line["error"]) for line in failed) < 2 * MAX_TEXT
+    assert "\x1b" not in out.getvalue()
+
+
+def test_examples_that_a_resume_kept_write_no_rollouts(tmp_path: Path) -> None:
+    """As in a run without a resume: the rows of the dataset are not rollouts."""
+    with RunDirectory.open(tmp_path / "run", config()) as run_dir:
+        for algorithm, lines in ((SFT(), 0), (GRPO(), 2)):
+            record = Recorder(run_dir, algorithm)
+            record.keep(group("ok", "ok"))
+            record.end("completed", 1)
+            assert len(list(read_lines(tmp_path / "run" / "rollouts.jsonl"))) == lines

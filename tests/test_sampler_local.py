@@ -681,12 +681,25 @@ asyncio.run(main())
 # -- the parts ------------------------------------------------------------------------------------
 
 
+class Only:
+    """A mask of fixed tokens, which remembers what was drawn."""
+
+    def __init__(self, *allowed: bool) -> None:
+        self.mask, self.drawn = np.array(allowed), list[int]()
+
+    def allowed(self) -> Any:
+        return self.mask
+
+    def drew(self, token: int) -> None:
+        self.drawn.append(token)
+
+
 class Plain:
     """What a Drawer reads of a row."""
 
-    def __init__(self, key: int, **params: Any) -> None:
+    def __init__(self, key: int, mask: Sequence[bool] = (), **params: Any) -> None:
         self.key, self.params, self.token_ids = key, SamplingParams(**params), []
-        self.top = 4
+        self.top, self.mask = 4, Only(*mask) if mask else None
 
 
 LOGITS = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
@@ -704,6 +717,9 @@ LOGITS = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
         ({"temperature": 0.5}, [0.0225 / 0.345, 0.25 / 0.345, 0.01 / 0.345, 0.0625 / 0.345]),
         ({"temperature": 0}, [0, 0.5, 0, 0]),
         ({"temperature": 1e-3, "top_k": 1}, [0, 1, 0, 0]),
+        ({"mask": [True, True, False, True]}, [0.15 / 0.9, 0.5 / 0.9, 0, 0.25 / 0.9]),
+        ({"mask": [False, True, True]}, [0, 0.5 / 0.6, 0.1 / 0.6, 0]),  # fewer than the logits
+        ({"mask": [True, True, True, False], "top_p": 0.7}, [0.15 / 0.65, 0.5 / 0.65, 0, 0]),
     ],
 )
 def test_draws_follow_the_restricted_distribution_and_report_it(
@@ -711,6 +727,7 @@ def test_draws_follow_the_restricted_distribution_and_report_it(
 ) -> None:
     rows = [Plain(key, **params) for key in row_keys(0, 20_000)]
     tokens, logprobs, tops = Drawer(rows, torch.device("cpu"))(LOGITS.expand(len(rows), -1))
+    assert all(row.mask.drawn == [t] for row, t in zip(rows, tokens, strict=True) if row.mask)
     for token, logprob in set(zip(tokens, logprobs, strict=True)):
         assert np.exp(logprob) == pytest.approx(expected[token], rel=1e-5)
     shares = np.bincount(tokens, minlength=4) / len(rows)
@@ -725,7 +742,9 @@ def test_draws_follow_the_restricted_distribution_and_report_it(
 
 
 def test_mixed_rows_draw_what_each_draws_alone() -> None:
-    kinds: list[dict[str, Any]] = [{}, {"top_k": 2}, {"temperature": 0}, {"top_p": 0.6}] * 8
+    masked = {"mask": [True, False]}
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 2}, {"temperature": 0}, masked] * 4
+    kinds += [{"top_p": 0.6}, {}, {**masked, "top_p": 0.6}, {}] * 4
     rows = [Plain(key, **kind) for key, kind in zip(row_keys(1, 32), kinds, strict=True)]
     cpu = torch.device("cpu")
     together = Drawer(rows, cpu)(LOGITS.expand(32, -1))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -28,7 +30,6 @@ from retrain.sandbox import (
     read_tests,
     sandbox_of,
 )
-from retrain.sandbox.asserts import code_tests, split
 from retrain.sandbox.choice import MODES
 from retrain.sandbox.local import LocalSandbox
 from retrain.sandbox.plain import _warn
@@ -85,6 +86,14 @@ ESCAPES = {
     "open files": "x = [open('/dev/null') for i in range(1000)]",
     "fork bomb": "import os, time\nfor i in range(50): os.fork() or time.sleep(9)",
     "thread bomb": "from threading import Timer\nfor i in range(50): Timer(0.5, print).start()",
+    "limits of init": "import resource as r; r.prlimit(1, r.RLIMIT_NOFILE, (0, 0))",
+    "limits of the parent": "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_AS)",
+    "priority of init": "import os; os.setpriority(os.PRIO_PROCESS, 1, 19)",
+    "priority of the user": "import os; os.setpriority(os.PRIO_USER, 0, 19)",
+    "scheduler of init": "import os as o; o.sched_setscheduler(1, o.SCHED_IDLE, o.sched_param(0))",
+    "scheduling of init": "import os; os.sched_setparam(1, os.sched_param(0))",
+    "cores of init": "import os; os.sched_setaffinity(1, {{0}})",
+    "disk priority of init": SYSCALL + "assert libc.syscall({ioprio_set}, 1, 1, 0x6000) == 0",
     "user namespace": SYSCALL + "assert libc.unshare(0x10000000) == 0",
     "mount": SYSCALL + "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
     "ptrace": SYSCALL + "assert libc.ptrace(16, os.getppid(), 0, 0) == 0",
@@ -115,6 +124,14 @@ SURVIVING = {
     "killing the parent": "import os; os.kill(os.getppid(), 9)",
     "stopping the parent": "import os; os.kill(os.getppid(), 19)",
     "interrupting the parent": "import os; os.kill(os.getppid(), 2)",
+    "limits and priorities of its own": """
+import os, resource
+resource.prlimit(0, resource.RLIMIT_NOFILE, (9, 99))
+resource.setrlimit(resource.RLIMIT_NOFILE, (19, 99))
+os.sched_setaffinity(0, os.sched_getaffinity(0))
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+assert os.nice(3) == 3
+""",
     "a daemon": """
 import os, sys, time
 if os.fork() == 0:
@@ -156,6 +173,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
             "pid": os.getpid(),
             "name": Path(f"/proc/{os.getpid()}/comm").read_text().strip(),
             "clone": 220 if os.uname().machine == "aarch64" else 56,
+            "ioprio_set": 30 if os.uname().machine == "aarch64" else 251,
         }
 
 
@@ -201,13 +219,23 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def running() -> str:
     """The command lines of all processes of this machine."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_text())
-        except OSError:
-            continue
-    return "\n".join(found)
+    return "\n".join(map(text_of, processes()))
+
+
+def processes() -> Iterator[Path]:
+    return Path("/proc").glob("[0-9]*/cmdline")
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def parent_of(process: Path) -> int:
+    [line] = [x for x in text_of(process / "status").splitlines() if x.startswith("PPid:")]
+    return int(line.split()[1])
 
 
 async def test_a_program_has_its_input_files_and_working_folder(sandbox: Sandbox) -> None:
@@ -234,6 +262,64 @@ async def test_a_cancelled_program_ends_with_all_it_started(sandbox: Sandbox) ->
     assert (await sandbox.run(["python", "-c", "print(1)"], {})).stdout == "1\n"
 
 
+async def test_an_init_that_the_machine_kills_is_an_error_of_the_sandbox(sandbox: Sandbox) -> None:
+    secret = secrets.token_hex(8)
+    program = "import time; time.sleep(60)"
+    task = asyncio.create_task(sandbox.run(["python", "-c", program, secret], {}))
+    await until(lambda: secret in running())
+    [init] = [parent_of(path.parent) for path in processes() if secret in text_of(path)]
+    os.kill(init, signal.SIGKILL)
+    with pytest.raises(SandboxError, match="out of memory"):
+        await task
+
+
+async def test_a_machine_without_memory_kills_the_init_first(sandbox: Sandbox) -> None:
+    scores = "print(*(int(open(f'/proc/{p}/oom_score_adj').read()) for p in ('self', 1)))"
+    result = await sandbox.run(["python", "-c", scores], {})
+    own = max(500, int(text_of(Path("/proc/self/oom_score_adj"))))
+    assert result.stdout == f"{own} 1000\n"
+
+
+NEAR = """
+import os, signal
+from retrain.sandbox import jail, server
+if (program := os.fork()) == 0:
+    signal.pause()
+def usage():
+    os.kill(program, 9)
+    return 1, 60 << 10
+jail._usage = usage
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+read, write = os.pipe()
+jail.ending(program, {"memory": 100, "processes": 1}, write)
+job = server.Job.__new__(server.Job)
+job.id, job.started, job.limit, job.exit_code = 0, 0, "", jail.KILLED
+job.outputs = {"stdout": b"", "stderr": b"", "status": os.read(read, 99)}
+assert job.reply()["code"] == -9 and "error" not in job.reply()
+"""
+
+
+@pytest.mark.skipif(not WORKING, reason="no namespaces here")
+def test_an_init_that_dies_as_the_program_takes_the_memory_is_its_failure() -> None:
+    subprocess.run([sys.executable, "-c", NEAR], check=True, timeout=60)
+
+
+STARVED = """
+import os, resource, signal
+from retrain.sandbox import jail
+if (program := os.fork()) == 0:
+    signal.pause()
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+assert jail.ending(program, {}, 1) == {"code": -9}
+os.kill(program, 9)
+"""
+
+
+@pytest.mark.skipif(not WORKING, reason="no namespaces here")
+def test_what_starves_the_init_is_the_failure_of_the_program() -> None:
+    subprocess.run([sys.executable, "-c", STARVED], check=True, timeout=60)
+
+
 async def test_a_server_that_dies_fails_its_programs_and_is_replaced(sandbox: LocalSandbox) -> None:
     secret = secrets.token_hex(8)
     task = asyncio.create_task(
@@ -247,28 +333,6 @@ async def test_a_server_that_dies_fails_its_programs_and_is_replaced(sandbox: Lo
         await task
     await until(lambda: secret not in running())
     assert (await sandbox.run(["python", "-c", "print(1)"], {})).stdout == "1\n"
-
-
-@pytest.mark.parametrize(
-    ("test", "asked", "judged"),
-    [
-        ("assert f(1) == 2", ["f(1)"], ["_value0 == 2"]),
-        ("assert f(1)[0].x + 1 < 2", ["f(1)[0].x"], ["_value0 + 1 < 2"]),
-        ("assert not f(g(1), k=2)", ["f(g(1), k=2)"], ["not _value0"]),
-        ("import m\nassert m.near(f(1), 2, k=3)", ["f(1)"], ["m.near(_value0, 2, k=3)"]),
-        ("w = [1]\nassert f(2) == w", ["f(2)"], ["_value0 == w"]),
-        ("w = [1]\nassert f(w) == 2", ["f(w)"], ["_value0 == 2"]),
-        ("assert sorted(f(1)) == [f(2), 3]", ["sorted(f(1))", "f(2)"], ["_value0 == [_value1, 3]"]),
-        ("assert all(f(i) == i for i in [1])", ["all((f(i) == i for i in [1]))"], ["_value0"]),
-    ],
-)
-def test_an_assertion_is_split_into_calls_and_judgement(
-    test: str, asked: list[str], judged: list[str]
-) -> None:
-    [one] = code_tests(test)
-    assert (split(one).values, split(one).assertions) == (asked, judged)
-    assigned = ("exec", "w = [1]") in split(one).steps
-    assert assigned == ("f(w)" in asked)  # what the program need not see stays with the judge
 
 
 KILLED = """
@@ -325,8 +389,85 @@ def f(x): return 0
 """,
     "patched codec": """
 import sys
-sys.modules['codec'].encode = lambda *a: True
+sys.modules['peer'].Peer.encode = lambda *a: True
 def f(x): return 0
+""",
+    "writing to the judge": """
+import os
+for fd in range(3, 20):
+    try: os.write(fd, b'{"value": true}\\n' * 99)
+    except OSError: pass
+def f(x): return 0
+""",
+    "a number of its own": """
+class Own(int):
+    for name in dir(int):
+        if name[:2] == '__' and name[2:-2] in 'add radd sub rsub abs round lt le gt ge eq ne':
+            locals()[name] = lambda *a: Own()
+    __bool__ = lambda s: True
+    startswith = count = isdigit = check = lambda *a: 1
+def f(x): return Own()
+""",
+    "an object of its own": """
+class Own:
+    calls = 'eq ne lt le gt ge sub rsub abs round len contains bool int float index getitem'
+    for name in calls.split(): locals()[f'__{name}__'] = lambda *a: True
+    __sub__ = __rsub__ = __abs__ = __round__ = lambda s, *a: 0
+    startswith = count = lambda *a: 1
+    __enter__ = lambda s: s
+    __exit__ = lambda *a: True
+    __iter__ = lambda s: iter([s, s, s])
+    __len__ = lambda s: 3
+    __hash__ = lambda s: 0
+def f(x): return Own()
+words = items = made = f
+Box = lambda x: Own()
+""",
+    "a class for a function": """
+class f:
+    def __init__(self, x): pass
+    __eq__ = __lt__ = lambda *a: True
+    __sub__ = __abs__ = __round__ = lambda *a: 0
+    __len__ = lambda s: 3
+    startswith = count = lambda *a: 1
+words = items = made = f
+""",
+    "returning itself": """
+class Box:
+    def __init__(self, x): pass
+    def get(self): return self
+    __eq__ = lambda *a: True
+    startswith = lambda *a: True
+    __exit__ = lambda *a: True
+    __enter__ = lambda s: s
+def f(x): return Box(x)
+made = words = items = f
+""",
+    "ending the loops": "def f(x): raise StopIteration\nwords = items = made = f",
+    "ending the iteration": "def f(x): raise GeneratorExit\nwords = items = made = f",
+    "ending by an attribute": """
+class Box:
+    def __init__(self, x): pass
+    def __getattr__(self, name): raise StopIteration
+f = words = items = made = Box
+""",
+    "the memory of the judge": """
+class Own:
+    __array_interface__ = {'shape': (1,), 'typestr': '|u1', 'version': 3, 'data': (4096, False)}
+    __array__ = lambda s, *a: 1
+def f(x): return Own()
+words = items = made = Box = f
+""",
+    "its own all": """
+all = any = abs = round = isinstance = len = max = sorted = math = lambda *a, **k: True
+def f(x): return True
+words = items = made = f
+""",
+    "catching what tests raise": """
+def f(x):
+    try: x(0)
+    except BaseException: pass
+    return 'x'
 """,
     "trace": """
 import sys
@@ -340,11 +481,12 @@ def f(x): return 0
     "killing the parent": "import os\nos.kill(os.getppid(), 9)\ndef f(x): return 0",
     "searching the answer": """
 import gc, glob, os, re, sys
+fds = lambda: [f'/proc/{pid}/fd/{n}' for pid in (os.getpid(), os.getppid()) for n in range(9)]
 def f(x):
     frame = sys._getframe(1)
     texts = [repr(gc.get_objects()), repr(frame.f_locals), repr(frame.f_globals)]
-    for path in glob.glob('/tmp/**', recursive=True) + glob.glob('/proc/*/*'):
-        try: texts.append(open(path, errors='replace').read())
+    for path in glob.glob('/tmp/**', recursive=True) + glob.glob('/proc/*/*') + fds():
+        try: texts.append(str(os.read(os.open(path, os.O_NONBLOCK), 2**20)))
         except OSError: pass
     found = [match for text in texts for match in re.findall(r'31415\\d+', text)]
     return int(found[0]) if found else 0
@@ -354,31 +496,84 @@ def f(x):
     "syntax error": "def f(x: return",
     "nothing": "",
 }
+HONEST = """
+def f(x):
+    return x(3141591) if callable(x) else 3141591 + x
+def words(x):
+    return f"{f(x)} is it"
+def items(x):
+    return [f(x)] * 3
+def made(x):
+    yield from items(x)
+class Box:
+    def __init__(self, x):
+        self.value = f(x)
+    def get(self):
+        return self.value
+"""
 STRICT = [
     "assert f(1) == 3141592",
     "wanted = 3141593\nassert f(2) == wanted",
     "import math\nassert math.isclose(f(3), 3141594.0)",
+    "assert math.isclose(f(3), 3141594.0)",
     "assert abs(f(4) - 3141595) < 1",
     "assert f(5) in (3141596, 3141597)",
     "def near(a, b):\n    return abs(a - b) < 1\nassert near(f(6), 3141597)",
     "def test_all():\n    x = f(7)\n    assert isinstance(x, int)\n    assert x == 3141598",
+    "def test_return():\n    if f(7) == 3141598:\n        return\n    assert False",
+    "cases = [(1, 3141592), (2, 5)]\nassert f(cases[0][0]) == cases[0][1]",
+    "cases = [(1, 3141592), (2, 3141593)]\nfor i, o in cases:\n    assert f(i) == o",
+    "inp, out = 1, 3141592\nassert f(inp) == out",
+    "data = {'in': 1, 'out': 3141592}\nres = f(data['in'])\nassert res == data['out']",
+    "result, wanted = f(1), 3141592\nprint(result, wanted)\nassert result == wanted",
+    "class E: v = 3141592\nassert f(1) == E.v",
+    "assert max(f(1), 3141592) == 3141592 == f(1)",
+    "ok = f(1) == 3141592\nassert ok",
+    "assert all(x == 3141592 for x in items(1)) and len(items(1)) == 3",
+    "assert all(f(i) == 3141591 + i for i in range(5))",
+    "assert all(map(lambda i: f(i) == 3141591 + i, range(5)))",
+    "assert all(map(lambda i: Box(i).value == 3141591 + i, range(5)))",
+    "assert all(map(lambda i: Box(i).get() == 3141591 + i, range(5)))",
+    "assert [f(i) for i in (1, 2)] == [3141592, 3141593]",
+    "for i in range(3):\n    assert f(i) == 3141591 + i",
+    "i = 0\nwhile i < 3:\n    assert f(i) == 3141591 + i\n    i += 1",
+    "import io\nwith io.StringIO() as file:\n    assert f(2) == 3141593",
+    "try:\n    assert f(2) == 3141593\nexcept ValueError:\n    assert False",
+    "try:\n    ok = f(2) == 3141593\nexcept TypeError:\n    ok = True\nassert ok",
+    "if f(1) != 3141592:\n    raise ValueError('3141592')",
+    "close = lambda a, b: abs(a-b) < 1e-6\nassert close(f(1), 3141592)",
+    "assert round(f(1) - 3141592, 6) == 0",
+    "assert not round(f(1) - 3141592)",
+    "assert words(1).startswith('3141592')",
+    "assert words(1).count('3141592') == 1",
+    "assert '3141592 is' in words(1)",
+    "assert f'{words(1)}' == '3141592 is it'",
+    "assert len(items(1)) == 3 and items(1)[0] == 3141592",
+    "assert type(f(1)) == int and f(1) > 3141591 and f(1) < 3141593",
+    "assert list(made(1)) == [3141592] * 3",
+    "assert next(made(1)) == 3141592",
+    "assert sorted(items(1)) == sorted([3141592] * 3)",
+    "assert {f(1): 1} == {3141592: 1}",
+    "assert Box(1).get() == 3141592 == Box(1).value",
+    "with Box(1).get() if False else open('/dev/null'):\n    assert Box(1).get() == 3141592",
+    "def wanted(x):\n    assert x == 3141591\n    return 'x'\nassert f(wanted) == 'x'",
+    "import unittest\nunittest.TestCase().assertEqual(f(1), 3141592)",
 ]
 
 
 @pytest.mark.slow(5)
 async def test_no_program_passes_tests_without_their_results(sandbox: Sandbox) -> None:
     tests = read_tests(STRICT)
-    honest = "def f(x):\n    return 3141591 + x"
     graded = await asyncio.gather(
         *(
             grade(sandbox, program, tests, limits=LIMITS)
-            for program in (honest, *FORGERIES.values())
+            for program in (HONEST, *FORGERIES.values())
         )
     )
-    assert graded[0].passed == (True,) * 7
-    assert {
-        n: sum(g.passed) for n, g in zip(FORGERIES, graded[1:], strict=True) if any(g.passed)
-    } == {}
+    assert [t for t, good in zip(STRICT, graded[0].passed, strict=True) if not good] == []
+    passed = {n: g.passed for n, g in zip(FORGERIES, graded[1:], strict=True)}
+    forged = {n: [t for t, p in zip(STRICT, p, strict=True) if p] for n, p in passed.items()}
+    assert {n: tests for n, tests in forged.items() if tests} == {}
     assert all("31415" not in result.feedback for result in graded)
 
 

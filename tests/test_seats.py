@@ -366,7 +366,7 @@ async def test_an_agent_with_two_models_trains_both_or_one(
     adapter = kept_adapter(config)
     running = train(config, parts=parts_with(config, adapter))
     if opponent in ("broken", "hangs"):
-        with pytest.raises(ExceptionGroup):
+        with pytest.raises(NoSignalError):
             await running
         failed = rollouts_of(tmp_path / "run")
         outcome, error = {

@@ -220,6 +220,7 @@ def test_the_callback_example(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = GRPOTrainer.from_pretrained(
         "tiny", num_prompts_per_step=2, num_generations_per_prompt=2, max_epochs=1, **FEW
     )
+    trainer.console = False
     # Use callback
     trainer.fit(
         dataset=MATH,

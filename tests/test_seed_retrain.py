@@ -123,7 +123,7 @@ def test_what_is_no_part_is_refused_before_anything_loads():
         GRPOTrainer("tiny")
     with pytest.raises(TypeError, match="save_pretrained"):
         GRPOTrainer(object(), prompts=["a="])
-    with pytest.raises(ConfigError, match="rloo by trl"):
+    with pytest.raises(ConfigError, match="rloo"):
         GRPOTrainer("tiny", {"type": "rloo"}, prompts=["a="])
     for calculator in (3, Variety):
         with pytest.raises(TypeError, match=r"reward_calculator: got .*, expected a RewardCalc"):

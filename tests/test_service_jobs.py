@@ -132,6 +132,34 @@ async def test_weights_that_cannot_be_loaded_take_no_place(pool, made):
     assert await hold(pool, "a") == "A"
 
 
+async def test_the_base_model_whose_key_is_none_makes_way_too(made):
+    def make() -> FakeSampler:
+        made.append(FakeSampler())
+        return made[-1]
+
+    pool = SamplerPool(make, repr, limit=2)  # type: ignore[type-var, arg-type]  # fakes
+    assert [await hold(pool, key) for key in (None, "a", "b")] == ["None", "'a'", "'b'"]
+    assert sorted(sampler.holds for sampler in made) == ["'a'", "'b'"]
+    await pool.close()
+
+
+async def test_p14_what_nobody_needs_any_more_is_closed_once_it_is_idle(pool, made):
+    assert await hold(pool, "a") == "A"
+    async with pool.use("b") as second:
+        await pool.forget(["a", "b", "never"])
+        assert [sampler.closed for sampler in made] == [True, False]
+        assert second.holds == "B"
+    assert second.closed
+    assert await hold(pool, "b") == "B"
+    assert len(made) == 3
+
+
+async def test_p14_without_free_memory_an_idle_sampler_is_taken_over(pool, made):
+    pool._room = lambda: False
+    assert [await hold(pool, key) for key in "abc"] == ["A", "B", "C"]
+    assert len(made) == 1
+
+
 async def test_a_failed_sampler_is_replaced_at_the_next_request(pool, made):
     async with pool.use("a") as first:
         first.failed = True

@@ -137,7 +137,7 @@ async def check_a_long_request(service: Service) -> None:
         trainer.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("retrain.service.trainer.LOGITS_AT_ONCE", 1)  # a micro-batch per row
+        patch.setattr("retrain.service.trainer.LOGITS_AT_ONCE", {"cpu": 1})  # a micro-batch per row
         await service.on_engine(call)
     assert service.failure is None
 

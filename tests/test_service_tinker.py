@@ -447,6 +447,31 @@ async def test_more_snapshots_than_live_samplers_are_all_served(tmp_path):
                 assert score == pytest.approx(wanted, abs=1e-5)
 
 
+async def test_p14_a_session_that_ends_frees_its_samplers_and_a_full_memory_its_process(
+    tmp_path, monkeypatch
+):
+    async with in_process(tmp_path) as tinker:
+        await tinker.start()
+        await tinker.score(await sampler_of(tinker, 1, 0), 0)
+        service = tinker.app.service
+        assert len(service._pool._live) == 1
+        await tinker.post(f"sessions/{tinker.session_id}/finish", {})
+        assert not service._pool._live
+        assert not service.models
+        monkeypatch.setattr("retrain.service.core.free_memory", lambda device: 0)
+        tinker.session_id = (await tinker.post("create_session", {}))["session_id"]
+        body = {
+            "session_id": tinker.session_id,
+            "model_seq_id": 0,
+            "base_model": "tiny",
+            "lora_config": {"rank": 4},
+        }
+        future = await tinker.post("create_model", body)
+        refused = await tinker.result(future)
+        assert "memory" in refused["error"]
+        assert not service.models
+
+
 async def test_samples_have_the_asked_shape_and_are_drawn_once_a_number(tinker):
     sampler = await sampler_of(tinker, 1, 0)
     body = {

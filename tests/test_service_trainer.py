@@ -96,7 +96,9 @@ def test_gradients_add_up_over_calls_whatever_the_micro_batches(base, monkeypatc
     once, twice = Trainer(base, FULL), Trainer(base, FULL)
     data = rows()
     once.forward_backward(data, "ppo", {})
-    monkeypatch.setattr(trainer_module, "LOGITS_AT_ONCE", 105 * 12)  # 12 tokens a micro-batch
+    monkeypatch.setattr(
+        trainer_module, "LOGITS_AT_ONCE", {"cpu": 105 * 12}
+    )  # 12 tokens a micro-batch
     twice.forward_backward(data[:2], "ppo", {})
     twice.forward_backward(data[2:], "ppo", {})
     assert once.optim_step(AdamParams())["grad_norm"] == pytest.approx(

@@ -46,21 +46,25 @@ def test_a_licence_is_allowed_if_each_part_of_it_is(expression: str, allowed: bo
     assert LICENCES["allowed"](expression) is allowed
 
 
-def test_a_known_vulnerability_fails_the_check_and_no_answer_skips_it(capsys, monkeypatch) -> None:
+def test_a_known_vulnerability_fails_the_check_and_so_does_no_answer(capsys, monkeypatch) -> None:
     good = {"name": "a", "version": "1", "vulns": []}
     bad = {"name": "b", "version": "2", "vulns": [{"id": "PYSEC-1", "fix_versions": ["3"]}]}
     unknown = {"name": "c", "skip_reason": "Dependency not found on PyPI"}
     main = AUDIT["main"]
 
-    def check(*reports: list[object] | None) -> tuple[int, list[str]]:
+    def check(*reports: list[object] | None, given: tuple[str, ...] = ()) -> tuple[int, list[str]]:
         answers = iter("" if r is None else json.dumps({"dependencies": r}) for r in reports)
-        monkeypatch.setitem(main.__globals__, "ask", lambda *_: next(answers))
-        return main([]), capsys.readouterr().out.splitlines()
+
+        def ask(service: str, arguments: list[str]) -> str:
+            assert arguments == []
+            return next(answers)
+
+        monkeypatch.setitem(main.__globals__, "ask", ask)
+        return main([*given]), capsys.readouterr().out.splitlines()
 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
-    skipped = "pip-audit: skipped, no vulnerability service can be reached"
-    assert check(None, None) == (0, [skipped])
-    assert check([unknown], None) == (0, [skipped])
+    assert check(None, None)[0] == check([unknown], None)[0] == 1
+    assert check(None, None, given=("--offline-ok",))[0] == 0
     assert check([good]) == (0, ["pip-audit: 1 packages, 0 vulnerabilities"])
     assert check([unknown], [good, bad, unknown]) == (
         1,
@@ -68,7 +72,6 @@ def test_a_known_vulnerability_fails_the_check_and_no_answer_skips_it(capsys, mo
     )
 
 
-def test_without_pip_audit_the_check_says_so(capsys, monkeypatch) -> None:
+def test_without_pip_audit_the_check_fails(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert AUDIT["main"]([]) == 0
-    assert capsys.readouterr().out == "pip-audit: skipped, it is not installed\n"
+    assert AUDIT["main"]([]) == 1

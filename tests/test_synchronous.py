@@ -20,7 +20,7 @@ def config_in(folder):
     return parse_config(
         {
             "prompts": {"type": "list", "rows": rows},
-            "rewards": [{"type": "slot_match"}],
+            "rewards": ["tests.chaos.kills:even_letters"],  # each step has a gradient
             "algorithm": {"type": "grpo", "group_size": 4},
             "backend": {"type": "trl", "learning_rate": 5e-3},
             "sampling": {"max_tokens": 4},
@@ -46,11 +46,13 @@ async def test_p9_staleness_0_is_synchronous_training_bit_for_bit(tmp_path, monk
     result = await train(config)
     parts = assemble(config)
     history = await learn(parts)
-    assert [row["loss"] for row in result.history] == [row["loss"] for row in history]
-    assert [row["grad_norm"] for row in result.history] == [row["grad_norm"] for row in history]
-    assert len(batches) == 2 * STEPS
-    assert batches[:STEPS] == batches[STEPS:], "ids, log-probs, advantages, versions"
-    for row in result.history:
+    trained = [row for row in result.history if row["tokens/trained"]]
+    assert [row["loss"] for row in trained] == [row["loss"] for row in history]
+    assert [row["grad_norm"] for row in trained] == [row["grad_norm"] for row in history]
+    number = len(trained)
+    assert len(batches) == 2 * number > 2
+    assert batches[:number] == batches[number:], "ids, log-probs, advantages, versions"
+    for row in trained:
         assert row["clip_fraction"] == 0
         assert row["staleness/max"] == 0
         assert abs(row["ratio/max"] - 1) < 1e-4

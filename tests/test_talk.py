@@ -15,11 +15,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 import retrain
 from retrain.__main__ import command
+from retrain.config import parse_config
 from retrain.endpoint.public import PublicServer
 from retrain.errors import ConfigError
+from retrain.observe.card import model_card
 from retrain.run import main
 from retrain.talk.subject import find_subject
 from retrain.talk.voice import opened
@@ -47,7 +50,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def served(named: str | Path, key: str | None = None) -> AsyncIterator[PublicServer]:
     server = PublicServer("127.0.0.1", 0, key)
     async with server.serving(), opened(find_subject(str(named)), "cpu", 1) as voice:
-        server.present(voice.calls, voice.chat.tokens.text)
+        server.present(voice.calls, voice.spell, str(named))
         yield server
 
 
@@ -128,7 +131,7 @@ async def test_the_server_remembers_nothing_and_waits_for_its_model() -> None:
         assert early.status_code == 503
         assert "loading" in early.json()["error"]["message"]
         async with opened(find_subject("tiny"), "cpu", 1) as voice:
-            server.present(voice.calls, voice.chat.tokens.text)
+            server.present(voice.calls, voice.spell, "tiny")
             for path, body in [
                 ("chat/completions", {"messages": ASK, "n": 2, "max_tokens": 2}),
                 ("completions", {"prompt": "a=", "max_tokens": 2}),
@@ -151,6 +154,25 @@ async def test_the_server_remembers_nothing_and_waits_for_its_model() -> None:
                 assert refused.status_code == 403
 
 
+def test_the_model_card_has_the_records_of_the_run(run_dir: Path) -> None:
+    _, head, body = (run_dir / "final/README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["retrain", "grpo"],
+    }
+    rows = dict(line.strip("| ").split(" | ", 1) for line in body.splitlines() if "| " in line)
+    assert (rows["steps"], rows["algorithm"]) == ("1", "`grpo`")
+    assert rows["reward"].startswith("`letters.py:score`")
+    mixed = {"type": "mixture", "sources": [["a private row"]], "of": {"path": "/home/me/x.py"}}
+    config = parse_config({"prompts": mixed, "algorithm": {"type": "/home/me/mine.py:Own"}})
+    merged = model_card(config, [], [{"eval/step": 0, "eval/reward/mean": 0.5}], run_dir)
+    assert "library_name: transformers" in merged
+    assert "| evaluation of step 0 | reward/mean 0.500 |" in merged
+    assert "private" not in merged
+    assert "/home" not in merged
+
+
 def test_a_conversation_in_a_pipe_is_one_reply_a_line(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,8 +187,8 @@ def test_a_conversation_in_a_pipe_is_one_reply_a_line(
     done = capsys.readouterr()
     said = done.out.splitlines()
     assert len(said) == 8, "the base model's reply, then the trained one's"
-    assert not any(line.startswith(("base>", "trained>")) for line in said)
-    assert said[0] != said[1]
+    assert [line.partition("> ")[0] for line in said] == ["base", "trained"] * 4
+    assert said[0].partition("> ")[2] != said[1].partition("> ")[2]
     assert said[:4] == said[4:]  # the second conversation begins like the first
     assert f"loading {run_dir / 'final'}" in done.err
 
@@ -182,6 +204,8 @@ def test_a_conversation_in_a_pipe_is_one_reply_a_line(
         ("chat tiny --max-tokens 0", "--max-tokens: got 0, expected an integer >= 1"),
         ("serve --openai tiny --host 0.0.0.0", "without an API key"),
         ("serve --openai=tiny --port 99999", "--port: got 99999"),
+        ("serve --openai tiny --tools mistrl", "did you mean mistral?"),
+        ("serve --openai tiny --tools glm --show-tools system", "chat.tools.show: got system"),
     ],
 )
 def test_mistakes_are_found_before_a_model_loads(

@@ -336,7 +336,7 @@ def test_a_completion_without_logprobs_cannot_be_trained_on() -> None:
     ("keys", "message"),
     [
         ({"loss_fn": "ppo"}, "loss_fn"),
-        ({"lora": {"r": 8}}, "lora.r"),
+        ({"lora": {"alpha": 8}}, "lora.alpha"),
         ({"learning_rate": 0}, "greater than 0"),
         ({"native_losses": ["dpo"]}, "native_losses"),
     ],

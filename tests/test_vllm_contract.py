@@ -469,7 +469,7 @@ async def test_without_staleness_the_ratio_is_one(
 ) -> None:
     """P9, over a server: what was sampled is what is trained."""
     changes = ["staleness.target=0", "staleness.max=0", f"model={place.folder}", STEPS]
-    changes += ["backend.learning_rate=0.02"]  # a stale version would show
+    changes += ["backend.learning_rate=0.005"]  # a stale version would show
     changes += ["backend.lora.r=4"] if way == "adapter" else []
     await train(echo(tmp_path, *changes, url=place.url, publish=way))
     for row in rows(tmp_path):

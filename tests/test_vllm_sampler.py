@@ -339,15 +339,21 @@ async def test_adapters_are_versions_and_go_when_unused(
         server.faults()
         assert {one.version for one in await running} == {1}
         await until(lambda: set(loaded) == {"policy-v2"})
+        with sampler.pinned() as kept:  # P15: an evaluation, while training goes on
+            await sampler.load_weights(adapter(model, 1.0)[0], 3)
+            found = await asyncio.gather(*(s.sample(PROMPT, short) for s in (kept, sampler)))
+            assert [one.version for [one] in found] == [2, 3]
+            assert set(loaded) == {"policy-v2", "policy-v3"}
+        await until(lambda: set(loaded) == {"policy-v3"})
         beside = sampler.beside()
         await beside.load_weights(adapter(model, 0.5)[0], 100)
         found = await asyncio.gather(*(s.sample(PROMPT, short) for s in (sampler, beside)))
-        assert [one.version for [one] in found] == [2, 100]
+        assert [one.version for [one] in found] == [3, 100]
         server.faults(restart=True)  # 404: it lost the adapters
         found = await asyncio.gather(*(s.sample(PROMPT, short) for s in (beside, sampler)))
-        assert [one.version for [one] in found] == [100, 2]
+        assert [one.version for [one] in found] == [100, 3]
         await beside.close()
-        await until(lambda: set(server.running.app.engine.adapters) == {"policy-v2"})
+        await until(lambda: set(server.running.app.engine.adapters) == {"policy-v3"})
 
 
 async def test_a_prompt_is_scored_alone_by_a_server_that_takes_adapters(

@@ -47,10 +47,8 @@ config = mock_config(
 )
 try:
     asyncio.run(train(config))
-except BaseExceptionGroup as group:
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    sys.exit(f"{{type(group).__name__}}: {{group}}")
+except Exception as error:
+    sys.exit(f"{{type(error).__name__}}: {{error}}")
 """
 END = "return [], 0.0, True, False, {}"
 

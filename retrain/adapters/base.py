@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict
 
 from retrain.config import RunConfig
 from retrain.errors import AdapterError
 from retrain.sampler import Sampler, Tokenizer
 from retrain.types import Batch, Metrics
+
+RANK = AliasChoices("r", "rank")
+"""The rank of LoRA is `r` on every backend; `rank`, its name on services, is accepted too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class Capabilities:
     """It can train a user's own function of log-probs."""
     scores: bool = False
     """`Adapter.logprobs` works, which algorithm.kl_penalty and held-out losses need."""
+    checks: Literal["no", "free", "billed"] = "no"
+    """Whether `Adapter.own_logprobs` works, which train.check_publish needs, and what it costs."""
     mismatch: bool = False
     """It weighs tokens by `algorithm.mismatch`."""
     max_staleness: int | None = None
@@ -72,6 +78,11 @@ class Adapter(ABC):
     tokenizer: Tokenizer
     context_length: int
     """The maximum number of tokens of prompt and completion together."""
+    model_loss: bool = False
+    """The model adds a term of its own to the loss, such as that of a router: a batch without any
+    advantage is trained too."""
+    exact: bool = False
+    """Whether sampler and trainer compute in float32."""
 
     @abstractmethod
     async def update(self, batch: Batch) -> Metrics:
@@ -84,6 +95,14 @@ class Adapter(ABC):
         If it raises, the run saves a checkpoint and ends: `save` must still work, with the version
         that was served before.
         """
+
+    def pinned(self) -> AbstractContextManager[Sampler] | None:
+        """A sampler of the weights that are served now, also after later publishes.
+
+        They are kept until the block ends. None: the backend serves one version at a time, so the
+        next publish waits until an evaluation has ended (P15).
+        """
+        return None
 
     @abstractmethod
     async def save(self, folder: Path) -> AdapterState:
@@ -102,6 +121,13 @@ class Adapter(ABC):
         started from, also after a resume.
         """
         raise AdapterError(f"{type(self).__name__} does not compute log-probs of given tokens")
+
+    async def own_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """`logprobs` under the weights in training, computed by the trainer, not the sampler.
+
+        The pipe awaits it as it awaits `publish`: not beside an update.
+        """
+        raise AdapterError(f"{type(self).__name__} does not score tokens with its trainer")
 
     async def forget(self, state: AdapterState) -> None:  # noqa: B027 - a default, not a forgotten body
         """Free what a service keeps of a checkpoint that is about to be deleted."""
@@ -163,6 +189,10 @@ class AdapterOptions(BaseModel):
 
     def forecast(self, config: RunConfig) -> Forecast | None:
         """The memory that the run needs on this machine, if it can be known before it starts."""
+        return None
+
+    def local_tokenizer(self, config: RunConfig) -> Tokenizer | None:
+        """The model's tokenizer, if it is on this machine; imports no torch."""
         return None
 
     def layout(self) -> str:

@@ -52,6 +52,15 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
     template = attempt(partial(sections.chat_template, config), given.chat_template)
     form = attempt(partial(sections.tool_format, config))
     attempt(partial(find_model, config.model, config.base_dir))
+    tools = attempt(
+        lambda: (
+            sections.tools_warning(
+                config, options(), template(), form(), environment(), runs_agent(environment())
+            )
+            if algorithm().source == "rollouts"
+            else ""
+        )
+    )
     fit = attempt(
         lambda: check_compatible(algorithm(), options(), config, _class_made_by(environment()))
     )
@@ -78,7 +87,7 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
         eval_opponents=opponents()[1],
         runs_agent=runs_agent(environment()),
     )
-    warnings = _warnings(parts, training().warnings, checked())
+    warnings = [*_warnings(parts, training().warnings, checked()), *filter(None, [tools()])]
     return replace(parts, warnings=tuple(warnings))
 
 

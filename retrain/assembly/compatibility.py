@@ -39,6 +39,7 @@ def check_compatible(
         *_backend(config, capabilities),
         *_kl_penalty(loss, algorithm, config, capabilities),
         *_mismatch(loss, algorithm, config, capabilities),
+        *_check_publish(algorithm, config, capabilities),
         *_algorithm(algorithm, config),
         *options.problems(config),
     ]
@@ -238,6 +239,16 @@ def _mismatch(
             f"{where} sampling with {shaped} changes the sampler's distribution but not the "
             "trainer's, and mismatch would undo it; remove algorithm.mismatch, or that setting"
         )
+
+
+def _check_publish(
+    algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
+) -> Iterator[str]:
+    where = "train.check_publish: got true, but"
+    if config.train.check_publish is True and algorithm.source in ROWS:
+        yield f"{where} {config.algorithm.type} publishes for evaluations only; remove it"
+    elif config.train.check_publish is True and capabilities.checks == "no":
+        yield f"{where} the {config.backend.type} backend can't score tokens; remove it"
 
 
 def _algorithm(algorithm: Algorithm, config: RunConfig) -> Iterator[str]:

@@ -17,7 +17,7 @@ from retrain.adapters.base import AdapterOptions
 from retrain.assembly.kinds import KINDS
 from retrain.config.plugins import find_plugin
 from retrain.errors import ConfigError
-from retrain.jsonable import plain
+from retrain.jsonable import Filled, plain
 from retrain.losses import Normalisation, row_of
 
 _SECTIONS = {"environment": "environment", "algorithm": "algorithm", "backend": "backend"} | {
@@ -48,8 +48,17 @@ def dumped(options: AdapterOptions) -> dict[str, Any]:
     """All keys of a backend. A set has no order: sorted, it is always written the same."""
     return {
         key: sorted(value) if isinstance(value, frozenset) else value
-        for key, value in options.model_dump(mode="json").items()
+        for key, value in options.model_dump().items()
     }
+
+
+def as_filled(value: Any, given: Any) -> Any:
+    """`value` with the strings of `given` that the environment filled in: files have their text."""
+    if isinstance(value, dict) and isinstance(given, Mapping):
+        return {key: as_filled(inner, given.get(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple) and isinstance(given, list) and len(value) == len(given):
+        return [as_filled(*pair) for pair in zip(value, given, strict=True)]
+    return given if isinstance(given, Filled) and value == given else value
 
 
 def normalisation_of(loss: str, given: Normalisation | None) -> Normalisation | None:

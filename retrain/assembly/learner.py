@@ -31,6 +31,8 @@ class Learner:
         """Take one optimizer step. `batch` was made of `groups`, which hold scored rollouts only.
 
         The call has the deadline `deadlines.update`. The pipe publishes the weights afterwards.
+        Unless this method is overridden, it is not called for a batch whose advantages are all 0
+        if the loss has no other term.
         """
         return await self.adapter.update(batch)
 

@@ -5,25 +5,27 @@ Nothing here loads torch but `Parts.open_adapter`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
-from retrain.assembly.defaults import dumped
+from retrain.assembly.defaults import as_filled, dumped
 from retrain.assembly.learner import Learner
 from retrain.chat.formats.base import Format
 from retrain.concurrency.loading import uncollected
 from retrain.config import Plugin, RunConfig
+from retrain.config.paths import is_hub_id
 from retrain.config.plugins import Kind, find_plugin
 from retrain.environment import Environment
 from retrain.errors import PluginError, install_command
-from retrain.losses import Normalisation
+from retrain.losses import Normalisation, vanishes
 from retrain.observe.callbacks import Callback
 from retrain.prompts import PromptSource
 from retrain.rewarding import Scorer
 from retrain.rollout.opponents import Opponent
+from retrain.types import Batch
 
 ADAPTER = Kind("adapter", Adapter)
 
@@ -64,10 +66,44 @@ class Parts:
     def resolved(self) -> RunConfig:
         """The config with what the backend and the algorithm add by default."""
         config = self.config
-        backend = Plugin(type=config.backend.type, **dumped(self.options))
+        given = config.backend.arguments
+        backend = Plugin(type=config.backend.type, **as_filled(dumped(self.options), given))
         loss = {"loss": self.loss, "normalisation": self.normalisation}
         algorithm = config.algorithm.model_copy(update=loss)
         return config.model_copy(update={"backend": backend, "algorithm": algorithm})
+
+    def is_idle(self, batch: Batch) -> bool:
+        """Whether the batch has no gradient: all its advantages are 0, and nothing else counts.
+
+        A learner with an update of its own decides for itself, and a schedule of rewards goes by
+        the version: it would stand still.
+        """
+        own = type(self.learner).update is not Learner.update
+        if own or self.config.algorithm.kl_penalty or self.scorer.composition.scheduled:
+            return False
+        if not vanishes(self.loss, self.loss_config):
+            return False
+        return not any(any(sample.advantages) for sample in batch.samples)
+
+    def notices(self) -> Iterator[str]:
+        """The warnings and the memory that the run needs, for the terminal."""
+        forecast = self.options.forecast(self.config)
+        yield from (f"warning: {warning}" for warning in self.warnings)
+        if forecast is not None:
+            yield forecast.text
+            if forecast.warning:
+                yield f"warning: {forecast.warning}"
+
+    def loading(self) -> str:
+        """The line before the model loads."""
+        model, backend = self.config.model, self.config.backend.type
+        layout = f" ({found})" if (found := self.options.layout()) else ""
+        hub = (
+            f"; there is no folder {model}, so it is read from the Hugging Face Hub or its cache"
+            if is_hub_id(model, self.config.base_dir)
+            else ""
+        )
+        return f"loading model {model} on the {backend} backend{layout}{hub}"
 
     def open_adapter(self) -> Adapter:
         """The backend's adapter, not yet entered; see `adapter_of`."""

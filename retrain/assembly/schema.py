@@ -1,7 +1,7 @@
 """The JSON schema of a config file, with the keys of every built-in plug-in, for editors.
 
-Sections with a plug-in allow further keys, which belong to plug-ins of the user's own. Short forms
-(`environment: echo`) are allowed where `load_config` allows them.
+A section with a built-in plug-in allows no further keys; one with a plug-in of the user's own does.
+Short forms (`environment: echo`) are allowed where `load_config` allows them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from retrain.assembly.kinds import KINDS
-from retrain.config import RunConfig
-from retrain.config.binding import key_schema
+from retrain.config import AlgorithmConfig, RunConfig
+from retrain.config.binding import CASE, key_schema
 from retrain.config.plugins import built_in_names, find_plugin
 from retrain.errors import PluginError
 from retrain.rewarding import NAMES, FunctionReward
@@ -20,6 +20,8 @@ SECTIONS = {"AlgorithmConfig": "algorithm", "RewardConfig": "reward"}
 """Models with declared keys, and their kinds."""
 SHARED = {"prompts": "PromptsConfig", "environment": "Plugin", "backend": "Plugin"}
 """The sections of one plug-in, and their models."""
+DEFAULTS = {"algorithm": AlgorithmConfig().type, "backend": RunConfig().backend.type}
+"""The plug-ins of sections without a `type`."""
 Json = dict[str, Any]  # any: JSON values
 
 
@@ -39,6 +41,7 @@ def run_schema() -> Json:
         sections[section] = _with_keys(models[model], section, models) | about
     sections["loggers"]["items"] = _with_keys(models["Plugin"], "logger", models)
     sections["prompts"]["type"] = ["object", "string", "array"]
+    sections["backend"].pop("required")
     held_out = models["EvalConfig"]["properties"]
     held_out["prompts"] = {**sections["prompts"], **held_out["prompts"]}
     del held_out["prompts"]["$ref"]
@@ -50,6 +53,7 @@ def run_schema() -> Json:
     models["ChatConfig"]["type"] = ["object", "string"]
     for section in ("rewards", "loggers"):
         sections[section]["type"] = ["array", "object", "string"]
+        sections[section] |= {"if": {"type": "object"}, "then": sections[section]["items"]}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "retrain run"}
     tidy: Json = _on_one_line({**schema, **head})
     return head | tidy
@@ -78,7 +82,15 @@ def _with_keys(model: Json, kind: str, models: Json) -> Json:
         keys = _keys(kind, name)
         if keys is not None:
             models |= keys.pop("$defs", {})
-            cases.append({"if": {"properties": {"type": {"const": name}}}, "then": keys})
+            if keys.get("additionalProperties") is False:
+                keys["properties"] = {
+                    **dict.fromkeys(model["properties"], True),
+                    **keys["properties"],
+                }
+            condition: Json = {"properties": {"type": {"const": name}}}
+            if name != DEFAULTS.get(kind):
+                condition["required"] = ["type"]
+            cases.append({"if": condition, "then": keys})
     kind_of = {**model["properties"]["type"], "examples": names}
     properties = {**model["properties"], "type": kind_of}
     return {**model, "type": ["object", "string"], "properties": properties, "allOf": cases}
@@ -92,7 +104,10 @@ def _keys(kind: str, name: str) -> Json | None:
         return None
     if kind == "backend":
         keys: Json = found.model_json_schema()
-        return {key: keys[key] for key in ("properties", "required", "$defs") if key in keys}
+        for model in keys.get("$defs", {}).values():
+            if (rank := model.get("properties", {}).get("r")) is not None:
+                model["properties"]["rank"] = {**rank, "deprecated": True}
+        return {key: keys[key] for key in CASE if key in keys}
     if isinstance(found, FunctionReward):
         return key_schema(found.function, provided=NAMES)
     return key_schema(found, provided=("base_dir", "origin"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn, TypeVar, cast
@@ -12,9 +13,11 @@ from pydantic import ValidationError
 
 from retrain.adapters.base import AdapterOptions
 from retrain.assembly.kinds import maker, target_of
+from retrain.chat import Chat
 from retrain.chat.formats.base import Format
 from retrain.chat.probing import KIND
-from retrain.config import Plugin, RunConfig
+from retrain.chat.template import NOT_SHOWN
+from retrain.config import Plugin, RunConfig, ToolsConfig
 from retrain.config.foreign import HOMES
 from retrain.config.paths import find_file
 from retrain.config.plugins import built_in_names, construct, find_plugin
@@ -37,6 +40,7 @@ from retrain.rewarding import (
 )
 from retrain.rollout.opponents import Opponent, opponent_of
 from retrain.rollout.seats import seats_of
+from retrain.tools import ToolEnvironment
 
 T = TypeVar("T")
 
@@ -117,11 +121,59 @@ def chat_template(config: RunConfig) -> str:
 
 def tool_format(config: RunConfig) -> Format | None:
     """The format `chat.tools`; None if it is to be inferred. Raises PluginError."""
-    name = config.chat.tools
+    tools = config.chat.tools
+    if isinstance(tools, str):
+        tools = ToolsConfig(format=tools)
+    in_system = tools.show == "system"
+    name = "hermes" if in_system and tools.format == "auto" else tools.format
     if name == "auto":
         return None
     found = find_plugin(KIND, name, "chat.tools", config.base_dir)
-    return cast(Format, construct("chat.tools", found) if inspect.isclass(found) else found)
+    form = cast(Format, construct("chat.tools", found) if inspect.isclass(found) else found)
+    if not in_system:
+        return form
+    if type(form).explain is Format.explain:
+        raise PluginError(
+            f"chat.tools.show: got system, which the format {name} does not support; set "
+            "chat.tools.format to hermes"
+        )
+    if config.chat.template == "none":
+        raise PluginError(
+            "chat.tools.show: system needs a chat template, but chat.template is none"
+        )
+    form = copy(form)
+    form.in_system = True
+    return form
+
+
+def tools_warning(
+    config: RunConfig,
+    options: AdapterOptions,
+    template: str,
+    form: Format | None,
+    make: Callable[[], Environment],
+    runs_agent: bool,
+) -> str:
+    """What is wrong with the tools of a run and the model's chat template, if that is known here.
+
+    Raises PluginError if no rollout could begin.
+    """
+    made = construct("environment", make)
+    offers = isinstance(made, ToolEnvironment) or bool(made.tools)
+    if not (offers or runs_agent) or (form is not None and form.in_system):
+        return ""
+    tokenizer = options.local_tokenizer(config)
+    if tokenizer is None:
+        return ""
+    chat = Chat(tokenizer, template=template, arguments=config.chat.arguments, tools=form)
+    problem = chat.problem_with_tools()
+    if not problem:
+        return ""
+    if chat.reads_calls:
+        return NOT_SHOWN
+    if runs_agent:
+        return f"{problem}, so calls with tools are rejected{chat.advice}"
+    raise PluginError(problem + chat.advice)
 
 
 def scorer_of(config: RunConfig) -> Scorer:

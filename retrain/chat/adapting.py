@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
+from retrain.chat.formats.base import Format
 from retrain.types import Message
 
 
@@ -23,6 +24,37 @@ def system_in_user(messages: Sequence[Message]) -> list[Message]:
     joined = f"{text}\n\n{rest[place]['content']}"
     rest[place] = Message(**{**rest[place], "content": joined})
     return rest
+
+
+def explained(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], form: Format
+) -> list[Message]:
+    """The tools in the first system message, and calls and their results in the text of messages.
+
+    For templates that show no tools. Results that follow each other are one message of the user.
+    """
+    found: list[Message] = []
+    answering = False
+    for message in messages:
+        if message["role"] == "tool":
+            text = form.answer(message["content"])
+            if answering:
+                text = f"{found.pop()['content']}\n{text}"
+            found.append(Message(role="user", content=text))
+        elif calls := message.get("tool_calls"):
+            parts = [message["content"], *map(form.write, calls)]
+            text = "\n".join([part for part in parts if part])
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            found.append(cast(Message, {**kept, "content": text}))
+        else:
+            found.append(message)
+        answering = message["role"] == "tool"
+    if not tools:
+        return found
+    text = form.explain(tools)
+    if found and found[0]["role"] == "system":
+        text = f"{found.pop(0)['content']}\n\n{text}"
+    return [Message(role="system", content=text), *found]
 
 
 def with_text_arguments(message: Message) -> Message:

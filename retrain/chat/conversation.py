@@ -21,6 +21,7 @@ puts before every text (BOS).
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from typing import Any, Final
 from retrain.chat.formats.base import Format
 from retrain.chat.messages import checked_messages
 from retrain.chat.probing import format_named, formats, inferred, most_calls
-from retrain.chat.reasoning import reasoning_opener
+from retrain.chat.reasoning import TAGS, reasoning_opener
 from retrain.chat.template import Template, after_reply
 from retrain.chat.tokens import TurnTokens
 from retrain.chat.tools import Reply, as_template, check_tools, parse_reply
@@ -41,6 +42,8 @@ from retrain.types import Completion, Message, Turn
 
 _CACHED_TOKENS: Final = 1_000_000
 """Size of the cache of tokenized openings, about 40 MB: each prompt recurs every epoch."""
+_BEFORE_CALLS: Final = re.compile(r"[<\[{]")
+"""What the markup of tool calls begins with."""
 
 
 class Chat:
@@ -55,6 +58,9 @@ class Chat:
     format: Format
     """How replies are read."""
 
+    reads_calls: bool
+    """Whether the format of tool calls is known."""
+
     stop_token_ids: tuple[int, ...]
     """The tokens that end a turn: eos and, if it differs, the template's end-of-turn token."""
 
@@ -68,7 +74,9 @@ class Chat:
     ) -> None:
         self.template = Template(tokenizer, template, arguments)
         found = tools or inferred(self.template)
-        self._reads_calls = found is not None
+        if found is not None and found.in_system:
+            self.template.form = found
+        self.reads_calls = found is not None
         self.format = found or format_named("hermes")  # for the reasoning
         self.tokens = TurnTokens(tokenizer, self.template, self.format)
         self.stop_token_ids = self.tokens.stops
@@ -78,26 +86,33 @@ class Chat:
     @cached_property
     def most_calls(self) -> int:
         """How many tool calls of a reply the template shows in the format of the replies."""
+        if self.template.form is not None:
+            return 0
         return most_calls(self.template, self.format) if self.template.shows_tools else 0
 
     def begin(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, given: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        given: bool = False,
+        continues: bool = False,
     ) -> Conversation:
         """Start a conversation with `messages`; equal openings are tokenized once.
 
-        `given` means that the replies are not sampled, so that no tool call has to be read.
+        `given` means that the replies are not sampled, so that no tool call has to be read. With
+        `continues`, the reply continues the last message, which is the assistant's.
         Raises TypeError or ValueError if an argument is not a list of messages or tools,
         UserCodeError if the template rejects or ignores the messages, and ConfigError if there are
         tools, but the format of their calls is unknown.
         """
-        if tools and not self._reads_calls and not given:
-            raise ConfigError(
-                "chat.tools: can't infer the format of tool calls from the chat template; set "
-                f"chat.tools to the model's format: {', '.join(formats())}"
-            )
+        if tools and not self.reads_calls and not given:
+            raise ConfigError(self.problem_with_tools() + self.advice)
         checked = checked_messages(messages, "first messages")
         if not checked:
             raise ValueError("got no messages, expected at least one to start a rollout")
+        if continues:
+            return Conversation(self, self._open(checked, tools, continues=True), checked)
         key = (tuple([tuple(m.items()) for m in checked]), repr(tools) if tools else "")
         try:
             opening = self._openings.pop(key, None)
@@ -111,11 +126,28 @@ class Chat:
             self._cached -= len(self._openings.popitem(last=False)[1].prompt_ids)
         return Conversation(self, opening, checked)
 
-    def _open(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> _Opening:
+    def problem_with_tools(self) -> str:
+        """What is wrong with tools in this chat; empty if the model sees them and can call them."""
+        if self.template.form is None and not self.template.probe_tools():
+            return "chat.tools: the chat template shows no tools"
+        return "" if self.reads_calls else "chat.tools: can't infer the format of tool calls"
+
+    @cached_property
+    def advice(self) -> str:
+        """What to do about it."""
+        if self.template.probe_tools():
+            return f"; set chat.tools to the model's format: {', '.join(formats())}"
+        return "; set chat.tools to {format: hermes, show: system}: a system message shows them"
+
+    def _open(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, continues: bool = False
+    ) -> _Opening:
         check_tools(tools)
         shown = tuple(tool.as_template() for tool in tools)
         text = self.template.render(messages, shown)
         self.template.require_heard(messages, text, shown)
+        if continues:
+            text = self.template.render_open(messages, shown)
         most_calls = self.most_calls if tools else 0
         prompt_ids = self.tokens.start + self.tokens.encode(text)
         if not prompt_ids:
@@ -191,6 +223,20 @@ class Conversation:
                 return self._called(found, opener, completion)
         self.messages.append(self._message(said, opener))
         return Action(self.answer, (), ids, stopped, True, self._reasoning)
+
+    def so_far(self, token_ids: Sequence[int]) -> str:
+        """The answer that the first tokens of a reply begin, without what later ones may change.
+
+        Empty for formats with markup in every reply.
+        """
+        chat, tools = self._chat, self._opening.tools
+        begun = Completion(token_ids, (), chat.tokens.text(token_ids), "length", 0)
+        said = chat.tokens.text_of(begun, bool(tools))
+        may_reason = not self._opener and any(tag.startswith(said.lstrip()) for tag in TAGS)
+        if chat.format.channels or may_reason:
+            return ""
+        answer = chat.format.split(said, self._opener)[1]
+        return _BEFORE_CALLS.split(answer, maxsplit=1)[0].rstrip() if tools else answer
 
     def _called(self, found: Reply, opener: str, completion: Completion) -> Action:
         """Add a turn with tool calls to the history."""

@@ -12,13 +12,18 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, cast
 
-from retrain.chat.adapting import in_reasoning, system_in_user, with_text_arguments
+from retrain.chat.adapting import explained, in_reasoning, system_in_user, with_text_arguments
+from retrain.chat.formats.base import Format
 from retrain.chat.reasoning import closing
 from retrain.errors import ConfigError, UserCodeError, shown
 from retrain.sampler import Tokenizer
 from retrain.types import Message
 
 logger = logging.getLogger(__name__)
+NOT_SHOWN: Final = (
+    "the chat template doesn't show tools to the model, so it will not know them: set chat.tools "
+    "to {format: hermes, show: system}, or describe them in the environment's messages"
+)
 
 _PROBE: Final = "retrainprobe"
 _ASK: Final = Message(role="user", content="Hi")
@@ -40,6 +45,8 @@ class Template:
         own = "" if self.joins else tokenizer.chat_template
         self.source = str(own) if template == "auto" else template
         """The Jinja template's text."""
+        self.form: Format | None = None
+        """The format in which a system message shows the tools; None if the template does."""
         self._options = dict(arguments or {})
         self._heard: set[str] = set()
         self._check_options(template)
@@ -84,7 +91,25 @@ class Template:
         """
         if self.joins:
             return "".join([message["content"] for message in messages])
+        if self.form is not None:
+            messages, tools = explained(messages, tools, self.form), ()
         return self._rendered(self._adapted(messages), tools, generation=generation)
+
+    def render_open(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The text of a conversation up to the end of the content of its last message.
+
+        Raises UserCodeError with the template's message, or if it drops that content.
+        """
+        last = Message(**{**messages[-1], "content": messages[-1]["content"] + _PROBE})
+        text, found, _ = self.render([*messages[:-1], last], tools, generation=False).rpartition(
+            _PROBE
+        )
+        if not found:
+            raise UserCodeError("the chat template drops the last message, so no reply can "
+                                "continue it")  # fmt: skip
+        return text
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the form that this template takes."""
@@ -204,7 +229,7 @@ class Template:
     @cached_property
     def shows_calls(self) -> bool:
         """Whether an assistant message's `tool_calls` reach the model."""
-        return _PROBE in self.with_calls(1, text=self.calls_as_text)
+        return self.form is not None or _PROBE in self.with_calls(1, text=self.calls_as_text)
 
     @cached_property
     def needs_calls(self) -> bool:
@@ -223,15 +248,16 @@ class Template:
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the tools reach the model; logs a warning if not."""
+        shown = self.probe_tools()
+        if not shown:
+            logger.warning(NOT_SHOWN)
+        return shown
+
+    def probe_tools(self) -> bool:
+        """Whether the tools reach the model."""
         parameters = {"type": "object", "properties": {}}
         function = {"name": _PROBE, "description": "A probe.", "parameters": parameters}
-        shown = _PROBE in self._tried([_ASK], [{"type": "function", "function": function}])
-        if not shown:
-            logger.warning(
-                "the chat template doesn't show tools to the model: describe them in the "
-                "environment's messages, or the model will not know them"
-            )
-        return shown
+        return _PROBE in self._tried([_ASK], [{"type": "function", "function": function}])
 
     def closers(self) -> list[str]:
         """The texts that may follow a reply, and so end a turn, the most specific first.

@@ -1,7 +1,7 @@
 """A small process that outlives this one: it ends a held interpreter (P12) and our children.
 
-While code holds the interpreter (GIL), such as a slow regular expression, no Python thread runs. The
-process in `watcher.py` then misses the beats of the watch thread and ends the run with SIGABRT:
+While code holds the interpreter (GIL), such as a slow regular expression, no Python thread runs.
+The process in `watcher.py` then misses the beats of the watch thread and ends the run with SIGABRT:
 `faulthandler` writes the stacks of all threads to error.txt. It also kills the process groups that
 are left when this process has ended, even by `kill -9`. It starts with the first run or child.
 """

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
+from retrain.concurrency.crashes import kinds_of
 from retrain.errors import LateError
 
 KINDS = (ConnectionError, TimeoutError, socket.gaierror)
@@ -42,15 +43,19 @@ MOST_LINKS = 32
 
 def is_outage(error: BaseException) -> bool:
     """Whether the error, or one that caused it, is an outage."""
-    return not isinstance(error, LateError) and any(map(_unreachable, _chain(error)))
+    return not isinstance(error, LateError) and any(map(_unreachable, chain(error)))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes, outermost first, with the members of groups."""
+def chain(error: BaseException, *, contexts: bool = True) -> Iterator[BaseException]:
+    """The error and its causes, outermost first, with the members of groups.
+
+    Without `contexts`, an error that was being handled when the next one was raised is no cause.
+    """
     links: list[BaseException] = [error]
     for link in links:  # it grows meanwhile
         yield link
-        context: BaseException | None = None if link.__suppress_context__ else link.__context__
+        handled = contexts and not link.__suppress_context__
+        context: BaseException | None = link.__context__ if handled else None
         members = link.exceptions if isinstance(link, BaseExceptionGroup) else ()
         for further in (link.__cause__, context, *members):
             if further is None or len(links) >= MOST_LINKS:
@@ -65,7 +70,7 @@ def _unreachable(error: BaseException) -> bool:
         return status == TOO_MANY or 500 <= status < 600
     if isinstance(error, KINDS) or (isinstance(error, OSError) and error.errno in NUMBERS):
         return True
-    return any(kind.__name__ in NAMES for kind in type(error).__mro__)
+    return not NAMES.isdisjoint(kinds_of(error))
 
 
 def _status(error: BaseException) -> int | None:

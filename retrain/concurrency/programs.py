@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import signal
+import stat
 import time
 from asyncio import StreamReader
 from asyncio.subprocess import PIPE, Process
@@ -20,10 +22,15 @@ from functools import partial
 from pathlib import Path
 
 from retrain.concurrency import children
+from retrain.concurrency.crashes import ProgramError, headline
 from retrain.concurrency.threads import in_thread
 
 GRACE_SECONDS = 1.0
 """How long a cancelled program may take to end after SIGTERM."""
+KEPT_BYTES = 2**20
+"""Of each output of a program, and of a file that it wrote."""
+TAIL = 2000
+"""Characters of a program's output that an error shows."""
 DRAIN_SECONDS = 1.0
 """How long its output is read after it ended, if a process that is left still holds the pipes."""
 
@@ -32,6 +39,8 @@ MARK = "RETRAIN_PROGRAM"
 """The environment variable of a program, and of all that it starts."""
 MARKED_SECONDS = 3.0
 """How long marked processes may take to end."""
+_TRACED = re.compile(r'File "(.+?)", line (\d+)')
+"""A line of a Python traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,22 @@ class Finished:
     stdout: str
     stderr: str
 
+    def failure(self, what: str, files: Sequence[str] = ()) -> ProgramError:
+        """The error of `what` for a program that failed: its cause first, then its last output.
+
+        The last line of `files` in a traceback is named with it. Its `info` has `exit_code` and
+        `stderr`.
+        """
+        text, ending = self.stderr.strip() or self.stdout.strip(), ""
+        info = {"exit_code": self.exit_code, "stderr": self.stderr[-TAIL:]}
+        tail = text[-TAIL:]
+        if tail:
+            cause = headline(text)
+            lines = [f"{Path(file).name}:{n}" for file, n in _TRACED.findall(text) if file in files]
+            ending = f": {cause}" + (f" ({lines[-1]})" if lines else "")
+            ending += f"\n{tail}" if tail != cause else ""
+        return ProgramError(f"{what} ended with exit code {self.exit_code}{ending}", text, info)
+
 
 async def run_program(
     argv: Sequence[str | Path],
@@ -50,7 +75,7 @@ async def run_program(
     stdin: str = "",
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
-    keep: int = 2**20,
+    keep: int = KEPT_BYTES,
 ) -> Finished:
     """Run a program; returns the last `keep` bytes of each of its outputs.
 
@@ -80,6 +105,28 @@ async def run_program(
             for pipe in left:
                 pipe.cancel()
     return Finished(code, *[text.decode(errors="replace") for text in kept])
+
+
+async def file_of(folder: Path, name: str, keep: int = KEPT_BYTES) -> bytes:
+    """The last `keep` bytes of a file that a program wrote into its folder.
+
+    A program may leave anything there: what is no regular file (a pipe, which would block, or a
+    device, which never ends), and what a link names, is an OSError.
+    """
+    return await in_thread(partial(_file_of, folder, name, keep))
+
+
+def _file_of(folder: Path, name: str, keep: int) -> bytes:
+    path = folder.resolve() / name
+    if path.parent.resolve() != path.parent:
+        raise OSError(f"{name} is in a folder that is a symbolic link")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{name} is not a regular file")
+        file.seek(max(0, status.st_size - keep))
+        return file.read(keep)
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from retrain.config.sections import (
     ScheduleConfig,
     Section,
     StalenessConfig,
+    ToolsConfig,
     TrainConfig,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "StalenessConfig",
+    "ToolsConfig",
     "TrainConfig",
     "load_config",
     "parse_config",

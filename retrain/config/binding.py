@@ -14,9 +14,12 @@ from typing import Annotated, Any, NotRequired, Required
 from pydantic import ConfigDict, Field, PydanticUserError, Strict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from retrain.config.plugins import with_objects
 from retrain.config.problems import problems_of
 from retrain.errors import PluginError, place_of
 
+CASE = "properties", "required", "additionalProperties", "$defs"
+"""What a JSON schema says of a plug-in's keys."""
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -66,7 +69,7 @@ def bind(
         raise PluginError(
             *(f"{where}.{key}: the run sets this argument; remove it" for key in taken)
         )
-    return {**ours, **before, **keys}
+    return {**ours, **before, **with_objects(keys)}
 
 
 def _misspelt(further: Set[str], valid: Collection[str], where: str) -> Iterator[str]:
@@ -81,7 +84,7 @@ def _misspelt(further: Set[str], valid: Collection[str], where: str) -> Iterator
 def key_schema(target: Callable[..., Any], provided: Collection[str] = ()) -> dict[str, Any]:
     """The JSON schema of the keys; their descriptions are the docstring's `Args:`."""
     schema = typed_keys(target, provided).json_schema()
-    return {key: schema[key] for key in ("properties", "required", "$defs") if key in schema}
+    return {key: schema[key] for key in CASE if key in schema}
 
 
 def typed_keys(

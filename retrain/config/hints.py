@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from retrain.config.foreign import ADVICE, FOREIGN, HOMES, PATHS, WRAPPERS
+from retrain.jsonable import Filled
 
-_SECRET = re.compile(
+SECRET = re.compile(
     r"(^|[_-])(api[_-]?key|secret([_-]?key)?|password|passwd|private[_-]?key|credentials?"
     r"|(access|api|auth|bearer|hf|hub|wandb)[_-]?token)$",
     re.IGNORECASE,
@@ -57,7 +58,7 @@ def _advice(path: str, here: Mapping[str, str], known: Mapping[str, str], home: 
     others = [other for other in known if known[other] != path]  # of another type of this section
     if end := _ends_in(name, list(here)):
         return f"; did you mean {here[end]}?"
-    for close in difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.6):
+    for close in difflib.get_close_matches(name, [*here, *others], n=1, cutoff=0.7):
         return f"; did you mean {here.get(close) or known[close]}?"
     return f"; expected one of {', '.join(sorted(here))}" if here else ""
 
@@ -78,19 +79,26 @@ def _ends_in(name: str, choices: Sequence[str]) -> str | None:
 
 
 def secrets(value: Any, path: str = "") -> Iterator[str]:
-    """The paths of secrets: keys with such a name, and URLs that contain a password."""
+    """The paths of secrets: keys with such a name, and URLs that contain a password.
+
+    What an environment variable holds is not in the config.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             here = f"{path}.{key}".lstrip(".")
-            if _SECRET.search(str(key)) and inner is not None:
+            if SECRET.search(str(key)) and inner is not None and not _is_variable(inner):
                 yield here
             else:
                 yield from secrets(inner, here)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from secrets(inner, f"{path}.{index}")
-    elif isinstance(value, str) and _LOGIN.search(value):
+    elif isinstance(value, str) and not _is_variable(value) and _LOGIN.search(value):
         yield path
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, Filled) or (isinstance(value, str) and "${" in value)
 
 
 def _home(path: str, known: Mapping[str, str]) -> str | None:

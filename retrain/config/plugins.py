@@ -20,6 +20,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from typing import Any, TypeVar
 
 from retrain.config.paths import find_file
 from retrain.errors import ConfigError, PluginError, PromptError, is_library, nearest
+from retrain.jsonable import Named
 
 T = TypeVar("T")
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -47,6 +49,8 @@ FILES = {
 """The files of each kind; what `*` stands for is the short name."""
 OWN = ("environment", "reward")
 """Kinds that a user's own folder adds names to."""
+LOCAL = re.compile(r"^__main__:|<|:.*\.")
+"""Names of objects that no import finds."""
 _PREFIX = "_retrain_"
 """What the names of the packages begin with that are made of users' folders."""
 SHARED = frozenset({"base", "credit", "functional", "remote"})
@@ -70,6 +74,40 @@ class Kind:
         return isinstance(value, self.base) or bool(self.accepts and self.accepts(value))
 
 
+def named(value: Any, taken: dict[str, Any]) -> Any:
+    """`value` with a name in place of each class and function: `module:name`.
+
+    The same objects in the same places get the same names, so that a resume finds them. `taken`
+    holds the names so far, by which several lambdas differ.
+    """
+    if isinstance(value, Mapping):
+        return {key: named(inner, taken) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [named(inner, taken) for inner in value]
+    if not callable(value):
+        return value
+    owner = value if hasattr(value, "__qualname__") else type(value)
+    text = name = f"{owner.__module__}:{owner.__qualname__}"
+    module = sys.modules.get(owner.__module__)
+    if LOCAL.search(text) or getattr(module, owner.__qualname__, None) is not value:
+        number = 1
+        while taken.setdefault(text, value) is not value:
+            number += 1
+            text = f"{name}#{number}"
+    found = Named(text)
+    found.value = value
+    return found
+
+
+def with_objects(value: Any) -> Any:
+    """The arguments of a plug-in with the objects that are named."""
+    if isinstance(value, dict):
+        return {key: with_objects(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [with_objects(inner) for inner in value]
+    return value.value if isinstance(value, Named) else value
+
+
 class Function:
     """What no class derives from, so that only callables fit."""
 
@@ -84,9 +122,16 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     Raises PluginError if there is none, or it is of another kind.
     """
     target, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
+    if isinstance(text, Named):
+        return _checked(kind, text.value, text, where)
     if target.endswith(".py"):
         path = find_file(target, base_dir, f"{where}: ", PluginError)
         module = _load_own(path, where, base_dir)
+    elif colon and LOCAL.search(text) and not hasattr(sys.modules.get(target), name):
+        raise PluginError(
+            f"{where}: {text} is an object of the Python program that started the run; start it "
+            "from Python with that object, or move the object into a module"
+        )
     elif colon:
         module = _import(target, where, base_dir)
     else:
@@ -94,6 +139,13 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
         ours = path in built_ins(kind.name).values()
         module = _load_file(path, where) if ours else _load_own(path, where, base_dir)
     return _member(kind, module, name, where) if name else _only(kind, module, where)
+
+
+def _checked(kind: Kind, value: Any, name: str, where: str) -> Any:
+    """An object of the user's program; raises PluginError if it is of another kind."""
+    if kind.fits(value):
+        return value
+    raise PluginError(f"{where}: {name} is no {kind.base.__name__}")
 
 
 def find_function(text: str, base_dir: Path, where: str) -> Callable[..., Any]:

@@ -12,45 +12,54 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config.hints import secrets
+from retrain.config.plugins import named
 from retrain.config.problems import problems_of
 from retrain.config.sections import RunConfig
+from retrain.config.variables import Problems, filled_in
 from retrain.config.yaml_text import Marks, apply_override, parse_override, read_config_file
 from retrain.errors import ConfigError
+from retrain.jsonable import Named
 
 BASE_DIR_NOTE = "# The resolved configuration; paths are relative to "
 """How the config.yaml of a run begins, before its `base_dir`."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, fill: bool = True) -> RunConfig:
     """The config in a YAML file, with `dotted.key=value` overrides applied.
 
-    Raises ConfigError with every problem of the file and of the overrides.
+    `fill=False` keeps `${NAME}` as it is. Raises ConfigError with every problem of the file and of
+    the overrides.
     """
     file = Path(path)
     mapping, marks = read_config_file(file)
-    mapping = _spelt_out(mapping)
+    unset: Problems = {}
+    mapping = _spelt_out(filled_in(mapping, unset) if fill else mapping)
     problems: list[str] = []
     for text in overrides:
         try:
             keys, value = parse_override(text)
-            apply_override(mapping, keys, value)
+            here = ".".join(keys)
+            unset = {path: unset[path] for path in unset if not f"{path}.".startswith(f"{here}.")}
+            apply_override(mapping, keys, filled_in(value, unset, here) if fill else value)
             mapping = _spelt_out(mapping)  # `backend=tinker backend.url=...`
-            marks.pop(".".join(keys), None)
+            marks.pop(here, None)
         except ConfigError as error:
             problems += error.problems
-    config = _checked(mapping, _base_dir(file), problems, marks, source=str(file))
+    config = _checked(mapping, _base_dir(file), problems, marks, str(file), unset)
     return config if config.name else config.model_copy(update={"name": file.stem})
 
 
 def parse_config(mapping: Mapping[str, Any], base_dir: str | Path | None = None) -> RunConfig:
     """The config in a mapping, which may be omegaconf's; relative paths start in `base_dir`.
 
+    Its values may be classes and functions: `{"environment": MyEnvironment, "rewards": [mine]}`.
     Raises ConfigError with every problem.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"got {type(mapping).__name__}, expected a mapping of the config's keys")
     folder = Path(base_dir).resolve() if base_dir is not None else Path.cwd()
-    return _checked(plain(mapping), folder, [], {}, source="")
+    unset: Problems = {}
+    return _checked(filled_in(named(plain(mapping), {}), unset), folder, [], {}, "", unset)
 
 
 def _base_dir(file: Path) -> Path:
@@ -63,17 +72,23 @@ def _base_dir(file: Path) -> Path:
 
 
 def _checked(
-    mapping: dict[str, Any], base_dir: Path, problems: list[str], marks: Marks, source: str
+    mapping: dict[str, Any],
+    base_dir: Path,
+    problems: list[str],
+    marks: Marks,
+    source: str,
+    unset: Problems,
 ) -> RunConfig:
     mapping = _spelt_out(mapping)
-    hidden = list(secrets(mapping))
+    hidden = [path for path in secrets(mapping) if path not in unset]
     problems += [f"{_line(path, marks)}{path}: {_no_secret(path)}" for path in hidden]
+    problems += [f"{_line(path, marks)}{path}: {unset[path]}" for path in unset]
     if mapping.pop("base_dir", None) is not None:
         problems.append("base_dir: unknown key; remove it: it is always the config file's folder")
     try:
         config = RunConfig.model_validate(mapping)
     except ValidationError as error:
-        found = problems_of(error, RunConfig, hidden)
+        found = problems_of(error, RunConfig, [*hidden, *unset])
         problems += [f"{_line(text.partition(':')[0], marks)}{text}" for text in found]
     if problems:
         raise ConfigError(*problems, source=source)
@@ -121,7 +136,7 @@ def _typed(value: Any) -> Any:
 
 def prompts_section(value: Any) -> Any:
     """Expand the short forms of `prompts`."""
-    if isinstance(value, str) and _is_file(value):
+    if isinstance(value, str) and not isinstance(value, Named) and _is_file(value):
         return {"type": "file", "path": value}
     return {"type": "list", "rows": value} if isinstance(value, list) else _typed(value)
 

@@ -17,14 +17,22 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    WrapValidator,
     field_validator,
     model_validator,
 )
 
+from retrain.jsonable import Named
 from retrain.losses import Normalisation
 
 Listed = Field(strict=False)
 """A YAML list is read into a tuple; its items are checked as strictly as other values."""
+
+
+Name = Annotated[
+    str, WrapValidator(lambda value, check: value if isinstance(value, Named) else check(value))
+]
+"""A string; from Python also a class or function, which is kept with its name."""
 
 
 class Section(BaseModel):
@@ -41,7 +49,7 @@ class Plugin(BaseModel):
     model_config = ConfigDict(
         extra="allow", frozen=True, strict=True, use_attribute_docstrings=True
     )
-    type: str
+    type: Name
     """A built-in name, `module:Class` or `path/file.py:Class`."""
 
     @property
@@ -60,10 +68,10 @@ class PromptsConfig(Plugin):
     """The column of the answer, if it is not `answer`."""
     system: str | None = None
     """A system message that is added before every prompt."""
-    filter: str | dict[str, Any] | None = None
+    filter: Name | dict[str, Any] | None = None
     """The rows to use: a condition on columns, such as {level: 3}, {level: [3, 4]},
     {level: {min: 3}} or {level: {not: 5}}, or a function of the row, as path/file.py:name."""
-    map: str | dict[str, Any] | None = None
+    map: Name | dict[str, Any] | None = None
     """New columns: {answer: {after: "####"}}, the name of a column, a template such as
     "Question: {question}"; or a function that returns the new row, as path/file.py:name."""
     limit: Annotated[int, Field(ge=1)] | None = None
@@ -118,7 +126,7 @@ Weight = Annotated[
 class RewardConfig(Plugin):
     """What scores a rollout; the reward is the weighted sum of all entries."""
 
-    type: str
+    type: Name
     """A built-in name, `module:Class` or `path/file.py:Class`. `environment` is the reward of the
     environment's steps; `sum`, `product` and `min` combine the rewards in `of`."""
     weight: Weight = 1.0
@@ -182,11 +190,11 @@ class MismatchConfig(Section):
 class AlgorithmConfig(Plugin):
     """How rewards become advantages, and which loss trains them."""
 
-    type: str = "grpo"
+    type: Name = "grpo"
     """A built-in name, `module:Class` or `path/file.py:Class`."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Rollouts per prompt."""
-    loss: str | None = None
+    loss: Name | None = None
     """The loss that the backend computes; by default the algorithm's own."""
     loss_config: dict[str, Any] = {}
     """The keys of the loss: epsilon, epsilon_high, delta, beta, ... `force: true` allows a loss
@@ -224,6 +232,20 @@ class SamplingConfig(Section):
     """Strings that end a turn."""
 
 
+class ToolsConfig(Section):
+    """How the model sees tools and calls them."""
+
+    format: str = "auto"
+    """The format of tool calls, such as `hermes`; `auto` infers it from the template."""
+    show: Literal["template", "system"] = "template"
+    """What shows the tools to the model: the chat template, or for templates without tools a system
+    message in the format `hermes`."""
+
+
+def _kind_of_tools(value: Any) -> str:
+    return "mapping" if isinstance(value, Mapping | ToolsConfig) else "name"
+
+
 class ChatConfig(Section):
     """How messages become tokens."""
 
@@ -232,8 +254,12 @@ class ChatConfig(Section):
     file."""
     arguments: dict[str, Any] = {}
     """Variables of the template, such as enable_thinking."""
-    tools: str = "auto"
-    """The format of tool calls, such as `hermes`; `auto` infers it from the template."""
+    tools: Annotated[
+        Annotated[str, Tag("name")] | Annotated[ToolsConfig, Tag("mapping")],
+        Discriminator(_kind_of_tools),
+    ] = "auto"
+    """The format of tool calls, such as `hermes`; `auto` infers it from the template. A mapping
+    {format, show} also says what shows the tools to the model."""
 
 
 class RolloutConfig(Section):
@@ -271,6 +297,9 @@ class EndpointConfig(Section):
         tuple[Literal["max_tokens", "temperature", "top_p", "top_k", "stop", "seed"], ...], Listed
     ] = ()
     """Sampling arguments for which the agent's value is used instead of that in `sampling`."""
+    reward: bool = False
+    """Whether an agent can add to its reward with `POST /reward`. Any program that it runs for the
+    model can then do so too: the key is in its environment."""
 
     @field_validator("public_url")
     @classmethod
@@ -321,6 +350,10 @@ class TrainConfig(Section):
     stop_after_flat_steps: Annotated[int, Field(ge=1)] = 25
     """End the run after this many consecutive steps without any signal: as solved if every reward
     equals the highest one of the run, otherwise with an error."""
+    check_publish: Literal["auto"] | bool = "auto"
+    """Check after a publish that the sampler serves the trainer's weights: the trainer scores a few
+    sampled tokens (`logprob/error_own_version` in the metrics). `auto`: in at most 2 % of the time,
+    and not on a vendor's own service, which bills the requests; true: after every publish."""
     max_failed_groups: Annotated[int, Field(ge=1)] = 16
     """End the run with the first error after this many consecutive groups in which every rollout
     failed."""
@@ -337,8 +370,17 @@ class CheckpointConfig(Section):
     """With LoRA, write the merged model to `final/` instead of the LoRA weights."""
 
 
+class RecordsConfig(Section):
+    """What rollouts.jsonl contains besides messages, rewards and versions."""
+
+    tokens: bool = False
+    """Also write the token ids, log-probs, weight versions and loss masks of every rollout, as
+    `sequences`: the exact sequences that are trained."""
+
+
 class EvalConfig(Section):
-    """Rollouts on held-out prompts, which are reported but not used for training."""
+    """Rollouts on held-out prompts, which are reported but not used for training: before training,
+    every so many steps, and at the end. Each evaluation is of one version of the weights."""
 
     prompts: PromptsConfig
     """The prompts to evaluate on, as in `prompts`, or `held_out` for the rows that
@@ -417,6 +459,7 @@ class RunConfig(Section):
     eval: EvalConfig | None = None
     """Evaluation on held-out prompts; by default none."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    records: RecordsConfig = RecordsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     loggers: Annotated[tuple[Plugin, ...], Listed] = ()
     """Where to send the metrics in addition to the run directory, such as tensorboard or wandb."""

@@ -4,5 +4,6 @@
   `guests` are the rollouts
 - `openai`, `completions`, `responses`, `anthropic`: the APIs, as conversions from and to
   `rollout.calls`; `api` is what they share
+- `public`: the endpoint of one model for any client; `live` streams its replies token by token
 - `child`: a process that calls an agent's function
 """

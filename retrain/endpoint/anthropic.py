@@ -13,7 +13,6 @@ from retrain.rollout.calls import CallError, Reply
 from retrain.types import Message
 
 Block = dict[str, Any]
-UNUSED = ("thinking", "output_config", "output_format", "context_management", "container")
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -39,6 +38,11 @@ class _Message(api.Wire):
 class _ToolChoice(api.Wire):
     type: Literal["auto", "any", "tool", "none"]
     disable_parallel_tool_use: bool = False
+    name: str | None = None
+
+
+class _OutputConfig(api.Wire):
+    format: Block | None = None
 
 
 class _Count(api.Wire):
@@ -58,6 +62,9 @@ class _Create(_Count):
     top_k: api.TopK | None = None
     stop_sequences: api.Stop | None = None
     thinking: Block | None = None
+    output_config: _OutputConfig | None = None
+    output_format: Block | None = None
+    """What `output_config.format` was called before."""
     stream: bool | None = False
 
 
@@ -67,13 +74,13 @@ class Messages:
     prefix = "msg"
 
     def read(self, body: Mapping[str, Any]) -> api.Request:
-        return _request(api.parse(_Create, body), body)
+        return _request(api.parse(_Create, body))
 
     def answer(
         self, request: api.Request, answer_id: str, replies: Sequence[Reply], decode: api.Decode
     ) -> dict[str, Any]:
         [reply] = replies
-        reason, sequence = _ending(reply, request.options.get("stop", ()))
+        reason, sequence = _ending(reply)
         thinking = request.body.thinking or {}
         return {
             "id": answer_id,
@@ -110,7 +117,7 @@ class Messages:
 
 def read_count(body: Mapping[str, Any]) -> api.Request:
     """`POST /messages/count_tokens`."""
-    return _request(api.parse(_Count, body), body)
+    return _request(api.parse(_Count, body))
 
 
 def error_body(error: CallError) -> dict[str, Any]:
@@ -120,7 +127,7 @@ def error_body(error: CallError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _request(asked: _Count, body: Mapping[str, Any]) -> api.Request:
+def _request(asked: _Count) -> api.Request:
     messages = [m for i, given in enumerate(asked.messages) for m in _messages(given, i)]
     if messages[-1]["role"] == "assistant":
         raise api.invalid(
@@ -131,16 +138,29 @@ def _request(asked: _Count, body: Mapping[str, Any]) -> api.Request:
         messages.insert(0, api.message_of("system", system))
     tools = api.offered(asked.tools or (), _function)
     choice = asked.tool_choice or _ToolChoice(type="auto")
-    unforceable = api.unforced(tools, choice.type, not choice.disable_parallel_tool_use)
+    must = api.forced(tools, {"name": choice.name} if choice.type == "tool" else choice.type)
+    where, form = _form_of(asked)
+    schema = api.schema_of(form, where)
+    parallel = not choice.disable_parallel_tool_use
     return api.Request(
         asked.model,
         messages,
         () if choice.type == "none" else tools,
         stream=bool(getattr(asked, "stream", False)),
         options=api.options_of(asked, _NAMES),
-        unused=api.unused_of(body, UNUSED) + unforceable,
+        extra=api.Extra(schema=schema, forced=must),
+        unused=api.unused_of(asked) + api.unforced(tools, asked.tools or (), None, parallel),
+        masking=(where,) * (schema is not None) + ("tool_choice",) * bool(must),
         body=asked,
     )
+
+
+def _form_of(asked: _Count) -> tuple[str, Block | None]:
+    """The form that an answer must have, after the argument that it is in."""
+    config = asked.output_config if isinstance(asked, _Create) else None
+    if config is not None and config.format is not None:
+        return "output_config", config.format
+    return "output_format", asked.output_format if isinstance(asked, _Create) else None
 
 
 def _function(tool: Block) -> dict[str, Any]:
@@ -211,15 +231,13 @@ def _in_parts(block: Block) -> tuple[Block, Block]:
     return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
 
 
-def _ending(reply: Reply, stop: Sequence[str]) -> tuple[str, str | None]:
+def _ending(reply: Reply) -> tuple[str, str | None]:
     """The stop reason, and the stop sequence that ended the reply."""
     if reply.tool_calls:
         return "tool_use", None
     if reply.completion.stop_reason != "stop":
         return "max_tokens", None
-    text = reply.completion.text
-    met = min([s for s in stop if s in text], key=text.find, default=None)
-    return "end_turn" if met is None else "stop_sequence", met
+    return ("stop_sequence", reply.stop) if reply.stop else ("end_turn", None)
 
 
 def _event(data: dict[str, Any]) -> api.Event:

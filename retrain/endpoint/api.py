@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Annotated, Any, Protocol, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -13,7 +14,7 @@ from retrain.chat.tools import tools_of
 from retrain.environment import ToolSpec
 from retrain.errors import shown
 from retrain.rollout.calls import CallError, Reply
-from retrain.types import Message
+from retrain.types import Completion, Message
 
 Event = tuple[str, dict[str, Any] | str]
 """One event of a stream: its name, empty in APIs that don't name them, and its data."""
@@ -36,22 +37,67 @@ Stop = Annotated[
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     AfterValidator(lambda value: tuple(filter(None, value))),
 ]
-NEUTRAL: tuple[Any, ...] = (
-    None,
-    0,
-    {},
-    [],
-    {"type": "text"},
-    {"format": {"type": "text"}},
-    {"type": "disabled"},
+NEUTRAL: tuple[Any, ...] = (None, 0, "", {}, [], {"type": "disabled"})
+"""Values that ask for nothing, whatever the argument."""
+DEFAULTS: Mapping[str, Any] = {
+    "add_generation_prompt": True,
+    "best_of": 1,
+    "modalities": ["text"],
+    "repetition_penalty": 1,
+    "truncation": "disabled",
+    "verbosity": "medium",
+}
+"""Values of other arguments that ask for nothing."""
+IGNORED = frozenset(
+    {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 )
-"""Values of arguments that ask for nothing."""
+"""Arguments that have no effect on an answer with the vendors either."""
+TOP = 20
+"""Maximum of `top_logprobs`."""
+Likely = Sequence[tuple[int, float]]
+"""Tokens with their log-probs, the likeliest first."""
 
 
 class Wire(BaseModel):
-    """A part of a request. Unknown fields are allowed: SDKs send new ones all the time."""
+    """A part of a request. Unknown fields are allowed: SDKs send new ones all the time.
+
+    A declared field has an effect; every other one is in `model_extra`, and `unused_of` names it.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What a call asks of the sampler beside SamplingParams; only `serve --openai` has it."""
+
+    top: int = 0
+    """How many of the likeliest tokens to report per position."""
+    echo: bool = False
+    """Also report the log-probs of the prompt."""
+    schema: Mapping[str, Any] | None = None
+    """The JSON schema that the reply must fit."""
+    forced: tuple[ToolSpec, ...] = ()
+    """The tools one of which the reply must call."""
+
+    @property
+    def masks(self) -> bool:
+        """Whether the reply may not be any text."""
+        return self.schema is not None or bool(self.forced)
+
+
+@dataclass(frozen=True, slots=True)
+class Detailed(Completion):
+    """A completion with what `Extra` asks for."""
+
+    top: Sequence[Likely] = ()
+    """Per token of the completion, if any are wanted."""
+    prompt_ids: Sequence[int] = ()
+    """Empty unless the prompt is echoed; so are the next two."""
+    prompt_logprobs: Sequence[float] = ()
+    """Of each token of the prompt but the first."""
+    prompt_top: Sequence[Likely] = ()
+    """The same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +107,10 @@ class Request:
     model: str
     messages: Sequence[Message] = ()
     tools: tuple[ToolSpec, ...] = ()
-    prompt: str | Sequence[int] | None = None
+    prompts: Sequence[str | Sequence[int]] = ()
     """Of a text completion, instead of messages."""
+    continues: bool = False
+    """The reply continues the last message, which is the assistant's."""
     system: str = ""
     """Begins the history, before that of `previous`."""
     previous: str = ""
@@ -71,8 +119,14 @@ class Request:
     stream: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """The sampling arguments of the agent, by the names of SamplingParams."""
+    extra: Extra = Extra()
+    """What else to ask of the sampler."""
     unused: tuple[str, ...] = ()
-    """Arguments that have no effect here."""
+    """Arguments that have no effect."""
+    masking: tuple[str, ...] = ()
+    """Arguments that restrict which tokens may be sampled; a run never does."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that a run rejects, with the reason."""
     body: Any = None
     """The request, for the API's own use."""
 
@@ -94,6 +148,21 @@ class Api(Protocol):
         self, request: Request, answer_id: str, replies: Sequence[Reply], decode: Decode
     ) -> dict[str, Any]: ...
     def events(self, request: Request, answer: dict[str, Any]) -> Iterable[Event]: ...
+
+
+class LiveApi(Api, Protocol):
+    """An API that can stream a reply while it is sampled."""
+
+    def head(self, request: Request, answer_id: str) -> dict[str, Any]:
+        """What all events of a stream share."""
+
+    def delta(self, head: Mapping[str, Any], index: int, text: str, first: bool) -> Event:
+        """More text of a choice."""
+
+    def events(
+        self, request: Request, answer: dict[str, Any], sent: Mapping[int, str] = ...
+    ) -> Iterable[Event]:
+        """All events, or what follows the text of each choice that was sent."""
 
 
 def parse(kind: type[Body], body: Mapping[str, Any], below: str = "") -> Body:
@@ -185,19 +254,31 @@ def history_of(reply: Reply) -> Message:
 
 def logprobs_of(reply: Reply, decode: Decode) -> list[dict[str, Any]]:
     """The log-prob of each sampled token, as OpenAI writes it."""
-    completion = reply.completion
-    found = []
-    for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-        text = decode([token])
-        found.append(
-            {
-                "token": text,
-                "logprob": logprob,
-                "bytes": list(text.encode("utf-8", "replace")),
-                "top_logprobs": [],
-            }
-        )
-    return found
+    completion, tops = reply.completion, tops_of(reply.completion)
+    return [
+        {
+            **_logprob(decode, token, logprob),
+            "top_logprobs": [_logprob(decode, *one) for one in top],
+        }
+        for token, logprob, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
+    ]
+
+
+def _logprob(decode: Decode, token: int, logprob: float) -> dict[str, Any]:
+    text = decode([token])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def tops_of(completion: Completion) -> Sequence[Likely]:
+    """The likeliest tokens at each token of a completion."""
+    found = completion.top if isinstance(completion, Detailed) else ()
+    return found or [()] * len(completion.token_ids)
+
+
+def rest_of(text: str, sent: str) -> str:
+    """What follows `sent` in `text`, or the part that differs from it."""
+    pairs = zip(text, sent, strict=False)
+    return text[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
 
 
 def options_of(body: Any, names: Mapping[str, str]) -> dict[str, Any]:
@@ -206,14 +287,64 @@ def options_of(body: Any, names: Mapping[str, str]) -> dict[str, Any]:
     return {name: value for name, value in found if value is not None}
 
 
-def unused_of(body: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
-    """Those of `names` that a request sets to a value which would change the answer."""
-    return tuple([name for name in names if body.get(name) not in NEUTRAL])
+def unused_of(asked: Wire) -> tuple[str, ...]:
+    """The fields without effect that are set to a value which would change a vendor's answer."""
+    given = asked.model_extra or {}
+    return tuple(
+        name
+        for name, value in given.items()
+        if name not in IGNORED and value not in (*NEUTRAL, DEFAULTS.get(name))
+    )
 
 
-def unforced(tools: Sequence[ToolSpec], choice: Any, parallel: bool | None) -> tuple[str, ...]:
-    """The arguments about tools that no sampler can enforce."""
+def schema_of(form: Any, where: str) -> Mapping[str, Any] | None:
+    """The JSON schema that an answer must fit; None if it may be any text."""
+    kind = form.get("type") if isinstance(form, Mapping) else form
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    found = form.get("json_schema", form) if isinstance(form, Mapping) else None
+    schema = found.get("schema") if isinstance(found, Mapping) else None
+    if kind != "json_schema" or not isinstance(schema, Mapping):
+        raise invalid(
+            f"{where}: got {shown(form)}, expected the type text, json_object, or json_schema with "
+            "a schema"
+        )
+    return schema
+
+
+def forced(tools: Sequence[ToolSpec], choice: Any) -> tuple[ToolSpec, ...]:
+    """The tools one of which a reply must call: `choice` is a word, or names a tool."""
+    if not tools or choice in (None, "none", "auto") or _is_list(choice):
+        return ()
+    if choice in ("required", "any"):
+        return tuple(tools)
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if found := tuple(tool for tool in tools if tool.name == name):
+        return found
+    names = ", ".join(tool.name for tool in tools)
+    raise invalid(
+        f"tool_choice: got {shown(choice)}, expected none, auto, required or one of the tools: "
+        f"{names}"
+    )
+
+
+def unforced(
+    tools: Sequence[ToolSpec], given: Any, choice: Any, parallel: bool | None
+) -> tuple[str, ...]:
+    """The arguments about tools that no sampler can enforce; `given` are the tools as sent."""
     if not tools:
         return ()
-    forced = choice not in (None, "none", "auto")
-    return ("tool_choice",) * forced + ("parallel_tool_calls",) * (parallel is False)
+    strict = any(tool.get("strict") or (tool.get("function") or {}).get("strict") for tool in given)
+    return (
+        ("tool_choice",) * _is_list(choice)
+        + ("parallel_tool_calls",) * (parallel is False)
+        + ("tools.strict",) * strict
+    )
+
+
+def _is_list(choice: Any) -> bool:
+    """Whether a tool choice is a subset of the tools, which has no effect."""
+    return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"

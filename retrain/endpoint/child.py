@@ -31,7 +31,7 @@ def main() -> None:
             answer = asyncio.run(_awaited(answer))
     except Exception as error:  # noqa: BLE001 - the agent's
         traceback.print_exc()
-        raise SystemExit(str(blame(job["function"], error))) from None
+        raise SystemExit(" ".join(str(blame(job["function"], error)).split())) from None
     if isinstance(answer, tuple) and hasattr(answer, "_asdict"):  # a StepResult
         fields = answer._asdict()
         answer = {**fields["info"], "reward": fields["reward"]}

@@ -165,8 +165,11 @@ def as_json(value: Any, status: int = 200) -> Response:
 
 def as_stream(events: Iterable[Event]) -> Response:
     """Server-sent events, all at once: they are written when the reply is complete."""
-    lines = []
-    for name, data in events:
-        text = data if isinstance(data, str) else json.dumps(data)
-        lines.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
-    return Response("".join(lines), media_type="text/event-stream")
+    return Response("".join(map(event_of, events)), media_type="text/event-stream")
+
+
+def event_of(event: Event) -> str:
+    """An event as it is sent."""
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 from pydantic import Field
 
 from retrain.endpoint import api
-from retrain.rollout.calls import CallError, Reply
+from retrain.rollout.calls import NOTHING, CallError, Reply
 from retrain.types import Message
 
 ROLES = {
@@ -21,14 +21,12 @@ ROLES = {
     "function": "tool",
 }
 """The roles of the API, as templates name them."""
-UNUSED = (
-    "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
-    "min_tokens", "response_format", "reasoning_effort", "best_of", "suffix",
-)  # fmt: skip
 TEXTS = frozenset({"role", "content", "tool_call_id", "name", "reasoning_content"})
 """The fields of a message that are strings."""
 DONE: api.Event = ("", "[DONE]")
+NO_PREFILL = "got true, but a run's replies begin a turn; end with a message of the user"
 Count = Annotated[int, Field(ge=1, le=128)]
+Top = Annotated[int, Field(ge=0, le=api.TOP)]
 
 
 class _Function(api.Wire):
@@ -78,7 +76,11 @@ class _Chat(Sampling):
     """What `tools` was called before."""
     function_call: str | dict[str, Any] | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = None
+    top_logprobs: Top | None = None
+    response_format: dict[str, Any] | None = None
+    continue_final_message: bool | None = False
+    """Of vLLM, and so is the next."""
+    add_generation_prompt: bool | None = None
 
 
 NAMES = {
@@ -103,18 +105,28 @@ class Chat:
             _plain(raw) or _message(api.parse(_Message, raw, f"messages.{i}"), f"messages.{i}")
             for i, raw in enumerate(asked.messages)
         ]
-        only_sampled("top_logprobs", asked.top_logprobs, most=0)
         tools = api.offered(asked.tools or asked.functions or (), function_of)
         choice = asked.tool_choice or asked.function_call
-        unforceable = api.unforced(tools, choice, asked.parallel_tool_calls)
+        schema = api.schema_of(asked.response_format, "response_format")
+        must = api.forced(tools, choice)
+        refused = only_sampled("top_logprobs", asked.top_logprobs or 0)
+        if asked.top_logprobs and not asked.logprobs:
+            raise api.invalid("top_logprobs: expected it with logprobs: true")
+        if _continues(asked, messages):
+            refused = {**refused, "continue_final_message": NO_PREFILL}
         return api.Request(
             asked.model,
             messages,
             () if choice == "none" else tools,
+            continues=bool(asked.continue_final_message),
             n=asked.n or 1,
             stream=bool(asked.stream),
             options=api.options_of(asked, NAMES),
-            unused=api.unused_of(body, UNUSED) + unforceable,
+            extra=api.Extra(asked.top_logprobs or 0, schema=schema, forced=must),
+            unused=api.unused_of(asked)
+            + api.unforced(tools, asked.tools or (), choice, asked.parallel_tool_calls),
+            masking=("response_format",) * (schema is not None) + ("tool_choice",) * bool(must),
+            refused=refused,
             body=asked,
         )
 
@@ -135,12 +147,26 @@ class Chat:
             )
         return envelope("chat.completion", answer_id, request, choices, replies)
 
-    def events(self, request: api.Request, answer: dict[str, Any]) -> Iterator[api.Event]:
-        """The whole message in one event per choice, then its end, as SDKs accumulate them."""
+    def head(self, request: api.Request, answer_id: str) -> dict[str, Any]:
+        return head_of("chat.completion.chunk", answer_id, request)
+
+    def delta(self, head: Mapping[str, Any], index: int, text: str, first: bool) -> api.Event:
+        said = {"role": "assistant"} if first else {}
+        choice = {"index": index, "delta": {**said, "content": text}, "finish_reason": None}
+        return "", {**head, "choices": [choice]}
+
+    def events(
+        self, request: api.Request, answer: dict[str, Any], sent: Mapping[int, str] = NOTHING
+    ) -> Iterator[api.Event]:
+        """The rest of the message in one event per choice, then its end, as SDKs accumulate
+        them."""
         head = {**answer, "object": "chat.completion.chunk"}
         usage = head.pop("usage")
         for choice in answer["choices"]:
             delta = dict(choice["message"])
+            if (before := sent.get(choice["index"])) is not None:
+                del delta["role"]
+                delta["content"] = api.rest_of(delta["content"] or "", before)
             if calls := delta.get("tool_calls"):
                 delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
             first = {"index": choice["index"], "delta": delta, "finish_reason": None}
@@ -191,13 +217,35 @@ def _message(message: _Message, where: str) -> Message:
     )
 
 
-def only_sampled(name: str, got: int | None, most: int) -> None:
-    """Raise CallError 400 if a call asks for the log-probs of other tokens than the sampled."""
-    if got is not None and got > most:
+def _continues(asked: _Chat, messages: Sequence[Message]) -> bool:
+    """Whether the reply continues the last message; raises CallError 400 if it can't."""
+    if not asked.continue_final_message:
+        if asked.add_generation_prompt is False:
+            raise api.invalid(
+                "add_generation_prompt: got false, expected it with continue_final_message: true"
+            )
+        return False
+    last = messages[-1]
+    if last["role"] != "assistant" or not last["content"].strip() or last.get("tool_calls"):
         raise api.invalid(
-            f"{name}: got {got}, expected at most {most}: the endpoint returns the log-probs of "
-            "sampled tokens only"
+            "continue_final_message: got true, expected a last message of the assistant with text "
+            "and without tool calls"
         )
+    if asked.add_generation_prompt:
+        raise api.invalid(
+            "add_generation_prompt: got true, expected false with continue_final_message: true"
+        )
+    return True
+
+
+def only_sampled(name: str, got: int, most: int = 0) -> dict[str, str]:
+    """Why a run rejects `top_logprobs`, by its name."""
+    if got <= most:
+        return {}
+    return {
+        name: f"got {got}, expected at most {most}: the endpoint of a run returns the log-probs of "
+        "sampled tokens only"
+    }
 
 
 def _said(reply: Reply) -> dict[str, Any]:
@@ -217,6 +265,11 @@ def _said(reply: Reply) -> dict[str, Any]:
     return said
 
 
+def head_of(kind: str, answer_id: str, request: api.Request) -> dict[str, Any]:
+    created = int(time.time())
+    return {"id": answer_id, "object": kind, "created": created, "model": request.model}
+
+
 def envelope(
     kind: str,
     answer_id: str,
@@ -225,12 +278,9 @@ def envelope(
     replies: Sequence[Reply],
 ) -> dict[str, Any]:
     sampled = sum(len(reply.completion.token_ids) for reply in replies)
-    prompt = replies[0].prompt_tokens
+    prompt = sum(reply.prompt_tokens for reply in replies[:: request.n])
     return {
-        "id": answer_id,
-        "object": kind,
-        "created": int(time.time()),
-        "model": request.model,
+        **head_of(kind, answer_id, request),
         "choices": list(choices),
         "usage": {
             "prompt_tokens": prompt,

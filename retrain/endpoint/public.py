@@ -1,32 +1,40 @@
 """The endpoint of one model for any client, at http://HOST:PORT/v1.
 
 Each call is a rollout of its own, so the server remembers nothing, and needs no more memory the
-longer it runs. Without a key, it only answers calls that are addressed to a loopback name: a web
-page in a browser on this machine can't use it.
+longer it runs. It rejects web pages of other sites as the training service does; without a key, it
+only answers calls that are addressed to a loopback name.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from urllib.parse import urlsplit
+from dataclasses import replace
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.routing import Route
 
 from retrain.config import EndpointConfig
-from retrain.endpoint.api import Decode
-from retrain.endpoint.connections import has_key
+from retrain.endpoint.api import Api, Decode, Request
+from retrain.endpoint.completions import Text
+from retrain.endpoint.connections import as_json, has_key, while_connected
 from retrain.endpoint.guests import Guest
-from retrain.endpoint.server import EndpointServer
+from retrain.endpoint.live import Live, Stream
+from retrain.endpoint.openai import Chat
+from retrain.endpoint.server import EndpointServer, sampled
 from retrain.rollout.calls import CallError, Calls
+from retrain.transport.web import foreign
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+ADVICE = "to allow others, start with --api-key-env"
 
 
 class PublicServer(EndpointServer):
-    """Serves the model that `present` gives it; all sampling arguments of clients count."""
+    """Serves the model that `present` gives it; all arguments of clients that it knows count."""
 
     def __init__(self, host: str, port: int, key: str | None) -> None:
         config = EndpointConfig(
@@ -44,16 +52,16 @@ class PublicServer(EndpointServer):
         """The base URL of clients."""
         return f"{self._url}/v1"
 
-    def present(self, calls: Callable[[], Calls], decode: Decode) -> None:
+    def present(self, calls: Callable[[], Calls], decode: Decode, model: str) -> None:
         """Answer each call by what `calls` makes for it; before, calls get status 503."""
-        self._calls, self._spell = calls, decode
+        self._calls, self._spell, self._model = calls, decode, model
 
     def _text(self, token_ids: Sequence[int]) -> str:
         assert self._spell is not None, "a call was answered"
         return self._spell(token_ids)
 
     def _app(self) -> Starlette:
-        """The routes of a rollout, but for its reward, below /v1."""
+        """The routes of a rollout, but for its reward, below /v1; and /health."""
         app = super()._app()
         routes = [
             Route(
@@ -64,27 +72,65 @@ class PublicServer(EndpointServer):
             for route in app.routes
             if isinstance(route, Route) and not route.path.endswith("/reward")
         ]
+        routes.append(Route("/health", self._safe(self._health), methods=["GET"]))
         return Starlette(routes=routes, exception_handlers=app.exception_handlers)
+
+    async def _health(self, http: HttpRequest) -> Response:
+        """Needs no key."""
+        self._check_site(http)
+        self._ready()
+        return as_json({"status": "ok"})
 
     def _guest(self, http: HttpRequest) -> Guest:
         """A rollout for this call; raises CallError if the client may not call."""
-        self._check(http)
-        if self._calls is None:
-            raise CallError(503, "server_error", "the model is loading; try again soon")
-        http.path_params["rollout"] = secrets.token_hex(12)  # answers have ids of their own
-        return Guest(self._calls(), ())
-
-    def _check(self, http: HttpRequest) -> None:
-        if self._key is None:
-            origin = urlsplit(http.headers.get("origin", "")).hostname
-            if http.url.hostname not in LOOPBACK or (origin or LOOPBACK[0]) not in LOOPBACK:
-                raise CallError(
-                    403,
-                    "forbidden",
-                    f"without a key, calls must be addressed to one of {', '.join(LOOPBACK)}, and "
-                    "must not come from a web page; to allow others, start with --api-key-env",
-                )
-            return
-        if not has_key(http, self._key):
+        self._check_site(http)
+        if self._key is not None and not has_key(http, self._key):
             self.rejected += 1
             raise CallError(401, "invalid_api_key", "the API key is wrong")
+        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if http.method == "POST" and kind != "application/json":
+            raise CallError(
+                415,
+                "unsupported_media_type",
+                f"Content-Type: got {kind[:200]!r}, expected application/json",
+            )
+        http.path_params["rollout"] = secrets.token_hex(12)  # answers have ids of their own
+        return Guest(self._ready()(), ())
+
+    def _check_site(self, http: HttpRequest) -> None:
+        hosts = LOOPBACK if self._key is None else None
+        if reason := foreign(http.headers, hosts, ADVICE):
+            raise CallError(403, "forbidden", reason)
+
+    def _ready(self) -> Callable[[], Calls]:
+        if self._calls is None:
+            raise CallError(503, "server_error", "the model is loading; try again soon")
+        return self._calls
+
+    def _allowed(self, request: Request) -> dict[str, Any]:
+        """All sampling arguments, and what else the local sampler can do."""
+        self._warn("has no effect", request.unused)
+        return {**request.options, "extra": request.extra}
+
+    async def _reply(self, http: HttpRequest, guest: Guest, api: Api, request: Request) -> Response:
+        """A stream begins with the first token, so that an error before it has its status."""
+        simple = len(request.prompts) < 2 and not request.extra.echo
+        if not (request.stream and simple and isinstance(api, Chat | Text)):
+            return await super()._reply(http, guest, api, request)
+        live = Live()
+        request = replace(request, options={**request.options, "watch": live})
+        call = asyncio.ensure_future(sampled(guest, request))
+        call.add_done_callback(live.end)
+        try:
+            await while_connected(http, live.news())
+            if call.done():
+                call.result()
+        except BaseException:
+            call.cancel()
+            raise
+        head = api.head(request, f"{api.prefix}-{http.path_params['rollout']}-0")
+
+        def finish(replies: Any) -> dict[str, Any]:
+            return self._answer(http, guest, api, request, replies)
+
+        return Stream(api, request, head, live, call, finish)

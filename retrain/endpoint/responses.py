@@ -11,17 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from retrain.endpoint import api
-from retrain.endpoint.openai import ROLES, function_of, only_sampled
+from retrain.endpoint.openai import ROLES, Top, function_of, only_sampled
 from retrain.errors import shown
 from retrain.rollout.calls import Reply
 from retrain.types import Message
 
 Item = dict[str, Any]
-UNUSED = ("text", "reasoning", "max_tool_calls", "truncation", "context_management")
 REFUSED = ("conversation", "background", "prompt")
 """Arguments that need what a vendor keeps."""
 LOGPROBS = "message.output_text.logprobs"
 _NAMES = {"max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
+
+
+class _TextConfig(api.Wire):
+    format: Item | None = None
 
 
 class _Create(api.Wire):
@@ -35,7 +38,8 @@ class _Create(api.Wire):
     max_output_tokens: api.Tokens | None = None
     temperature: api.Temperature | None = None
     top_p: api.TopP | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Top | None = None
+    text: _TextConfig | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
     stream: bool | None = False
@@ -52,13 +56,13 @@ class Responses:
             raise api.invalid(
                 f"{refused[0]}: not supported by the endpoint; send the call without it"
             )
-        only_sampled("top_logprobs", asked.top_logprobs, most=0)
         messages = _messages(asked.input)
         if not messages and asked.previous_response_id is None:
             raise api.invalid("input: got no items, expected at least one")
         tools = api.offered(asked.tools or (), function_of)
-        heeded = {**body, "truncation": body.get("truncation") == "auto"}
-        unforceable = api.unforced(tools, asked.tool_choice, asked.parallel_tool_calls)
+        schema = api.schema_of(asked.text and asked.text.format, "text.format")
+        must = api.forced(tools, asked.tool_choice)
+        unused = api.unused_of(asked) + ("include",) * bool({*(asked.include or ())} - {LOGPROBS})
         return api.Request(
             asked.model,
             messages,
@@ -67,7 +71,11 @@ class Responses:
             previous=asked.previous_response_id or "",
             stream=bool(asked.stream),
             options=api.options_of(asked, _NAMES),
-            unused=api.unused_of(heeded, UNUSED) + unforceable,
+            extra=api.Extra(asked.top_logprobs or 0, schema=schema, forced=must),
+            unused=unused
+            + api.unforced(tools, asked.tools or (), asked.tool_choice, asked.parallel_tool_calls),
+            masking=("text.format",) * (schema is not None) + ("tool_choice",) * bool(must),
+            refused=only_sampled("top_logprobs", asked.top_logprobs or 0),
             body=asked,
         )
 
@@ -93,7 +101,7 @@ class Responses:
             "parallel_tool_calls": True,
             "previous_response_id": asked.previous_response_id,
             "temperature": asked.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
             "tools": asked.tools or [],
             "top_p": asked.top_p,

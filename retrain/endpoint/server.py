@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -43,17 +42,25 @@ from retrain.endpoint.connections import (
 )
 from retrain.endpoint.guests import Answer, Guest
 from retrain.environment import Endpoint
+from retrain.errors import alike, shown
 from retrain.rollout.calls import CallError, Calls, Reply
 from retrain.transport.serving import settings_of
 
 logger = logging.getLogger(__name__)
+MOST_INVALID = 8
+"""Kinds of invalid calls that are logged."""
 Handler = Callable[[HttpRequest], Awaitable[Response]]
+MOST_WARNINGS = 100
+"""Names of arguments that are remembered."""
+LONGEST_NAME = 80
 APIS: Mapping[str, Api] = {
     "/chat/completions": openai.Chat(),
     "/completions": completions.Text(),
     "/responses": responses.Responses(),
     "/messages": anthropic.Messages(),
 }
+LARGEST_REWARD = 1e6
+"""Posts add up: far below the limit of a reward, so that no number of them reaches it."""
 
 
 class EndpointServer:
@@ -63,7 +70,9 @@ class EndpointServer:
         self._config, self._decode = config, decode
         self._guests: dict[str, Guest] = {}
         self._warned: set[str] = set()
-        self._url = ""
+        self._invalid: set[str] = set()
+        """The kinds of invalid calls that are logged."""
+        self._url, self._model = "", "policy"
         self.rejected = 0
         """Calls with a wrong key, or for a rollout that is over."""
 
@@ -94,7 +103,7 @@ class EndpointServer:
         """A URL and a key for a rollout, until the block ends."""
         guest, name = Guest(calls, seats), secrets.token_hex(8)
         self._guests[name] = guest
-        model = guest.seats[0] if guest.seats else "policy"
+        model = guest.seats[0] if guest.seats else self._model
         try:
             yield Endpoint(f"{self._url}/r/{name}/v1", guest.key, model)
         finally:
@@ -105,25 +114,50 @@ class EndpointServer:
         below, known = "/r/{rollout}/v1", {path: self._answering(api) for path, api in APIS.items()}
         known["/messages/count_tokens"] = self._count
         known["/reward"] = self._reward
-        routes = [Route(f"{below}{path}", _safe(known[path]), methods=["POST"]) for path in known]
+        safe = self._safe
+        routes = [Route(f"{below}{path}", safe(known[path]), methods=["POST"]) for path in known]
         for path in ("/models", "/models/{model:path}"):
-            routes += [Route(f"{below}{path}", _safe(self._models), methods=["GET"])]
+            routes += [Route(f"{below}{path}", safe(self._models), methods=["GET"])]
         handlers: Mapping[Any, Any] = {HTTPException: _unknown, Exception: _broken}
         return Starlette(routes=routes, exception_handlers=handlers)
+
+    def _safe(self, handle: Handler) -> Handler:
+        """A handler whose CallErrors become answers; the first invalid call of a kind is logged."""
+
+        async def handled(http: HttpRequest) -> Response:
+            try:
+                return await handle(http)
+            except CallError as error:
+                kind = alike(str(error))
+                new = kind not in self._invalid and len(self._invalid) < MOST_INVALID
+                if error.code == "invalid_request_error" and new:
+                    self._invalid.add(kind)
+                    logger.warning("a call got status %d: %s", error.status, error)
+                return _refusal(http, error)
+
+        return handled
 
     def _answering(self, api: Api) -> Handler:
         async def handle(http: HttpRequest) -> Response:
             guest = self._guest(http)
             request = guest.whole(api.read(await body_of(http)))
             request = replace(request, options=self._allowed(request))
-            replies = await while_connected(http, _sampled(guest, request))
-            first = replies[0]
-            answer_id = f"{api.prefix}-{http.path_params['rollout']}-{first.turn}"
-            guest.answers[answer_id] = Answer(first.turn, len(replies), request.messages, first)
-            answer = api.answer(request, answer_id, replies, self._decode)
-            return as_stream(api.events(request, answer)) if request.stream else as_json(answer)
+            return await self._reply(http, guest, api, request)
 
         return handle
+
+    async def _reply(self, http: HttpRequest, guest: Guest, api: Api, request: Request) -> Response:
+        replies = await while_connected(http, sampled(guest, request))
+        answer = self._answer(http, guest, api, request, replies)
+        return as_stream(api.events(request, answer)) if request.stream else as_json(answer)
+
+    def _answer(
+        self, http: HttpRequest, guest: Guest, api: Api, request: Request, replies: Sequence[Reply]
+    ) -> dict[str, Any]:
+        first = replies[0]
+        answer_id = f"{api.prefix}-{http.path_params['rollout']}-{first.turn}"
+        guest.answers[answer_id] = Answer(first.turn, len(replies), request.messages, first)
+        return api.answer(request, answer_id, replies, self._decode)
 
     async def _count(self, http: HttpRequest) -> Response:
         guest = self._guest(http)
@@ -132,21 +166,34 @@ class EndpointServer:
         return as_json({"input_tokens": guest.calls.count(request.messages, request.tools, seat)})
 
     def _allowed(self, request: Request) -> dict[str, Any]:
-        """The agent's sampling arguments that count; the first use of any other is logged."""
+        """The agent's sampling arguments that count; the first use of any other is logged.
+
+        Raises CallError for what would be answered wrongly in a run.
+        """
+        for name, reason in request.refused.items():
+            raise invalid(f"{name}: {reason}")
         honour = self._config.honour
-        for name in (*request.unused, *(set(request.options) - set(honour))):
-            if name not in self._warned:
-                self._warned.add(name)
-                known = name in request.options
-                logger.warning(
-                    "the agent sets %s, which %s",
-                    name,
-                    "the run's `sampling` section overrides; to use the agent's value, add it to "
-                    "endpoint.honour"
-                    if known
-                    else "has no effect on the endpoint",
-                )
+        self._warn("has no effect on the endpoint", request.unused)
+        self._warn(
+            "a run does not enforce: it has to train on what the model says by itself",
+            request.masking,
+        )
+        self._warn(
+            "the run's `sampling` section overrides; to use the agent's value, add it to "
+            "endpoint.honour",
+            [name for name in request.options if name not in honour],
+        )
         return {name: value for name, value in request.options.items() if name in honour}
+
+    def _warn(self, reason: str, names: Iterable[str]) -> None:
+        """Log the first use of each argument, whose name a client may have made up."""
+        for name in names:
+            if name not in self._warned and len(self._warned) < MOST_WARNINGS:
+                self._warned.add(name)
+                plain = name.isprintable() and len(name) < LONGEST_NAME
+                logger.warning(
+                    "the agent sets %s, which %s", name if plain else shown(name), reason
+                )
 
     def _guest(self, http: HttpRequest) -> Guest:
         """The rollout of a call; raises CallError 401 unless the call has its key."""
@@ -171,21 +218,31 @@ class EndpointServer:
                 "display_name": name,
                 "created_at": "1970-01-01T00:00:00Z",
             }
-            for name in guest.seats or ("policy",)
+            for name in guest.seats or (self._model,)
         }
         if asked := http.path_params.get("model"):
-            return as_json({**models[guest.seat(asked) or "policy"], "id": asked})
+            return as_json({**models[guest.seat(asked) or self._model], "id": asked})
         names = list(models)
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return as_json({"object": "list", "data": list(models.values()), **ends})
 
     async def _reward(self, http: HttpRequest) -> Response:
         """`{"reward": 1.0}` for the rollout, with `"id"` of an answer for this call."""
-        guest, body = self._guest(http), await body_of(http)
+        guest = self._guest(http)
+        if not self._config.reward:
+            raise CallError(
+                403,
+                "reward_not_allowed",
+                "this run accepts no posted rewards; to allow them, set endpoint.reward: true",
+            )
+        body = await body_of(http)
         value, turn = body.get("reward"), None
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is None or not number or not abs(value) <= sys.float_info.max:
-            raise invalid(f"reward: got {value!r}, expected a finite number")
+        if value is None or not number or not abs(value) <= LARGEST_REWARD:
+            raise invalid(
+                f"reward: got {shown(value)}, expected a number from {-LARGEST_REWARD:g} to "
+                f"{LARGEST_REWARD:g}"
+            )
         if body.get("id") is not None:
             answer, index = guest.find(body["id"], "id", 404), body.get("index", 0)
             if index not in range(answer.choices):
@@ -195,26 +252,23 @@ class EndpointServer:
         return as_json({"reward": value})
 
 
-async def _sampled(guest: Guest, request: Request) -> list[Reply]:
-    """The replies to a call; raises CallError."""
+async def sampled(guest: Guest, request: Request) -> list[Reply]:
+    """The replies to a call, those of each prompt together; raises CallError."""
     seat, options, messages = guest.seat(request.model), request.options, request.messages
-    if request.prompt is not None:
-        return await guest.calls.complete(request.prompt, request.n, seat, options)
+    calls, n = guest.calls, request.n
+    if request.prompts:
+        tasks = [
+            asyncio.ensure_future(calls.complete(prompt, n, seat, options))
+            for prompt in request.prompts
+        ]
+        try:
+            return [reply for replies in await asyncio.gather(*tasks) for reply in replies]
+        finally:
+            for task in tasks:
+                task.cancel()
     if request.system:
         messages = [message_of("system", request.system), *messages]
-    return await guest.calls.chat(messages, request.tools, request.n, seat, options)
-
-
-def _safe(handle: Handler) -> Handler:
-    """A handler whose CallErrors become answers."""
-
-    async def handled(http: HttpRequest) -> Response:
-        try:
-            return await handle(http)
-        except CallError as error:
-            return _refusal(http, error)
-
-    return handled
+    return await calls.chat(messages, request.tools, n, seat, options, request.continues)
 
 
 def _refusal(http: HttpRequest, error: CallError) -> Response:

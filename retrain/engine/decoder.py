@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrain.engine.drawing import Drawer, Drawn, Top
+from retrain.engine.drawing import Drawer, Drawn, Mask, Top
 from retrain.engine.fused import FusedStep
 from retrain.engine.kv_cache import RowCache, make_cache
 from retrain.engine.lengths import of_like_length
@@ -50,6 +50,11 @@ class Request:
     future: asyncio.Future[list[Completion]]
     top: int = 0
     """How many of the likeliest tokens to report at each sampled position."""
+    mask: Callable[[], Mask] | None = None
+    """Makes what restricts the tokens of a row."""
+    watch: Callable[[int, Sequence[int]], None] | None = None
+    """Gets the index of a row and its tokens so far (a list that grows), after each token but the
+    last; on the worker's thread."""
     cancelled: bool = False
     """Set by the caller; the rows are retired before the next pass."""
     completions: list[Completion | None] = field(init=False)
@@ -69,6 +74,7 @@ class Row:
     index: int
     params: SamplingParams
     key: int
+    mask: Mask | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -137,7 +143,8 @@ class Decoder:
         rows, sources = [], []
         for source, request in enumerate(requests):
             for index, key in enumerate(request.keys):
-                rows.append(Row(request, index, request.stopping.params, key))
+                mask = None if request.mask is None else request.mask()
+                rows.append(Row(request, index, request.stopping.params, key, mask))
                 sources.append(source)
         drawer = Drawer(rows, self._device)
         drawn = drawer(logits[torch.tensor(sources, device=logits.device)])
@@ -174,6 +181,8 @@ class Decoder:
             reason = request.stopping.reason(row.token_ids)
             if reason is None:
                 kept.append(i)
+                if request.watch is not None:
+                    request.watch(row.index, row.token_ids)
                 continue
             text = self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
             request.completions[row.index] = Completion(

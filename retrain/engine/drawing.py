@@ -31,12 +31,24 @@ class Top(NamedTuple):
     logprobs: NDArray[np.float32]
 
 
+class Mask(Protocol):
+    """The tokens that a row may draw next; its methods must not raise."""
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """One value per token, for the first tokens of the vocabulary; at least one is True."""
+        ...
+
+    def drew(self, token: int) -> None: ...
+
+
 class Drawing(Protocol):
     """What is needed to draw a token for a row."""
 
     params: SamplingParams
     key: int
     token_ids: list[int]
+    mask: Mask | None
+    """None if the row may draw all tokens, as rows that are trained always may."""
 
     @property
     def top(self) -> int:
@@ -79,6 +91,7 @@ class Drawer:
         heat = [p.temperature or 1.0 for p in params]
         cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
         self._tops = [row.top for row in rows]
+        self._masks = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
         self._all_greedy = all(greedy)
         self._greedy = self._tensor(greedy) if any(greedy) else None
         self._temperature = self._tensor(heat)[:, None] if set(heat) != {1.0} else None
@@ -89,6 +102,8 @@ class Drawer:
     def __call__(self, logits: Tensor) -> Drawn:
         """A token per row, from logits of shape (rows, vocabulary)."""
         logits = logits.float()
+        if self._masks:
+            logits = self._masked(logits)
         if self._temperature is not None:
             logits = logits / self._temperature
         logprobs = logits.log_softmax(-1)
@@ -107,7 +122,18 @@ class Drawer:
             if any(self._tops):
                 logprobs[self._cut] = kept
         self._states += GOLDEN
-        return Drawn(tokens.tolist(), chosen.tolist(), self._likeliest(logprobs))
+        drawn = tokens.tolist()
+        for row, mask in self._masks:
+            mask.drew(drawn[row])
+        return Drawn(drawn, chosen.tolist(), self._likeliest(logprobs))
+
+    def _masked(self, logits: Tensor) -> Tensor:
+        logits = logits.clone()
+        for row, mask in self._masks:
+            allowed = torch.from_numpy(mask.allowed()[: logits.shape[1]]).to(self._device)
+            logits[row, : len(allowed)].masked_fill_(~allowed, -torch.inf)
+            logits[row, len(allowed) :] = -torch.inf
+        return logits
 
     def _likeliest(self, logprobs: Tensor) -> list[Top | None]:
         if not any(self._tops):

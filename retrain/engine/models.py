@@ -11,11 +11,12 @@ import threading
 import warnings
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from retrain.config.paths import TINY, find_model
 from retrain.engine.tiny import quiet, tiny_folder, tiny_tokenizer
 from retrain.errors import ConfigError
+from retrain.sampler import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -148,6 +149,20 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         return tokenizer
     except (OSError, ValueError) as error:
         raise _cannot_load("tokenizer", folder, error) from error
+
+
+def local_tokenizer(model: str) -> Tokenizer | None:
+    """The tokenizer of a model folder, or of a Hub id in the cache; None if there is none, or the
+    model is `tiny`, which needs no check. Imports no torch."""
+    if model == TINY:
+        return None
+    try:
+        from transformers import PreTrainedTokenizerFast
+
+        found = PreTrainedTokenizerFast.from_pretrained(model, local_files_only=True)
+    except (ImportError, OSError, ValueError):
+        return None
+    return cast(Tokenizer, found)
 
 
 def choose_device() -> str:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from retrain.engine.decoder import Request, SamplerStats
-from retrain.engine.drawing import Top, row_keys, top_tokens
+from retrain.engine.drawing import Mask, Top, row_keys, top_tokens
 from retrain.engine.lengths import of_like_length
 from retrain.engine.limits import Limits, check_params
 from retrain.engine.losses import token_logprobs
@@ -109,11 +109,15 @@ class LocalSampler:
         *,
         top: int = 0,
         eos: bool = True,
+        mask: Callable[[], Mask] | None = None,
+        watch: Callable[[int, Sequence[int]], None] | None = None,
     ) -> list[tuple[Completion, Top | None]]:
         """`sample`, and the `top` likeliest tokens of each position, (T, top); None for top 0.
 
         Their log-probs are those of the distribution that was sampled from. Without `eos`, the
-        model's own stop tokens don't end a completion.
+        model's own stop tokens don't end a completion. `mask` makes the Mask of a completion;
+        log-probs are then those of the remaining tokens. `watch` gets the index of a completion
+        and its tokens so far, on another thread.
         """
         room = self._limits.room(prompt_ids)
         check_params(params, n)
@@ -122,7 +126,13 @@ class LocalSampler:
         loop, prompt, keys = asyncio.get_running_loop(), list(prompt_ids), row_keys(params.seed, n)
         requests = [
             Request(
-                prompt, stopping, keys[first : first + self._max_rows], loop.create_future(), top
+                prompt,
+                stopping,
+                keys[first : first + self._max_rows],
+                loop.create_future(),
+                top,
+                mask,
+                watch and _shifted(watch, first),
             )
             for first in range(0, n, self._max_rows)
         ]
@@ -240,6 +250,13 @@ class LocalSampler:
                 scores += found.masked_fill(wanted < 0, 0.0).tolist()
         joined = Top(*map(np.concatenate, zip(*tops, strict=True))) if tops else None
         return Alternatives(joined, None if given is None else scores)
+
+
+def _shifted(
+    watch: Callable[[int, Sequence[int]], None], first: int
+) -> Callable[[int, Sequence[int]], None]:
+    """`watch` for the rows of a request whose completions begin at `first`."""
+    return lambda row, token_ids: watch(first + row, token_ids)
 
 
 def _cancel(requests: Sequence[Request]) -> None:

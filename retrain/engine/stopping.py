@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrain.sampler import SamplingParams, Tokenizer
+from retrain.sampler import PARTIAL, SamplingParams, Tokenizer
 from retrain.types import StopReason
-
-PARTIAL = "\N{REPLACEMENT CHARACTER}"
-"""The text of an incomplete character."""
 
 
 class Stopping:

@@ -65,6 +65,8 @@ CHAT_TEMPLATE = """\
     {{- '<|assistant|>' }}
 {%- endif %}"""
 
+RECIPE = 2
+"""Counts the changes of the recipe outside of the other constants."""
 DRAFT = ".tiny-"
 """Prefix of the folders under construction."""
 SEED = 0
@@ -91,7 +93,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     characters = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    characters.decoder = decoders.Fuse()
+    # ByteFallback changes nothing here; with it, llguidance reads this tokenizer.
+    characters.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     characters.add_tokens([AddedToken(text, normalized=False) for text in CALL])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers types it partly
         tokenizer_object=characters,
@@ -151,7 +154,7 @@ def default_cache() -> Path:
 
 def recipe_hash() -> str:
     """Twelve hex digits that change with every part of the recipe."""
-    recipe = json.dumps([SEED, CONFIG, VOCABULARY, CHAT_TEMPLATE])
+    recipe = json.dumps([RECIPE, SEED, CONFIG, VOCABULARY, CHAT_TEMPLATE])
     return hashlib.sha256(recipe.encode()).hexdigest()[:12]
 
 

@@ -79,6 +79,8 @@ class TrainingResult:
     best_checkpoint_path: Path | None = None
     model: Path | str | None = None
     """The final model: a folder or the path at a service; None if it was not exported."""
+    evaluations: Sequence[Mapping[str, float]] = ()
+    """The results of all evaluations, in order. The first one is of the weights before training."""
 
     @property
     def first_tenth_reward(self) -> float:
@@ -89,6 +91,23 @@ class TrainingResult:
     def last_tenth_reward(self) -> float:
         """Mean of `reward/mean` over the last tenth of the steps; NaN without steps."""
         return tenths(self.history)[1]
+
+
+CLEAR_STEPS, CLEAR_ROLLOUTS = 3, 100
+"""In a tenth of a run: below them, the difference of two tenths is mostly noise."""
+
+
+def has_trend(history: Sequence[Mapping[str, Any]]) -> bool:  # any: also JSON's null
+    """Whether the first and the last tenth of the steps are long enough to be compared."""
+    rows = [row for row in history if known(row.get("reward/mean"))]
+    length = len(rows) // 10
+    fewest = min(_rollouts(rows[:length]), _rollouts(rows[-length:])) if length else 0
+    return length >= CLEAR_STEPS and fewest >= CLEAR_ROLLOUTS
+
+
+def _rollouts(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Scored rollouts; unlimited if a row does not have their number."""
+    return sum(float(row.get("rollouts/ok", math.inf)) for row in rows)
 
 
 def tenths(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:

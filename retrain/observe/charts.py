@@ -55,12 +55,38 @@ def charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, An
 def _evaluation(events: Sequence[Row]) -> dict[str, Any]:
     rows = [{"step": event.get("eval/step"), **event} for event in events]
     passes = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/pass@"))
-    return _chart("Evaluation on held-out prompts", ["eval/reward/mean", *passes], rows, "wide")
+    keys = ["eval/reward/mean", "eval/loss", *passes]
+    return _chart("Evaluation on held-out prompts", keys, rows, "wide")
 
 
 def _chart(title: str, keys: Sequence[str], rows: Sequence[Row], place: str) -> dict[str, Any]:
     series = [{"name": key, "points": thin(points(rows, key))} for key in keys]
-    return {"title": title, "place": place, "series": [one for one in series if one["points"]]}
+    shown = [one for one in series if one["points"]]
+    axis = _axis(keys, rows) if place == "wide" else None
+    return {"title": title, "place": place, "series": shown, "axis": axis}
+
+
+def _axis(keys: Sequence[str], rows: Sequence[Row]) -> Point | None:
+    """The least and the greatest value that an axis of rewards must show; None: those drawn.
+
+    An axis that ends at the curve makes noise look like a climb. Rewards between 0 and 1 have that
+    axis; others have at least four standard errors of the first of `keys`, if these are known.
+    """
+    values = [y for key in keys for _, y in points(rows, key)]
+    if not keys[0].endswith("reward/mean") or not points(rows, keys[0]):
+        return None
+    low, high = min(values), max(values)
+    if low >= 0 and high <= 1:
+        return 0.0, 1.0
+    middle, half = (low + high) / 2, 2 * max(map(_error, rows), default=0.0)
+    return min(low, middle - half), max(high, middle + half)
+
+
+def _error(row: Row) -> float:
+    """The standard error of the mean reward of a step or of an evaluation; 0.0 if unknown."""
+    prefix = "eval/" if "eval/reward/std" in row else ""
+    spread, count = row.get(f"{prefix}reward/std"), row.get(f"{prefix}rollouts/ok")
+    return spread / math.sqrt(count) if known(spread) and known(count) and count else 0.0
 
 
 def points(rows: Sequence[Row], key: str) -> list[Point]:

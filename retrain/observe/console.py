@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -16,7 +17,7 @@ from rich.console import Console as Terminal
 from rich.live import Live
 from rich.text import Text
 
-from retrain.errors import first_of
+from retrain.errors import first_of, printable
 from retrain.observe.callbacks import Callback, Run, TrainingResult
 from retrain.observe.progress import Progress, closing, counted_steps, evaluation, near
 from retrain.observe.streams import let_go
@@ -41,17 +42,25 @@ class Console(Callback):
     ) -> None:
         self._stream = QuietStream(sys.stdout if file is None else file)
         # rich uses only write, flush, isatty, fileno and encoding of the file
-        self._terminal = Terminal(file=cast(IO[str], self._stream), highlight=False)
+        self._terminal = Terminal(
+            file=cast(IO[str], self._stream), highlight=False, force_jupyter=False
+        )
         self._every_seconds = every_seconds
         self._clock = clock
         self._progress = Progress(0, clock=clock)
         self._printed_step = -1
         self._printed_at = 0.0
         self._live: Live | None = None
+        self._notebook = Notebook.here() if file is None else None
         self.training = False
         """Whether training has begun, so that an interrupted run writes a checkpoint."""
         self.summarised = False
         """Whether the summary has said how the run ended."""
+
+    def opening(self, lines: Iterable[str]) -> None:
+        """Print what is known before the model loads."""
+        for line in lines:
+            self._say(line)
 
     def announce(self, text: str) -> bool:
         """Show `text` below the live display; returns False if there is none.
@@ -82,9 +91,12 @@ class Console(Callback):
             self._say(f"changed since the checkpoint: {first_of(changed)}")
         for fault in trainer.run_dir.tally.errors:  # found by the resume
             self._say(fault)
-        trainer.run_dir.tally.announce = self._failed
+        trainer.run_dir.tally.announce = partial(self._said, "failed")
+        trainer.run_dir.tally.remark = partial(self._said, "note")
         self._say(f"run directory: {near(trainer.run_dir.path)}")
-        if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
+        if self._notebook is None and (
+            self._terminal.is_terminal and not self._terminal.is_dumb_terminal
+        ):
             self._live = Live(
                 console=self._terminal, refresh_per_second=4, get_renderable=self._progress.panel
             )
@@ -93,7 +105,8 @@ class Console(Callback):
     def on_step_end(self, trainer: Run, step: int, metrics: Metrics) -> None:
         self._progress.add(step, metrics)
         now = self._clock()
-        due = self._printed_step < 0 or now - self._printed_at >= self._every_seconds
+        wait = self._every_seconds if self._notebook is None else 0.0
+        due = self._printed_step < 0 or now - self._printed_at >= wait
         if self._live is None and due:
             self._print_step(now)
 
@@ -101,7 +114,7 @@ class Console(Callback):
         self._say(f"step {step}  evaluation: {evaluation(metrics)}")
 
     def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
-        if self._live is None:
+        if self._live is None and self._notebook is None:
             self._say(f"step {step}  checkpoint: {near(path)}")
 
     def on_train_end(self, trainer: Run, result: TrainingResult) -> None:
@@ -117,16 +130,19 @@ class Console(Callback):
         ):
             self._say(f"{label:<{LABEL_WIDTH}} {text}", LABEL_WIDTH)
 
-    def _failed(self, error: str) -> None:
+    def _said(self, label: str, error: str) -> None:
         """The first error of a kind, as soon as it happens; the summary has their number."""
-        self._say(f"failed  {error}", len("failed"))
+        self._say(f"{label:<7} {error}", len(label))
 
     def _print_step(self, now: float) -> None:
         self._printed_step, self._printed_at = self._progress.step, now
-        self._say(self._progress.line())
+        if self._notebook is None:
+            self._say(self._progress.line())
+        else:
+            self._notebook.show(self._progress.line())
 
     def _say(self, line: str, label_width: int = 0) -> None:
-        text = Text(line)
+        text = Text(printable(line))
         text.stylize("bold", 0, label_width)
         self._terminal.print(text, soft_wrap=True)
 
@@ -137,6 +153,33 @@ def _since(trainer: Run) -> str:
     if trainer.step:
         return f", from step {trainer.step}"
     return ", from the start: no checkpoint found" if trainer.run_dir.resumed else ""
+
+
+class Notebook:
+    """The display of a notebook's cell, which shows the last line only."""
+
+    def __init__(self, display: Callable[..., Any]) -> None:  # any: of IPython, which has no types
+        self._display = display
+        self._handle: Any = None
+
+    @classmethod
+    def here(cls) -> Notebook | None:
+        """The display of the cell that runs this code; None outside of notebooks."""
+        shell = sys.modules.get("IPython")  # a notebook has imported it
+        found = None if shell is None else shell.get_ipython()
+        if found is None or not hasattr(found, "kernel"):
+            return None
+        from importlib import import_module
+
+        return cls(import_module("IPython.display").display)
+
+    def show(self, line: str) -> None:
+        """Show a line in place of the last one."""
+        data = {"text/plain": line}
+        if self._handle is None:
+            self._handle = self._display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
 
 
 class QuietStream:

@@ -6,10 +6,11 @@ import asyncio
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from retrain.config.plugins import line_of
-from retrain.errors import RetrainError, text_of
+from retrain.errors import MAX_TEXT, RetrainError, alike, printable, text_of
 
 ERROR = "error.txt"
 INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
@@ -21,6 +22,28 @@ def causes(error: BaseException) -> list[BaseException]:
         return [error]
     leaves = [leaf for inner in error.exceptions for leaf in causes(inner)]
     return [e for e in leaves if not isinstance(e, INTERRUPTIONS)] or leaves
+
+
+def single(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first cause of a group. The other kinds, and what the groups note, are its notes."""
+    first, *others = causes(group)
+    kinds = Counter(alike(first_line(other)) for other in others)
+    texts = {alike(first_line(other)): first_line(other) for other in reversed(others)}
+    more = kinds.pop(alike(first_line(first)), 0)
+    notes = [f"and {more} more like it"] * bool(more)
+    for kind, number in kinds.items():
+        notes.append(f"also failed: {texts[kind]}" + (f" ({number} times)" if number > 1 else ""))
+    for note in (*notes, *_group_notes(group)):
+        with suppress(TypeError):  # user code may have put anything into __notes__
+            first.add_note(note)
+    return first
+
+
+def _group_notes(error: BaseException) -> list[str]:
+    if not isinstance(error, BaseExceptionGroup):
+        return []
+    inner = [note for one in error.exceptions for note in _group_notes(one)]
+    return [*notes_of(error), *inner]
 
 
 def first_line(error: BaseException) -> str:
@@ -43,8 +66,8 @@ def full_text(error: BaseException) -> str:
     lines = [f"{text}\n  ({n} times)" if n > 1 else text for text, n in texts.items()]
     lines += [] if error in found else notes_of(error)
     if not all(isinstance(cause, RetrainError) for cause in found):
-        lines += ["", "".join(traceback.format_exception(error))]
-    return "\n".join(lines).rstrip() + "\n"
+        lines += ["", *(line[:MAX_TEXT] for line in traceback.format_exception(error))]
+    return printable("\n".join(lines).rstrip() + "\n")
 
 
 def write_error(folder: Path, error: BaseException) -> bool:
@@ -62,7 +85,7 @@ def write_error(folder: Path, error: BaseException) -> bool:
 def notes_of(error: BaseException) -> Sequence[str]:
     """The notes of an error."""
     notes = getattr(error, "__notes__", ())  # user code may have put anything there
-    return [str(note) for note in notes] if isinstance(notes, list | tuple) else []
+    return [printable(str(note)) for note in notes] if isinstance(notes, list | tuple) else []
 
 
 def _text(cause: BaseException) -> str:

@@ -48,10 +48,11 @@ def unused_folder(config: RunConfig) -> Path:
 
 
 def last_folder(config: RunConfig) -> Path | None:
-    """The last directory of this name that has a run."""
+    """The last directory of this name that has a run; if any has checkpoints, the last of these."""
     found = _numbered(wanted_folder(config), config.name)
-    with_run = [number for number, folder in found.items() if (folder / EVENTS).exists()]
-    return found[max(with_run)] if with_run else None
+    runs = {number for number, folder in found.items() if (folder / EVENTS).exists()}
+    saved = {number for number in runs if any(found[number].glob("checkpoints/step_*"))}
+    return found[max(saved or runs)] if runs else None
 
 
 def unclaim(folder: Path) -> None:

@@ -9,7 +9,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -18,8 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from retrain.observe.callbacks import TrainingResult
-from retrain.observe.charts import shares
+from retrain.observe.callbacks import TrainingResult, has_trend
+from retrain.observe.charts import Row, known, shares
 from retrain.observe.peak import in_words
 from retrain.observe.run_dir import EVENTS, Tally
 
@@ -27,10 +29,16 @@ RECENT = 20
 """Steps for the estimate of the remaining time and for the trend of the reward."""
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 MAX_SHOWN_CAUSES = 5
+NEXT = (
+    "run the same command with --resume (from Python: resume=True) to continue from the last "
+    "checkpoint"
+)
 _ELSEWHERE = ("reward", "no-signal groups", "failed rollouts")
 """Shown in other rows of the live display."""
 MEASURES = ("loss", "perplexity", "dpo/accuracy")
 """Metrics of an evaluation on rows of a dataset."""
+SCORES = ("eval/reward/mean", "eval/loss")
+"""By which evaluations are compared."""
 
 
 @dataclass(slots=True)
@@ -150,7 +158,7 @@ class Progress:
             ("grad norm", "grad_norm", number),
             ("entropy", "entropy", number),
             ("staleness", "staleness/mean", number),
-            ("tokens/s", "tokens/per_second", short),
+            ("tokens/s", "tokens/per_second", rate),
             ("trainer idle", "trainer/idle_fraction", "{:.0%}".format),
             ("no-signal groups", "groups/zero_signal", short),
             ("failed rollouts", "rollouts/failed", short),
@@ -168,6 +176,33 @@ def evaluation(metrics: Mapping[str, float]) -> str:
     return "  ".join([*parts, *(f"{key} {short(value)}" for key, value in failed.items())])
 
 
+def milestones(evaluations: Sequence[Row]) -> list[tuple[str, str]]:
+    """The first, the best and the last of these results, each once, as (value, step).
+
+    They are compared by the mean reward, or by the loss.
+    """
+    key = next((key for key in SCORES for one in evaluations if known(one.get(key))), "")
+    found = [one for one in evaluations if known(one.get(key))]
+    if not found:
+        return []
+    best = (min if key == "eval/loss" else max)(found, key=itemgetter(key))
+    marks = {"best": best, "last": found[-1]} if len(found) > 1 else {}
+
+    def place(one: Row) -> str:
+        names = ", ".join(name for name, other in marks.items() if other is one)
+        step = f"at step {one['eval/step']:.0f}" if one["eval/step"] else "before training"
+        return f"{step} ({names})" if names else step
+
+    chosen = {id(one): one for one in (found[0], best, found[-1])}
+    return [(number(one[key]), place(one)) for one in chosen.values()]
+
+
+def samples_in(evaluation: Row) -> str:
+    """The number of rollouts, or of rows, that its mean is over: `, n=24`."""
+    counts = (evaluation.get(key) for key in ("eval/rollouts/ok", "eval/rows/ok"))
+    return next((f", n={count:.0f}" for count in counts if known(count)), "")
+
+
 def closing(
     result: TrainingResult, tally: Tally, seconds: float, *, resumed: bool = False
 ) -> list[tuple[str, str]]:
@@ -175,11 +210,17 @@ def closing(
     steps = counted_steps(result.total_steps)
     lines: list[tuple[str, str]] = [(result.status, f"{steps} in {clock_text(seconds)}")]
     first, last = result.first_tenth_reward, result.last_tenth_reward
-    if math.isfinite(first):
+    if has_trend(result.history):
         moved = f"{first:.3f} in the first tenth -> {last:.3f} in the last ({last - first:+.3f})"
         lines.append(("reward", moved))
+    elif rewards := [r["reward/mean"] for r in result.history if known(r.get("reward/mean"))]:
+        few = counted_steps(len(rewards))
+        lines.append(("reward", f"{fmean(rewards):.3f} on average over {few}: too few for a trend"))
     elif len(losses := [row["loss"] for row in result.history if "loss" in row]) > 1:
         lines.append(("loss", f"{number(losses[0])} in the first step -> {number(losses[-1])}"))
+    if result.evaluations:
+        results = " -> ".join(map(" ".join, milestones(result.evaluations)))
+        lines.append(("eval", results + samples_in(result.evaluations[-1])))
     scored, failed = _outcomes(tally)
     since = " since the resume" if resumed else ""
     label = "rollouts" if tally.unit == "rollouts" else "rows"
@@ -208,9 +249,7 @@ def _places(result: TrainingResult) -> list[tuple[str, str]]:
     stopped = result.status in ("interrupted", "failed")
     resumable = (result.run_dir / EVENTS).exists()
     if stopped and resumable and any((result.run_dir / "checkpoints").glob("step_*")):
-        lines.append(
-            ("next", "run the same command with --resume to continue from the last checkpoint")
-        )
+        lines.append(("next", NEXT))
     return lines
 
 
@@ -219,10 +258,9 @@ def counted_steps(number: int) -> str:
 
 
 def near(path: Path | str) -> str:
-    """`path`, relative to the working directory if that contains it."""
-    working = Path.cwd()
-    if isinstance(path, Path) and path.is_relative_to(working):
-        return str(path.relative_to(working))
+    """`path`, relative to the working directory if that exists and contains it."""
+    with suppress(OSError, ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
     return str(path)
 
 
@@ -255,6 +293,11 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if suffix == 'k' else size):.1f}{suffix}"
     return f"{value:.0f}"
+
+
+def rate(value: float) -> str:
+    """`short`, with two significant digits below 10."""
+    return f"{value:.2g}" if value < 10 else short(value)
 
 
 def _outcomes(tally: Tally) -> tuple[str, int]:

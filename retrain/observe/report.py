@@ -7,12 +7,12 @@ embedded as data, never as markup.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -20,11 +20,11 @@ import yaml
 from retrain.concurrency.locks import in_use
 from retrain.errors import ConfigError, first_of
 from retrain.jsonable import plain
-from retrain.observe.callbacks import tenths
-from retrain.observe.charts import charts
+from retrain.observe.callbacks import has_trend, tenths
+from retrain.observe.charts import Row, charts, known
 from retrain.observe.failure import ERROR
 from retrain.observe.journal import read_lines
-from retrain.observe.progress import clock_text, near, short
+from retrain.observe.progress import clock_text, milestones, near, samples_in, short
 from retrain.observe.run_dir import (
     CONFIG,
     EVENTS,
@@ -69,13 +69,14 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
     found = fates(events)
     wasted = waste(found)
     outcomes = found.outcomes
+    evaluations = [event for event in events if event["event"] == "eval"]
     groups_per_step = config.get("train", {}).get("groups_per_step")
     return {
         "name": run_dir.absolute().name,
         "status": status,
         "failure": _failure(run_dir, status, every_event),
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "facts": _facts(events, rows, found, config),
+        "facts": _facts(events, rows, found, config, evaluations),
         "bottleneck": bottleneck(
             without_outages(rows, events),
             samples.seconds,
@@ -83,7 +84,7 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
         ),
         "findings": findings(rows, outcomes, samples.stop_reasons, wasted, groups_per_step),
         "history": _history(every_event),
-        "charts": charts(rows, [event for event in events if event["event"] == "eval"]),
+        "charts": charts(rows, evaluations),
         "components": [
             {"name": name, **values.drawn()} for name, values in samples.components.items()
         ][:MAX_CAUSES],
@@ -136,18 +137,21 @@ def _error_file(run_dir: Path) -> str:
 
 
 def _facts(
-    events: Sequence[Event], rows: list[dict[str, Any]], found: Fates, config: dict[str, Any]
+    events: Sequence[Event],
+    rows: list[dict[str, Any]],
+    found: Fates,
+    config: dict[str, Any],
+    evaluations: Sequence[Event],
 ) -> list[dict[str, str]]:
     """The numbers at the top of the page."""
-    first, last = tenths([{k: v for k, v in row.items() if v is not None} for row in rows])
     steps = config.get("train", {}).get("total_train_steps")
     seconds = sum(float(row.get("time/step") or 0.0) for row in rows)
     if not seconds and events:
         seconds = float(events[-1]["time"]) - float(events[0]["time"])
     facts = [
         ("steps", f"{rows[-1]['step'] if rows else 0}" + (f" of {steps}" if steps else "")),
-        ("reward, first tenth", _mean(first)),
-        ("reward, last tenth", _mean(last)),
+        *_rewards([{k: v for k, v in row.items() if v is not None} for row in rows]),
+        *_evaluated(evaluations),
         ("time", clock_text(seconds)),
         ("rollouts", f"{found.outcomes.total():,}"),
         ("sampled tokens", short(sum(found.tokens.values()))),
@@ -155,8 +159,18 @@ def _facts(
     return [{"label": label, "value": value} for label, value in facts]
 
 
-def _mean(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "\N{EN DASH}"
+def _rewards(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    if has_trend(rows):
+        first, last = tenths(rows)
+        return [("reward, first tenth", f"{first:.3f}"), ("reward, last tenth", f"{last:.3f}")]
+    rewards = [row["reward/mean"] for row in rows if known(row.get("reward/mean"))]
+    return [("mean reward", f"{fmean(rewards):.3f}" if rewards else "\N{EN DASH}")]
+
+
+def _evaluated(evaluations: Sequence[Event]) -> list[tuple[str, str]]:
+    """The first, the best and the last evaluation."""
+    count = samples_in(evaluations[-1]) if evaluations else ""
+    return [(f"evaluation {place}{count}", value) for value, place in milestones(evaluations)]
 
 
 def _history(events: Sequence[Event]) -> list[str]:

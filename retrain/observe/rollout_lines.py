@@ -15,17 +15,20 @@ from retrain.sampler import hash_of
 from retrain.types import Completion, Group, Trajectory, Turn
 
 
-def encoded(group: Group) -> list[bytes]:
-    """The rollouts of a group as lines without their last brace, for `with_fate`."""
+def encoded(group: Group, *, tokens: bool = False) -> list[bytes]:
+    """The rollouts of a group as lines without their last brace, for `with_fate`.
+
+    `tokens` adds the sequences that are trained (`records.tokens`).
+    """
     lines: list[bytes] = []
     for _, alike in groupby(group.trajectories, _opening):
         rollouts = list(alike)
         shared = _shared(rollouts[0])
         start = encode_any(shared)[:-1] + b","
         if b'"nonfinite":' in start:  # each line has one list of those
-            lines += [encode_any(shared | _line(t))[:-1] for t in rollouts]
+            lines += [encode_any(shared | _line(t, tokens))[:-1] for t in rollouts]
         else:
-            lines += [start + encode(_line(t))[1:-1] for t in rollouts]
+            lines += [start + encode(_line(t, tokens))[1:-1] for t in rollouts]
     return lines
 
 
@@ -66,7 +69,7 @@ def _shared(trajectory: Trajectory) -> dict[str, Any]:
     return shared
 
 
-def _line(trajectory: Trajectory) -> dict[str, Any]:
+def _line(trajectory: Trajectory, tokens: bool = False) -> dict[str, Any]:
     ok = trajectory.outcome == "ok"
     turns, versions, stop_reasons, changed = trajectory.turns, [], [], False
     for turn in turns:
@@ -98,7 +101,18 @@ def _line(trajectory: Trajectory) -> dict[str, Any]:
         line["seat"] = trajectory.seat
     if trajectory.result is not None:
         line["result"] = trajectory.result
+    if tokens:
+        line["sequences"] = _sequences(trajectory)
     return line
+
+
+def _sequences(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """The training sequences of a rollout; a failed rollout has those of its finished turns."""
+    from retrain.batching import segments
+
+    streams = ("token_ids", "loss_mask", "logprobs", "versions")
+    samples = segments(trajectory, 0.0, trajectory.prompt.id)
+    return [{name: getattr(sample, name) for name in streams} for sample in samples]
 
 
 def _call(turns: Sequence[Turn], turn: Turn) -> dict[str, Any]:

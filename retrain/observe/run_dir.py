@@ -34,6 +34,7 @@ import yaml
 from retrain.concurrency.locks import FolderLock, InUseError, holder
 from retrain.config import RunConfig
 from retrain.config.reading import BASE_DIR_NOTE
+from retrain.config.variables import escaped
 from retrain.disk import sync
 from retrain.errors import ConfigError, RunError
 from retrain.jsonable import plain
@@ -43,7 +44,7 @@ from retrain.observe.failure import ERROR
 from retrain.observe.journal import Journal, encode, read_lines, repair
 from retrain.observe.rollout_lines import with_fate
 from retrain.observe.voided import cut
-from retrain.types import Group, Trajectory
+from retrain.types import Group
 
 EVENTS, METRICS, ROLLOUTS, CONFIG = "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.yaml"
 REPORT = "report.html"
@@ -65,18 +66,25 @@ class Tally:
     evaluated: Counter[str] = field(default_factory=Counter)
     """Rollouts of evaluations, by outcome."""
     errors: Causes = field(default_factory=Causes)
-    """Failed rollouts, and what else failed, by the first line of the error."""
+    """Failed rollouts, and what else failed, by the kind of the error."""
     seats: set[str] = field(default_factory=set)
     """Of rollouts with several."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """The peaks, of `peak_memory`, measured at each checkpoint and at the end."""
     announce: Callable[[str], object] = lambda text: None
     """Called with the first error of each kind."""
+    remark: Callable[[str], object] = lambda text: None
+    """The same for errors in spite of which a rollout is scored."""
 
     def failed(self, error: str) -> None:
         """Count an error."""
         if (first := self.errors.add(error)) is not None:
             self.announce(first)
+
+    def scored(self, error: str) -> None:
+        """Count an error in spite of which a rollout is scored."""
+        if (first := self.errors.add(error)) is not None:
+            self.remark(first)
 
 
 class RunDirectory:
@@ -146,8 +154,11 @@ class RunDirectory:
             outcomes[trajectory.outcome] += 1
             if trajectory.seat:
                 self.tally.seats.add(trajectory.seat)
+            prefix = "eval: " if evaluated else ""
             if trajectory.outcome != "ok":
-                self._count_error(trajectory, "eval: " if evaluated else "")
+                self.tally.failed(f"{prefix}{trajectory.info.get('error') or trajectory.outcome}")
+            elif error := trajectory.agent_error:
+                self.tally.scored(f"{prefix}scored, although {error}")
 
     def metrics(self, row: Mapping[str, float]) -> None:
         """Append one step's metrics, and flush all files."""
@@ -201,7 +212,7 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with suppress(*([] if kind is None else [RunError])):  # not to hide the current error
-            if kind is not None and issubclass(kind, Exception) and not self.begun:
+            if kind is not None and not self.begun:
                 self._discard()
             self.close()
 
@@ -211,9 +222,6 @@ class RunDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
             upkeep.sweep(self.path, (EVENTS, METRICS, ROLLOUTS, CONFIG, REPORT, ERROR))
-
-    def _count_error(self, trajectory: Trajectory, prefix: str) -> None:
-        self.tally.failed(f"{prefix}{trajectory.info.get('error') or trajectory.outcome}")
 
 
 def check_usable(path: Path, *, resume: bool) -> None:
@@ -266,12 +274,13 @@ def surviving(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     A checkpoint has the state of its `snapshot{step}` event, which is on the disk before the
     checkpoint exists. A resume voids all later events: whatever was issued or sampled while the
     checkpoint was written is done again. Without such a snapshot, the cut is at the
-    `checkpoint{step}` event, else at the first event of a later step. `from_step` 0 voids all.
+    `checkpoint{step}` event, else at the first event of a later step. `anew` voids all: the run was
+    killed while it wrote its first checkpoint, or before.
     """
     kept: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "resumed":
-            del kept[_cut(kept, int(event["from_step"])) :]
+            del kept[0 if event.get("anew") else _cut(kept, int(event["from_step"])) :]
         kept.append(event)
     return kept
 
@@ -285,6 +294,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         else:
             rows.append(row)
     return rows
+
+
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """The results of the evaluations of a run directory, from its metrics."""
+    return [
+        {key: value for key, value in row.items() if key.startswith("eval/")}
+        for row in read_lines(path / METRICS)
+        if "eval/step" in row
+    ]
 
 
 def _cut(events: list[dict[str, Any]], from_step: int) -> int:
@@ -303,7 +321,7 @@ _SECRET_KEY = re.compile(
     r"api_?key|secret|passw(or)?d|credential|authorization|(access|auth|bearer|hf)_?token|^token$",
     re.IGNORECASE,
 )
-_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
+_URL_LOGIN = re.compile(r"(?<=://)(?![^/@\s]*\$\{)[^/@\s]+@")
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
@@ -314,7 +332,8 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
 
 def as_yaml(config: RunConfig) -> str:
     """`resolved` as a config file, which works in any folder."""
-    text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+    values = _without_secrets(plain(escaped(config.model_dump())))
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{BASE_DIR_NOTE}{config.base_dir.absolute()}\n{text}"
 
 
@@ -333,11 +352,11 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _without_secrets(value: Any) -> Any:  # any: JSON values
-    """`value` without secrets that a user wrote into it."""
+    """`value` without secrets that a user wrote into it; `${NAME}` is none."""
     if isinstance(value, dict):
         return {
             key: "(hidden)"
-            if isinstance(item, str) and _SECRET_KEY.search(key)
+            if isinstance(item, str) and _SECRET_KEY.search(key) and "${" not in item
             else _without_secrets(item)
             for key, item in value.items()
         }

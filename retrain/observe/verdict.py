@@ -152,7 +152,9 @@ def _share(part: float, whole: float) -> float:
 def _nonfinite(rows: Sequence[Row]) -> str | None:
     # the backend doesn't report a key that never has a value
     reported = {key for row in rows for key in row if known(row[key])}
-    bad = [(r["step"], key) for r in rows for key in r.get("nonfinite") or () if key in reported]
+    # nor does a skipped update have all keys
+    trained = [row for row in rows if row.get("tokens/trained") != 0]
+    bad = [(r["step"], key) for r in trained for key in r.get("nonfinite") or () if key in reported]
     if not bad:
         return None
     return (

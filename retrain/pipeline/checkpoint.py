@@ -30,7 +30,7 @@ from retrain.types import Completion, Group, Prompt, Ticket, Trajectory, Turn
 
 MANIFEST = "manifest.json"
 RUN_STATE = "run.json"
-FORMAT = 4
+FORMAT = 5
 _STEP = re.compile("step_[0-9]{1,18}")
 
 
@@ -125,12 +125,12 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
 
-    def prune(self, keep: int, spare: Iterable[int] = ()) -> list[Path]:
-        """All but the newest `keep` checkpoints, the last written, the best and those to `spare`.
+    def prune(self, keep: int) -> list[Path]:
+        """All but the newest `keep` checkpoints, the last written, the best and `spared` ones.
 
         The folders still exist: the caller first informs the backend, then calls `remove`.
         """
-        kept = {*sorted(self.steps())[-keep:], self.saved, *self.spared, *spare}
+        kept = {*sorted(self.steps())[-keep:], self.saved, *self.spared}
         best = self.best()
         return [self.path(s) for s in self.steps() if s not in kept and self.path(s) != best]
 
@@ -218,7 +218,7 @@ def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
 def _all_changes(saved: Mapping[str, Any], config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """(dotted key, old, new) of what differs, whether or not a default was written out."""
     old, new = (
-        with_defaults(values, config.base_dir) for values in (saved, config.model_dump(mode="json"))
+        with_defaults(values, config.base_dir) for values in (saved, plain(config.model_dump()))
     )
     return _differences(old, new)
 

@@ -1,6 +1,10 @@
-"""Evaluations: held-out prompts, played beside training with the weights served at the time.
+"""Evaluations: held-out prompts, played beside training.
 
-The seeds of an evaluation depend on its prompts only, so two evaluations differ by the weights.
+- An evaluation is of one version of the weights, the one that it begins with (P15): a backend keeps
+  that version for it (`Adapter.pinned`), or the next publish waits (`let_go`).
+- The seeds of an evaluation depend on its prompts only, so two evaluations differ by the weights.
+- Until an evaluation has ended, no later step gets a checkpoint: a resume repeats the evaluation
+  first, with the same weights.
 """
 
 from __future__ import annotations
@@ -8,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
 from retrain.batching import segments
 from retrain.concurrency.deadlines import apart, runs_in
@@ -21,6 +27,7 @@ from retrain.pipeline.meter import Meter
 from retrain.pipeline.recorder import Recorder
 from retrain.prompts import MIXTURE, PromptSource
 from retrain.rollout import Playback, Slot
+from retrain.sampler import Sampler
 from retrain.types import Group, Metrics, Sample, Ticket
 
 Score = Callable[..., Awaitable[list[list[float]]]]
@@ -38,19 +45,22 @@ class Evaluation:
     config: RunConfig
     parts: Parts
     record: Recorder
-    make_slot: Callable[[int], Slot | Playback]
+    make_slot: Callable[[int, Sampler], Slot | Playback]
     score: Score
     mark_best: Callable[[int], None]
     announce: Callable[[int, Metrics], Awaitable[None]]
     fail: Callable[[Exception], None]
     best: float = -math.inf
     """The highest mean reward (the lowest loss, negated) so far."""
-    steps: set[int] = field(default_factory=set)
-    """Steps under evaluation: their checkpoints may become the best, so they are not pruned."""
-    again: bool = False
-    """A resumed run begins with an evaluation, since the one of its checkpoint was cut off."""
+    owed: int | None = None
+    """The step whose evaluation has not ended. A new run begins with one."""
     _task: asyncio.Task[None] | None = None
+    _holds: bool = False
+    """The evaluation needs the weights that are served now."""
     _row: Metrics = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.owed = None if self.config.eval is None else 0
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to evaluate after this step."""
@@ -62,11 +72,23 @@ class Evaluation:
         if self._task is not None and not runs_in(self._task):
             await asyncio.wait([self._task])
 
-    def start(self, step: int, beside: asyncio.TaskGroup) -> None:
-        """Evaluate the weights of this step, in a task of `beside`."""
-        self.steps.add(step)
-        self.again = False
-        self._task = beside.create_task(self._guarded(step), name="evaluate")
+    def start(self, step: int, version: int, adapter: Adapter, beside: asyncio.TaskGroup) -> None:
+        """Evaluate the weights of this step, which `adapter` serves, in a task of `beside`."""
+        self.owed = step
+        kept, sampler = ExitStack(), adapter.sampler
+        pinned = adapter.pinned()
+        self._holds = pinned is None
+        if pinned is not None:
+            sampler = kept.enter_context(pinned)
+        self._task = beside.create_task(self._guarded(step, version, sampler), name="evaluate")
+        self._task.add_done_callback(lambda _: kept.close())
+
+    async def let_go(self) -> bool:
+        """Wait until the weights that are served now may be replaced; returns whether it waited."""
+        if not self._holds or self._task is None or self._task.done():
+            return False
+        await self.previous()
+        return True
 
     def cancel(self) -> None:
         """Cancel the current evaluation, unless it is the caller."""
@@ -79,70 +101,71 @@ class Evaluation:
         return row
 
     def state(self, step: int, *, last: bool) -> dict[str, Any]:
-        """The state after this step, as JSON values.
-
-        `again`: an evaluation is due now, or was cancelled; a resume does it with these weights.
-        """
-        again = self.again or bool(self.steps) or (step > 0 and self.due(step, last=last))
-        return {"best": self.best, "row": self._row, "again": again}
+        """The state after this step, as JSON values; a resume begins with the evaluation `owed`."""
+        owed = self.owed is not None or self.due(step, last=last)
+        return {"best": self.best, "row": self._row, "owed": step if owed else None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`."""
         self.best, self._row = state["best"], dict(state["row"])
-        self.again = state["again"] and self.config.eval is not None
+        self.owed = None if self.config.eval is None else state["owed"]
+        if self._row:
+            self.record.evaluations.append(self._row)
 
     def write_row(self) -> None:
         """Write such metrics as a separate row."""
         if row := self.take_row():
             self.record.evaluation_row(row)
 
-    async def _guarded(self, step: int) -> None:
+    async def _guarded(self, step: int, version: int, sampler: Sampler) -> None:
         try:
-            await apart(self._evaluate(step), "evaluate")
+            await apart(self._evaluate(step, version, sampler), "evaluate")
         except Exception as error:  # noqa: BLE001 - the run fails with it, after the step
             self.fail(error)
 
-    async def _evaluate(self, step: int) -> None:
-        metrics = await self._measure(step)
-        metrics["eval/step"] = step
+    async def _evaluate(self, step: int, version: int, sampler: Sampler) -> None:
+        found = await self._measure(step, sampler)
+        metrics = {**found, "eval/step": step, "eval/version": version}
         reward = metrics.get("eval/reward/mean", -metrics.get("eval/loss", math.inf))
         if reward > self.best:
             self.best = reward
             self.mark_best(step)
-        self.steps.discard(step)
+        self.owed = None
         self.write_row()  # of the previous evaluation, if no step followed it
         self._row = metrics
+        self.record.evaluations.append(metrics)
         self.record.event("eval", **metrics)
         await self.announce(step, metrics)
 
-    async def _measure(self, step: int) -> Metrics:
+    async def _measure(self, step: int, sampler: Sampler) -> Metrics:
         section, prompts = self.config.eval, self.parts.eval_prompts
         assert section is not None
         assert prompts is not None
         if self.parts.algorithm.source == "rollouts":
-            groups = await self._play(step, prompts, section.samples)
+            groups = await self._play(prompts, section.samples, sampler)
+            self.record.evaluated(groups, step)
             return rewards_of(groups, section, prompts.mixed)
         beta = self.parts.loss_config.get("beta")
-        return await held_out_loss(prompts, self.make_slot(1), self.score, beta=beta)
+        return await held_out_loss(prompts, self.make_slot(1, sampler), self.score, beta=beta)
 
-    async def _play(self, step: int, prompts: PromptSource, samples: int) -> list[Group]:
-        """One group per prompt. Raises what the sampler raises."""
+    async def _play(self, prompts: PromptSource, samples: int, sampler: Sampler) -> list[Group]:
+        """One group per prompt, in their order. Raises what the sampler raises."""
         rows = iter(range(len(prompts)))
         groups: list[Group] = []
 
         async def worker() -> None:
-            slot = self.make_slot(samples)
+            slot = self.make_slot(samples, sampler)
             try:
                 for row in rows:
                     groups.append(await slot.play(prompts.prompt(Ticket(EPOCH, row))))
-                    self.record.evaluated_group(groups[-1], step)
+                    self.record.evaluated_group(groups[-1])
             finally:
                 await slot.close()
 
         async with asyncio.TaskGroup() as workers:
             for index in range(min(self.config.train.groups_per_step, len(prompts))):
                 workers.create_task(apart(worker(), "evaluate"), name=f"evaluate#{index}")
-        return groups
+        return sorted(groups, key=lambda group: group.ticket.row)
 
 
 def rewards_of(groups: Sequence[Group], config: EvalConfig, mixed: Collection[str] = ()) -> Metrics:
@@ -162,12 +185,9 @@ def rewards_of(groups: Sequence[Group], config: EvalConfig, mixed: Collection[st
             passed[""].append(passes)
             if mixed:
                 passed.setdefault(f"/{group.prompt.metadata[MIXTURE]}", []).append(passes)
-    versions = [v for g in groups for t in g.trajectories for v in t.versions]
     return {
         **{f"eval/pass@{config.samples}{source}": fmean(each) for source, each in passed.items()},
         **meter.evaluation(),
-        "eval/version/min": min(versions, default=-1),
-        "eval/version/max": max(versions, default=-1),
     }
 
 
@@ -181,11 +201,12 @@ async def held_out_loss(
     answer gains more over the reference than the rejected one. Failed rows are only counted.
     """
     losses: list[float] = []
-    tokens, right, failed = 0, 0, 0
+    tokens, right, ok, failed = 0, 0, 0, 0
     for start in range(0, len(prompts), AT_ONCE):
         rows = range(start, min(start + AT_ONCE, len(prompts)))
         groups = [await slot.play(prompts.prompt(Ticket(EPOCH, row))) for row in rows]
-        failed += sum(not group.scored for group in groups)
+        scored = sum(bool(group.scored) for group in groups)
+        ok, failed = ok + scored, failed + len(groups) - scored
         samples = [s for g in groups for t in g.scored for s in segments(t, 1.0, g.prompt.id)]
         logprobs = await _assistant_logprobs(samples, score)
         tokens += sum(map(len, logprobs))
@@ -196,13 +217,14 @@ async def held_out_loss(
             margins = _margins(logprobs, reference)
             losses += [-FLOATS.logsigmoid(beta * margin) for margin in margins]
             right += sum(margin > 0 for margin in margins)
+    counts: Metrics = {"eval/rows/ok": ok, "eval/rows/failed": failed}
     if not losses:
-        return {"eval/rows/failed": failed}
+        return counts
     loss = math.fsum(losses) / len(losses)
     shown = {"eval/perplexity": math.exp(min(loss, 700.0))}
     if beta is not None:
         shown = {"eval/dpo/accuracy": right / len(losses)}
-    return {"eval/loss": loss, **shown, "eval/tokens": tokens, "eval/rows/failed": failed}
+    return {"eval/loss": loss, **shown, "eval/tokens": tokens, **counts}
 
 
 async def _assistant_logprobs(

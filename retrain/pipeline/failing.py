@@ -67,4 +67,6 @@ async def rescue(run: Run, error: BaseException) -> None:
         error.add_note(f"{what}: {first_line(another)}")
     if run.checkpoints.saved is not None:
         path = near(run.checkpoints.path(run.checkpoints.saved))
-        error.add_note(f"saved: {path}. Fix the cause, then continue with --resume.")
+        error.add_note(
+            f"saved: {path}. Fix the cause, then continue with --resume (from Python: resume=True)."
+        )

@@ -28,6 +28,8 @@ DROPS = ("stale", "failed", "outage", "no_signal")
 """Causes for which a group is dropped."""
 TOOLS = ("tool_calls", "tool_errors")
 """What environments with tools count in the `info` of a rollout."""
+ENDS = ("truncated", "unusable")
+"""Why a scored rollout ended early, in its `info`."""
 
 
 class Meter:
@@ -74,8 +76,8 @@ class Meter:
                     components[name].append(value)
                 for turn in trajectory.turns:
                     versions.append(turn.completion.version)  # noqa: PERF401 - a comprehension takes longer
-            if TOOLS[0] in trajectory.info:
-                self._count_tools(group, trajectory)
+            if trajectory.info:
+                self._count_info(group, trajectory)
             played = trajectory.turns
             turns += len(played)
             said = trajectory.sampled_tokens
@@ -130,7 +132,7 @@ class Meter:
             "rollouts/failed": counts["failed rollouts"],
             "rollouts/turns": counts["turns"],
             "rollouts/branches": counts["branches"],
-            **{f"rollouts/{name}": count for name, count in self._tools.items()},
+            **{f"rollouts/{name}": count for name, count in self._found.items()},
             "tokens/prompt": counts["prompt"],
             "tokens/completion": counts["sampled"],
             "tokens/per_second": counts["sampled"] / elapsed,
@@ -144,12 +146,14 @@ class Meter:
 
     def evaluation(self) -> Metrics:
         """What an evaluation reports of its groups."""
+        rewards = self._rewards
         return {
-            "eval/rollouts/ok": len(self._rewards),
+            "eval/rollouts/ok": len(rewards),
             "eval/rollouts/failed": self._counts["failed rollouts"],
             "eval/tokens/completion": self._counts["sampled"],
-            **{f"eval/rollouts/{name}": count for name, count in self._tools.items()},
-            **({"eval/reward/mean": fmean(self._rewards)} if self._rewards else {}),
+            **{f"eval/rollouts/{name}": count for name, count in self._found.items()},
+            **({"eval/reward/mean": fmean(rewards)} if rewards else {}),
+            **({"eval/reward/std": std(rewards, ddof=0)} if rewards else {}),
             **{f"eval/reward/{n}/mean": fmean(values) for n, values in self._components.items()},
         }
 
@@ -171,11 +175,13 @@ class Meter:
             "groups/zero_signal": self._counts["flat"],
         }
 
-    def _count_tools(self, group: Group, trajectory: Trajectory) -> None:
-        """Add the calls of a rollout, once if it has seats: all of them have its `info`."""
+    def _count_info(self, group: Group, trajectory: Trajectory) -> None:
+        """Count the `info` of a rollout, once if it has seats: all of them have it."""
         if trajectory.seat == group.trajectories[0].seat:
-            found = {name: trajectory.info.get(name) for name in TOOLS}
-            self._tools.update({n: count for n, count in found.items() if type(count) is int})
+            info, found = trajectory.info, self._found
+            found.update({name: n for name in TOOLS if type(n := info.get(name)) is int})
+            if trajectory.outcome == "ok":
+                found.update(name for name in ENDS if isinstance(info.get(name), str))
 
     def _clear(self) -> None:
         self._rewards: list[float] = []
@@ -183,8 +189,8 @@ class Meter:
         """Those that sampled each turn of the scored rollouts that are trained."""
         self._components: defaultdict[str, list[float]] = defaultdict(list)
         self._counts: Counter[str] = Counter()
-        self._tools: Counter[str] = Counter()
-        """Without an entry if no environment counts calls of tools."""
+        self._found: Counter[str] = Counter()
+        """In the `info` of rollouts: only what any of them has."""
 
 
 def spread(values: Sequence[float]) -> Metrics:

@@ -11,19 +11,27 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retrain.algorithms.base import Algorithm
+from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError, StallError
+from retrain.observe.card import model_card
 from retrain.observe.failure import ERROR, described, write_error
 from retrain.observe.peak import peak_memory
 from retrain.observe.report import write_report
 from retrain.observe.rollout_lines import encoded, names_of
-from retrain.observe.run_dir import RunDirectory, read_metrics
+from retrain.observe.run_dir import RunDirectory, read_evaluations, read_metrics
 from retrain.pipeline.meter import Meter
 from retrain.types import Batch, Group, Metrics, Ticket
 
+LONELY = (
+    "all but one rollout of a group: the one that is left has nothing to be compared with, so its "
+    "advantage is 0 and the group teaches nothing"
+)
+"""Counted as errors are: it is shown once, and at the end with its number."""
 MAX_RENDERED = 16
 """Maximum number of `rendered` events: one for each set of tools."""
 
@@ -31,19 +39,27 @@ MAX_RENDERED = 16
 class Recorder:
     """Writes to `run_dir` what a run with `algorithm` does.
 
-    `mixed` are the names of the sources of a mixture.
+    `mixed` are the names of the sources of a mixture. `tokens` is the config's `records.tokens`.
     """
 
     def __init__(
-        self, run_dir: RunDirectory, algorithm: Algorithm, mixed: Collection[str] = ()
+        self,
+        run_dir: RunDirectory,
+        algorithm: Algorithm,
+        mixed: Collection[str] = (),
+        *,
+        tokens: bool = False,
     ) -> None:
         self.run_dir = run_dir
         self.event = run_dir.event
+        self._encoded = partial(encoded, tokens=tokens)
         self.history: list[Metrics] = []
         """The rows of all steps, in order."""
+        self.evaluations: list[Metrics] = []
+        """The results of all evaluations, in order."""
         self._sampled = algorithm.source == "rollouts"
-        by_group = algorithm.compares == "group"
-        self.meter = Meter(sampled=self._sampled, by_group=by_group, mixed=mixed)
+        self._by_group = algorithm.compares == "group"
+        self.meter = Meter(sampled=self._sampled, by_group=self._by_group, mixed=mixed)
         if not self._sampled:
             run_dir.tally.unit = algorithm.source
         self.progress: Callable[[], None] = lambda: None
@@ -75,12 +91,16 @@ class Recorder:
         self.progress()
         self.run_dir.count(group)
         if self._sampled:
+            alone = [len(alike.scored) == 1 < len(alike.trajectories) for alike in group.by_seat]
+            if self._by_group and any(alone):
+                self.run_dir.tally.failed(LONELY)
             self._render(group)
-            self.keep(group)
+        self.keep(group)
 
     def keep(self, group: Group) -> None:
         """A finished group waits for its fate: a step, a drop, or the end of the run."""
-        self._open[group.prompt.id] = encoded(group)
+        if self._sampled:
+            self._open[group.prompt.id] = self._encoded(group)
 
     def dropped(self, group: Group, cause: str, again: Ticket | None) -> None:
         """A group is not trained; `again` is the new ticket of its prompt if it is reissued."""
@@ -96,9 +116,19 @@ class Recorder:
         self.event("batch", step=step, tickets=tickets, samples=samples, tokens=tokens)
         self.meter.lap("wait_for_batch")
 
-    def update(self, step: int, tickets: Sequence[str], loss: float | None, started: float) -> None:
+    def update(
+        self,
+        step: int,
+        tickets: Sequence[str],
+        loss: float | None,
+        started: float,
+        *,
+        skipped: bool = False,
+    ) -> None:
+        """The optimizer step is done, or `skipped`: no rollout had an advantage."""
         times = {"started": started, "ended": time.time()}
-        self.event("update", step=step, **times, tickets=tickets, loss=loss)
+        why = {"skipped": True} if skipped else {}
+        self.event("update", step=step, **times, tickets=tickets, loss=loss, **why)
         lines = [line for ticket in tickets for line in self._open.pop(ticket, ())]
         self.run_dir.rollouts(lines, step)
         self.meter.lap("update")
@@ -122,19 +152,23 @@ class Recorder:
 
     # --- evaluations
 
-    def evaluated_group(self, group: Group, step: int) -> None:
+    def evaluated_group(self, group: Group) -> None:
         """A held-out group was played. It doesn't count for the reward of a step."""
-        if self._sampled:
-            self.run_dir.count(group, evaluated=True)
-            self.run_dir.rollouts(encoded(group), step)
+        self.run_dir.count(group, evaluated=True)
         self.progress()
+
+    def evaluated(self, groups: Sequence[Group], step: int) -> None:
+        """All held-out groups were played: none of a cut off evaluation is in rollouts.jsonl."""
+        for group in groups:
+            self.run_dir.rollouts(self._encoded(group), step)
 
     def evaluation_row(self, metrics: Metrics) -> None:
         """A separate row for an evaluation that no step followed."""
+        row = {"step": metrics["eval/step"], **metrics}
         if self.history:
-            row = {"step": self.history[-1]["step"], **metrics}
+            row["step"] = self.history[-1]["step"]
             self.history[-1] = self.history[-1] | row
-            self.run_dir.metrics(row)
+        self.run_dir.metrics(row)
 
     # --- checkpoints
 
@@ -143,15 +177,19 @@ class Recorder:
         self._measure()  # the other ranks and the servers have ended when the run ends
         self.run_dir.flush()
 
-    def resumed(self, step: int, sizes: Mapping[str, int], changed: list[str]) -> None:
+    def resumed(
+        self, step: int, sizes: Mapping[str, int], changed: list[str], *, anew: bool = False
+    ) -> None:
         """The run continues from `step`, when the files had these `sizes`.
 
         Later lines are moved away, and the history is read. `changed` are the changed config keys.
+        `anew`: there is no checkpoint, so the run begins again.
         """
         self.run_dir.cut(sizes)
         self.history = read_metrics(self.run_dir.path)
+        self.evaluations = read_evaluations(self.run_dir.path)
         self.run_dir.changed = changed
-        self.event("resumed", from_step=step, changed=changed)
+        self.event("resumed", from_step=step, changed=changed, **({"anew": True} if anew else {}))
         self.run_dir.flush()
         error = self.run_dir.path / ERROR
         if error.exists():
@@ -205,8 +243,17 @@ class Recorder:
         except (ConfigError, RunError, OSError) as error:
             self.fault(f"report.html: {error}")
 
+    def card(self, config: RunConfig, model: Path) -> None:
+        """Write the model card of the exported model into its folder."""
+        try:
+            (model / "README.md").write_text(
+                model_card(config, self.history, self.evaluations, model), "utf-8"
+            )
+        except OSError as error:
+            self.fault(f"{model / 'README.md'}: {error}")
+
     def last_words(self, message: str) -> None:
-        """The watchdog is about to end the process, and calls this in its thread."""
+        """The watch is about to end the process, and calls this in its thread."""
         self.event("stalled", message=message)
         if self._failure is None:
             self.failed(StallError(message))

@@ -7,6 +7,7 @@ the weights belongs to the next checkpoint.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 from retrain.adapters.base import AdapterState
 from retrain.errors import AdapterError, CheckpointError, DeadlineError, first_of
+from retrain.jsonable import plain
 from retrain.observe.run_dir import read_events, surviving
 from retrain.pipeline.checkpoint import (
     DATA,
@@ -30,15 +32,27 @@ from retrain.pipeline.checkpoint import (
 )
 from retrain.pipeline.run import Run
 
+logger = logging.getLogger(__name__)
+
 
 async def checkpoint(run: Run) -> None:
     """Write the checkpoint of this step, if there is none yet; then delete the oldest ones.
 
-    It waits for an evaluation under way, which a resume from here couldn't do again.
+    It waits for an evaluation under way, which a resume from here couldn't do again. If that one
+    was cut off, there is no checkpoint of a later step: a resume continues from the evaluated one.
     """
     if run.checkpoints.saved == run.step:
         return
     await run.evaluation.previous()
+    owed = run.evaluation.owed
+    if owed is not None and owed == run.checkpoints.saved:
+        logger.warning(
+            "the evaluation of step %d did not end: a resume repeats it and continues from there, "
+            "so no checkpoint of step %d is written",
+            owed,
+            run.step,
+        )
+        return
     callbacks = await run.callbacks.state(
         run.failed_callback, run.config.deadlines.checkpoint
     )  # before: user code is not to run
@@ -49,7 +63,7 @@ async def checkpoint(run: Run) -> None:
         limit="checkpoint",
     )
     run.record.checkpoint(run.step, path)
-    for old in run.checkpoints.prune(run.config.checkpoint.keep, run.evaluation.steps):
+    for old in run.checkpoints.prune(run.config.checkpoint.keep):
         await _forget(run, old)
     await run.callbacks.call("on_checkpoint", run, run.step, path)
 
@@ -88,7 +102,7 @@ async def _fill(run: Run, callbacks: Sequence[Mapping[str, Any]], folder: Path) 
             "callbacks": callbacks,
             "learner": run.parts.learner.state(),
         },
-        config=run.config.model_dump(mode="json"),
+        config=plain(run.config.model_dump()),
     )
     (folder / "adapter").mkdir()
     state = await run.adapter.save(folder / "adapter")
@@ -106,7 +120,7 @@ async def restore(run: Run) -> None:
         run.record.fault(f"skipped the incomplete checkpoint {skipped}")
     if found is None:
         _require_no_checkpoint(run)
-        run.record.resumed(0, {}, [])
+        run.record.resumed(0, {}, [], anew=True)
         return
     path, saved = found
     if problem := changed_run(saved.config, run.config):
@@ -158,6 +172,8 @@ async def begin_from(run: Run, path: Path) -> None:
     """
     saved = await asyncio.to_thread(verified, path)
     await _load(run, path, saved)
+    if run.config.eval is not None:
+        run.evaluation.owed = saved.step
     if changes(saved.config, run.config, DATA):
         run.data_since = run.step
         run.record.event("resumed", from_step=run.step, checkpoint=str(path))
@@ -196,4 +212,3 @@ def _take_up(run: Run, saved: Checkpoint, groups: Sequence[Mapping[str, Any]]) -
     run.data_since = saved.counters.get("data_since", 0)
     run.signal.restore(saved.counters)
     run.intake.restore(saved.counters["failed_in_a_row"])
-    run.evaluation.best = saved.counters["evaluation"]["best"]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
 from retrain.chat import Chat
+from retrain.chat.template import NOT_SHOWN
 from retrain.concurrency.deadlines import adapter_call
 from retrain.concurrency.watch import Watch
 from retrain.config import RunConfig
@@ -33,8 +34,10 @@ from retrain.pipeline.mismatch import MismatchWatch
 from retrain.pipeline.outage import Outage
 from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.signal import Signal
+from retrain.pipeline.verify import PublishCheck
 from retrain.prompts.lengths import long_prompts
 from retrain.rollout import Playback, Rollouts, Slot
+from retrain.sampler import Sampler
 from retrain.types import Group, Message, Metrics, Prompt, Ticket
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class Run:
     chat: Chat
     rollouts: Rollouts
     watch: Watch
+    publish_check: PublishCheck
     door: EndpointServer | None = None
     """Where agents call the model."""
 
@@ -83,7 +87,9 @@ class Run:
         """Whether the latest publish succeeded; otherwise a resume publishes."""
         self.model: Path | str | None = None
         """Where the exported model is."""
-        self.record = Recorder(run_dir, parts.algorithm, parts.prompts.mixed)
+        self.record = Recorder(
+            run_dir, parts.algorithm, parts.prompts.mixed, tokens=config.records.tokens
+        )
         self.checkpoints = Checkpoints(run_dir.checkpoints)
         self.ledger = Ledger(
             lambda epoch: parts.prompts.order(epoch, train.seed, train.shuffle),
@@ -107,7 +113,7 @@ class Run:
             config,
             parts,
             self.record,
-            partial(self.slot, held_out=True),
+            self.slot,
             self.logprobs,
             self.mark_best,
             partial(callbacks.call, "on_eval_end", self),
@@ -127,12 +133,17 @@ class Run:
                 adapter.context_length,
             )
         adapter.watch(self.record.server)
+        self.publish_check = PublishCheck(
+            config, adapter, lambda error: self.record.event("fault", error=error)
+        )
         self.chat = Chat(
             adapter.tokenizer,
             template=self.parts.chat_template,
             arguments=config.chat.arguments,
             tools=self.parts.tool_format,
         )
+        if NOT_SHOWN in self.parts.warnings:
+            self.chat.template.shows_tools = False  # probed, it would warn again
         door = None
         if self.sampled and self.parts.runs_agent:
             from retrain.endpoint.server import EndpointServer
@@ -187,11 +198,10 @@ class Run:
         return self.config.train.total_train_steps
 
     def request_stop(self) -> None:
-        """Stop after the current step, with a checkpoint; cancel an evaluation."""
+        """Stop after the current step, with a checkpoint, when the current evaluation has ended."""
         self.stopping = True
         self.adapter.stop_retrying()
         self.intake.stop()
-        self.evaluation.cancel()
 
     def fail(self, error: Exception) -> None:
         """A stage failed: the run fails with its error after the step under way.
@@ -204,6 +214,7 @@ class Run:
         if first_line(error) not in map(first_line, self.failures):
             self.failures.append(error)
         self.request_stop()
+        self.evaluation.cancel()
 
     def failed_callback(self, error: Exception) -> None:
         """A callback has no state to save: the run fails after the checkpoint."""
@@ -249,6 +260,7 @@ class Run:
             run_dir=self.run_dir.path,
             metrics=history[-1] if history else {},
             history=history,
+            evaluations=self.record.evaluations,
             best_checkpoint_path=self.checkpoints.best(),
             model=self.model,
         )
@@ -259,18 +271,21 @@ class Run:
         """The prompt of a ticket. Raises PromptError if its row is invalid."""
         return self.parts.prompts.prompt(ticket, self.config.train.seed)
 
-    def slot(self, size: int, *, held_out: bool = False) -> Slot | Playback:
+    def slot(self, size: int, evaluated: Sampler | None = None) -> Slot | Playback:
         """A new slot for groups of `size` rollouts, or a playback for rows of the dataset.
 
-        `held_out`: with the opponents of evaluations.
+        `evaluated` is the sampler of an evaluation, which has opponents of its own.
         """
         if not self.sampled:
             longest = self.parts.algorithm.max_length or self.adapter.context_length
             return Playback(self.chat, min(longest, self.adapter.context_length))
+        rollouts = self.rollouts
+        if evaluated is not None:
+            rollouts = rollouts.held_out(evaluated, self.parts.eval_opponents)
         return Slot(
             size,
             self.parts.environment,
-            self.rollouts.against(self.parts.eval_opponents) if held_out else self.rollouts,
+            rollouts,
             self.parts.scorer,
             self._setups,
             self.record.fault,
@@ -317,12 +332,21 @@ class Run:
             self.watch.progress()
 
     async def publish(self) -> None:
-        """Make the sampler serve the weights of `step`."""
+        """Make the sampler serve the weights of `step`, once no evaluation needs the older ones."""
+        if await self.evaluation.let_go():
+            self.record.meter.lap("wait_for_evaluation")
         started = time.time()
         self.published = False
         self.version = await self.within("publish", self.adapter.publish())
         self.published = True
         self.record.event("publish", version=self.version, started=started, ended=time.time())
+
+    async def check_publish(self, groups: Sequence[Group]) -> Metrics:
+        """Check the version that is served with a prompt of `groups`, within publish's deadline."""
+        if self.stopping:
+            return {}
+        call = self.publish_check.published(self.version, groups)
+        return await self.within("check of a publish", call, limit="publish")
 
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False

@@ -1,7 +1,8 @@
-"""End a run that has nothing left to learn: too many steps in a row gave no rollout credit."""
+"""Steps that give no rollout credit: warn at the start, and end a run that has nothing to learn."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 from retrain.algorithms.functional import is_flat
 from retrain.errors import NoSignalError
 from retrain.types import Group
+
+EARLY = 3
+"""The first steps, in which rewards that are all 0 say that the task is too hard."""
+logger = logging.getLogger(__name__)
 
 
 def without_signal(group: Group) -> bool:
@@ -36,6 +41,8 @@ class Signal:
         self._range: dict[str, tuple[float, float]] = {}
         """The lowest and the highest reward of each seat."""
         self.solved = False
+        self._in_vain = 0
+        """Scored rollouts of the first steps, none of which had a reward above 0."""
 
     def see(self, group: Group) -> None:
         """Remember the highest and the lowest reward."""
@@ -58,6 +65,24 @@ class Signal:
                 "train.stop_after_flat_steps sets this limit."
             )
         self.solved = True
+
+    def begin(self, number: int, groups: Sequence[Group], has_credit: bool) -> None:
+        """See the trained step `number`: warn in the first ones if no rollout earned anything."""
+        rewards = [reward for own in _by_seat(groups).values() for reward in own]
+        in_vain = number == 1 or self._in_vain > 0
+        earned = has_credit or any(reward > 0 for reward in rewards)
+        if number > EARLY or earned or not in_vain:
+            self._in_vain = 0
+            return
+        self._in_vain += len(rewards)
+        if number in (1, EARLY):
+            logger.warning(
+                "%s: 0 of %d rollouts earned anything, so there is nothing to learn yet. If this "
+                "goes on: use easier prompts or rewards that give partial credit, or raise "
+                "algorithm.group_size, sampling.temperature or sampling.max_tokens",
+                "step 1" if number == 1 else f"steps 1 to {number}",
+                self._in_vain,
+            )
 
     def _at_top(self, seat: str, lowest: float) -> bool:
         bottom, top = self._range.get(seat, (lowest, lowest))

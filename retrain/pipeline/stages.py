@@ -39,7 +39,8 @@ from retrain.errors import (
 )
 from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
-from retrain.observe.failure import ERROR
+from retrain.observe.console import Console
+from retrain.observe.failure import ERROR, single
 from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
@@ -52,6 +53,8 @@ from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
 logger = logging.getLogger(__name__)
 BLOCKED = 1.0
 """Seconds. Code that blocks the event loop for longer is reported."""
+SKIPPED = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "tokens/trained": 0.0}
+"""The metrics of an update that was skipped, since no rollout had an advantage."""
 
 
 async def train(
@@ -61,15 +64,32 @@ async def train(
     resume: bool = False,
     start_from: Path | None = None,
     parts: Parts | None = None,
+    console: bool = True,
 ) -> TrainingResult:
     """Train as `config` says; with `resume`, continue from the run directory's newest checkpoint.
 
     `start_from` begins a new run with the weights, optimizer and step count of a checkpoint of the
-    same model. `parts` replaces what the config's plug-ins would make. Raises ConfigError before
-    any model loads, RunError when the run can't continue, CancelledError after a checkpoint.
+    same model. `parts` replaces what the config's plug-ins would make. `console` prints the
+    progress. Raises ConfigError before any model loads, RunError when the run can't continue,
+    CancelledError after a checkpoint. Of several errors the first is raised, with the others as
+    its notes.
     """
-    parts = parts or assemble(config)
-    hooks = Callbacks([*callbacks, *parts.loggers])
+    try:
+        parts = parts or assemble(config)
+        hooks = [*callbacks, *parts.loggers]
+        if console:
+            shown = Console()
+            shown.opening([*parts.notices(), parts.loading()])
+            hooks.append(shown)
+        return await _train(config, parts, Callbacks(hooks), resume, start_from)
+    except BaseExceptionGroup as group:
+        error = single(group)
+        raise error from error.__cause__
+
+
+async def _train(
+    config: RunConfig, parts: Parts, hooks: Callbacks, resume: bool, start_from: Path | None
+) -> TrainingResult:
     opening = parts.open_adapter()  # reports a missing library before there is a run directory
     folder, resolved = wanted_folder(config), parts.resolved()
     with RunDirectory.open(folder, resolved, resume=resume) as run_dir:
@@ -280,11 +300,12 @@ async def learn(run: Run) -> None:
     """Step after step, with checkpoints and evaluations where they are due; then export."""
     every = run.config.checkpoint.every
     async with asyncio.TaskGroup() as beside:
-        if run.evaluation.again:
+        if run.evaluation.owed is not None:
+            await checkpoint(run)
             await _evaluate(run, beside)
         while not run.finished and await step(run):
             evaluate = not run.stopping and run.evaluation.due(run.step, last=run.finished)
-            if evaluate or (every and run.step % every == 0):
+            if evaluate or (every and run.step % every == 0 and not run.finished):
                 await checkpoint(run)
             if evaluate:
                 await _evaluate(run, beside)
@@ -293,6 +314,8 @@ async def learn(run: Run) -> None:
     await checkpoint(run)
     export = run.adapter.export(run.run_dir.path / "final")
     run.model = await run.within("export", export, limit="checkpoint")
+    if isinstance(run.model, Path):
+        run.record.card(run.config, run.model)
     run.record.event("export", path=None if run.model is None else str(run.model))
 
 
@@ -302,7 +325,7 @@ async def _evaluate(run: Run, beside: asyncio.TaskGroup) -> None:
     if not run.sampled:
         await run.publish()
     if not run.stopping:
-        run.evaluation.start(run.step, beside)
+        run.evaluation.start(run.step, run.version, run.adapter, beside)
 
 
 async def step(run: Run) -> bool:
@@ -316,24 +339,23 @@ async def step(run: Run) -> bool:
     noted = await apart(contained(run.parts.learner.review(groups)), "review")
     scored = [Group(group.prompt, group.scored) for group in groups]
     batch, has_credit = await credit(run, scored)
-    metrics = await update(run, scored, batch)
-    if run.sampled:
-        try:
-            await run.publish()
-        except DeadlineError:  # the adapter doesn't answer, so it can't save either
-            raise
-        except Exception as error:  # noqa: BLE001 - drive() raises it, when the step is recorded
-            run.fail(error)
+    skipped = run.parts.is_idle(batch) and not run.adapter.model_loss
+    if run.sampled and not skipped:
+        begin = run.publish_check.begin(trained, groups)
+        await run.within("first check of the sampler", begin, limit="publish")
+    metrics = await update(run, scored, batch, skipped=skipped)
+    checked = {} if skipped else await publish(run, groups)
     row = run.record.step(
         number,
         groups,
-        {**noted, **metrics, **run.endpoint_metrics(), **await reported(run)},
+        {**noted, **metrics, **checked, **run.endpoint_metrics(), **await reported(run)},
         trained=trained,
         version=run.version,
         evaluation=run.evaluation.take_row(),
     )
     run.retire(groups)
     run.mismatch.see(row)
+    run.signal.begin(number, groups, has_credit)
     run.signal.step(groups, has_credit)
     await run.callbacks.call("on_step_end", run, number, row)
     for epoch in range(run.epochs(number - 1), run.epochs(number)):
@@ -383,18 +405,39 @@ async def reported(run: Run) -> Metrics:
         return {}
 
 
-async def update(run: Run, groups: Sequence[Group], batch: Batch) -> Metrics:
-    """Train on the batch; raises NonFiniteError for a loss that is not a finite number."""
+async def update(
+    run: Run, groups: Sequence[Group], batch: Batch, *, skipped: bool = False
+) -> Metrics:
+    """Train on the batch; raises NonFiniteError for a loss that is not a finite number.
+
+    If it is `skipped`, the step counts, and the optimizer doesn't move.
+    """
     number, tickets = run.step + 1, [group.prompt.id for group in groups]
     run.record.batch(number, tickets, batch)
     started = time.time()
+    metrics: Metrics = dict(SKIPPED)
     run.whole = False
-    metrics = await run.within("update", run.parts.learner.update(groups, batch))
+    if not skipped:
+        metrics = await run.within("update", run.parts.learner.update(groups, batch))
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteError(f"the loss of step {number} is {metrics['loss']}")
     run.step, run.taken = number, []
-    run.record.update(number, tickets, metrics.get("loss"), started)
+    run.record.update(number, tickets, metrics.get("loss"), started, skipped=skipped)
     return metrics
+
+
+async def publish(run: Run, groups: Sequence[Group]) -> Metrics:
+    """Publish, and check what is served; an error ends the run when the step is recorded."""
+    checked: Metrics = {}
+    if run.sampled:
+        try:
+            await run.publish()
+            checked = await run.check_publish(groups)
+        except DeadlineError:  # the adapter doesn't answer, so it can't save either
+            raise
+        except Exception as error:  # noqa: BLE001 - drive() raises it
+            run.fail(error)
+    return checked
 
 
 async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
@@ -405,6 +448,7 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
         if learner.done() or learner.cancelling() or run.stalled:
             raise  # a stage failed or the run stalled: the task group is ending
         run.request_stop()
+        run.evaluation.cancel()
         await asyncio.wait([learner])
         return True
     return False

@@ -75,6 +75,7 @@ def weighted_reward(
         )
     calculator = calculator_of(section, where, base_dir)
     own_name = section.type.replace("/", ":").rpartition(":")[2].removesuffix(".py")
+    own_name = own_name.rpartition(">.")[2]  # of a function in a function
     name = section.name or calculator.name or own_name
     if processes := section.processes or calculator.processes:
         section = section.model_copy(update={"processes": processes})

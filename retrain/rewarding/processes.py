@@ -20,7 +20,7 @@ from typing import Any
 
 from retrain.concurrency import children
 from retrain.config import DeadlinesConfig, RewardConfig
-from retrain.config.plugins import user_packages
+from retrain.config.plugins import LOCAL, user_packages
 from retrain.errors import LIBRARIES, LateError, PluginError, UserCodeError
 from retrain.rewarding.base import FunctionReward, RewardCalculator
 from retrain.rewarding.calls import compares, together
@@ -50,7 +50,7 @@ class ProcessReward(RewardCalculator):
     ) -> None:
         """`inner` is the same calculator in this process: it is asked, but calculates nothing."""
         assert section.processes is not None
-        if section.type.startswith("__main__:"):
+        if ":" in section.type and LOCAL.search(section.type):
             raise PluginError(
                 f"{where}.processes: a worker process can't load {section.type}; move the reward "
                 "into a file"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -25,7 +25,7 @@ from retrain.chat.tools import as_template
 from retrain.environment import Action, ToolCall, ToolSpec
 from retrain.errors import RetrainError, text_of
 from retrain.rollout.histories import Histories, Key, Said, Texts, renamed
-from retrain.sampler import SamplingParams, hash_of
+from retrain.sampler import PARTIAL, SamplingParams, hash_of
 from retrain.types import Completion, Message, Turn
 
 T = TypeVar("T")
@@ -53,6 +53,8 @@ class Reply:
     tool_calls: tuple[ToolCall, ...]
     completion: Completion
     prompt_tokens: int
+    stop: str = ""
+    """The stop string that ended it, which is not part of `text`."""
 
     @property
     def message(self) -> Message:
@@ -92,6 +94,13 @@ class Sample(Protocol):
     ) -> Coroutine[Any, Any, list[Completion]]: ...
 
 
+class Watch(Protocol):
+    """Follows the replies to a call, as `options["watch"]`; the sampler gives it the tokens."""
+
+    spell: Callable[[Sequence[int]], str]
+    """The text of the first tokens of a reply, without what later tokens may change."""
+
+
 class Calls:
     """The calls of one rollout; made when it starts, closed when it ends."""
 
@@ -102,12 +111,14 @@ class Calls:
         max_turns: int,
         max_tokens: int | None,
         first_call: int = 0,
+        stop: Sequence[str] = (),
     ) -> None:
         """A call that would exceed `max_turns`, or begins after `max_tokens`, gets status 429.
 
-        The ids of tool calls are numbered from `first_call`.
+        The ids of tool calls are numbered from `first_call`. `stop` are the stop strings of calls
+        that have none: a reply's text ends before them, while its turn keeps all sampled tokens.
         """
-        self._chat, self._sample = chat, sample
+        self._chat, self._sample, self._stop = chat, sample, tuple(stop)
         self._max_turns, self._max_tokens = max_turns, max_tokens
         self.turns: list[Turn] = []
         self.histories: dict[str, tuple[Sequence[Message], Sequence[Mapping[str, Any]]]] = {}
@@ -133,13 +144,16 @@ class Calls:
         n: int = 1,
         seat: str = "",
         options: Mapping[str, Any] = NOTHING,
+        continues: bool = False,
     ) -> list[Reply]:
         """`n` replies to a history; raises CallError.
 
-        `options` are fields of SamplingParams to use instead of the run's.
+        `options` are fields of SamplingParams to use instead of the run's, and a Watch. With
+        `continues`, which a run doesn't use, the replies continue the last message.
         """
         self._admit(n)
-        place, found, asked, conversation = self._conversation(messages, tools, seat)
+        place, found, asked, conversation = self._conversation(messages, tools, seat, continues)
+        self._watch(options, conversation.so_far)
         completions = await self._sampled(conversation.prompt_ids, n, seat, options)
         parent, before = (None, NOTHING) if found is None else (found.turn, found.thoughts)
         replies = []
@@ -184,6 +198,7 @@ class Calls:
             raise CallError(400, "invalid_request_error", f"prompt: {error}") from error
         if not prompt_ids:
             raise CallError(400, "invalid_request_error", "prompt: got an empty prompt")
+        self._watch(options, self._chat.tokens.text)
         completions = await self._sampled(prompt_ids, n, seat, options)
         replies = []
         for completion in completions:
@@ -195,8 +210,8 @@ class Calls:
             )
             self._texts.add(seat, text, completion.text, number)
             self.histories[seat] = [Message(role="user", content=text), message], ()
-            shown = _before_stop(completion, completion.text, options)
-            replies.append(Reply(number, shown, "", (), completion, len(prompt_ids)))
+            shown, stop = self._before_stop(completion, completion.text, options)
+            replies.append(Reply(number, shown, "", (), completion, len(prompt_ids), stop))
         return replies
 
     def reward(self, value: float, turn: int | None = None) -> None:
@@ -251,7 +266,11 @@ class Calls:
         self._sampled_tokens += len(turn.completion.token_ids)
 
     def _conversation(
-        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], seat: str
+        self,
+        messages: Sequence[Message],
+        tools: tuple[ToolSpec, ...],
+        seat: str,
+        continues: bool = False,
     ) -> tuple[int, Said | None, Sequence[Message], Conversation]:
         """The place of a history, what it continues and adds, and its conversation.
 
@@ -260,8 +279,9 @@ class Calls:
         try:
             opening: Key = (seat, json.dumps([t.as_template() for t in tools], sort_keys=True))
             place, last, found = self._histories.find(opening, messages)
-            if found is None:
-                return place, None, messages, self._chat.begin(messages, tools)
+            if found is None or continues:
+                begun = self._chat.begin(messages, tools, continues=continues)
+                return place, None, messages, begun
             conversation = found.conversation.fork()
             added = renamed(messages[last + 1 :], messages[last], conversation.messages[-1])
             conversation.observe(added)
@@ -328,13 +348,31 @@ class Calls:
         options: Mapping[str, Any],
     ) -> Reply:
         """What the agent gets. A reply with a malformed call is only text."""
-        text = _before_stop(completion, action.text if action.readable else said.answer, options)
+        text = action.text if action.readable else said.answer
+        text, stop = self._before_stop(completion, text, options)
         calls, number = action.tool_calls if action.readable else (), len(self.turns)
         given = len(asked.prompt_ids)
-        return Reply(number, text, action.reasoning, calls, completion, given)
+        return Reply(number, text, action.reasoning, calls, completion, given, stop)
 
+    def _before_stop(
+        self, completion: Completion, text: str, options: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """The text before the stop string that ended a completion, and that string."""
+        stops = options.get("stop", self._stop) if completion.stop_reason == "stop" else ()
+        said = completion.text
+        stop = min([one for one in stops if one in said], key=said.find, default="")
+        return (text.partition(stop)[0], stop) if stop else (text, "")
 
-def _before_stop(completion: Completion, text: str, options: Mapping[str, Any]) -> str:
-    """The text before the stop string of a call that ended it."""
-    stops = options.get("stop", ()) if completion.stop_reason == "stop" else ()
-    return text[: min([at for s in stops if (at := text.find(s)) >= 0], default=len(text))]
+    def _watch(self, options: Mapping[str, Any], spell: Callable[[Sequence[int]], str]) -> None:
+        """Let the Watch of a call spell its replies, up to where a stop string may begin."""
+        if (watch := options.get("watch")) is not None:
+            starts = {
+                stop[:i] for stop in options.get("stop", self._stop) for i in range(len(stop))
+            }
+
+            def spelled(token_ids: Sequence[int]) -> str:
+                text = spell(token_ids).rstrip(PARTIAL)
+                begun = max(map(len, filter(text.endswith, starts)), default=0)
+                return text[: len(text) - begun]
+
+            watch.spell = spelled

@@ -28,6 +28,7 @@ from retrain.errors import AdapterError, ConfigError, UserCodeError, text_of
 from retrain.rewarding import fail
 from retrain.rollout.answers import UnusableError, opening_of, prepare, result_of, tools_of
 from retrain.rollout.calls import NOTHING, Calls, fitted
+from retrain.rollout.endings import as_result
 from retrain.rollout.instance import Instance, Job
 from retrain.rollout.opponents import Opponent
 from retrain.rollout.seats import SeatedCalls, Seats, seats_of
@@ -70,10 +71,10 @@ class Rollouts:
         self.seed = config.train.seed
         self.opponents = opponents
 
-    def against(self, opponents: Mapping[str, Opponent]) -> Rollouts:
-        """The same with other opponents."""
+    def held_out(self, sampler: Sampler, opponents: Mapping[str, Opponent]) -> Rollouts:
+        """The same with the sampler and the opponents of an evaluation."""
         other = copy(self)
-        other.opponents = opponents
+        other.sampler, other.opponents = sampler, opponents
         return other
 
     async def play(self, prompt: Prompt, instances: Sequence[Instance]) -> Group:
@@ -256,7 +257,8 @@ class _Rollout:
         limits = shared.max_turns, shared.max_tokens
         if not self.seats.names:
             self.seats = Seats()
-        calls = SeatedCalls(shared.chat, self._sample_for, limits, self.seats, self._ask)
+        stop = shared.params.stop
+        calls = SeatedCalls(shared.chat, self._sample_for, limits, self.seats, self._ask, stop)
         result: StepResult | None = None
         error: UserCodeError | None = None
         async with shared.door.open(calls, environment.seats) as endpoint:
@@ -270,11 +272,15 @@ class _Rollout:
             self._take(calls, result)
         except UserCodeError as raised:
             error = error or raised
-        if calls.truncated and calls.opponent_error is None:
-            # an agent may well fail when it gets no more replies
-            self.trajectory.info["truncated"] = calls.truncated
-            if error is not None:
-                self.trajectory.info["error"] = str(error)
+        met: Mapping[str, Any] = {}
+        if calls.opponent_error is None:
+            if calls.truncated:  # an agent may well fail when it gets no more replies
+                met = {"truncated": calls.truncated}
+            elif error is not None:
+                met = as_result(error, calls.turns, environment.on_error)
+        self.trajectory.info.update(met)
+        if error is not None and met:
+            self.trajectory.info["error"] = str(error)
         elif error is not None:
             self.fail(error)
         if self.alive and not calls.turns:

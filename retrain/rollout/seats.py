@@ -160,10 +160,16 @@ class SeatedCalls(Calls):
     """The calls of an agent's rollout, of which opponents answer those to their seats."""
 
     def __init__(
-        self, chat: Chat, sample: Sample, limits: tuple[int, int | None], seats: Seats, ask: Ask
+        self,
+        chat: Chat,
+        sample: Sample,
+        limits: tuple[int, int | None],
+        seats: Seats,
+        ask: Ask,
+        stop: Sequence[str] = (),
     ) -> None:
         """`limits` are `max_turns` and `max_tokens`."""
-        super().__init__(chat, sample, *limits)
+        super().__init__(chat, sample, *limits, stop=stop)
         self._seats, self._ask = seats, ask
         self.opponent_error: UserCodeError | None = None
         """What an opponent raised: the rollout fails with it."""
@@ -176,10 +182,11 @@ class SeatedCalls(Calls):
         n: int = 1,
         seat: str = "",
         options: Mapping[str, Any] = NOTHING,
+        continues: bool = False,
     ) -> list[Reply]:
         if seat in self._seats.opponents:
             return await self._opposed(messages, n, seat)
-        return await super().chat(messages, tools, n, seat, options)
+        return await super().chat(messages, tools, n, seat, options, continues)
 
     async def complete(
         self,

@@ -1,70 +1,30 @@
-"""Splits a test into what calls the program and what judges the result, by its syntax tree.
+"""Tests as code: the functions and assertions of a text, by its syntax tree.
 
-    assert math.isclose(area(2), 12.57, rel_tol=0.01)
-
-becomes the expression `area(2)` for the program's process, and
-`math.isclose(_value0, 12.57, rel_tol=0.01)` for the judge's. A name that the test doesn't import or
-assign itself, and that is no built-in, is one of the program.
-
-An assertion that can't be split is computed in the program's process as a whole, so that a program
-can forge it: assertions in loops, functions, `with` and `try`, and those whose calls depend on a
-variable of a comprehension or a lambda.
+A name that the tests neither bind nor import, and that is not built in, belongs to the program. See
+`scripts/judge.py` for how a test runs. What a program can't prove there is an error here: a
+comparison of two objects of the program, whose class decides the result.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import sys
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
-_VALUES = (
-    "str repr list tuple set frozenset sorted dict len sum int float bool type next iter max min "
-    "round bytes reversed enumerate zip map filter hash ord chr"
-)
-CONVERSIONS = frozenset(_VALUES.split())
-"""Built-ins that belong to the value: `sorted(f(x)) == [1, 2]` compares the sorted list."""
-JUDGES = frozenset(dir(builtins)) - CONVERSIONS
-JOINTS = (
-    *(ast.BoolOp, ast.Compare, ast.UnaryOp, ast.BinOp, ast.IfExp),
-    *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Starred, ast.keyword),
-)
-"""Parts of an assertion whose parts are split in turn."""
-BINDING = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.Lambda)
-"""What may call the program with variables of its own: it belongs to the value."""
+_BUILTINS = frozenset(dir(builtins))
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
     """One test: statements, of which at least one is an assertion or calls the program."""
 
-    body: tuple[ast.stmt, ...]
+    source: str
+    names: tuple[str, ...]
+    """Those that it may mean of the program; its own statements bind the others."""
     name: str = ""
     """Of a function; empty for a single assertion."""
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The two parts of a test, for the scripts `subject` and `judge`."""
-
-    steps: list[tuple[str, str]]
-    """What the program's process does in this order: "exec" a statement, or "eval" a value."""
-    before: str
-    """The statements of the judge: imports, and values without the program."""
-    assertions: list[str]
-    """What must be true, of the names `_value0`, `_value1`, ..."""
-
-    @property
-    def values(self) -> list[str]:
-        return [text for kind, text in self.steps if kind == "eval"]
-
-    @property
-    def shown(self) -> str:
-        """The calls of the program, without what is expected of them."""
-        whole = any(isinstance(n, ast.Compare) for v in self.values for n in ast.walk(ast.parse(v)))
-        return "An assertion" if whole or not self.values else f"`{', '.join(self.values)}`"
 
 
 def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
@@ -80,28 +40,56 @@ def code_tests(text: str, entry_point: str = "") -> list[CodeTest]:
         raise ValueError(
             f"the tests are not valid Python: {getattr(error, 'msg', error)}{line}"
         ) from None
+    program = _program_names(tree, entry_point)
+    if wrong := next(_undecidable(tree, program), ""):
+        raise ValueError(wrong)
     found: list[CodeTest] = []
     before: list[ast.stmt] = []
+    seen = 0
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            found.append(CodeTest((*before, *node.body), node.name))
+            call = ast.parse(f"{node.name}()").body
+            found.append(_test([*before, node, *call], program, node.name))
         elif isinstance(node, ast.FunctionDef) and node.name == "check" and entry_point:
-            named = [_named(node, entry_point)]
-            found += _each_assertion([*before, *named, *node.body])
+            named = _named(node, entry_point)
+            found += [_test(body, program) for body in _parts([*before, named, *node.body])]
         elif isinstance(node, ast.Assert):
-            found.append(CodeTest((*before, node)))
+            found.append(_test([*before, node], program))
         elif not _calls_check(node):
             before.append(node)
-    if not found and _judging(before):
-        found = [CodeTest(tuple(before))]
-    if why := _no_test(tree, found, entry_point):
+            continue
+        seen = len(before)
+    if _judging(before, before[seen:]):
+        found.append(_test(before, program))
+    if why := _no_test(tree, found, program):
         raise ValueError(f"there is no test in {text[:80]!r}: {why}")
     return found
 
 
-def _no_test(tree: ast.Module, found: Sequence[CodeTest], entry_point: str) -> str:
+def _test(body: Sequence[ast.stmt], program: frozenset[str], name: str = "") -> CodeTest:
+    tree = ast.Module(list(body), [])
+    names = _names(tree, ast.Load) - _BUILTINS | program
+    modules = _modules(tree, program)
+    imports = [f"import {name}\n" for name in sorted(modules)]
+    return CodeTest("".join([*imports, ast.unparse(tree)]), tuple(sorted(names - modules)), name)
+
+
+def _modules(tree: ast.AST, program: frozenset[str]) -> set[str]:
+    """Modules of Python that a test uses without an import; a program can't define its own `math`.
+
+    A name that is called, such as `array(...)`, is the program's.
+    """
+    owners = {getattr(n.value, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    return (owners & program & sys.stdlib_module_names) - _called(tree)
+
+
+def _called(tree: ast.AST) -> set[str]:
+    return {getattr(n.func, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Call)}
+
+
+def _no_test(tree: ast.Module, found: Sequence[CodeTest], program: frozenset[str]) -> str:
     """Why every program would pass; empty if not so."""
-    if found and not entry_point and not _names_program(tree):
+    if found and not program:
         return "it defines all that it calls, so every program passes; call the program"
     if found:
         return ""
@@ -111,17 +99,50 @@ def _no_test(tree: ast.Module, found: Sequence[CodeTest], entry_point: str) -> s
     return why
 
 
-def _names_program(tree: ast.Module) -> bool:
-    """Whether there is a name that the tests don't bind: else they are a program themselves."""
-    nodes = list(ast.walk(tree))
-    bound = _names(tree, ast.Store) | {node.arg for node in nodes if isinstance(node, ast.arg)}
-    for node in nodes:
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef):
-            bound |= _bound(node)
-        elif isinstance(node, ast.ClassDef):
+def _program_names(tree: ast.Module, entry_point: str) -> frozenset[str]:
+    """The names that the tests don't bind. A built-in one if they call nothing but that."""
+    bound = _names(tree, ast.Store) | ({"check"} if entry_point else set())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             bound.add(node.name)
-    indirect = {"eval", "exec", "globals", "vars", "__import__"}
-    return bool(_names(tree, ast.Load) - bound - (JUDGES | CONVERSIONS) | _names(tree) & indirect)
+        elif isinstance(node, ast.ExceptHandler):
+            bound.add(node.name or "")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    free = _names(tree, ast.Load) - bound | ({entry_point} if entry_point else set())
+    called = _called(tree) & free
+    return frozenset(free - _BUILTINS or (called if len(called) == 1 else ()))
+
+
+def _undecidable(tree: ast.Module, program: frozenset[str]) -> Iterator[str]:
+    """What only the program's own classes could decide, with its line."""
+    packages = {"np", "pd", "numpy", "pandas"} & program
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            values = [node.left, *node.comparators]
+            objects = [value for value in values if _is_object(value, program)]
+            others = [value for value in values if value not in objects[:1]]
+            equal = isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot)
+            if not (equal and objects and any(_names(value) & program for value in others)):
+                continue
+            why = "compares objects of the program; compare their attributes, or str() of them"
+        elif isinstance(node, ast.ClassDef) and any(_names(b) & program for b in node.bases):
+            why = "derives a class from one of the program; call the program's own class"
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in packages:
+            why = "needs a module of the program; import it in the tests"
+        else:
+            continue
+        yield f"line {node.lineno} of the tests, `{ast.unparse(node).splitlines()[0]}`, {why}"
+
+
+def _is_object(node: ast.expr, program: frozenset[str]) -> bool:
+    """Whether it is, by its name, an instance or an attribute of a class of the program."""
+    owner = getattr(node, "func" if isinstance(node, ast.Call) else "value", None)
+    if not isinstance(node, ast.Call | ast.Attribute) or not isinstance(owner, ast.Name):
+        return False
+    return owner.id in program and owner.id.lstrip("_")[:1].isupper()
 
 
 def _named(check: ast.FunctionDef, entry_point: str) -> ast.stmt:
@@ -135,14 +156,14 @@ def _named(check: ast.FunctionDef, entry_point: str) -> ast.stmt:
     return ast.parse(f"{names[0]} = {entry_point}").body[0]
 
 
-def _judging(body: Sequence[ast.stmt]) -> bool:
-    """Whether statements judge the program, by themselves or by calling a function of theirs.
+def _judging(body: Sequence[ast.stmt], last: Sequence[ast.stmt]) -> bool:
+    """Whether the last statements judge the program, by themselves or by functions of the body.
 
     Else every program passes them, such as a reference solution in the column of the tests.
     """
     defined = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
     judges = {node.name for node in defined if _judges(node)}
-    return any(_judges(n) or _names(n) & judges for n in body if n not in defined)
+    return any(_judges(n) or _names(n) & judges for n in last if n not in defined)
 
 
 def _judges(node: ast.stmt) -> bool:
@@ -153,13 +174,17 @@ def _judges(node: ast.stmt) -> bool:
     return raising or any(name.startswith("assert") for name in names)
 
 
-def _each_assertion(body: Sequence[ast.stmt]) -> Iterator[CodeTest]:
+def _parts(body: Sequence[ast.stmt]) -> Iterator[Sequence[ast.stmt]]:
+    """Each assertion with the other statements, or all together if others have assertions.
+
+    `assert True`, which HumanEval has, is no test.
+    """
     before = [node for node in body if not isinstance(node, ast.Assert)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
-    if len(before) + len(asserts) == len(body) and asserts and not _nested(before):
-        yield from (CodeTest((*before, node)) for node in asserts)
+    if asserts and not _nested(before):
+        yield from ([*before, node] for node in asserts if not isinstance(node.test, ast.Constant))
     else:
-        yield CodeTest(tuple(body))
+        yield body
 
 
 def _nested(body: Sequence[ast.stmt]) -> bool:
@@ -173,88 +198,7 @@ def _calls_check(node: ast.stmt) -> bool:
     )
 
 
-def split(test: CodeTest) -> Split:
-    """The parts of a test."""
-    own: set[str] = set()
-    shared: list[ast.stmt] = []
-    steps: list[tuple[str, ast.AST]] = []
-    assertions: list[str] = []
-    count = 0
-    for node in test.body:
-        if isinstance(node, ast.Assert):
-            splitter = _Splitter(own, count)
-            assertions.append(ast.unparse(splitter.visit(deepcopy(node.test))))
-            steps += [("eval", value) for value in splitter.values]
-            count += len(splitter.values)
-            continue
-        if _is_own(node, own):
-            own |= _bound(node)
-            shared.append(node)
-        steps.append(("exec", node))
-    # A value of the test that the program's process doesn't need may be the expected result.
-    used = set().union(*(_names(node) for _, node in steps if node not in shared))
-    steps = [
-        (kind, node)
-        for kind, node in steps
-        if node not in shared or _is_import(node) or _bound(node) & used
-    ]
-    sources = [(kind, ast.unparse(node)) for kind, node in steps]
-    return Split(sources, "\n".join(map(ast.unparse, shared)), assertions)
-
-
-def _is_import(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Import | ast.ImportFrom)
-
-
-def _is_own(node: ast.stmt, own: set[str]) -> bool:
-    """Whether a statement is one of the test: an import, or what doesn't call the program."""
-    if _is_import(node):
-        return True
-    if isinstance(node, ast.FunctionDef):
-        inner = {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)} | {node.name}
-        return _names(node) - _names(node, ast.Store) - inner <= own | JUDGES | CONVERSIONS
-    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-        return False
-    return _names(node.value) <= own | JUDGES | CONVERSIONS
-
-
-def _bound(node: ast.stmt) -> set[str]:
-    """The names that an import, a function or an assignment binds."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return {node.name} if isinstance(node, ast.FunctionDef) else _names(node, ast.Store)
-
-
 def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
     """The names in a tree, or those that it stores."""
     names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
     return {name.id for name in names if isinstance(name.ctx, context)}
-
-
-class _Splitter(ast.NodeTransformer):
-    """Replaces what calls the program by `_value0`, `_value1`, ..., from the number `first` on."""
-
-    def __init__(self, own: set[str], first: int = 0) -> None:
-        self.own, self.first = own, first
-        self.values: list[ast.expr] = []
-
-    def visit(self, node: ast.AST) -> Any:
-        if not isinstance(node, ast.expr | ast.keyword) or not self._calls_program(node):
-            return node
-        bound = any(isinstance(inner, BINDING) for inner in ast.iter_child_nodes(node))
-        if isinstance(node, ast.Call) and self._is_judge(node.func) and not bound:
-            return self.generic_visit(node)
-        if isinstance(node, JOINTS):
-            return self.generic_visit(node)
-        self.values.append(node)
-        return ast.Name(f"_value{self.first + len(self.values) - 1}", ast.Load())
-
-    def _is_judge(self, function: ast.expr) -> bool:
-        """Whether a function is one of the test or a built-in that judges."""
-        while isinstance(function, ast.Attribute):
-            function = function.value
-        return isinstance(function, ast.Name) and function.id in self.own | JUDGES
-
-    def _calls_program(self, node: ast.AST) -> bool:
-        bound = _names(node, ast.Store) | {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}
-        return bool(_names(node) - bound - self.own - JUDGES - CONVERSIONS)

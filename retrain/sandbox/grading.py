@@ -2,10 +2,9 @@
 
 - `{"input": ..., "output": ...}`: the program is run with the input, and what it prints is
   compared outside the sandbox.
-- Code: `asserts` splits each assertion. The program's process computes what calls the program, and
-  a second process, without the program, computes the rest with those values. So nothing that the
-  program does to its own process, such as an `__eq__` that is always true or an early exit with
-  code 0, makes a test pass.
+- Code: the tests run in a process of their own, and call the program in another one. They get plain
+  values and compare them themselves. So nothing that the program does, such as an `__eq__` that is
+  always true or an early exit with code 0, makes a test pass. See `scripts/judge.py`.
 """
 
 from __future__ import annotations
@@ -13,18 +12,22 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
+import signal
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from retrain.sandbox.asserts import CodeTest, code_tests, split
+from retrain.sandbox.asserts import CodeTest, code_tests
 from retrain.sandbox.base import Sandbox, SandboxLimits, SandboxResult
 from retrain.types import Prompt, Row
 
 SHOWN = 1000
 """Characters of a failure that are shown to the model."""
+ENDED = "It ended."
+"""What `judge` says of a program that ended; also if the judge ended with it."""
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)(?:^\1[`~]*\s*$|\Z)", re.MULTILINE | re.DOTALL)
 _HERE = Path(__file__).resolve().parent
 
@@ -184,49 +187,27 @@ async def _all(runs: Sequence[Awaitable[SandboxResult]]) -> list[SandboxResult]:
 async def _by_code(
     sandbox: Sandbox, program: str, tests: Sequence[CodeTest], limits: SandboxLimits
 ) -> Graded:
-    pieces = [split(test) for test in tests]
-    files = {
-        "program": program,
-        "codec.py": _script("codec"),
-        "tests": json.dumps([piece.steps for piece in pieces]),
-    }
-    argv = ["python", "-c", _script("subject")]
-    ran = await sandbox.run(argv, files, limits=limits)
-    answers = _answers(ran.stdout, len(tests))
-    judged = [
-        {**asdict(piece), "count": len(piece.values), "values": answer.get("values", [])}
-        for piece, answer in zip(pieces, answers, strict=True)
-    ]
-    passed = [False] * len(tests)
-    if any("values" in answer for answer in answers):
-        files = {"codec.py": _script("codec"), "tests": json.dumps(judged)}
-        argv = ["python", "-c", _script("judge")]
-        verdict = await sandbox.run(argv, files, limits=limits)
-        said = verdict.stdout.split()
-        passed = [
-            "values" in answer and index < len(said) and said[index] == "pass"
-            for index, answer in enumerate(answers)
-        ]
-    for test, piece, answer, good in zip(tests, pieces, answers, passed, strict=True):
+    files = {"program": program, **{f"{n}.py": _script(n) for n in ("peer", "subject")}}
+    given = [{"source": test.source, "names": test.names} for test in tests]
+    secret = secrets.token_hex()
+    argv, stdin = ["python", "-c", _script("judge")], f"{secret}\n{json.dumps(given)}"
+    ran = await sandbox.run(argv, files, stdin=stdin, limits=limits)
+    lines = [line.partition(" ") for line in ran.stdout.splitlines()]
+    verdicts = [json.loads(text) for key, _, text in lines if key == secret]
+    if len(verdicts) > len(tests):  # it got to the end; the last line is the program's exit code
+        code = verdicts[-1]
+        ran = replace(ran, exit_code=code, limit="cpu" if code == -signal.SIGXCPU else "")
+    verdicts += [{"call": "", "wrong": ENDED}] * len(tests)
+    passed = tuple(verdict["wrong"] == "" for verdict in verdicts[: len(tests)])
+    for test, verdict, good in zip(tests, verdicts, passed, strict=False):
         if not good:
-            what = f"The test {test.name}" if test.name else piece.shown
-            why = answer.get("error") or _ending(ran, limits) or "It is false."
-            return Graded(tuple(passed), f"{what} failed. {_cut(str(why))}")
-    return Graded(tuple(passed))
-
-
-def _answers(output: str, count: int) -> list[dict[str, Any]]:
-    """One line of JSON per test; the program may have written anything."""
-    answers: list[dict[str, Any]] = []
-    for line in output.splitlines()[:count]:
-        try:
-            answer = json.loads(line)
-            json.dumps(answer)  # the judge gets it
-        except (ValueError, RecursionError):
-            answer = {}
-        good = isinstance(answer, dict) and isinstance(answer.get("values", []), list)
-        answers.append(answer if good else {})
-    return answers + [{}] * (count - len(answers))
+            call = f"`{verdict['call']}`" if verdict["call"] else "An assertion"
+            why = verdict["wrong"]
+            if why == ENDED:
+                why = _ending(ran, limits) or why
+            what = f"The test {test.name}" if test.name else call
+            return Graded(passed, f"{what} failed. {_cut(why)}")
+    return Graded(passed)
 
 
 def _script(name: str) -> str:

@@ -28,6 +28,10 @@ SCRATCH = "/tmp"
 """The working folder of a program, the only one that it can write to."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": SCRATCH, "LANG": "C.UTF-8"}
 NOBODY = 65534
+KILLED = 128 + signal.SIGKILL
+"""The exit code of the outer process if the init was killed; it is that of bubblewrap too."""
+NEAR = b"near\n"
+"""The first line of the status if the processes have used half of the memory that they may use."""
 TICK = 0.05
 """Seconds between two looks at the memory of all processes together."""
 SYSTEM = (
@@ -62,8 +66,8 @@ def outer(spec: Spec, status: int) -> NoReturn:
     if init == 0:
         guarded(status, lambda: _init(spec, status))
     os.closerange(0, status + 1)
-    os.waitpid(init, 0)
-    os._exit(0)
+    _, code = os.waitpid(init, 0)
+    os._exit(KILLED if os.WIFSIGNALED(code) else 0)
 
 
 def guarded(status: int, work: Callable[[], None]) -> NoReturn:
@@ -92,7 +96,10 @@ def _init(spec: Spec, status: int) -> NoReturn:
 
 def supervise(spec: Spec, status: int) -> NoReturn:
     """Start the program, watch it, and report how it ended."""
-    _write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"1000")
+    # If the machine lacks memory, the kernel kills this process before the program: if a program
+    # is killed and this process is not, the program did it.
+    score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+    os.write(score, b"%d" % max(500, int(os.read(score, 9))))
     _drop_privileges()
     _call("prctl", _DUMPABLE, 0, 0, 0, 0)  # no access to our memory for processes of the same user
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # so the kernel ignores those of the sandbox
@@ -104,8 +111,9 @@ def supervise(spec: Spec, status: int) -> NoReturn:
     program = os.fork()
     if program == 0:
         guarded(status, lambda: _program(spec))
+    _write(score, b"1000")
     os.closerange(0, 3)
-    _report(status, _watched(program, spec["limits"]))
+    _report(status, ending(program, spec["limits"], status))
     os._exit(0)
 
 
@@ -127,8 +135,8 @@ def set_limits(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_AS, memory, memory),
         (resource.RLIMIT_FSIZE, disk, disk),
         (resource.RLIMIT_NOFILE, 256, 256),
-        # The init and, for an ordinary user, the outer process count as well.
-        (resource.RLIMIT_NPROC, limits["processes"] + 2, limits["processes"] + 2),
+        # The init, the judge of a program and, for an ordinary user, the outer process count too.
+        (resource.RLIMIT_NPROC, limits["processes"] + 3, limits["processes"] + 3),
         (resource.RLIMIT_CORE, 0, 0),
     ):
         _, most = resource.getrlimit(number)
@@ -136,23 +144,31 @@ def set_limits(limits: dict[str, Any]) -> None:
         resource.setrlimit(number, (min(soft, most), most))
 
 
-def _watched(program: int, limits: dict[str, Any]) -> dict[str, Any]:
+def ending(program: int, limits: dict[str, Any], status: int) -> dict[str, Any]:
+    """How the program ended. If this process lacks memory or files, the program has taken them."""
+    with suppress(OSError, MemoryError):
+        return _watched(program, limits, status)
+    return {"code": -signal.SIGKILL}
+
+
+def _watched(program: int, limits: dict[str, Any], status: int) -> dict[str, Any]:
     """Wait for the program, and reap what it abandoned; end it above the limits."""
+    near = False
     while True:
         while True:
-            try:
-                process, code = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return {"error": "the program was lost"}
+            process, code = os.waitpid(-1, os.WNOHANG)
             if process == program:
                 exit_code = os.waitstatus_to_exitcode(code)
                 return {"code": exit_code, "limit": "cpu" if exit_code == -signal.SIGXCPU else ""}
             if process == 0:
                 break
         count, kilobytes = _usage()
+        if not near and kilobytes > limits["memory"] << 9:
+            near = True
+            os.write(status, NEAR)
         if kilobytes > limits["memory"] << 10:
             return {"code": -signal.SIGKILL, "limit": "memory"}
-        if count > limits["processes"] + 2:  # where RLIMIT_NPROC doesn't count, as for root
+        if count > limits["processes"] + 3:  # where RLIMIT_NPROC doesn't count, as for root
             return {"code": -signal.SIGKILL, "limit": "processes"}
         signal.sigtimedwait([signal.SIGCHLD], TICK)
 
@@ -262,8 +278,17 @@ _TABLE = """
 428 428 open_tree      429 429 move_mount      430 430 fsopen          432 432 fsmount
 433 433 fspick         438 438 pidfd_getfd     442 442 mount_setattr   447 447 memfd_secret
 29 194 shmget          64 190 semget           68 186 msgget           240 180 mq_open
+440 440 process_madvise  448 448 process_mrelease
 """
 _DENIED = _TABLE.split()
+# What sets limits and priorities of processes, and could starve the init, which has the same user.
+# The first arguments must have these values; 0 is the calling process.
+_LIMITS = """
+302 261 0 prlimit64      144 119 0 sched_setscheduler   142 118 0 sched_setparam
+314 274 0 sched_setattr  203 122 0 sched_setaffinity    141 140 0,0 setpriority
+251 30 1,0 ioprio_set    256 238 0 migrate_pages        279 239 0 move_pages
+"""
+_OWN = _LIMITS.split()
 _MACHINES = {"x86_64": (0, 0xC000003E, 56, 41), "aarch64": (1, 0xC00000B7, 220, 198)}
 """The column above, the kernel's number of the architecture, and those of clone and socket."""
 _CLONE3, _FAMILIES = 435, (1, 2, 10)  # sockets: Unix and Internet, which reach nothing in here
@@ -280,6 +305,12 @@ def filter_system_calls() -> None:
         code += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, eperm)]
     for number in _DENIED[column::3]:
         code += [(_EQUAL, 0, 1, int(number)), (_RETURN, 0, 0, eperm)]
+    for number, given in zip(_OWN[column::4], _OWN[2::4], strict=True):
+        values = [int(value) for value in given.split(",")]
+        code += [(_EQUAL, 0, 2 * len(values) + 2, int(number))]
+        for i, value in enumerate(values):
+            code += [(_LOAD, 0, 0, 16 + 8 * i), (_EQUAL, 0, 2 * (len(values) - i) - 1, value)]
+        code += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, eperm)]
     # The flags of clone3 are in memory, where a filter can't read; libc falls back to clone.
     code += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, enosys)]
     namespaces = _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET

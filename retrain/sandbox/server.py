@@ -54,6 +54,7 @@ class Job:
         self.open = {name: read_end for name, (read_end, _) in pipes.items()}
         self.pidfd = os.pidfd_open(self.process)
         self.alive = True
+        self.exit_code = 0
 
     def kill(self, limit: str) -> None:
         """End everything in the sandbox: its init dies with the outer process."""
@@ -62,11 +63,15 @@ class Job:
             os.kill(self.process, signal.SIGKILL)
 
     def reply(self) -> dict[str, Any]:
+        near = self.outputs["status"].startswith(jail.NEAR)
+        report = self.outputs["status"].removeprefix(jail.NEAR)
         try:
-            status = json.loads(self.outputs["status"].partition(b"\n")[0] or b"{}")
+            status = json.loads(report.partition(b"\n")[0] or b"{}")
         except ValueError:
             status = {"error": "the status of the sandbox is damaged"}
-        if not status and not self.limit:
+        if not status and not self.limit and self.exit_code == jail.KILLED and near:
+            status = {"code": -signal.SIGKILL}  # its own init: the program took the memory
+        elif not status and not self.limit:
             status = {"error": "the sandbox was killed from outside; is the machine out of memory?"}
         if self.limit or status.get("code") is not None:
             status.pop("error", None)
@@ -143,7 +148,7 @@ class Server:
         if name == "process":
             self.selector.unregister(descriptor)
             os.close(descriptor)
-            os.waitpid(job.process, 0)
+            job.exit_code = os.waitstatus_to_exitcode(os.waitpid(job.process, 0)[1])
             job.alive = False
         elif data := os.read(descriptor, CHUNK):
             kept = job.outputs[name]

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
+import gc
 import logging
 import time
 import uuid
@@ -24,6 +26,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
+from retrain.engine.available import ram
 from retrain.engine.models import load_tokenizer
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.weights import LoraWeights
@@ -118,6 +121,8 @@ class Service:
         for model in [one for one in self.models.values() if one.session is session]:
             self.drop_model(model)
         await self.drop_samplers([one for one in self.samplers.values() if one.session is session])
+        self.jobs.forget(session)
+        self._engine.submit(give_back)
 
     # Models
 
@@ -131,6 +136,7 @@ class Service:
         """Give a model fresh weights, or those of `source`: (checkpoint, with optimizer)."""
 
         def build() -> None:
+            self._check_memory(model.tuning)
             trainer = self._engine.trainer(model.tuning)
             try:
                 if source is not None:
@@ -277,6 +283,8 @@ class Service:
 
         for sampler in samplers:
             self.samplers.pop(sampler.id, None)
+        needed = {one.place for one in self.samplers.values()}
+        await self._pool.forget({one.place for one in samplers} - needed)
         await asyncio.to_thread(delete, [one.place for one in samplers if one.place])
 
     async def sample(self, sampler: SamplingSession, request: SampleRequest) -> Sampled:
@@ -358,7 +366,8 @@ class Service:
     async def _open_pool(self) -> SamplerPool[Place | None, LocalSampler] | VllmPool:
         settings = self.settings
         if settings.vllm is None:
-            return SamplerPool(self._make_sampler, self._weights, settings.max_live_samplers)
+            limit = settings.max_live_samplers
+            return SamplerPool(self._make_sampler, self._weights, limit, self._room)
         snapshots = Snapshots(self._weights, self._rank, self._adapter)
         pool = await open_pool(settings.vllm, settings, self._engine, self.tokenizer, snapshots)
         self.limits = replace(self.limits, context=pool.context_length)
@@ -369,6 +378,22 @@ class Service:
         if plain.device.type != device.type:  # sharded weights are whole only on the CPU
             plain = copy.deepcopy(plain).to(device)  # type: ignore[arg-type]  # transformers' own
         return LocalSampler(plain, self.tokenizer, threads=self.settings.threads)
+
+    def _check_memory(self, tuning: Tuning) -> None:
+        """Raise ServiceError unless another model fits: a process that is killed loses them all."""
+        copies = 1.0 if tuning.rank else 4.0  # activations; weights, gradients and moments
+        need, free = copies * self._engine.size, free_memory(self._engine.plain.device)
+        if free is not None and need > free:
+            raise conflict(
+                f"{free / 1e9:.1f} GB of memory are free, but another model needs about "
+                f"{need / 1e9:.1f} GB beside the {len(self.models)} in training: end a session "
+                "that is done, or try again later"
+            )
+
+    def _room(self) -> bool:
+        """Whether another sampler fits, with as much again for its requests."""
+        free = free_memory(self._engine.plain.device)
+        return free is None or free > 2 * self._engine.size
 
     def _weights(self, place: Place | None) -> dict[str, Tensor]:
         if place is None:
@@ -423,6 +448,22 @@ class Service:
         earliest = time.monotonic() - self.settings.snapshot_ttl
         old = [one for one in unnamed if one.used < earliest and one not in newest.values()]
         await self.drop_samplers(old)
+
+
+def give_back() -> None:
+    """Give the memory of models that have ended back to the system."""
+    gc.collect()  # a model is full of cycles
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on the device; None if that is unknown."""
+    if device.type != "cuda":
+        return ram()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def _scores(logprobs: Sequence[float], first: int) -> list[float | None]:

@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import hmac
-import re
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -19,10 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from retrain.service.errors import ServiceError
 from retrain.service.protocol import answer_error
 from retrain.service.state import Settings
+from retrain.transport.web import foreign
 
 HEALTH = "/api/v1/healthz"
 """The only path that needs no key."""
-_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s/@:\[\]]+))(?::[0-9]+)?")
+ADVICE = "if this name is right, start the service with --allow-host"
 
 
 class Gate:
@@ -37,9 +36,8 @@ class Gate:
             return
         headers, settings = Headers(scope=scope), self._settings
         try:
-            _check_origin(headers)
-            if settings.hosts is not None:
-                _check_host(headers, settings.hosts)
+            if reason := foreign(headers, settings.hosts, ADVICE):
+                raise ServiceError(403, reason)
             if settings.api_key is not None and scope["path"] != HEALTH:
                 _check_key(headers, settings.api_key)
         except ServiceError as error:
@@ -47,38 +45,6 @@ class Gate:
             await reply(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-
-def _check_origin(headers: Headers) -> None:
-    site = headers.get("sec-fetch-site", "none")
-    if site not in ("none", "same-origin"):
-        raise ServiceError(403, "requests from web pages of other sites are not accepted")
-    origin = headers.get("origin")
-    if origin is not None and _netloc(origin) != headers.get("host", "").lower():
-        raise ServiceError(403, f"requests from web pages of {origin[:200]!r} are not accepted")
-
-
-def _netloc(url: str) -> str | None:
-    try:
-        return urlsplit(url).netloc.lower()
-    except ValueError:  # half an IPv6 address
-        return None
-
-
-def _check_host(headers: Headers, hosts: tuple[str, ...]) -> None:
-    given = headers.get("host", "")
-    if _name(given) not in hosts:
-        raise ServiceError(
-            403,
-            f"Host: got {given[:200]!r}, expected one of {', '.join(hosts)}; if this name is "
-            "right, start the service with --allow-host",
-        )
-
-
-def _name(given: str) -> str:
-    """The name or address in a Host header, without its port; empty if there is none."""
-    found = _HOST.fullmatch(given.lower())
-    return (found[1] or found[2]).rstrip(".") if found else ""
 
 
 def _check_key(headers: Headers, key: str) -> None:

@@ -5,8 +5,8 @@
 - `Lane.submit(..., ordered=True)` runs jobs in the order of their numbers, 1, 2, 3, ..., whatever
   the order of arrival. A job behind a gap waits `gap_timeout` seconds for the missing number, then
   fails. A rejected request leaves no gap: `Lane.reject` lets later ones pass it.
-- Finished jobs are kept while their results hold fewer than `KEPT` numbers in total. The result of
-  an older job is forgotten (410).
+- Finished jobs are kept while their results hold fewer than `KEPT` numbers in total, and until
+  their session ends. The result of an older job is forgotten (410).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from retrain.errors import ConfigError
 from retrain.service.errors import ServiceError, conflict, invalid
@@ -27,6 +27,16 @@ from retrain.service.errors import ServiceError, conflict, invalid
 KEPT = 20_000_000
 Work = Callable[[], Awaitable[Any]]
 log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """A session."""
+
+    finished: bool
+
+
+def _same(result: Any) -> Any:  # whatever the work returns
+    return result
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +47,7 @@ class Job:
     """Its name in the protocol, for the encoding of its result."""
     size: int = 1
     """How many numbers its result holds, approximately."""
-    show: Callable[[Any], Any] = lambda result: result
+    show: Callable[[Any], Any] = _same
     """From what the work returns to the result in the protocol's form."""
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     state: Literal["waiting", "pending", "running", "done", "failed"] = "pending"
@@ -45,6 +55,8 @@ class Job:
     result: Any = None
     error: ServiceError | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # of the first reply, beside the id
+    session: Owner | None = None
+    """It is forgotten with this session."""
     protocol: object = None
     """What started it and knows the form of its result; the other protocol can't show it."""
     finished: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,6 +97,13 @@ class Jobs:
         self.add(job).state = "pending"
         self._tasks[job.id] = asyncio.create_task(self._run(job, work), name=f"{job.kind} {job.id}")
         return job
+
+    def forget(self, session: Owner) -> None:
+        """Forget the finished jobs of a session."""
+        for job in [one for one in self._finished.values() if one.session is session]:
+            del self._finished[job.id]
+            self._kept -= job.size
+            self._forgotten += 1
 
     def cancel(self, job: Job) -> None:
         """Stop its work if it is running."""
@@ -129,9 +148,11 @@ class Jobs:
         if job.finished.is_set():
             return
         job.state = state
+        job.show = _same  # frees the rows of its request
         self._open.pop(job.id, None)
-        self._finished[job.id] = job
-        self._kept += job.size
+        if job.session is None or not job.session.finished:
+            self._finished[job.id] = job
+            self._kept += job.size
         while self._kept > KEPT and len(self._finished) > 1:
             _, oldest = self._finished.popitem(last=False)
             self._kept -= oldest.size

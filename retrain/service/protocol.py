@@ -119,6 +119,7 @@ class Protocol(ABC):
         if not 1 <= seq_id <= INT64[1]:
             raise invalid(f"seq_id: got {shown(seq_id)}, expected 1 or more")
         job.facts["model_id"] = model.id
+        job.session = model.session
         return model.lane.submit(seq_id, call.raw, job, work, ordered=self.ordered)
 
     def create_model(
@@ -140,7 +141,7 @@ class Protocol(ABC):
             await self._service.build_model(model, source)
             return {"model_id": model_id, "path": path}
 
-        job = Job(kind, facts={"model_id": model_id})
+        job = Job(kind, facts={"model_id": model_id}, session=session)
         submitted = session.models.submit(number, call.raw, job, work, ordered=False)
         if submitted is job:
             self._service.models[model_id] = model
@@ -170,6 +171,7 @@ class Protocol(ABC):
             job.size = found.size
             return found
 
+        job.session = sampler.session
         job.facts["sample_sequence_ids"] = [f"{job.id}:{i}" for i in range(request.count)]
         return work, request
 

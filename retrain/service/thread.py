@@ -42,6 +42,8 @@ class TrainerThread:
     tied: bool
     """Whether the model's output layer is its embedding."""
     work: Work
+    size: int
+    """Bytes of its weights."""
 
     def __init__(self, settings: Settings, failed: Callable[[AdapterError], None]) -> None:
         self._settings, self._failed = settings, failed
@@ -119,6 +121,7 @@ class TrainerThread:
             whole = load_model(work.folder, "cpu").requires_grad_(False)
         self.tied = bool(whole.config.tie_word_embeddings)
         self.plain = untied(whole)
+        self.size = sum(p.numel() * p.element_size() for p in self.plain.parameters())
 
     def _call(self, call: Callable[[], T]) -> T:
         self._check()

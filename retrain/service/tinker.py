@@ -83,7 +83,7 @@ class TinkerProtocol(Protocol):
         return f"{session.id}:{kind}:{number}"
 
     def place_of(self, path: str) -> Place:
-        return wire.place_of(path, "sampler_weights")
+        return wire.place_of(path)
 
     # The service and its sessions
 

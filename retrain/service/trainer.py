@@ -46,8 +46,9 @@ from retrain.service.passes import (
 )
 from retrain.service.trainable import ShardedBase, Trainable, Tuning, whole
 
-LOGITS_AT_ONCE = 2**29
-"""Maximum size of a micro-batch's logits (2 GiB in float32)."""
+LOGITS_AT_ONCE = {"cpu": 2**26, "cuda": 2**29}
+"""Maximum size of a micro-batch's logits, by the kind of device. A pass takes about six times
+their bytes; on a CPU, larger micro-batches are no faster."""
 T = TypeVar("T")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _numbers = itertools.count()
@@ -300,7 +301,7 @@ class Trainer:
     @property
     def _limit(self) -> int:
         """Tokens of a micro-batch."""
-        return max(1, LOGITS_AT_ONCE // self._part.vocabulary)
+        return max(1, LOGITS_AT_ONCE[self._part.device.type] // self._part.vocabulary)
 
     @property
     def _parameters(self) -> list[Tensor]:

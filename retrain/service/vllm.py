@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +103,10 @@ class VllmPool:
                 self._users -= 1
                 if not self._users:
                     self._idle.set()
+
+    async def forget(self, keys: Collection[Place | None]) -> None:
+        """Unload these adapters, as soon as nobody samples them."""
+        await self._adapters.forget([key for key in keys if key is not BASE])
 
     async def close(self) -> None:
         """End the servers that the service has started, and the connections to the others."""

@@ -9,13 +9,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from retrain.errors import ConfigError, install_command
+from retrain.run import Parser
 from retrain.service.serve import add_address
 
 HELP = "/reset begins a new conversation; /quit or Ctrl-D exits."
 
 
 def chat_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         allow_abbrev=False,
         prog="retrain chat",
         description="Chat with a trained model, or any other model, in the terminal. For a run, "
@@ -41,7 +42,7 @@ def chat_parser() -> argparse.ArgumentParser:
 
 
 def openai_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         allow_abbrev=False,
         prog="retrain serve",
         description="Serve a trained model, or any other model, to clients of OpenAI's API, such "
@@ -54,6 +55,18 @@ def openai_parser() -> argparse.ArgumentParser:
         help="a run directory, its checkpoints/step_N, tiny, a model folder or a Hugging Face id",
     )
     add_address(parser)
+    parser.add_argument(
+        "--tools",
+        metavar="FORMAT",
+        help="the format of tool calls, such as hermes (default: the run's, or that of the chat "
+        "template)",
+    )
+    parser.add_argument(
+        "--show-tools",
+        choices=("template", "system"),
+        help="what shows tools to the model: the chat template, or a system message in the format "
+        "hermes (default: the run's, or template)",
+    )
     _add_engine(parser)
     return parser
 

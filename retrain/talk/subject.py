@@ -62,7 +62,7 @@ def find_subject(text: str) -> Subject:
 
 def _of_run(folder: Path, checkpoint: Path | None = None) -> Subject:
     """A checkpoint of a run; by default its exported model, or its newest checkpoint."""
-    config = load_config(folder / CONFIG)
+    config = load_config(folder / CONFIG, fill=False)  # a secret of the run is not needed
     base = Subject(
         f"{config.model} (the base model)",
         find_model(config.model, config.base_dir),

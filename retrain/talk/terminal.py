@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.concurrency.threads import DaemonPool
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, printable
 from retrain.rollout.calls import CallError, Reply
 from retrain.run import DONE, drive
 from retrain.talk.arguments import HELP, options_of, require
@@ -74,7 +74,7 @@ async def _talk(subject: Subject, arguments: argparse.Namespace, options: dict[s
             voice = await stack.enter_async_context(
                 opened(one, arguments.device, arguments.threads)
             )
-            label = f"{label}> " if arguments.compare and terminal else ""
+            label = f"{label}> " if arguments.compare else ""
             talks.append(Talk(label, voice, options, arguments.system))
             talks[-1].reset()
         if terminal:
@@ -103,7 +103,7 @@ async def _answer(talks: Sequence[Talk], line: str) -> None:
             raise reply
         if reply.reasoning:
             _note(f"{talk.label}reasoning: {reply.reasoning}")
-        print(f"{talk.label}{reply.text}", flush=True)
+        print(f"{talk.label}{printable(reply.text)}", flush=True)
         if reply.completion.stop_reason == "length":
             _note(f"{talk.label}(cut after {len(reply.completion.token_ids)} tokens)")
 
@@ -124,4 +124,4 @@ def _line(terminal: bool) -> str | None:
 
 def _note(text: str) -> None:
     """Everything but replies goes to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -99,6 +99,8 @@ class BaseTrainer(ABC):
 
     scored: ClassVar[bool] = True
     """Whether it learns from rewards."""
+    console: bool = True
+    """Whether trainings print their progress."""
 
     def __init__(self) -> None:
         self._progress = Progress()
@@ -250,9 +252,11 @@ class BaseTrainer(ABC):
                 gate=gate,
             )
             self._reward_error = None
-            running = train(config, callbacks=[hooks], start_from=start, parts=parts)
+            running = train(
+                config, callbacks=[hooks], start_from=start, parts=parts, console=self.console
+            )
             try:
-                result = await _unwrapped(running)
+                result = await running
             finally:
                 self._hooks, self._progress = None, hooks.progress
         finally:
@@ -303,14 +307,3 @@ def one_reward(name: str, calculator: RewardCalculator, config: RunConfig) -> Sc
         deadlines=config.deadlines,
         concurrency=config.rollout.reward_concurrency,
     )
-
-
-async def _unwrapped(running: Coroutine[Any, Any, T]) -> T:
-    """Await it. A single error is raised without the exception groups around it."""
-    try:
-        return await running
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        raise error from error.__cause__

@@ -139,7 +139,10 @@ class Hooks(Nested):
         # a service's checkpoint must outlive the copy's origin
         self.run.checkpoints.spared.add(self.run.step)
         await checkpoint(self.run)
-        await self._copy()
+        if self.run.checkpoints.saved == self.run.step:
+            await self._copy()
+        else:  # the evaluation of an earlier step was cut off
+            self.run.record.fault(f"save_checkpoint: step {self.run.step} could not be saved")
 
     async def _copy(self) -> None:
         assert self.progress.checkpoint is not None

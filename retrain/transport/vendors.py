@@ -23,6 +23,10 @@ class Vendor:
     key_variable: str
     """The environment variable of the key."""
 
+    def runs(self, url: str) -> bool:
+        """Whether `url` is the vendor's own service, where requests cost money."""
+        return _host(url) == _host(self.url)
+
     def api_key(self, url: str, given: str | None = None) -> str:
         """The key for the service at `url`: the given one, else the environment's; "" is no key.
 
@@ -30,7 +34,7 @@ class Vendor:
         header can carry it.
         """
         key = os.environ.get(self.key_variable, "").strip() if given is None else given
-        if not key and given is None and _host(url) == _host(self.url):
+        if not key and given is None and self.runs(url):
             raise ConfigError(
                 f"{self.key_variable} is not set: export {self.key_variable}=... with your API key"
             )

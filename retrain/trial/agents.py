@@ -17,6 +17,10 @@ SECONDS = 20.0
 """After this time no further reply is tried."""
 NO_ROLLOUT = "the agent completes 0 "
 """The beginning of the finding if the agent completes no rollout."""
+ALWAYS = (
+    "in every scored rollout: fix the agent, unless it is right to reject all the replies of this "
+    "check, which are short texts and malformed tool calls"
+)
 Case = tuple[str, Trajectory]
 
 
@@ -37,7 +41,7 @@ async def tried_agent(
     plays = [(n, replies[0]) for n in range(len(prompts))] + [(0, reply) for reply in replies[1:]]
     played: list[tuple[int, Case]] = []
     until, ended = time.monotonic() + SECONDS, ""
-    async with doorway(True) as door:
+    async with doorway(config) as door:
         slot = Slot(1, make, scripted(config, script, door), Scorer([]), fault=faults.append)
         try:
             for row, script.reply in plays:
@@ -59,19 +63,33 @@ async def tried_agent(
     lines = list(_failures([case for _, case in played]))
     if left := len(plays) - len(played):
         lines.append(f"{left} further rollouts were not tried {ended}")
-    good = [(row, t) for row, (_, t) in played if t.outcome == "ok"]
+    scored = [(row, t) for row, (_, t) in played if t.outcome == "ok"]
+    good = [(row, t) for row, t in scored if not t.agent_error]
     rows, count = len({row for row, _ in good}), len(prompts)
-    some, all_rows = f"the agent completes {rows} of {count} rows", rows == count
+    some, all_rows = (
+        f"the agent completes {rows} of {count} rows",
+        len({row for row, _ in scored}) == count,
+    )
     ends = f"the agent ends without an error in {len(good)} of {len(played)} rollouts"
+    never = bool(scored) and not good
     trials = [
-        found(all_rows, some, () if all_rows else lines),
-        found(len(good) == len(played) and not faults, ends, (lines if all_rows else []) + faults),
+        found(all_rows, some, () if all_rows else lines, warning=rows < count),
+        found(
+            len(scored) == len(played) and not faults,
+            ends,
+            (lines if all_rows else []) + faults,
+            warning=never,
+        ),
     ]
-    limits = [str(t.info["truncated"]) for _, t in good if "truncated" in t.info]
+    limits = [str(t.info["truncated"]) for _, t in scored if "truncated" in t.info]
     if limits:
         names = ", ".join(sorted(set(limits)))
         met = f"{len(limits)} rollouts reached the limit {names}, and are scored as they are"
         trials.append(found(True, met))
+    if errors := [t.agent_error for _, t in scored if t.agent_error]:
+        what = f"{len(errors)} rollouts are scored, although the agent raised an error"
+        lines = list(dict.fromkeys(map(alike, errors)))
+        trials.append(found(True, what, [*lines, ALWAYS] if never else lines, warning=never))
     return trials
 
 
@@ -100,6 +118,6 @@ def _advice(error: str, outcome: str, *, always: bool) -> str:
     if always:
         return "the error does not depend on the model's reply: fix the agent"
     return (
-        "rollouts with errors are not trained. Catch the error and return the partial result; "
-        "return a low reward with it if the model should learn from it"
+        "rollouts with errors are not trained. Catch the error and return the partial result. To "
+        "score such a rollout with the model's last reply, set environment.on_error: score"
     )

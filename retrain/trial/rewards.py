@@ -155,7 +155,7 @@ async def _played(
                     failed.setdefault(played.info["error"], []).append(str(case))
         return cases
 
-    async with doorway(parts.runs_agent) as door:
+    async with doorway(parts.config, parts.runs_agent) as door:
         rollouts = scripted(parts.config, script, door)
         slot = Slot(1, parts.environment, rollouts, Scorer([]), fault=lambda _: None)
         try:

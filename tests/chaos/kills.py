@@ -2,7 +2,8 @@
 
 Each case is one run of one variant. Its first process is killed at a point that the seed chooses,
 some of its resumes too, and the last one completes the run. A case holds when no prompt was lost or
-trained twice, every step and evaluation is logged once, and `best` is right. Where the
+trained twice, every step and evaluation is logged once, each evaluation is of one version of the
+weights (P15), and `best` is right. Where the
 documentation promises the same numbers as without an interruption (`Variant.exact`), losses,
 evaluations, `best` and the final weights are compared with those of an uninterrupted run.
 
@@ -234,12 +235,17 @@ def _each_once(run_dir: Path, events: Sequence[Mapping[str, Any]]) -> list[str]:
     steps = [row["step"] for row in rows if "loss" in row]
     if steps != list(range(1, STEPS + 1)):
         wrong.append(f"metrics.jsonl has the steps {steps}")
-    wanted = sorted({*range(EVALUATE, STEPS + 1, EVALUATE), STEPS})
+    wanted = sorted({*range(0, STEPS + 1, EVALUATE), STEPS})
     if (got := [row["eval/step"] for row in rows if "eval/step" in row]) != wanted:
         wrong.append(f"metrics.jsonl has the evaluations {got}, expected {wanted}")
     if (got := [e["eval/step"] for e in events if e["event"] == "eval"]) != wanted:
         wrong.append(f"events.jsonl has the evaluations {got}, expected {wanted}")
+    version_of = {row["eval/step"]: row["eval/version"] for row in rows if "eval/step" in row}
     rollouts = run_dir / "rollouts.jsonl"
+    for line in read_lines(rollouts):
+        held_out, own = line["ticket"].startswith("-1"), version_of.get(line["step"])
+        if held_out and set(line["versions"]) != {own}:
+            wrong.append(f"P15: evaluation {line['step']} of {own} has {line['versions']}")
     lines = Counter(
         (line["ticket"], line["index"], line["step"] if line["ticket"].startswith("-1") else None)
         for line in read_lines(rollouts)

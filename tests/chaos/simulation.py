@@ -161,7 +161,7 @@ async def _train(history: History) -> str:
     parts = _Parts(**{name: getattr(made, name) for name in made.__dataclass_fields__})
     object.__setattr__(parts, "adapter", Engine(world, config))
     started = (history.folder / "events.jsonl").exists()
-    return str((await train(config, resume=started, parts=parts)).status)
+    return str((await train(config, resume=started, parts=parts, console=False)).status)
 
 
 class _Parts(Parts):

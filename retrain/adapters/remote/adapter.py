@@ -3,7 +3,8 @@
 - A batch is one optimizer step, however many requests carry it: gradients add up on the service.
 - A native loss takes one pass. Any other loss takes another forward pass and is sent as dL/dlogp:
   the service then minimises sum(dL/dlogp x logp), which has the gradient of our loss.
-- Before its first step, a loss is measured on a throw-away model (`places`).
+- Before its first step, a loss is measured on a throw-away model (`probe`). An average that the
+  service takes is undone in the advantages.
 - The loss and the learner's drift are computed here, from the log-probs that the service returns,
   so they mean the same on every backend.
 - `publish` swaps the sampler's session; samples in flight end on the weights they began with.
@@ -20,20 +21,20 @@ import sys
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from string import printable
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import anyio
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.losses import run_loss
-from retrain.adapters.remote.datums import Datum, shift
+from retrain.adapters.remote.datums import SUM, Average, Datum, shift
 from retrain.adapters.remote.local import bring, in_process, keep, local_model
-from retrain.adapters.remote.measure import Trainee
 from retrain.adapters.remote.options import RemoteOptions
-from retrain.adapters.remote.places import Places, unlikely_text
+from retrain.adapters.remote.probe import Train, place_of
 from retrain.adapters.remote.published import (
     PublishedSampler,
     Scorer,
@@ -95,17 +96,19 @@ class RemoteAdapter(Adapter):
         self.options = options
         self.config = config
         self.capabilities = options.capabilities()
+        self.exact = self.local  # that service computes in float32
         self._http = http
         self._version = 0
         self._step = 0
         self._saved: str | None = None
         self._reference: Scorer | None = None
+        self._places: dict[str, tuple[bool, Average]] = {}
 
     async def __aenter__(self) -> Self:
         """Open a session, create the model, and serve its first weights as version 0.
 
         Raises ConfigError when the tokenizer can't be loaded or the context's length is unknown,
-        RemoteError when the service refuses, AdapterError when it does not sum the run's loss.
+        RemoteError when the service refuses, AdapterError when it can't train the run's loss.
         """
         async with AsyncExitStack() as stack:
             if self.local and self._http is None:
@@ -113,14 +116,7 @@ class RemoteAdapter(Adapter):
             await self._open(stack)
             self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
             self.context_length = await self._context_length()
-            self._places = Places(
-                self.options,
-                self._throwaway,
-                unlikely_text(self.tokenizer),
-                self.config.deadlines.update,
-                weighted=self.config.algorithm.mismatch is not None,
-            )
-            await self._places.native(shared_name(run_loss(self.config)))
+            await self._place(shared_name(run_loss(self.config)))
             self.sampler = PublishedSampler(self.tokenizer, self.context_length)
             stack.push_async_callback(self.sampler.close)
             await self._serve(0)
@@ -141,9 +137,9 @@ class RemoteAdapter(Adapter):
         if not datums:
             raise AdapterError("the batch has no token to train on")
         rate = self._adam().learning_rate
-        native = await self._places.native(batch.loss)
+        native, average = await self._place(batch.loss)
         with on_the_service():
-            metrics = await (self._theirs if native else self._ours)(batch, datums)
+            metrics = await (self._theirs if native else self._ours)(batch, datums, average)
         self._step += 1
         return {**metrics, "learning_rate": rate}
 
@@ -151,6 +147,9 @@ class RemoteAdapter(Adapter):
         with on_the_service():
             await self._serve(self._version + 1)
         return self._version
+
+    def pinned(self) -> AbstractContextManager[PublishedSampler]:
+        return self.sampler.pinned()
 
     async def save(self, folder: Path) -> AdapterState:
         """Save a checkpoint on the service; only the local service writes into `folder` too."""
@@ -192,6 +191,15 @@ class RemoteAdapter(Adapter):
         if self._reference is None:
             self._reference = await self._client.sampling_session(base_model=self.base_model)
         return await logprobs_of(self._reference, sequences)
+
+    async def own_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """By a forward pass of the model in training."""
+        datums = []
+        for row in sequences:
+            zeros = [0.0] * (len(row) - 1)
+            datums.append(Datum(row[:-1], row[1:], [1.0] * len(zeros), zeros, zeros))
+        with on_the_service():
+            return [[0.0, *row] for row in await self._forward(datums)]
 
     def stop_retrying(self) -> None:
         self._client.stop_retrying()
@@ -240,18 +248,41 @@ class RemoteAdapter(Adapter):
         """The learner's log-prob of each target; raises AdapterError if the service omits them."""
 
     @abstractmethod
-    async def _backward(
-        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]], adam: AdamParams
-    ) -> Metrics:
-        """One step down the gradient of sum(slopes x logprobs); returns the service's metrics."""
+    async def _backward(self, datums: Sequence[Datum], adam: AdamParams) -> Metrics:
+        """One step up the gradient of sum(advantages x logprobs); returns the service's metrics."""
+
+    @abstractmethod
+    def _requests(self, datums: Sequence[Datum], loss: str | None) -> Sequence[Sequence[Datum]]:
+        """The datums by the requests of a step, of a native loss or of `_backward` (None)."""
 
     # One optimizer step
 
-    async def _theirs(self, batch: Batch, datums: Sequence[Datum]) -> Metrics:
+    async def _place(self, loss: str) -> tuple[bool, Average]:
+        """Whether the service computes `loss`, and the average to undo; measured once per loss."""
+        # With `mismatch`, the learner's log-probs weigh the tokens.
+        native = loss in self.options.native_losses and self.config.algorithm.mismatch is None
+        if self.options.sums:
+            return native, SUM
+        if loss not in self._places:
+            unlikely = sorted(set(self.tokenizer.encode(printable)), reverse=True)
+            seconds = self.config.deadlines.update
+            self._places[loss] = await place_of(
+                loss, self._throwaway, unlikely, seconds, native=native
+            )
+        return self._places[loss]
+
+    def _undone(
+        self, average: Average, datums: Sequence[Datum], loss: str | None
+    ) -> Sequence[Datum]:
+        """The datums to send, so that the service trains their sum."""
+        return datums if average == SUM else average.undone(self._requests(datums, loss))
+
+    async def _theirs(self, batch: Batch, datums: Sequence[Datum], average: Average) -> Metrics:
         """The service computes the loss."""
+        sent = self._undone(average, datums, batch.loss)
         try:
             logprobs, metrics = await self._native(
-                batch.loss, batch.loss_config, datums, self._adam()
+                batch.loss, batch.loss_config, sent, self._adam()
             )
         except RemoteError as error:
             raise _with_way_out(error, batch.loss) from error
@@ -260,13 +291,15 @@ class RemoteAdapter(Adapter):
         trained = await valued(batch, logprobs, datums, self.config)
         return {**metrics, **trained.metrics, "loss": trained.loss}
 
-    async def _ours(self, batch: Batch, datums: Sequence[Datum]) -> Metrics:
+    async def _ours(self, batch: Batch, datums: Sequence[Datum], average: Average) -> Metrics:
         """The loss is computed here, between a forward pass and the backward pass of dL/dlogp."""
         if row_of(batch.loss).reads == "pairs":
             datums = await self._with_reference(datums)
         learner = await self._forward(datums)
         trained = await valued(batch, learner, datums, self.config)
-        metrics = await self._backward(datums, trained.gradients, self._adam())
+        slopes = zip(datums, trained.gradients, strict=True)
+        downhill = [replace(one, advantages=[-slope for slope in own]) for one, own in slopes]
+        metrics = await self._backward(self._undone(average, downhill, None), self._adam())
         return {**metrics, **trained.metrics, "loss": trained.loss}
 
     async def _with_reference(self, datums: Sequence[Datum]) -> Sequence[Datum]:
@@ -281,12 +314,24 @@ class RemoteAdapter(Adapter):
         ]
 
     @asynccontextmanager
-    async def _throwaway(self, loss: str | None) -> AsyncIterator[Trainee]:
+    async def _throwaway(self, loss: str | None) -> AsyncIterator[Train]:
         """A model of its own, which is freed in the end, also when the block is cancelled."""
         other = copy.copy(self)
         other._model = await self._create(throwaway=True)
+
+        async def train(
+            look: Datum, rows: Sequence[Datum], adam: AdamParams, apart: bool
+        ) -> Sequence[float]:
+            other._most_rows = 1 if apart else sys.maxsize
+            if rows and loss is not None:
+                await other._native(loss, {}, rows, adam)
+            elif rows:
+                await other._backward(rows, adam)
+            [logprobs] = await other._forward([look])
+            return logprobs
+
         try:
-            yield _Throwaway(other, loss)
+            yield train
         finally:
             with anyio.move_on_after(CLEAN_UP, shield=True):
                 try:
@@ -327,7 +372,8 @@ class RemoteAdapter(Adapter):
         return self.options.base_model or own
 
     def _lora(self) -> LoraConfig:
-        wanted = LoraConfig(**self.options.lora.model_dump())
+        keys = self.options.lora.model_dump()
+        wanted = LoraConfig(rank=keys.pop("r"), **keys)
         seed = self.config.train.seed if wanted.seed is None else wanted.seed
         return replace(wanted, seed=seed)
 
@@ -353,25 +399,6 @@ class RemoteAdapter(Adapter):
         """Let the sampler serve the present weights as `version`."""
         self.sampler.swap(await self._snapshot(version), version)
         self._version = version
-
-
-@dataclass(frozen=True, slots=True)
-class _Throwaway:
-    """Trains an adapter's model with one loss; None is any that is computed here."""
-
-    adapter: RemoteAdapter
-    loss: str | None
-
-    async def forward(self, datums: Sequence[Datum]) -> list[list[float]]:
-        return await self.adapter._forward(datums)
-
-    async def step(self, datums: Sequence[Datum], adam: AdamParams, *, apart: bool = False) -> None:
-        self.adapter._most_rows = 1 if apart else sys.maxsize
-        if self.loss is not None:
-            await self.adapter._native(self.loss, {}, datums, adam)
-            return
-        slopes = [[-weight for weight in datum.advantages] for datum in datums]
-        await self.adapter._backward(datums, slopes, adam)
 
 
 def _with_way_out(error: RemoteError, loss: str) -> RemoteError:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 from retrain.errors import NonFiniteError
 from retrain.types import Sample
@@ -45,6 +45,32 @@ class Datum:
     def trained(self) -> bool:
         """Whether any target has mask 1."""
         return any(self.mask)
+
+
+class Average(NamedTuple):
+    """What a server divides each row's loss by: a size of the row, times one of all rows of its
+    request or step."""
+
+    row: str = ""
+    """`tokens`, `trained` (those with mask 1), or nothing."""
+    rows: str = ""
+    """`rows`, `tokens`, `trained`, or nothing."""
+    of: str = "step"
+
+    def undone(self, requests: Sequence[Sequence[Datum]], unit: float = 1.0) -> list[Datum]:
+        """The rows, with advantages multiplied by what the service divides by, in units."""
+        totals = [sum(_size(row, self.rows) for row in part) for part in requests]
+        pools = [sum(totals)] * len(totals) if self.of == "step" else totals
+        made = []
+        for part, pool in zip(requests, pools, strict=True):
+            for row in part:
+                by = _size(row, self.row) * (pool if self.rows else 1.0) / unit
+                made.append(replace(row, advantages=[a * by for a in row.advantages]))
+        return made
+
+
+SUM = Average()
+"""The protocols' own: no division."""
 
 
 def shift(sample: Sample) -> Datum:
@@ -87,6 +113,10 @@ def chunks(
             total = size(item)
         parts[-1].append(item)
     return parts
+
+
+def _size(row: Datum, of: str) -> float:
+    return {"tokens": len(row.targets), "trained": sum(row.mask)}.get(of, 1.0)
 
 
 def _masked(sample: Sample, name: str, mask: Sequence[float]) -> list[float]:

@@ -11,12 +11,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from retrain.adapters.base import AdapterOptions, Capabilities
+from retrain.adapters.base import RANK, AdapterOptions, Capabilities
 from retrain.adapters.losses import custom_loss, loss_keys, run_loss
 from retrain.adapters.remote.schedule import Schedule
 from retrain.config import RunConfig
+from retrain.config.paths import find_model
+from retrain.engine.models import local_tokenizer
 from retrain.errors import ConfigError, install_command
 from retrain.losses import LOSSES, check_keys, shared_name
+from retrain.sampler import Tokenizer
 from retrain.transport.vendors import Vendor, checked_url
 
 LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
@@ -29,8 +32,8 @@ class RemoteLora(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    rank: Annotated[int, Field(ge=1)] = 32
-    """The rank of the adapters."""
+    r: Annotated[int, Field(ge=1, validation_alias=RANK)] = 32
+    """The rank of the adapters; `rank` is another name of this key."""
     seed: int | None = None
     """The seed of the initial adapters; by default train.seed."""
     train_unembed: bool = True
@@ -76,8 +79,8 @@ class RemoteOptions(AdapterOptions):
     """Losses that the service computes. The others are computed on this machine and cost another
     forward pass. Remove the losses that your server lacks."""
     assume_sum: bool = False
-    """Skip the check that the service sums losses over tokens. The check trains a throw-away model;
-    it is not needed with `url: local`."""
+    """The service sums losses over tokens: don't measure on a throw-away model what it averages.
+    `url: local` and the vendor's own service are never measured."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """The maximum number of tokens of prompt and completion together; by default the limit that the
     service or the tokenizer reports."""
@@ -103,7 +106,17 @@ class RemoteOptions(AdapterOptions):
     def capabilities(self) -> Capabilities:
         """Every loss that is a function of log-probs: what is not native is computed here."""
         losses = frozenset(name for name, row in LOSSES.items() if row.formula or row.shared)
-        return Capabilities(losses=losses, custom_losses=True, scores=True, mismatch=True)
+        return Capabilities(
+            losses=losses,
+            custom_losses=True,
+            scores=True,
+            checks="billed" if self.vendor.runs(self.service_url) else "free",
+            mismatch=True,
+        )
+
+    def local_tokenizer(self, config: RunConfig) -> Tokenizer | None:
+        """That of the options, or else the model's."""
+        return local_tokenizer(self.tokenizer or find_model(config.model, config.base_dir))
 
     def problems(self, config: RunConfig) -> list[str]:
         """Keys without an effect, and settings that can't work."""
@@ -144,6 +157,11 @@ class RemoteOptions(AdapterOptions):
             if found:
                 return [f"backend.{problem}" for problem in found]
         return _raised_by(self.vendor.api_key, self.service_url)
+
+    @property
+    def sums(self) -> bool:
+        """Whether the service is known to sum losses over tokens, as the protocols say."""
+        return self.assume_sum or self.url == "local" or self.vendor.runs(self.service_url)
 
     @property
     def service_url(self) -> str:

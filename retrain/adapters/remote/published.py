@@ -8,11 +8,12 @@ last sample has ended.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
@@ -86,6 +87,14 @@ class PublishedSampler:
         before, self._now = self._now, _Served(session, version)
         if before is not None:
             self._retire(before)
+
+    @contextmanager
+    def pinned(self) -> Iterator[Self]:
+        """A sampler of the present session, which is kept until the block ends."""
+        with self._in_use() as served:
+            kept = copy.copy(self)
+            kept._now = served
+            yield kept
 
     async def close(self) -> None:
         """Wait until every replaced session is closed; the client closes the present one."""

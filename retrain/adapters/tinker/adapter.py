@@ -92,14 +92,12 @@ class TinkerAdapter(RemoteAdapter):
             )
         return output.logprobs
 
-    async def _backward(
-        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]], adam: AdamParams
-    ) -> Metrics:
-        rows = [
-            weighted(datum, [-slope for slope in own])
-            for datum, own in zip(datums, slopes, strict=True)
-        ]
+    async def _backward(self, datums: Sequence[Datum], adam: AdamParams) -> Metrics:
+        rows = [weighted(datum, datum.advantages) for datum in datums]
         return (await self._step_of("cross_entropy", {}, rows, adam))[1]
+
+    def _requests(self, datums: Sequence[Datum], loss: str | None) -> Sequence[Sequence[Datum]]:
+        return self._model.requests(datums, lambda one: row(loss or "cross_entropy", one).size)
 
     async def _step_of(
         self, loss: str, config: wire.LossConfig, rows: Sequence[wire.Datum], adam: AdamParams

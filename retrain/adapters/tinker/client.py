@@ -229,15 +229,11 @@ class TinkerClient:
     ) -> SamplingClient:
         """A session that samples saved weights or an untrained base model.
 
-        Raises ValueError unless exactly one is given, and on the path of training weights.
+        Some services sample paths of `save_weights_for_sampler` only. Raises ValueError unless
+        exactly one is given.
         """
         if (model_path is None) == (base_model is None):
             raise ValueError("got neither or both of model_path and base_model, expected one")
-        if model_path and model_path.startswith("tinker://") and "/weights/" in model_path:
-            raise ValueError(
-                f"{model_path!r} holds weights for training: save_weights_for_sampler gives a path "
-                "to sample from"
-            )
         payload = {
             "session_id": self.session_id,
             "sampling_session_seq_id": next(self._sampling_seq_ids),

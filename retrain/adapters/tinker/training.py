@@ -127,16 +127,22 @@ class TrainingClient:
         payload = {"model_id": self.model_id, "type": "unload_model"}
         await (await self._connection.submit_json("unload_model", payload, LOAD_WEIGHTS))
 
+    def requests(
+        self, data: Sequence[T], size: Callable[[T], int], most_rows: int = sys.maxsize
+    ) -> list[list[T]]:
+        """How data of these sizes in bytes are shared out over requests."""
+        flags = self._connection.flags
+        most_rows = min(flags.fwdbwd_max_chunk_len, most_rows)
+        return chunks(data, size, flags.fwdbwd_max_chunk_bytes_count, most_rows)
+
     async def _pass(
         self, data: Sequence[Datum], empty: ForwardBackward, most_rows: int = sys.maxsize
     ) -> Chunked:
         check_data(data)
-        flags = self._connection.flags
-        limits = flags.fwdbwd_max_chunk_bytes_count, min(flags.fwdbwd_max_chunk_len, most_rows)
         kind = FORWARD if empty.forward_only else FORWARD_BACKWARD
         async with self._turn:
             futures: list[Future[ForwardBackwardOutput]] = []
-            for part in chunks(data, lambda datum: datum.size, *limits):
+            for part in self.requests(data, lambda datum: datum.size, most_rows):
                 request = replace(empty, data=part)
                 try:
                     futures.append(await self._submit(kind, self._pass_call(request)))

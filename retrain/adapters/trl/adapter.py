@@ -147,6 +147,12 @@ class TrlAdapter(Adapter):
         self._version += 1
         return self._version
 
+    def pinned(self) -> AbstractContextManager[VllmSampler] | None:
+        """Only adapters on vLLM servers have names; other weights replace those before them."""
+        if isinstance(self.sampler, VllmSampler) and self.sampler.wants_lora:
+            return self.sampler.pinned()
+        return None
+
     async def _push(self, version: int) -> None:
         """Make the sampler serve the trainer's weights as `version`."""
         wanted = "lora_weights" if self.sampler.wants_lora else "weights"
@@ -193,7 +199,7 @@ class TrlAdapter(Adapter):
             self.context_length = self.sampler.context_length
             await self._push(self._version)
             probe = probe_of(self.tokenizer.encode(PROBE), self.sampler.vocabulary)
-            expected = await self._in_thread("scores", probe)
+            [expected] = await self.own_logprobs([probe])
             await check_logprobs(self.sampler, probe, expected, options.check)
         except BaseException:
             await self.sampler.close()
@@ -206,6 +212,9 @@ class TrlAdapter(Adapter):
         whatever samples."""
         scorer = await self._start() if reference else self.sampler
         return await scorer.logprobs_of(sequences)
+
+    async def own_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [await self._in_thread("scores", token_ids) for token_ids in sequences]
 
     async def _start(self) -> LocalSampler:
         async with self._reference_turn:
@@ -245,6 +254,7 @@ class TrlAdapter(Adapter):
     def _build(self, thread: TrainerThread) -> Any:  # a PipeTrainer; mypy sees no TRL types
         hush()
         placement = place_model(self.options, self._place)
+        self.exact = not placement.autocast
         self.tokenizer = load_tokenizer(self._folder)
         if self.options.sampler.type == "local":
             self._plain_model = load_model(
@@ -260,6 +270,7 @@ class TrlAdapter(Adapter):
             feed=thread,
             ranks=thread.ranks,
         )
+        self.model_loss = self.plan.native and trainer.aux_loss_enabled
         text = trainer.model.config.get_text_config()
         self.context_length = int(text.max_position_embeddings)
         return trainer

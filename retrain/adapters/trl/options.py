@@ -7,17 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
 
-from retrain.adapters.base import AdapterOptions, Capabilities, Forecast
+from retrain.adapters.base import RANK, AdapterOptions, Capabilities, Forecast
 from retrain.adapters.trl.keys import refusal
 from retrain.adapters.trl.memory import forecast
 from retrain.adapters.trl.plan import run_plan
 from retrain.config import RunConfig
+from retrain.config.paths import find_model
 from retrain.engine.available import cuda_devices, too_few_devices
-from retrain.engine.models import Attention, attention_problem
+from retrain.engine.models import Attention, attention_problem, local_tokenizer
 from retrain.engine.ranks.contract import launched
 from retrain.engine.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES
+from retrain.sampler import Tokenizer
 
 Schedule = Literal[
     "constant",
@@ -41,8 +43,8 @@ class LoraOptions(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    r: Annotated[int, Field(ge=1)] = 16
-    """The rank of the adapters."""
+    r: Annotated[int, Field(ge=1, validation_alias=RANK)] = 16
+    """The rank of the adapters; `rank` is another name of this key."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapters' output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -146,6 +148,10 @@ class TrlOptions(AdapterOptions):
         place = launched()
         return place.size if place else value
 
+    def local_tokenizer(self, config: RunConfig) -> Tokenizer | None:
+        """That of `model`."""
+        return local_tokenizer(find_model(config.model, config.base_dir))
+
     def layout(self) -> str:
         """Processes with their sharding, and vLLM."""
         place, parts = launched(), []
@@ -170,6 +176,7 @@ class TrlOptions(AdapterOptions):
             losses=frozenset(LOSSES),
             custom_losses=True,
             scores=True,
+            checks="free",
             mismatch=True,
             scored_as_sampled=frozenset({"temperature"}),
         )

@@ -28,6 +28,7 @@ async def open_servers(
 
     Raises ConfigError if a server doesn't fit, AdapterError if one can't be started or reached.
     """
+    versions = config.staleness.bound + 2 + (config.eval is not None)  # in use at the same time
     opening = Opening(
         folder,
         model,
@@ -36,7 +37,7 @@ async def open_servers(
         scratch=scratch,
         logs=config.run_dir if config.run_dir and config.run_dir.is_dir() else scratch,
         base_dir=config.base_dir,
-        lora=Lora(options.lora.r, config.staleness.bound + 2) if options.lora else None,
+        lora=Lora(options.lora.r, versions) if options.lora else None,
         tokens=config.rollout.max_sequence_length or 2,
         outage_seconds=config.deadlines.outage,
         publish_seconds=config.deadlines.publish,

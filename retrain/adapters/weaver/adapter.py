@@ -82,39 +82,39 @@ class WeaverAdapter(RemoteAdapter):
     async def _native(
         self, loss: str, config: LossKeys, datums: Sequence[Datum], adam: AdamParams
     ) -> tuple[list[list[float]] | None, Metrics]:
-        return await self._step_of(loss, [_row(loss, datum) for datum in datums], adam)
+        return await self._step_of(loss, datums, adam)
 
     async def _forward(self, datums: Sequence[Datum]) -> list[list[float]]:
         looks = [
-            await self._model.forward(part) for part in self._requests(list(map(_target, datums)))
+            await self._model.forward(list(map(_target, part)))
+            for part in self._requests(datums, None)
         ]
         return [row for look in looks for row in await look.result()]
 
-    async def _backward(
-        self, datums: Sequence[Datum], slopes: Sequence[Sequence[float]], adam: AdamParams
-    ) -> Metrics:
-        rows = [
-            _target(datum, surrogate_weights=own) for datum, own in zip(datums, slopes, strict=True)
-        ]
-        return (await self._step_of("surrogate", rows, adam))[1]
+    async def _backward(self, datums: Sequence[Datum], adam: AdamParams) -> Metrics:
+        return (await self._step_of("surrogate", datums, adam))[1]
 
     async def _step_of(
-        self, loss: str, rows: Sequence[TrainingRow], adam: AdamParams
+        self, loss: str, datums: Sequence[Datum], adam: AdamParams
     ) -> tuple[list[list[float]], Metrics]:
         """Log-probs and metrics of one step; optim_step is submitted before the passes end."""
-        passes = [await self._model.forward_backward(part, loss) for part in self._requests(rows)]
+        passes = [
+            await self._model.forward_backward([_row(loss, datum) for datum in part], loss)
+            for part in self._requests(datums, loss)
+        ]
         stepping = await self._model.optim_step(adam)
         logprobs = [row for one in passes for row in await one.result()]
         return logprobs, grad_norm(await stepping.result())
 
-    def _requests(self, rows: Sequence[TrainingRow]) -> list[list[TrainingRow]]:
-        return chunks(
-            rows, lambda row: len(row.tokens), self.options.request_tokens, self._most_rows
-        )
+    def _requests(self, datums: Sequence[Datum], loss: str | None) -> list[list[Datum]]:
+        most = self.options.request_tokens, self._most_rows
+        return chunks(datums, lambda datum: len(datum.inputs), *most)
 
 
 def _row(loss: str, datum: Datum) -> TrainingRow:
-    """The row of a loss that the service computes."""
+    """The row of a loss that the service computes; `surrogate` is minimised."""
+    if loss == "surrogate":
+        return _target(datum, surrogate_weights=[-weight for weight in datum.advantages])
     if loss == "cross_entropy":
         return _target(datum, weights=datum.advantages)
     return _target(

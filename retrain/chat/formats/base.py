@@ -47,6 +47,9 @@ class Format(ABC):
     channels: ClassVar[bool] = False
     """Whether replies without tools have markup too, which is no part of a message's content."""
 
+    in_system: bool = False
+    """Whether a system message shows the tools, as `explain` writes it, and not the template."""
+
     @abstractmethod
     def find(self, text: str, start: int) -> Sequence[Found]:
         """The calls in `text` from `start` on, where the answer begins."""
@@ -58,6 +61,21 @@ class Format(ABC):
     def split(self, text: str, opener: str) -> tuple[str, str]:
         """The reasoning and the answer of a reply to a prompt that ends with `opener`."""
         return split_reasoning(text, opener)
+
+    def explain(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The system message that shows tools and says how to call them.
+
+        A format that has it also has `write` and `answer`, for the history.
+        """
+        raise NotImplementedError
+
+    def write(self, call: Mapping[str, Any]) -> str:
+        """A call of the history, as the model would write it."""
+        raise NotImplementedError
+
+    def answer(self, text: str) -> str:
+        """The result of a call, as the user's message shows it."""
+        raise NotImplementedError
 
 
 def _refuse(name: str) -> NoReturn:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from retrain.chat.formats.base import Format, Found, call_of, not_json, read_json
 
@@ -20,6 +21,29 @@ class Hermes(Format):
 
     def find(self, text: str, start: int) -> Sequence[Found]:
         return [_read(match) for match in _CALL.finditer(text, start)]
+
+    def explain(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        listed = "\n".join([_json(tool) for tool in tools])
+        return (
+            "You can call these tools, each given as a JSON schema:\n"
+            f"<tools>\n{listed}\n</tools>\n\n"
+            f"A call is a JSON object with the tool's name and its arguments, in {OPEN} tags:\n"
+            f'{OPEN}\n{{"name": <name>, "arguments": <arguments>}}\n{CLOSE}'
+        )
+
+    def write(self, call: Mapping[str, Any]) -> str:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return f"{OPEN}\n{_json({'name': function['name'], 'arguments': arguments})}\n{CLOSE}"
+
+    def answer(self, text: str) -> str:
+        return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _read(match: re.Match[str]) -> Found:

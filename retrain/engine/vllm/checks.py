@@ -185,7 +185,8 @@ def _adapters(found: Lora | None, wanted: Lora) -> Iterator[str]:
     if found.slots < wanted.slots:
         yield (
             f"has --max-loras {found.slots}, but up to {wanted.slots} versions of the adapter are "
-            f"in use at once (staleness.max + 2). Raise it to {wanted.slots}"
+            "in use at the same time (staleness.max + 2, and 1 more with `eval`). Raise it to "
+            f"{wanted.slots}"
         )
 
 

@@ -7,6 +7,7 @@ these. What a server returns after a restart, or cuts short, is sampled again.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 from collections import Counter
@@ -152,6 +153,16 @@ class VllmSampler:
         )
         other._owns_fleet = False
         return other
+
+    @contextmanager
+    def pinned(self) -> Iterator[Self]:
+        """A sampler of the present adapter, which the servers keep until the block ends."""
+        assert self._adapters is not None, "`wants_lora` says so"
+        with self._adapters.in_use() as version:
+            kept = copy.copy(self)
+            kept._adapters = Adapters(self.fleet.retire)  # it retires nothing: no `use` follows
+            kept._adapters.use(version)
+            yield kept
 
     @property
     def version(self) -> int:

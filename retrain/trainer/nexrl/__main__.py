@@ -54,7 +54,8 @@ def _run(arguments: argparse.Namespace, places: list[Path]) -> int:
         places.append(config.run_dir or Path())
         recipe = dataclasses.replace(recipe, config=config)
         console = Console()
-        drive(recipe.train(callbacks=[console], resume=arguments.resume), console)
+        running = recipe.train(callbacks=[console], resume=arguments.resume, console=False)
+        drive(running, console)
     return DONE
 
 

@@ -38,11 +38,17 @@ class Recipe:
     config: RunConfig
 
     async def train(
-        self, *, callbacks: Sequence[Callback] = (), resume: bool = False
+        self,
+        *,
+        callbacks: Sequence[Callback] = (),
+        resume: bool = False,
+        console: bool = True,
     ) -> TrainingResult:
         """Train; see `pipeline.train`."""
         parts = replace(assemble(self.config), learner=TrainerLearner(self.trainer))
-        return await train(self.config, callbacks=callbacks, resume=resume, parts=parts)
+        return await train(
+            self.config, callbacks=callbacks, resume=resume, parts=parts, console=console
+        )
 
 
 def load_recipe(config: str | Path | Mapping[str, Any]) -> Recipe:
