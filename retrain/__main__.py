@@ -6,7 +6,6 @@ A command's modules load when it is called, so that `--help` is fast.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -89,14 +88,14 @@ def _check(argv: Sequence[str]) -> int:
 async def _watched_check(
     subject: str, keys: Sequence[str], replies: Sequence[str]
 ) -> list[Finding]:
-    """With a watchdog: code that blocks the loop can't be cancelled, so it ends the process."""
+    """With a watch: code that blocks the loop can't be cancelled, so it ends the process."""
     from retrain.check import DEADLINE, check_subject
-    from retrain.concurrency.watchdog import Watchdog
+    from retrain.concurrency.watch import Watch
 
-    never, tell = math.inf, partial(print, "FAIL ", flush=True)
+    tell = partial(print, "FAIL ", flush=True)
     say = partial(print, file=sys.stderr, flush=True)
     watched = partial(
-        Watchdog, stall=never, blocked=DEADLINE, grace=never, fail=print, last_words=tell
+        Watch, slow=DEADLINE, found=lambda *_: None, blocked=DEADLINE, last_words=tell
     )
     return await check_subject(subject, keys, say, replies, watched)
 

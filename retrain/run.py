@@ -240,10 +240,10 @@ def leave(code: int) -> NoReturn:
         thread.join(max(0.0, until - time.monotonic()))
     stuck = [thread.name for thread in others if thread.is_alive()]
     if stuck:
-        from retrain.concurrency.guardian import guardian
+        from retrain.concurrency.leash import leash
 
         _print(f"Exiting with threads still running: {', '.join(stuck)}")
-        guardian.leaving()
+        leash.let_go()
         os._exit(code)
     sys.exit(code)
 

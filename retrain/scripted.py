@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.chat import Chat
 from retrain.chat.formats.hermes import CLOSE, OPEN, Hermes
-from retrain.concurrency.blocks import ADVICE, BlockedLoop
+from retrain.concurrency.watch import ADVICE, Watch
 from retrain.config import EndpointConfig, RunConfig
 from retrain.environment import ToolSpec
 from retrain.errors import UserCodeError, blame, shown
@@ -91,7 +91,7 @@ class Blocks:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the event loop."""
-        with BlockedLoop(BLOCKED, self._found):
+        with Watch(slow=BLOCKED, found=self._found):
             yield
 
     def _found(self, place: str, seconds: float, calls: int) -> None:

@@ -276,7 +276,7 @@ def test_the_command_checks_a_file_and_a_config(
 
 
 def checked_in_half_a_second(folder: Path, target: str) -> subprocess.CompletedProcess[str]:
-    """`retrain check target` in a process that the watchdog ends after 0.5 s without the loop."""
+    """`retrain check target` in a process that the watch ends after 0.5 s without the loop."""
     script = (
         "import sys, retrain.check\nretrain.check.DEADLINE = 0.5\n"
         f"from retrain.__main__ import command\nsys.exit(command(['check', '{target}']))"

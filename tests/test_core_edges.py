@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.mock_engine import MockAdapter, MockOptions, mock_config
 from retrain.concurrency.deadlines import adapter_call
-from retrain.concurrency.watchdog import Watchdog
+from retrain.concurrency.watch import Watch
 from retrain.config import DeadlinesConfig
 from retrain.environment import Environment, StepResult
 from retrain.errors import (
@@ -1004,13 +1004,13 @@ def test_a_process_that_was_stopped_for_a_while_goes_on(tmp_path):
 
 @pytest.fixture
 def history(monkeypatch):
-    """`progress` for each report to the watchdog; a test adds what it sees between the reports."""
+    """`progress` for each report to the watch; a test adds what it sees between the reports."""
     history = []
 
     def progress(self):
         history.append("progress")
 
-    monkeypatch.setattr(Watchdog, "progress", progress)
+    monkeypatch.setattr(Watch, "progress", progress)
     return history
 
 
@@ -1080,16 +1080,13 @@ async def test_a_backend_that_hangs_while_it_opens_or_closes_is_a_stall(tmp_path
 async def test_waiting_for_the_user_is_no_stall():
     """As between two calls of a trainer's step()."""
     failed = asyncio.get_running_loop().create_future()
-    watchdog = Watchdog(
-        stall=0.02, blocked=60, grace=60, fail=failed.set_result, last_words=pytest.fail
-    )
-    with watchdog:
-        with watchdog.waiting():
-            begun = watchdog._answered
-            while watchdog._answered < begun + 0.1:  # noqa: ASYNC110 - it has no event for a look
-                await asyncio.sleep(0.005)
-            assert not failed.done()
-        assert "no progress for deadlines.stall = 0.02 s" in str(await failed)
+    watch = Watch(slow=60, found=pytest.fail, stall=1.0, fail=failed.set_result)
+    with watch.waiting():
+        watch._look(watch._moved + 1.1)
+        await asyncio.sleep(0)
+        assert not failed.done()
+    watch._look(watch._moved + 1.1)
+    assert isinstance(await failed, StallError)
 
 
 async def test_waiting_for_a_thread_is_not_the_rewards_time():

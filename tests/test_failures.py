@@ -696,7 +696,7 @@ asyncio.run(train(config, callbacks=[Blocks()]))
 
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_train_end"])
-def test_p13_a_run_that_the_watchdog_ends_says_why(tmp_path, hook):
+def test_p13_a_run_that_the_watch_ends_says_why(tmp_path, hook):
     assert played(tmp_path, BLOCKED.replace("HOOK", hook)).returncode == 1
     folder = tmp_path / "run"
     end = events(folder, "end")[-1]

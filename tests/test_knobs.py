@@ -79,7 +79,7 @@ STRAGGLER = {
 }
 LORA = {"backend": {"lora": {}}}
 RATIO = {"algorithm": {"loss": "importance_sampling"}}
-WATCHDOG = "test_watchdog.py::test_p4_"
+WATCH = "test_watch.py::test_p4_"
 REMOTE_MERGE = dict.fromkeys(("tinker", "weaver"), "merge_lora has no effect")
 
 ROWS = [{"prompt": f"{a}=", "other": f"{a}{a}=", "answer": a, "key": a * 2} for a in "abcdef"]
@@ -214,9 +214,9 @@ KNOBS: dict[str, Knob] = {
         elsewhere="test_failures.py::"
         "test_p13_an_outage_that_lasts_ends_the_run_with_a_checkpoint"),
     "deadlines.blocked": Knob(
-        1, elsewhere=WATCHDOG + "user_code_that_blocks_the_loop_is_named_and_the_process_ends"),
+        1, elsewhere=WATCH + "user_code_that_blocks_the_loop_is_named_and_the_process_ends"),
     "deadlines.stall": Knob(
-        1, elsewhere=WATCHDOG + "a_run_in_which_nothing_moves_ends_and_says_what_it_waits_for"),
+        1, elsewhere=WATCH + "a_run_in_which_nothing_moves_ends_and_says_what_it_waits_for"),
     "loggers.0.type": Knob({"type": f"{PARTS}:Notes", "to": "notes.txt"}),
     "run_dir": Knob("elsewhere"),
     "base_dir": Knob("elsewhere", refused=dict.fromkeys(BACKENDS, "base_dir: unknown key")),

@@ -1,7 +1,7 @@
 """Child processes that end with this process, whatever ends it, `kill -9` included.
 
 Each child leads a process group, so that its own children end with it and Ctrl-C in a terminal
-doesn't reach it. Whoever starts a child calls `end`. The guardian ends the groups that are left.
+doesn't reach it. Whoever starts a child calls `end`. `leash` ends the groups that are left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from retrain.concurrency.guardian import guardian
+from retrain.concurrency.leash import leash
 
 GRACE_SECONDS = 5.0
 
@@ -62,7 +62,7 @@ async def start(
         limit=limit,
         process_group=0,
     )
-    guardian.add_child(process.pid)
+    leash.add_child(process.pid)
     return process
 
 
@@ -117,7 +117,7 @@ async def end(process: Process, grace: float = GRACE_SECONDS) -> int:
                     await exited(process)
     finally:
         _signal(process, signal.SIGKILL)
-        guardian.drop_child(process.pid)
+        leash.drop_child(process.pid)
     return await exited(process) if process.returncode is None else process.returncode
 
 

@@ -1,7 +1,7 @@
 """What Ctrl-C, SIGTERM and SIGHUP do: the first cancels a task, the second ends the process (P10).
 
 The handlers are those of the process, not of the loop, so that they work while user code blocks the
-loop. The guardian acts where they can't run.
+loop. While code holds the interpreter they can't run: Ctrl-\\ (SIGQUIT) then ends the process.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from retrain.concurrency.guardian import guardian
-from retrain.concurrency.watchdog import debugging
+from retrain.concurrency.leash import leash
+from retrain.concurrency.watch import debugging
 
 
 class Interrupts:
@@ -42,34 +42,23 @@ class Interrupts:
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # ignored under nohup, and stays so
             numbers.append(signal.SIGHUP)
-        handle = self._handle  # one object: the guardian compares it
-        before = {number: signal.signal(number, handle) for number in numbers}
+        before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
-            with guardian.signals(handle):
-                yield
+            yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            self._handle_in_fork(number)
+            signal.signal(number, signal.SIG_DFL)  # a worker that user code forked
+            os.kill(os.getpid(), number)
             return
-        guardian.heard()
         if number == signal.SIGINT and frame and debugging(frame):
             raise KeyboardInterrupt  # the debugger returns to its prompt
         if self.asked:
-            guardian.leaving()
+            leash.let_go()
             os._exit(self._code)
         self.asked = True
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)
         self._announce()
-
-    def _handle_in_fork(self, number: int) -> None:
-        """In a worker that user code forked: the run decides on Ctrl-C, other signals end it."""
-        if number != signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif self.asked:
-            os._exit(self._code)
-        self.asked = True

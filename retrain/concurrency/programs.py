@@ -10,7 +10,9 @@ import asyncio
 import os
 import re
 import secrets
+import signal
 import stat
+import time
 from asyncio import StreamReader
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,7 +23,6 @@ from pathlib import Path
 
 from retrain.concurrency import children
 from retrain.concurrency.crashes import ProgramError, headline
-from retrain.concurrency.guardian_process import MARK, end_marked
 from retrain.concurrency.threads import in_thread
 
 GRACE_SECONDS = 1.0
@@ -34,6 +35,10 @@ DRAIN_SECONDS = 1.0
 """How long its output is read after it ended, if a process that is left still holds the pipes."""
 
 
+MARK = "RETRAIN_PROGRAM"
+"""The environment variable of a program, and of all that it starts."""
+MARKED_SECONDS = 3.0
+"""How long marked processes may take to end."""
 _TRACED = re.compile(r'File "(.+?)", line (\d+)')
 """A line of a Python traceback."""
 
@@ -135,6 +140,26 @@ async def owned_programs() -> AsyncIterator[dict[str, str]]:
         yield {MARK: mark}
     finally:
         await in_thread(partial(end_marked, mark))  # the thread goes on if this is cancelled
+
+
+def end_marked(mark: str) -> None:
+    """Kill the processes with this mark, also those that left their group. Linux only; blocks."""
+    until = time.monotonic() + MARKED_SECONDS
+    while (left := _marked(mark)) and time.monotonic() < until:  # one may start another meanwhile
+        for process in left:
+            with suppress(OSError):  # it has just ended
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes with this mark; a zombie has no environment."""
+    wanted, found = f"\0{MARK}={mark}\0".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of somebody else, or it has ended
+            if wanted in b"\0" + (process / "environ").read_bytes() + b"\0":
+                found.append(int(process.name))
+    return found
 
 
 def _new_mark() -> str:

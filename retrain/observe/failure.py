@@ -73,7 +73,7 @@ def full_text(error: BaseException) -> str:
 def write_error(folder: Path, error: BaseException) -> bool:
     """Write error.txt into a run directory; False if that is not possible.
 
-    The guardian may append how the process ended. A resume deletes the file.
+    The watcher may append how the process ended. A resume empties the file.
     """
     try:
         (folder / ERROR).write_text(full_text(error), encoding="utf-8", errors="replace")

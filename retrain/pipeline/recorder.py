@@ -6,6 +6,7 @@ rollouts.jsonl and its counters. `event` writes the kinds that have nothing but 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from retrain.algorithms.base import Algorithm
-from retrain.concurrency.guardian_process import advice
 from retrain.config import RunConfig
 from retrain.errors import ConfigError, RunError, StallError
 from retrain.observe.card import model_card
@@ -191,7 +191,9 @@ class Recorder:
         self.run_dir.changed = changed
         self.event("resumed", from_step=step, changed=changed, **({"anew": True} if anew else {}))
         self.run_dir.flush()
-        (self.run_dir.path / ERROR).unlink(missing_ok=True)
+        error = self.run_dir.path / ERROR
+        if error.exists():
+            os.truncate(error, 0)  # the watch has it open
 
     # --- the end, and what goes wrong
 
@@ -251,7 +253,7 @@ class Recorder:
             self.fault(f"{model / 'README.md'}: {error}")
 
     def last_words(self, message: str) -> None:
-        """The watchdog is about to end the process, and calls this in its thread."""
+        """The watch is about to end the process, and calls this in its thread."""
         self.event("stalled", message=message)
         if self._failure is None:
             self.failed(StallError(message))
@@ -259,7 +261,7 @@ class Recorder:
             self._failure.add_note(message)
         with suppress(RunError):  # the disk is full, or the directory was deleted
             self.end("failed", int(self.history[-1]["step"]) if self.history else 0)
-        sys.stderr.write(f"retrain: {message}. {advice(str(self.run_dir.path))}\n")
+        sys.stderr.write(f"retrain: {message}. Continue {self.run_dir.path} with --resume.\n")
         sys.stderr.flush()
         self.report()
 

@@ -20,7 +20,7 @@ from retrain.assembly import Parts
 from retrain.chat import Chat
 from retrain.chat.template import NOT_SHOWN
 from retrain.concurrency.deadlines import adapter_call
-from retrain.concurrency.watchdog import Watchdog
+from retrain.concurrency.watch import Watch
 from retrain.config import RunConfig
 from retrain.errors import DeadlineError, StallError
 from retrain.observe.callbacks import Callbacks, Status, TrainingResult
@@ -55,7 +55,7 @@ class Run:
     adapter: Adapter
     chat: Chat
     rollouts: Rollouts
-    watchdog: Watchdog
+    watch: Watch
     publish_check: PublishCheck
     door: EndpointServer | None = None
     """Where agents call the model."""
@@ -154,7 +154,7 @@ class Run:
             adapter.sampler,
             self.chat,
             adapter.context_length,
-            self.watchdog.progress,
+            self.watch.progress,
             door,
             self.parts.opponents,
         )
@@ -313,14 +313,14 @@ class Run:
         self.ledger.retire(group.ticket for group in groups)
         self.whole = True
         self.admit.set()
-        self.watchdog.progress()
+        self.watch.progress()
 
     # --- the adapter
 
     async def within(self, stage: str, call: Awaitable[T], *, limit: str = "") -> T:
         """Await the adapter within `deadlines.LIMIT`; raises DeadlineError naming the stage."""
         key = limit or stage
-        self.watchdog.progress()
+        self.watch.progress()
         try:
             return await adapter_call(
                 f"the adapter's {stage}", call, getattr(self.config.deadlines, key), key
@@ -329,7 +329,7 @@ class Run:
             self.whole = False  # it doesn't answer, so it can't save either
             raise
         finally:
-            self.watchdog.progress()
+            self.watch.progress()
 
     async def publish(self) -> None:
         """Make the sampler serve the weights of `step`, once no evaluation needs the older ones."""

@@ -26,9 +26,8 @@ from pathlib import Path
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
 from retrain.batching import batch_of, fitting, kl_penalised, make_samples
-from retrain.concurrency.blocks import ADVICE, BlockedLoop
 from retrain.concurrency.deadlines import apart, called, cancelled, contained
-from retrain.concurrency.watchdog import Watchdog
+from retrain.concurrency.watch import ADVICE, Watch
 from retrain.config import RunConfig
 from retrain.errors import (
     DeadlineError,
@@ -41,7 +40,7 @@ from retrain.errors import (
 from retrain.losses import row_of
 from retrain.observe.callbacks import Callback, Callbacks, Status, TrainingResult
 from retrain.observe.console import Console
-from retrain.observe.failure import single
+from retrain.observe.failure import ERROR, single
 from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
@@ -115,7 +114,7 @@ async def _train(
 
 @contextmanager
 def _watched(run: Run, stall: float) -> Iterator[None]:
-    """Run the watchdog. `stall` seconds without progress cancel the caller and raise StallError."""
+    """Watch the run. `stall` seconds without progress cancel the caller and raise StallError."""
     deadlines = run.config.deadlines
     task = asyncio.current_task()
     assert task is not None
@@ -135,18 +134,17 @@ def _watched(run: Run, stall: float) -> Iterator[None]:
         task.cancel()
 
     try:
-        with (
-            BlockedLoop(BLOCKED, blocked),
-            Watchdog(
-                stall=stall,
-                blocked=deadlines.blocked,
-                grace=deadlines.close + deadlines.checkpoint,
-                fail=cancel,
-                last_words=run.record.last_words,
-                folder=run.run_dir.path,
-            ) as run.watchdog,
-        ):
-            run.record.progress = run.watchdog.progress
+        with Watch(
+            slow=BLOCKED,
+            found=blocked,
+            stall=stall,
+            blocked=deadlines.blocked,
+            grace=deadlines.close + deadlines.checkpoint,
+            fail=cancel,
+            last_words=run.record.last_words,
+            errors=run.run_dir.path / ERROR,
+        ) as run.watch:
+            run.record.progress = run.watch.progress
             yield
     except asyncio.CancelledError:
         if run.stalled is None:
@@ -177,7 +175,7 @@ async def _open_and_drive(
                 await rescue(run, failure)
             raise
         finally:
-            run.watchdog.ending()
+            run.watch.ending()
             run.parts.learner.close()
 
 
@@ -222,7 +220,7 @@ async def drive(run: Run) -> Status:
             for producer in producers:
                 producer.cancel()
         finally:
-            run.watchdog.ending()
+            run.watch.ending()
     if learner.cancelled():  # by a callback, for example; it would look like a normal end
         raise RunError(f"user code cancelled the learner after step {run.step}")
     if interrupted and run.step < run.total_steps:
@@ -247,7 +245,7 @@ async def _feed(run: Run) -> None:
             run.done.put_nowait(run.kept.pop(ticket))
             continue
         run.record.event("issued", ticket=str(ticket))  # in the order of the ledger
-        await run.outage.turn(ticket, run.watchdog.waiting)
+        await run.outage.turn(ticket, run.watch.waiting)
         await run.todo.put(run.prompt(ticket))
 
 

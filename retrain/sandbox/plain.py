@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
-from retrain.concurrency.guardian_process import MARK
-from retrain.concurrency.programs import run_program
+from retrain.concurrency.programs import MARK, run_program
 from retrain.concurrency.threads import in_thread
 from retrain.sandbox.base import Sandbox, SandboxLimits, SandboxResult
 from retrain.sandbox.local import python_of

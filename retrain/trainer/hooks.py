@@ -82,7 +82,7 @@ class Hooks(Nested):
 
     async def on_step_begin(self, trainer: RunFace, step: int) -> None:
         if self._gate is not None and self.run is not None:
-            with self.run.watchdog.waiting():
+            with self.run.watch.waiting():
                 await self._gate.permits.acquire()
         await self._callbacks.call("on_step_begin", self._trainer, step)
 

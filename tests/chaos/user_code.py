@@ -137,6 +137,7 @@ def cyclic() -> dict[str, Any]:
 
 
 OK = (0.0, True, False)
+HELD = "no Python code ran"
 FAULTS = [
     *(
         Fault(f"{type(error).__name__} in {hook}", hook, throw(error))
@@ -208,11 +209,11 @@ FAULTS = [
         }.items()
     ),
     Fault("time.sleep in step", "step", lambda: time.sleep(60), code=1, words="blocked for"),
-    Fault("a regex in step", "step", hold_with_regex, code=-9, words="hold_with_regex"),
-    Fault("a regex in a reward", "reward", hold_with_regex, code=-9, words="hold_with_regex"),
-    Fault("a C call in a reward", "reward", hold_in_c, code=-9, words="hold_in_c"),
-    Fault("a segfault in step", "step", segfault, code=-11, words="segfault"),
-    Fault("a segfault in a reward", "reward", segfault, code=-11, words="segfault"),
+    Fault("a regex in step", "step", hold_with_regex, code=-6, words=HELD),
+    Fault("a regex in a reward", "reward", hold_with_regex, code=-6, words=HELD),
+    Fault("a C call in a reward", "reward", hold_in_c, code=-6, words=HELD),
+    Fault("a segfault in step", "step", segfault, code=-11, words="without"),
+    Fault("a segfault in a reward", "reward", segfault, code=-11, words="without"),
     Fault("os._exit in step", "step", lambda: os._exit(7), code=7, words="without"),
     Fault("os._exit in a reward", "reward", lambda: os._exit(7), code=7, words="without"),
 ]  # fmt: skip
@@ -311,7 +312,7 @@ def play(fault: Fault, folder: Path) -> list[str]:
 
 def _words(fault: Fault, run_dir: Path, said: str) -> list[str]:
     file, until = run_dir / "error.txt", time.monotonic() + 5.0
-    while not file.exists():  # the guardian writes it, after the process ended
+    while not file.exists():  # the watcher writes it, after the process ended
         if time.monotonic() > until:
             return ["there is no error.txt"]
         time.sleep(0.01)

@@ -1,6 +1,6 @@
 """An event loop whose clock jumps to the next timer, so that waiting takes no time.
 
-Nothing runs beside it: blocking calls run at once, and the watchdog's thread does not start. The
+Nothing runs beside it: blocking calls run at once, and the watch's thread does not start. The
 order of all events then depends on the program alone.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from retrain.concurrency.threads import DaemonPool
-from retrain.concurrency.watchdog import Watchdog
+from retrain.concurrency.watch import Watch
 
 
 class DeadlockError(Exception):
@@ -66,7 +66,7 @@ def virtual() -> Iterator[None]:
     """No threads, no report, and no sync of the disk: no history loses power."""
     with (
         mock.patch.object(DaemonPool, "run", _at_once),
-        mock.patch.object(Watchdog, "_watch"),
+        mock.patch.object(Watch, "_run"),
         mock.patch("os.fsync"),
         mock.patch("retrain.pipeline.recorder.write_report"),
     ):
