@@ -290,10 +290,11 @@ def usage():
     return 1, 60 << 10
 jail._usage = usage
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-read, write = os.pipe()
-jail.ending(program, {"memory": 100, "processes": 1}, write)
-job = server.Job.__new__(server.Job)
-job.id, job.started, job.limit, job.exit_code = 0, 0, "", jail.KILLED
+read, write = (os.dup2(end, 10 + end) for end in os.pipe())
+os.dup2(write, jail.STATUS)
+jail.ending(program, {"memory": 100, "processes": 1})
+job = server.Program.__new__(server.Program)
+job.started, job.limit, job.exit_code = 0, "", -9
 job.outputs = {"stdout": b"", "stderr": b"", "status": os.read(read, 99)}
 assert job.reply()["code"] == -9 and "error" not in job.reply()
 """
@@ -310,7 +311,7 @@ from retrain.sandbox import jail
 if (program := os.fork()) == 0:
     signal.pause()
 resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-assert jail.ending(program, {}, 1) == {"code": -9}
+assert jail.ending(program, {}) == {"code": -9}
 os.kill(program, 9)
 """
 
@@ -326,9 +327,8 @@ async def test_a_server_that_dies_fails_its_programs_and_is_replaced(sandbox: Lo
         sandbox.run(["python", "-c", "import time; time.sleep(60)", secret], {})
     )
     await until(lambda: secret in running())
-    [server] = sandbox._servers
-    assert server._process is not None
-    server._process.kill()
+    assert sandbox._server is not None
+    sandbox._server.kill()
     with pytest.raises(SandboxError, match="the server of the sandboxes ended"):
         await task
     await until(lambda: secret not in running())

@@ -42,24 +42,22 @@ async def start(
     *,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    stdin: int = PIPE,
     stdout: int = PIPE,
     stderr: int | None = None,
-    limit: int = 2**16,
 ) -> Process:
     """Start a child with pipes for its input and output; raises OSError if it can't be started.
 
-    `env` defaults to `plain_environment()`, `cwd` and `stderr` to those of this process. `stdout`
-    and `stderr` may be the descriptor of a file. `limit` is the number of bytes that are read ahead
-    from its output.
+    `env` defaults to `plain_environment()`, `cwd` and `stderr` to those of this process. A
+    stream may be the descriptor of a file.
     """
     process = await asyncio.create_subprocess_exec(
         *argv,
         env=plain_environment() if env is None else env,
         cwd=cwd,
-        stdin=PIPE,
+        stdin=stdin,
         stdout=stdout,
         stderr=stderr,
-        limit=limit,
         process_group=0,
     )
     leash.add_child(process.pid)
