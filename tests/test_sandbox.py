@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from retrain import ConfigError
-from retrain.concurrency import children
+from retrain.concurrency.children import Child
 from retrain.sandbox import (
     Sandbox,
     SandboxChoice,
@@ -328,7 +328,7 @@ async def test_a_server_that_dies_fails_its_programs_and_is_replaced(sandbox: Lo
     )
     await until(lambda: secret in running())
     assert sandbox._server is not None
-    sandbox._server.kill()
+    os.kill(sandbox._server.pid, signal.SIGKILL)
     with pytest.raises(SandboxError, match="the server of the sandboxes ended"):
         await task
     await until(lambda: secret not in running())
@@ -349,13 +349,13 @@ asyncio.run(main())
 @pytest.mark.skipif(not WORKING, reason="no namespaces here")
 async def test_a_run_that_is_killed_leaves_no_program() -> None:
     secret = secrets.token_hex(8)
-    run = await children.start([sys.executable, "-c", KILLED, WORKING[0], secret])
+    run = await Child.start([sys.executable, "-c", KILLED, WORKING[0], secret])
     try:
         await until(lambda: running().count(secret) == 3)
-        run.kill()
+        run.signal(signal.SIGKILL)
         await until(lambda: secret not in running())
     finally:
-        await children.end(run)
+        await run.end()
 
 
 FORGERIES = {

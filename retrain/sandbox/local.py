@@ -15,7 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from retrain.concurrency import children
+from retrain.concurrency.children import Child
 from retrain.sandbox.base import Sandbox, SandboxError, SandboxLimits, SandboxResult
 
 ROOT = Path(__file__).resolve().parent
@@ -59,7 +59,7 @@ class LocalSandbox(Sandbox):
         self._free = asyncio.Semaphore(processes)
         self._config = config_of(mode, packages)
         self._starting = asyncio.Lock()
-        self._server: Process | None = None
+        self._server: Child | None = None
         self._programs: socket.socket | None = None
 
     async def run(
@@ -84,7 +84,7 @@ class LocalSandbox(Sandbox):
     async def close(self) -> None:
         if self._server is not None and self._programs is not None:
             self._programs.close()
-            await children.end(self._server, grace=0.5)
+            await self._server.end(grace=0.5)
         self._server = self._programs = None
 
     async def _connected(self) -> socket.socket:
@@ -96,7 +96,7 @@ class LocalSandbox(Sandbox):
                 await self.close()  # it has ended
             self._programs, theirs = socket.socketpair()
             with theirs:
-                self._server = await children.start(
+                self._server = await Child.start(
                     argv_of("main", self._config), env={}, stdin=theirs.fileno(), stdout=DEVNULL
                 )
             return _handed(self._programs)
