@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 from contextlib import suppress
+from glob import glob
 
 run, limit, file, silent, rest, groups = int(sys.argv[1]), 0.0, b"", 0.0, b"", set()
 
@@ -52,3 +53,7 @@ if limit:
 for group in groups:
     with suppress(OSError):  # it has ended
         os.killpg(group, signal.SIGKILL)
+for place in glob("/proc/[0-9]*/environ"):  # a program's daemons (see `programs`); Linux only
+    with suppress(OSError), open(place, "rb") as environment:
+        if b"\0RETRAIN_PROGRAM=%d-" % run in b"\0" + environment.read():
+            os.kill(int(place.split("/")[2]), signal.SIGKILL)
