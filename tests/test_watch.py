@@ -19,7 +19,7 @@ import pytest
 from retrain.concurrency.children import Child
 from retrain.concurrency.leash import leash
 from retrain.concurrency.watch import Watch, debugging
-from tests.pipe_kit import played
+from tests.pipe_kit import events, played
 
 SCRIPT = """
 import asyncio, sys, time
@@ -241,6 +241,14 @@ def test_p12_a_process_that_dies_in_user_code_leaves_a_last_word(tmp_path, judge
     error = (tmp_path / "run" / "error.txt").read_text()
     assert "without shutting down" in error
     assert place in error
+
+
+@pytest.mark.parametrize("place", ["step", "judge"])
+def test_a_fork_that_returns_from_user_code_ends_and_the_run_goes_on(tmp_path, place):
+    forks = {"step": f"import os; os.fork(); {END}", "judge": "import os; os.fork(); return 1.0"}
+    assert play(tmp_path, **{place: forks[place]}) == (0, "")
+    ends = events(tmp_path / "run", "end")
+    assert [event["status"] for event in ends] == ["completed"]
 
 
 KILLED = """

@@ -69,6 +69,7 @@ class Watch:
         self._slow, self._stall, self._blocked, self._grace = slow, stall, blocked, grace
         self._found, self._fail, self._last_words, self._errors = found, fail, last_words, errors
         self._loop = asyncio.get_running_loop()
+        leash.loops.add(self._loop)
         self._thread = threading.get_ident()
         clock = getattr(time, "pthread_getcpuclockid", None)  # macOS has none
         self._clock: int | None = clock(self._thread) if clock else None
