@@ -38,17 +38,25 @@ class SandboxLimits:
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str) -> SandboxLimits:
         """The limits with the keys of a config; raises ConfigError for a wrong key or value."""
-        types = {field.name: float if field.name == "seconds" else int for field in fields(cls)}
-        problems = []
-        for name, value in given.items():
-            if name not in types:
-                problems.append(f"{where}.{name}: unknown; expected one of {', '.join(types)}")
-            elif isinstance(value, bool) or not isinstance(value, int | types[name]) or value <= 0:
-                kind = "a number" if types[name] is float else "an integer"
-                problems.append(f"{where}.{name}: got {value!r}, expected {kind} above 0")
+        known = {field.name for field in fields(cls)}
+        problems = [
+            f"{where}.{name}: got {value!r}, expected {kind} above 0"
+            if name in known
+            else f"{where}.{name}: unknown; expected one of {', '.join(cls.__slots__)}"
+            for name, value in given.items()
+            if (kind := _wrong(name, value)) or name not in known
+        ]
         if problems:
             raise ConfigError(*problems)
         return cls(**given)
+
+
+def _wrong(name: str, value: Any) -> str:
+    """What a limit must be, if the value is something else."""
+    kinds = (int, float) if name == "seconds" else (int,)
+    if type(value) in kinds and value > 0:
+        return ""
+    return "a number" if name == "seconds" else "an integer"
 
 
 @dataclass(frozen=True, slots=True)

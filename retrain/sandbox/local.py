@@ -174,18 +174,9 @@ def argv_of(function: str, config: Mapping[str, Any]) -> list[str]:
 @cache
 def why_not(mode: str) -> str:
     """Why sandboxes of this mode don't work here, "" if they do: one program is tried."""
-    if not sys.platform.startswith("linux"):
-        return f"this system is {platform.system()}, not Linux"
-    if platform.machine() not in ("x86_64", "aarch64"):
-        return f"this machine is {platform.machine()}, not x86_64 or aarch64"
-    release = platform.release()
-    if tuple(int(n) for n in re.findall(r"\d+", release)[:2]) < (5, 14):
-        return f"this is Linux {release}, expected 5.14 or later"
     config = config_of(mode, packages=False)
-    if mode == "bubblewrap" and not config["bubblewrap"]:
-        return "there is no program bwrap"
-    if mode == "bubblewrap" and os.geteuid() == 0:
-        return "as root, programs would have the rights of root's files: run as another user"
+    if why := _unsupported(mode, config):
+        return why
     request = _request(config, ["python", "-c", "print(1)"], {}, "", SandboxLimits())
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -199,3 +190,19 @@ def why_not(mode: str) -> str:
         except (OSError, SandboxError) as error:
             return str(error)
     return "" if result.stdout == "1\n" else result.stderr.strip()[-200:] or f"{result}"
+
+
+def _unsupported(mode: str, config: Mapping[str, Any]) -> str:
+    """What this machine lacks, as far as it can be asked."""
+    if not sys.platform.startswith("linux"):
+        return f"this system is {platform.system()}, not Linux"
+    if platform.machine() not in ("x86_64", "aarch64"):
+        return f"this machine is {platform.machine()}, not x86_64 or aarch64"
+    release = platform.release()
+    if tuple(int(n) for n in re.findall(r"\d+", release)[:2]) < (5, 14):
+        return f"this is Linux {release}, expected 5.14 or later"
+    if mode == "bubblewrap" and not config["bubblewrap"]:
+        return "there is no program bwrap"
+    if mode == "bubblewrap" and os.geteuid() == 0:
+        return "as root, programs would have the rights of root's files: run as another user"
+    return ""

@@ -128,19 +128,24 @@ class Program:
         self.selector.unregister(descriptor)
 
     def reply(self) -> dict[str, Any]:
+        ending = {"code": -signal.SIGKILL, "limit": "", **self.status()}
+        if self.limit:
+            ending["limit"] = self.limit
+        texts = {n: base64.b64encode(self.outputs[n]).decode() for n in ("stdout", "stderr")}
+        return {**ending, **texts, "seconds": time.monotonic() - self.started}
+
+    def status(self) -> dict[str, Any]:
+        """What the init reported, or why it could not."""
         near = self.outputs["status"].startswith(jail.NEAR)
-        report = self.outputs["status"].removeprefix(jail.NEAR)
+        report = self.outputs["status"].removeprefix(jail.NEAR).partition(b"\n")[0] or b"{}"
         try:
-            status = json.loads(report.partition(b"\n")[0] or b"{}")
+            status: dict[str, Any] = json.loads(report)
         except ValueError:
             status = {"error": "the status of the sandbox is damaged"}
-        if not status and not self.limit and self.exit_code in jail.KILLED and near:
-            status = {"code": -signal.SIGKILL}  # its own init: the program took the memory
-        elif not status and not self.limit:
-            status = {"error": "the sandbox was killed from outside; is the machine out of memory?"}
-        if self.limit or status.get("code") is not None:
+        if self.limit or "code" in status:
             status.pop("error", None)
-        texts = {n: base64.b64encode(self.outputs[n]).decode() for n in ("stdout", "stderr")}
-        ending = {"code": -signal.SIGKILL, "limit": "", **status, **texts}
-        ending["seconds"] = time.monotonic() - self.started
-        return {**ending, "limit": self.limit} if self.limit else ending
+        elif not status and self.exit_code in jail.KILLED and near:
+            return {}  # its own init: the program took the memory
+        elif not status:
+            return {"error": "the sandbox was killed from outside; is the machine out of memory?"}
+        return status

@@ -202,16 +202,20 @@ class Peer:
         if (copy := self.copied(value, depth)) is not None:
             return copy
         if isinstance(value, PLAIN) and depth <= DEPTH:
-            reference = getattr(value, "__dict__", {}).get("_remote_")
-            if reference is not None:
-                return self.encode(reference)
-            plain = self.plain(value, depth)
-            own = kind not in ENCODERS and kind.__module__ != "numpy"  # it has other attributes
-            return {"named": [plain, *self.exported(value)["mine"]]} if own else plain
+            return self.derived(value, depth)
         if kind.__module__ == "numpy" and hasattr(value, "tolist"):
             plain, form = self.encode(value.tolist(), depth + 1), value.dtype
             return {"array": [plain, form.str]} if value.ndim and form.kind in "biufc" else plain
         return self.constant(value) or self.exported(value)
+
+    def derived(self, value: Any, depth: int) -> Any:
+        """A value of a built-in class; one of a subclass goes with its other attributes."""
+        kind, reference = type(value), getattr(value, "__dict__", {}).get("_remote_")
+        if reference is not None:
+            return self.encode(reference)
+        plain = self.plain(value, depth)
+        own = kind not in ENCODERS and kind.__module__ != "numpy"
+        return {"named": [plain, *self.exported(value)["mine"]]} if own else plain
 
     def copied(self, value: Any, depth: int) -> dict[str, Any] | None:
         """What the other process makes a copy of, or a coroutine."""
