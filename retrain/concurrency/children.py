@@ -10,8 +10,8 @@ import asyncio
 import os
 import re
 import signal
-from asyncio import StreamReader, StreamWriter
-from asyncio.subprocess import PIPE, Process
+from asyncio import StreamReader, StreamWriter, SubprocessTransport
+from asyncio.subprocess import PIPE, SubprocessStreamProtocol
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,17 +39,33 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not is_of_ranks(name)}
 
 
-class Child:
-    """A child process, with the processes that it starts; whoever starts it calls `end`."""
+class _Streams(SubprocessStreamProtocol):
+    """The streams of a child and its end, for which asyncio waits with that of its pipes only."""
 
-    def __init__(self, process: Process, log: Path | None, begin: int) -> None:
-        self.pid, self._process, self._log = process.pid, process, log
-        self.begin = begin
-        """Where its output begins in the log."""
+    def __init__(self) -> None:
+        super().__init__(limit=2**16, loop=asyncio.get_running_loop())
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
+class Child:
+    """A child process, with the processes that it starts; whoever starts it calls `end`.
+
+    Its output begins at the byte `begin` of its log.
+    """
+
+    def __init__(
+        self, transport: SubprocessTransport, streams: _Streams, log: Path | None, begin: int
+    ) -> None:
+        self.pid, self._transport, self._streams = transport.get_pid(), transport, streams
+        self._log, self.begin = log, begin
         # None if it is no pipe; then nobody asks for it.
-        self.stdin = cast(StreamWriter, process.stdin)
-        self.stdout = cast(StreamReader, process.stdout)
-        self.stderr = cast(StreamReader, process.stderr)
+        self.stdin = cast(StreamWriter, streams.stdin)
+        self.stdout = cast(StreamReader, streams.stdout)
+        self.stderr = cast(StreamReader, streams.stderr)
 
     @classmethod
     async def start(
@@ -68,8 +84,11 @@ class Child:
         `env` defaults to `plain_environment()`, `cwd` and `stderr` to those of this process. A
         stream may be the descriptor of a file. Both outputs are appended to the file `log`.
         """
+        loop = asyncio.get_running_loop()
         with (log or Path(os.devnull)).open("ab") as file:
-            process = await asyncio.create_subprocess_exec(
+            begin = file.tell()
+            transport, streams = await loop.subprocess_exec(
+                _Streams,
                 *argv,
                 env=plain_environment() if env is None else env,
                 cwd=cwd,
@@ -78,13 +97,13 @@ class Child:
                 stderr=file if log else stderr,
                 process_group=0,
             )
-            leash.add_child(process.pid)
-            return cls(process, log, file.tell())
+        leash.add_child(transport.get_pid())
+        return cls(transport, streams, log, begin)
 
     @property
     def exit_code(self) -> int | None:
         """Negative for a signal; None while it runs."""
-        return self._process.returncode
+        return self._transport.get_returncode()
 
     @property
     def how_ended(self) -> str:
@@ -108,21 +127,11 @@ class Child:
         return True
 
     async def exited(self) -> int:
-        """Wait for its end only: asyncio also waits for whoever else holds its pipes.
-
-        Returns its exit code, negative for a signal.
-        """
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:  # it has ended
-            descriptor = -1
-        except (AttributeError, OSError):  # not on this system
-            return await self._process.wait()
-        if descriptor >= 0:
-            await _readable(descriptor)
-        while self.exit_code is None:  # noqa: ASYNC110 - a thread of asyncio is about to set it
-            await asyncio.sleep(0.001)
-        return self.exit_code
+        """Wait for its end, though others may still hold its pipes; returns its exit code."""
+        await self._streams.exited.wait()
+        code = self.exit_code
+        assert code is not None
+        return code
 
     async def end(self, grace: float = GRACE_SECONDS) -> int:
         """End it and its own children: SIGTERM, then SIGKILL after `grace` seconds.
@@ -153,14 +162,3 @@ def tail(log: Path, begin: int = 0) -> list[str]:
     except OSError:
         return []
     return [line for line in lines if line.strip()]
-
-
-async def _readable(descriptor: int) -> None:
-    """Wait for a descriptor, then close it."""
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(descriptor, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
