@@ -200,7 +200,7 @@ def _build_root(read_only: list[str], limits: dict[str, Any]) -> None:
     _mount("tmpfs", SCRATCH, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m,nr_inodes=4096")
     os.chdir(SCRATCH)
     os.mkdir("old", 0o755)
-    _syscall(_PIVOT_ROOT[os.uname().machine], b".", b"old")
+    _call("syscall", _PIVOT_ROOT[os.uname().machine], b".", b"old")
     os.chdir("/")
     for path in ("/dev", "/proc", SCRATCH):
         os.makedirs(path, 0o755, exist_ok=True)
@@ -229,7 +229,7 @@ def _show(path: str) -> None:
         _bind(f"/old{path}", path)
         # struct mount_attr: read-only, no set-uid, no devices; with all that is mounted below
         attributes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)
-        _syscall(_MOUNT_SETATTR, -100, path.encode(), 0x8000, attributes, len(attributes))
+        _call("syscall", _MOUNT_SETATTR, -100, path.encode(), 0x8000, attributes, len(attributes))
 
 
 def _bind(source: str, target: str) -> None:
@@ -371,12 +371,6 @@ def _call(name: str, *arguments: Any) -> None:
     if getattr(_libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
-
-
-def _syscall(number: int, *arguments: Any) -> None:
-    if _libc.syscall(ctypes.c_long(number), *arguments) < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"system call {number}: {os.strerror(error)}")
 
 
 def write(descriptor: int, data: bytes) -> None:

@@ -19,7 +19,7 @@ TYPE_CHECKING = False  # `typing` takes milliseconds to import
 if TYPE_CHECKING:
     from typing import Any
 
-BIG = 2**63
+sys.set_int_max_str_digits(0)  # messages are text
 MODULES = ("program", "tests")
 """The names of the two modules: their classes exist in one process only."""
 DEPTH = 100
@@ -195,7 +195,7 @@ class Peer:
     def encode(self, value: Any, depth: int = 0) -> Any:
         """The value as JSON."""
         kind = type(value)
-        if value is None or kind is str or kind is bool or (kind is int and -BIG < value < BIG):
+        if value is None or kind in (str, bool, int):
             return value
         if isinstance(value, Remote):
             return {"yours": value._number_}
@@ -338,7 +338,7 @@ BUILTIN_OF: dict[str, Any] = {
 }
 """Operations that have a meaning for classes without the method of this name."""
 ENCODERS: dict[type, Any] = {
-    int: lambda _, value, __: int(value) if abs(value) < BIG else {"int": hex(value)},
+    int: lambda _, value, __: int(value),
     str: lambda _, value, __: str(value),
     float: lambda _, value, __: float(value) if math.isfinite(value) else {"float": repr(value)},
     complex: lambda _, value, __: {"complex": [repr(value.real), repr(value.imag)]},
@@ -364,7 +364,6 @@ VALUES: dict[str, Any] = {
 """Classes whose instances travel as the arguments that make an equal one."""
 SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 DECODERS: dict[str, Any] = {
-    "int": lambda _, inner: int(inner, 16),
     "float": lambda _, inner: {"inf": math.inf, "-inf": -math.inf}.get(inner, math.nan),
     "complex": lambda _, inner: complex(float(inner[0]), float(inner[1])),
     "bytes": lambda _, inner: bytes.fromhex(inner),
