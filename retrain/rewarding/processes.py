@@ -175,7 +175,7 @@ class _Worker:
             raise UserCodeError(
                 f"{self._owner}: its worker process ended with {child.how_ended}{where}"
             ) from None
-        except BaseException:
+        except (asyncio.CancelledError, Exception):
             await self._end()
             raise
 

@@ -82,9 +82,10 @@ def guarded(work: Callable[[], None]) -> NoReturn:
     """Run `work`, which doesn't return; an error is reported."""
     try:
         work()
-    except BaseException as error:  # noqa: BLE001 - of a forked process, which must end here
+    except Exception as error:  # noqa: BLE001 - whatever it is, the sandbox failed
         _report({"error": f"{type(error).__name__}: {error}"})
-    os._exit(1)
+    finally:
+        os._exit(1)  # of a forked process, which must end here
 
 
 def _init(spec: Spec) -> NoReturn:

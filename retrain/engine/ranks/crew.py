@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,14 @@ class Crew:
         """
         crew = cls(size, folder, lost)
         work = pickle.dumps((target, payload, sys.path), protocol=5)
-        try:
-            for rank in range(1, size):
-                await crew._start(rank, work)
-        except BaseException as error:
-            await crew.end(0.0)
-            if isinstance(error, OSError):
+        async with AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(crew.end, 0.0)
+            try:
+                for rank in range(1, size):
+                    await crew._start(rank, work)
+            except OSError as error:
                 raise AdapterError(f"could not start the processes to train: {error}") from error
-            raise
+            unless_started.pop_all()
         return crew
 
     @property

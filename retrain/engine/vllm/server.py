@@ -15,7 +15,7 @@ import shutil
 import socket
 from asyncio.subprocess import DEVNULL
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,10 @@ _ERROR = re.compile(
     r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Exit)(?:: |$)"
     r"|^[\w.-]+: error: |.* died unexpectedly"
 )
-_ECHOES = (
-    "see stack trace",
-    "see root cause",
-    "EngineDeadError",
-    "WorkerProc initialization failed",
-    "Engine core initialization failed",
-    "CancelledError",
-    "RuntimeError: cancelled",
-    "KeyboardInterrupt",
-    "SystemExit",
+_ECHOES = re.compile(
+    "see stack trace|see root cause|EngineDeadError|(WorkerProc|Engine core) initialization failed|"
+    "CancelledError|RuntimeError: cancelled|KeyboardInterrupt|SystemExit",
+    re.IGNORECASE,
 )
 """Errors that pass on that another process failed."""
 
@@ -230,21 +224,20 @@ class VllmServer:
             raise AdapterError(
                 f"can't start vLLM with {self._launch.python}: {error}. {PYTHON}"
             ) from error
-        try:
-            async with (
-                asyncio.timeout(self._launch.seconds),
-                announced("starting vLLM", [self._log], child.begin),
-            ):
-                await self._answering(child, port)
-        except TimeoutError:
-            said = self.last_lines()
-            await self.close()
-            raise AdapterError(
-                f"vLLM did not answer within start_seconds = {self._launch.seconds:g}: {said}"
-            ) from None
-        except BaseException:
-            await self.close()
-            raise
+        async with AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(self.close)
+            try:
+                async with (
+                    asyncio.timeout(self._launch.seconds),
+                    announced("starting vLLM", [self._log], child.begin),
+                ):
+                    await self._answering(child, port)
+            except TimeoutError:
+                late = f"start_seconds = {self._launch.seconds:g}"
+                raise AdapterError(
+                    f"vLLM did not answer within {late}: {self.last_lines()}"
+                ) from None
+            unless_started.pop_all()
 
     async def _answering(self, child: Child, port: int) -> None:
         async with VllmClient(f"http://{HOST}:{port}") as client:
@@ -273,10 +266,9 @@ def cause(log: Iterable[str]) -> str:
     The API server, the engine and each worker log the same failure, each with its own traceback;
     only the innermost one has the cause.
     """
-    lines = [_PREFIX.sub("", line).rstrip() for line in log]
-    lines = [line for line in lines if line.strip()]
+    lines = list(filter(None, (_PREFIX.sub("", line).rstrip() for line in log)))
     errors = [line for line in lines if _ERROR.match(line)]
-    causes = [line for line in errors if not any(e.lower() in line.lower() for e in _ECHOES)]
-    if causes or errors:
+    causes = [line for line in errors if not _ECHOES.search(line)]
+    if errors:
         return (causes or errors)[-1]
     return "\n".join(lines[-LINES:]) or "its log is empty"
