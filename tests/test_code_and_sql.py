@@ -145,7 +145,10 @@ async def test_a_row_without_tests_is_an_error(
     ("make", "message"),
     [
         (lambda: Code(attempts=0), "environment.attempts: got 0"),
+        (lambda: Code(processes=0), "environment.processes: got 0"),
         (lambda: Code(limits={"memory": -1}), "environment.limits.memory: got -1"),
+        (lambda: Code(limits={"memory": 0.5}), "environment.limits.memory: got 0.5"),
+        (lambda: CodeTests(limits={"ram": 1}), "rewards.limits.ram: unknown"),
         (lambda: Code(sandbox="own.py:Own"), r"environment.sandbox: .*own.py"),
         (lambda: CodeTests(sandbox="docker"), "rewards.sandbox: got 'docker', expected auto, "),
         (lambda: Sql(seconds=0), "environment.seconds: got 0"),

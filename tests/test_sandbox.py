@@ -578,30 +578,18 @@ async def test_no_program_passes_tests_without_their_results(sandbox: Sandbox) -
 
 
 ADD = "def add(a, b=1):\n    return a + b\n"
-CLASS = "class Stack(list):\n    def push(self, x):\n        self.append(x)\n        return x\n"
-PUSH = "def test_push():\n    s = Stack()\n    assert s.push(1) == 1\n    assert s == [1]"
 TWICE = "def test_a():\n    x = add(1)\n    assert x == 2\n    x = add(x)\n    assert x == 3"
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 2"
-RAISES = "try:\n    add(None)\n    assert False\nexcept TypeError:\n    pass"
-PLAIN = "def f(): return {1: {2, 3}, b'x': (None, 1e400, 1j)}"
 DOUBLE = "print(int(input()) * 2)"
 CASES = [
     (ADD, "assert add(1) == 2\nassert add(1, 2) == 4", (True, False)),
     (ADD, "assert add(1) == 2 and not add(-1)", (True,)),
     (ADD, "assert add('a', 'b') == 'ab', 'a message'", (True,)),
     (ADD, "assert sorted([add(2), add(1)]) == [2, 3]\nassert str(add(1)) == '2'", (True, True)),
-    (ADD, "assert {add(1): (add(2), [add(3)])} == {2: (3, [4])}", (True,)),
-    (ADD, "assert all(add(i) == i + 1 for i in range(3))", (True,)),
-    (ADD, "for i in range(3):\n    assert add(i) == i + 1", (True,)),
-    (ADD, RAISES, (True,)),
-    (ADD, "def near(a, b):\n    return abs(a - b) < 1\nassert near(add(1), 2)", (True,)),
     (ADD, "assert add(0, 10**5000) == 10**5000", (True,)),
     (ADD, CHECK, (True, False)),
     (ADD, TWICE, (True,)),
     (ADD, '["assert add(1) == 2"]', (True,)),
-    (CLASS, PUSH, (True,)),
-    (CLASS, "assert Stack([1]) == [1]\nassert isinstance(Stack(), list)", (True, True)),
-    (PLAIN, "assert f() == {1: {3, 2}, b'x': (None, float('inf'), 1j)}", (True,)),
     (DOUBLE, [{"input": "2", "output": "4\n"}, {"input": "x", "output": ""}], (True, False)),
     ("print(1); print('2 ')", {"inputs": [""], "outputs": [["1", "2"]]}, (True,)),
     ("while True: pass", [{"input": "", "output": ""}], (False,)),
@@ -719,20 +707,6 @@ async def test_a_sandbox_that_fails_leaves_no_run_behind() -> None:
     with pytest.raises(SandboxError, match="it failed"):
         await grade(failing := Failing(), "", tests)
     assert failing.ended == 3
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SandboxChoice("nonsense"), "environment.sandbox: got 'nonsense', expected auto, "),
-        (lambda: SandboxChoice("none", processes=0), "processes: got 0, expected at least 1"),
-        (lambda: SandboxLimits.of({"ram": 1}, "x"), "x.ram: unknown; expected one of seconds, "),
-        (lambda: SandboxLimits.of({"memory": 0.5}, "x"), "x.memory: got 0.5, expected an integer"),
-    ],
-)
-def test_a_wrong_key_is_an_error(make: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()  # type: ignore[operator]
 
 
 def test_without_namespaces_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,16 +82,18 @@ class LocalSandbox(Sandbox):
                 writer.transport.abort()  # so a program that still runs ends
 
     async def close(self) -> None:
-        if self._server is not None and self._programs is not None:
-            self._programs.close()
-            await self._server.end(grace=0.5)
+        server, programs = self._server, self._programs
         self._server = self._programs = None
+        if programs is not None:
+            programs.close()
+        if server is not None:
+            await server.end(grace=0.5)
 
     async def _connected(self) -> socket.socket:
         """A connection to a new process of the server."""
         async with self._starting:
             if self._programs is not None:
-                with suppress(OSError):
+                with suppress(ConnectionError):
                     return _handed(self._programs)
                 await self.close()  # it has ended
             self._programs, theirs = socket.socketpair()
