@@ -303,34 +303,42 @@ _MACHINES = {"x86_64": (0, 0xC000003E, 56, 41), "aarch64": (1, 0xC00000B7, 220, 
 _CLONE3, _FAMILIES = 435, (1, 2, 10)  # sockets: Unix and Internet, which reach nothing in here
 _KILL, _ALLOW, _ERROR = 0x80000000, 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_Code = list[tuple[int, int, int, int]]
+"""Lines of a filter: (operation, jump if true, jump if false, value)."""
 
 
 def filter_system_calls() -> None:
-    """Install the seccomp filter; each line is (operation, jump if true, jump if false, value)."""
+    """Install the seccomp filter."""
     column, machine, clone, socket = _MACHINES[os.uname().machine]
-    eperm, enosys, eafnosupport = _ERROR | 1, _ERROR | 38, _ERROR | 97
+    allow, eperm, enosys, eafnosupport = (
+        (_RETURN, 0, 0, action) for action in (_ALLOW, _ERROR | 1, _ERROR | 38, _ERROR | 97)
+    )
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     if column == 0:  # the numbers of x32 would pass the list
-        code += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, eperm)]
+        code += [(_AT_LEAST, 0, 1, 0x40000000), eperm]
     for number in _DENIED[column::3]:
-        code += [(_EQUAL, 0, 1, int(number)), (_RETURN, 0, 0, eperm)]
+        code += _for_call(int(number), [eperm])
     for number, given in zip(_OWN[column::4], _OWN[2::4], strict=True):
-        values = [int(value) for value in given.split(",")]
-        code += [(_EQUAL, 0, 2 * len(values) + 2, int(number))]
-        for i, value in enumerate(values):
-            code += [(_LOAD, 0, 0, 16 + 8 * i), (_EQUAL, 0, 2 * (len(values) - i) - 1, value)]
-        code += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, eperm)]
+        checks = [
+            line
+            for i, value in enumerate(given.split(","))
+            for line in ((_LOAD, 0, 0, 16 + 8 * i), (_EQUAL, 1, 0, int(value)), eperm)
+        ]
+        code += _for_call(int(number), [*checks, allow])
     # The flags of clone3 are in memory, where a filter can't read; libc falls back to clone.
-    code += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, enosys)]
+    code += _for_call(_CLONE3, [enosys])
     namespaces = _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET
-    code += [(_EQUAL, 0, 4, clone), (_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, namespaces)]
-    code += [(_RETURN, 0, 0, eperm), (_RETURN, 0, 0, _ALLOW)]
-    families = [(_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)]
-    code += [(_EQUAL, 0, len(families) + 2, socket), (_LOAD, 0, 0, 16), *families]
-    code += [(_RETURN, 0, 0, eafnosupport), (_RETURN, 0, 0, _ALLOW)]
+    code += _for_call(clone, [(_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, namespaces), eperm, allow])
+    families = [line for family in _FAMILIES for line in ((_EQUAL, 0, 1, family), allow)]
+    code += [*_for_call(socket, [(_LOAD, 0, 0, 16), *families, eafnosupport]), allow]
     table = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(table))
     _call("prctl", _SECCOMP, 2, program, 0, 0)
+
+
+def _for_call(number: int, code: _Code) -> _Code:
+    """The code of one system call, which returns."""
+    return [(_EQUAL, 0, len(code), number), *code]
 
 
 def _bubblewrap(spec: Spec) -> NoReturn:
