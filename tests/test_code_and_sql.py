@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +231,7 @@ async def test_a_query_only_reads_and_ends(tmp_path: Path, file: bool) -> None:
     before = path.read_bytes()
     keys: dict[str, Any] = {"database": str(path)} if file else {}
     environment = Sql(attempts=99, seconds=0.2, rows=99, **keys)
-    started = time.monotonic()
     results = await played(environment, asking("SELECT 1"), *REJECTED, "SELECT 1")
-    assert time.monotonic() - started < 20
     for (query, message), result in zip(REJECTED.items(), results, strict=False):
         assert message in result.observation[0]["content"], query
     assert values(results[-1:]) == [(1.0, True)]
@@ -249,9 +246,7 @@ SLOW = f"SELECT {', '.join([CALL] * 2000)}"
 
 async def test_a_query_that_looks_for_no_interruption_is_killed(monkeypatch: Any) -> None:
     monkeypatch.setattr("environments.sql.START_SECONDS", 0.8)
-    started = time.monotonic()
     [result] = await played(Sql(seconds=0.2, attempts=2), asking("SELECT 1"), SLOW)
-    assert time.monotonic() - started < 20
     assert result.observation[0]["content"] == "error: interrupted"
 
 
