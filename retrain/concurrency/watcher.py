@@ -12,7 +12,8 @@ import sys
 from contextlib import suppress
 from glob import glob
 
-run, limit, file, silent, rest, groups = int(sys.argv[1]), 0.0, b"", 0.0, b"", set()
+run, limit, file, silent, rest = int(sys.argv[1]), 0.0, b"", 0.0, b""
+groups: set[int] = set()
 
 
 def say(words: str) -> None:
@@ -36,10 +37,8 @@ while True:
         for word, *values in map(bytes.split, lines):
             if word == b"watch":
                 limit, file = float(values[0]), bytes.fromhex(values[1].decode())
-            elif word == b"child":
-                groups.add(int(values[0]))
-            elif word == b"ended":
-                groups.discard(int(values[0]))
+            elif values:
+                (groups.add if word == b"child" else groups.discard)(int(values[0]))
     elif os.getppid() != run:  # a fork of the run holds the pipe
         break
     elif limit and not suspended():
