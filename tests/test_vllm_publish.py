@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_kit import FLAGS, LORA, StandIn, saved, small_model, stand_in
 
 from retrain.engine.vllm import checkpoint, group, ways
-from retrain.engine.vllm.checkpoint import PREFIX, Manifest, Store, write_model
+from retrain.engine.vllm.checkpoint import PREFIX, Manifest, WeightStore, write_model
 from retrain.engine.vllm.client import VllmClient
 from retrain.engine.vllm.group import GroupWay
 from retrain.engine.vllm.options import InFlight
@@ -67,7 +67,7 @@ def way(folder: Path, tmp_path: Path) -> Callable[[str], Way]:
     def made(name: str) -> Way:
         if name == "group":
             return GroupWay(str(folder), bucket_bytes=100_000, seconds=3)
-        store = Store(tmp_path, tmp_path)
+        store = WeightStore(tmp_path, tmp_path)
         return FolderWay(store, str(folder)) if name == "folder" else AdapterWay(store)
 
     return made
@@ -408,7 +408,11 @@ async def test_a_store_prefers_memory_and_removes_what_killed_runs_left(
     (memory / f"{PREFIX}dead").mkdir()
     (memory / f"{PREFIX}dead" / ".lock").touch()
     fill = lambda folder: (folder / "a").touch()  # noqa: E731
-    first, second, large = Store(None, scratch), Store(None, scratch), Store(None, scratch)
+    first, second, large = (
+        WeightStore(None, scratch),
+        WeightStore(None, scratch),
+        WeightStore(None, scratch),
+    )
     one = await first.write("v1", 1000, fill)
     two = await second.write("v1", 1000, fill)  # removes nothing of a run that lives
     three = await large.write("v1", 1 << 60, fill)

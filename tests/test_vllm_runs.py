@@ -20,7 +20,7 @@ from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
 from retrain.engine.vllm import checks, environment
-from retrain.engine.vllm.checkpoint import Store
+from retrain.engine.vllm.checkpoint import WeightStore
 from retrain.engine.vllm.client import Lora, VllmClient
 from retrain.engine.vllm.opening import _processes
 from retrain.engine.vllm.options import VllmOptions, located
@@ -182,9 +182,9 @@ async def test_weights_are_written_to_the_given_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    write = Store._write
+    write = WeightStore._write
     spy = lambda *given: written.append(write(*given)) or written[-1]  # noqa: E731
-    monkeypatch.setattr(Store, "_write", spy)
+    monkeypatch.setattr(WeightStore, "_write", spy)
     (tmp_path / "shared").mkdir()
     keys = {"type": "vllm", "folder": str(tmp_path / "shared")}
     with stand_in(folder) as server:

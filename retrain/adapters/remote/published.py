@@ -31,7 +31,7 @@ TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     """One sequence as a service's client returns it."""
 
     tokens: Sequence[int]
@@ -40,19 +40,19 @@ class Sampled:
     """`stop`, `length` or `abort` (the service cut it short)."""
 
 
-class Session(Protocol):
+class ServingSession(Protocol):
     """One set of weights on the service."""
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
-    ) -> Sequence[Sampled]: ...
+    ) -> Sequence[SampledTokens]: ...
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]: ...
     async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class _Served:
-    session: Session
+    session: ServingSession
     version: int
     in_flight: int = 0
 
@@ -82,7 +82,7 @@ class PublishedSampler:
         with self._in_use() as served:
             return await served.session.compute_logprobs(token_ids)
 
-    def swap(self, session: Session, version: int) -> None:
+    def swap(self, session: ServingSession, version: int) -> None:
         """Sample from `session` from now on; its weights have this version."""
         before, self._now = self._now, _Served(session, version)
         if before is not None:
@@ -124,7 +124,7 @@ class PublishedSampler:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    def _completion(self, one: Sampled, prompt_length: int, version: int) -> Completion:
+    def _completion(self, one: SampledTokens, prompt_length: int, version: int) -> Completion:
         full = prompt_length + len(one.tokens) >= self._context_length
         reason: StopReason = "stop"
         if one.stop_reason == "length":
@@ -163,13 +163,15 @@ def sampling_payload(params: SamplingParams) -> dict[str, Any]:
     return sent if params.seed is None else {**sent, "seed": params.seed}
 
 
-class Scorer(Protocol):
+class LogprobSource(Protocol):
     """Computes the log-probs of given tokens."""
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]: ...
 
 
-async def logprobs_of(scorer: Scorer, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+async def logprobs_of(
+    scorer: LogprobSource, sequences: Sequence[Sequence[int]]
+) -> list[list[float]]:
     """The log-prob of each token, 0.0 for the first; `SCORED_AT_ONCE` requests at a time."""
     turns = asyncio.Semaphore(SCORED_AT_ONCE)
 
@@ -180,7 +182,7 @@ async def logprobs_of(scorer: Scorer, sequences: Sequence[Sequence[int]]) -> lis
     return list(await asyncio.gather(*map(score, sequences)))
 
 
-async def _close(session: Session) -> None:
+async def _close(session: ServingSession) -> None:
     try:
         await session.close()
     except AdapterError as error:  # costs the service some memory and does not harm the run

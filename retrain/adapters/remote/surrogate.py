@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 from retrain.adapters.losses import custom_loss
-from retrain.adapters.remote.datums import Datum
+from retrain.adapters.remote.datums import Shifted
 from retrain.algorithms.functional import kl_k3
 from retrain.config import MismatchConfig, RunConfig
 from retrain.errors import AdapterError, ConfigError, NonFiniteError
@@ -42,7 +42,7 @@ class Surrogate:
 async def valued(
     batch: Batch,
     logprobs: Sequence[Sequence[float]],
-    datums: Sequence[Datum],
+    datums: Sequence[Shifted],
     config: RunConfig,
 ) -> Surrogate:
     """The batch's loss at the learner's log-probs, computed in a thread because Python is slow.
@@ -64,8 +64,8 @@ async def valued(
 
 
 def corrected(
-    rule: MismatchConfig, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
-) -> tuple[list[Datum], float]:
+    rule: MismatchConfig, logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]
+) -> tuple[list[Shifted], float]:
     """The datums with advantages weighted by `rule`, and the learner's log-probs as the old ones.
 
     Also the share of tokens, or of sequences, whose ratio is outside the bounds. The ratio of a
@@ -94,7 +94,7 @@ def corrected(
     return weighted, sum(outside for _, outside in judged) / len(judged)
 
 
-def _log_ratios(learner: Sequence[float], datum: Datum) -> list[float]:
+def _log_ratios(learner: Sequence[float], datum: Shifted) -> list[float]:
     """log(p_learner / p_sampler) of each trained token."""
     rows = zip(learner, datum.logprobs, datum.mask, strict=True)
     return [lp - old for lp, old, kept in rows if kept]
@@ -103,7 +103,7 @@ def _log_ratios(learner: Sequence[float], datum: Datum) -> list[float]:
 def _custom(
     loss: Any,  # an engine.losses.CustomLoss, which names torch types
     logprobs: Sequence[Sequence[float]],
-    datums: Sequence[Datum],
+    datums: Sequence[Shifted],
 ) -> Surrogate:
     from retrain.engine.losses import custom_surrogate  # imports torch, for a user's own loss only
 
@@ -122,7 +122,7 @@ def surrogate(
     loss: str,
     config: Mapping[str, Any],  # the loss's own keys
     logprobs: Sequence[Sequence[float]],
-    datums: Sequence[Datum],
+    datums: Sequence[Shifted],
 ) -> Surrogate:
     """The loss `loss` of `datums`, where the learner gives the targets `logprobs`.
 
@@ -150,7 +150,7 @@ def surrogate(
 
 
 def _tokenwise(
-    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
+    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]
 ) -> tuple[float, list[list[float]], Metrics]:
     """The loss, dL/dlogp of each token, and the share of clipped tokens if the loss clips."""
     total: list[float] = []
@@ -176,7 +176,7 @@ def _tokenwise(
 
 
 def _pairwise(
-    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
+    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]
 ) -> tuple[float, list[list[float]], Metrics]:
     """The loss, dL/dlogp of each token, the mean margin and the share of positive margins."""
     gains = [_gain(*row) for row in zip(logprobs, datums, strict=True)]
@@ -199,7 +199,7 @@ def _pairwise(
     return total, gradients, metrics
 
 
-def _gain(learner: Sequence[float], datum: Datum) -> float:
+def _gain(learner: Sequence[float], datum: Shifted) -> float:
     if "reference_logprobs" not in datum.streams:
         raise ValueError("the batch lacks the stream 'reference_logprobs', which pairs need")
     reference = datum.streams["reference_logprobs"]
@@ -207,14 +207,14 @@ def _gain(learner: Sequence[float], datum: Datum) -> float:
     return math.fsum(lp - ref for lp, ref, kept in rows if kept)
 
 
-def _pair_id(row: int, datum: Datum) -> float:
+def _pair_id(row: int, datum: Shifted) -> float:
     ids = datum.streams.get("pair_ids")
     if ids is None:
         return row // 2
     return max((i for i, kept in zip(ids, datum.mask, strict=True) if kept), default=0.0)
 
 
-def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metrics:
+def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]) -> Metrics:
     """How far the learner is from the sampler, over the targets with mask 1.
 
     `kl/sampler_trainer` is the mean of r - 1 - log r (estimator k3 of
@@ -239,7 +239,7 @@ def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metr
     }
 
 
-def _reference_kl(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metrics:
+def _reference_kl(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]) -> Metrics:
     """The mean over trained tokens of the estimate k3 of KL(learner || reference), if known."""
     if not all("reference_logprobs" in datum.streams for datum in datums):
         return {}
@@ -251,7 +251,7 @@ def _reference_kl(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) 
     return {"kl/reference": math.fsum(distances) / max(1, len(distances))}
 
 
-def _check_lengths(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> None:
+def _check_lengths(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]) -> None:
     got, wanted = [len(row) for row in logprobs], [len(datum.targets) for datum in datums]
     if got != wanted:
         raise AdapterError(

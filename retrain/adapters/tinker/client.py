@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from retrain.adapters.tinker.connection import (
-    Connection,
     Flags,
-    Kind,
+    JobKind,
+    TinkerConnection,
     Wire,
     json_object,
 )
@@ -96,7 +96,7 @@ class TinkerClient:
         )
         self._key = key
         self._renewal = asyncio.Lock()
-        self._connection = Connection(self._http, wire=wire, result_timeout=result_timeout)
+        self._connection = TinkerConnection(self._http, wire=wire, result_timeout=result_timeout)
         self._session: dict[str, Any] = {
             "tags": list(tags),
             "user_metadata": {},
@@ -354,5 +354,5 @@ class TinkerClient:
         return model
 
 
-CREATE_MODEL: Kind[str] = Kind("CreateModel", lambda body: str(body["model_id"]))
-LOAD_MODEL: Kind[str] = Kind("LoadWeights", lambda body: str(body.get("model_id") or ""))
+CREATE_MODEL: JobKind[str] = JobKind("CreateModel", lambda body: str(body["model_id"]))
+LOAD_MODEL: JobKind[str] = JobKind("LoadWeights", lambda body: str(body.get("model_id") or ""))

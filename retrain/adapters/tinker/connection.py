@@ -57,7 +57,7 @@ class Flags:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind(Generic[T]):
+class JobKind(Generic[T]):
     """A kind of job: its name in the poll's header, and the decoders of its result."""
 
     name: str
@@ -73,7 +73,7 @@ class _Pending:
     reason: str = ""
 
 
-class Connection:
+class TinkerConnection:
     """What the objects of one client share."""
 
     def __init__(self, http: HttpClient, *, wire: Wire, result_timeout: float) -> None:
@@ -105,13 +105,13 @@ class Connection:
 
         return await self.http.send(_post(endpoint, payload, **rest), read)
 
-    async def submit(self, call: Call, kind: Kind[T]) -> Future[T]:
+    async def submit(self, call: Call, kind: JobKind[T]) -> Future[T]:
         """Submit a job. The call may be sent twice, so it needs a seq_id."""
         request_id = await self.http.send(call, lambda reply: str(json_object(reply)["request_id"]))
         return Future(self, request_id, kind)
 
     async def submit_json(
-        self, endpoint: str, payload: Mapping[str, Any], kind: Kind[T], **rest: Any
+        self, endpoint: str, payload: Mapping[str, Any], kind: JobKind[T], **rest: Any
     ) -> Future[T]:
         return await self.submit(_post(endpoint, payload, **rest), kind)
 
@@ -144,7 +144,7 @@ class Connection:
 class Future(Generic[T]):
     """A job that the service accepted. Await it for its result, any number of times."""
 
-    def __init__(self, connection: Connection, request_id: str, kind: Kind[T]) -> None:
+    def __init__(self, connection: TinkerConnection, request_id: str, kind: JobKind[T]) -> None:
         self.request_id = request_id
         self.queue_state = "active"
         """`active`, `paused_capacity` or `paused_rate_limit`, by the last poll."""

@@ -13,8 +13,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from retrain.adapters.remote.published import Sampled, sampling_payload
-from retrain.adapters.tinker.connection import Connection, Future, Kind
+from retrain.adapters.remote.published import SampledTokens, sampling_payload
+from retrain.adapters.tinker.connection import Future, JobKind, TinkerConnection
 from retrain.errors import AdapterError, DeadlineError
 from retrain.protocols.tinker import messages, payloads
 from retrain.protocols.tinker.values import SampledSequence, SampleResult
@@ -22,7 +22,7 @@ from retrain.sampler import SamplingParams, Tokenizer
 from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import NO_RETRY, RetryBudget
 
-SAMPLE = Kind("Sample", payloads.sample_from_json, messages.decode_sample)
+SAMPLE = JobKind("Sample", payloads.sample_from_json, messages.decode_sample)
 LOST_RESULTS = 3
 """Submissions of one sample, when the service keeps losing the result."""
 
@@ -30,7 +30,7 @@ LOST_RESULTS = 3
 class SamplingClient:
     """Made by `TinkerClient.sampling_session`; any number of samples may run at once."""
 
-    def __init__(self, connection: Connection, session_id: str) -> None:
+    def __init__(self, connection: TinkerConnection, session_id: str) -> None:
         self.session_id = session_id
         self.snapshot: str | None = None
         """The path of weights that were saved only for this session; delete them with it."""
@@ -144,7 +144,7 @@ class ServedWeights:
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
-    ) -> list[Sampled]:
+    ) -> list[SampledTokens]:
         """`n` completions; raises AdapterError when one of them or its log-probs are missing."""
         result = await self._sampler.sample(prompt_ids, params, n=n, timeout=self._deadline)
         if len(result.sequences) != n:
@@ -163,7 +163,7 @@ class ServedWeights:
             await self._delete(self._sampler.snapshot)
 
 
-def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer) -> Sampled:
+def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer) -> SampledTokens:
     """The sequence up to and including its first stop."""
     if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
         raise AdapterError(
@@ -174,8 +174,8 @@ def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer)
     completed = _completed(sequence.tokens, params.stop, tokenizer)
     end = min((*stops[:1], *completed), default=None)
     if end is None:
-        return Sampled(sequence.tokens, sequence.logprobs, sequence.stop_reason)
-    return Sampled(sequence.tokens[: end + 1], sequence.logprobs[: end + 1], "stop")
+        return SampledTokens(sequence.tokens, sequence.logprobs, sequence.stop_reason)
+    return SampledTokens(sequence.tokens[: end + 1], sequence.logprobs[: end + 1], "stop")
 
 
 def _completed(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> list[int]:

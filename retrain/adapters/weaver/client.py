@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import retrain
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import PACE, Connection, Operation, clean_up, or_undo
+from retrain.adapters.weaver.connection import PACE, Operation, WeaverConnection, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
-from retrain.adapters.weaver.sampling import SamplingSession
+from retrain.adapters.weaver.sampling import WeaverSession
 from retrain.protocols.training import LoraConfig
 from retrain.transport.client import HttpClient
 from retrain.transport.refusals import RemoteError
@@ -89,7 +89,7 @@ class WeaverClient:
             vendor=WEAVER,
         )
         self.session_id = ""
-        self._connection = Connection(self._http, deadline, pace, resend)
+        self._connection = WeaverConnection(self._http, deadline, pace, resend)
         self._session = {
             "tags": [],
             "user_metadata": dict(metadata or {}),
@@ -97,7 +97,7 @@ class WeaverClient:
             **_scope(),
         }
         self._models: list[WeaverModel] = []
-        self._samplers: dict[str, SamplingSession] = {}
+        self._samplers: dict[str, WeaverSession] = {}
         self._model_seq = itertools.count(1)
         self._sampler_seq = itertools.count(1)
         self._beating: asyncio.Task[None] | None = None
@@ -121,7 +121,7 @@ class WeaverClient:
 
         Failures are only logged: the service ends a silent session by itself.
         """
-        made: list[SamplingSession | WeaverModel] = [
+        made: list[WeaverSession | WeaverModel] = [
             *self._samplers.values(),
             *self._models,
         ]
@@ -178,7 +178,7 @@ class WeaverClient:
         path: str | None = None,
         model: WeaverModel | None = None,
         base_model: str | None = None,
-    ) -> SamplingSession:
+    ) -> WeaverSession:
         """A session that samples the weights at `path`, or the untrained `base_model`.
 
         The session is ready when this returns: if the service loads the weights in the background,
@@ -203,11 +203,11 @@ class WeaverClient:
 
     async def _open(
         self, payload: dict[str, Any]
-    ) -> tuple[SamplingSession, wire.OperationState | None]:
+    ) -> tuple[WeaverSession, wire.OperationState | None]:
         """A new session, and the operation that loads its weights, if there is one."""
         where = f"sessions/{self.session_id}/sampling-sessions"
         id, loading = await self._connection.call("POST", where, payload, wire.sampling_session)
-        session = SamplingSession(
+        session = WeaverSession(
             self._connection, id, forget=lambda id: self._samplers.pop(id, None)
         )
         self._samplers[session.id] = session

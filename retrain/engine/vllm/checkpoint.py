@@ -109,7 +109,7 @@ def _as_in_checkpoints(skeleton: Any, weights: dict[str, Tensor]) -> dict[str, T
     return dict(revert_weight_conversion(skeleton, weights))
 
 
-class Store:
+class WeightStore:
     """A private folder with the published versions; `folder` None is the memory or `scratch`.
 
     Its thread is a daemon, so that a disk that hangs does not keep the process alive.

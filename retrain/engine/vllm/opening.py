@@ -15,7 +15,7 @@ import torch
 
 from retrain.engine.limits import Limits
 from retrain.engine.sampler import eos_ids
-from retrain.engine.vllm.checkpoint import Store
+from retrain.engine.vllm.checkpoint import WeightStore
 from retrain.engine.vllm.checks import START, Needs, check_server, wait_until_up
 from retrain.engine.vllm.client import Facts, Lora, VllmClient
 from retrain.engine.vllm.fleet import Fleet, Gate, Member
@@ -195,7 +195,7 @@ def _processes(options: VllmOptions, opening: Opening) -> list[VllmServer]:
 
 def _publisher(options: VllmOptions, opening: Opening) -> Publisher:
     folder = None if options.folder is None else located(options.folder, opening.base_dir)
-    store = Store(folder, opening.scratch)
+    store = WeightStore(folder, opening.scratch)
     whole: Way = FolderWay(store, opening.folder, dtype=opening.dtype)
     if options.way(lora=opening.lora is not None) == "group":
         whole = GroupWay(opening.folder, dtype=opening.dtype)

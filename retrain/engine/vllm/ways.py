@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from retrain.engine.vllm.checkpoint import Manifest, Store, nbytes, write_adapter, write_model
+from retrain.engine.vllm.checkpoint import Manifest, WeightStore, nbytes, write_adapter, write_model
 from retrain.engine.vllm.client import Facts, Json, VllmClient
 from retrain.engine.vllm.transfer import EXTENSION
 from retrain.engine.weights import LoraWeights
@@ -105,7 +105,7 @@ class AdapterWay(Way):
 
     pauses = False
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._folders: dict[int, Path] = {}
 
@@ -182,7 +182,7 @@ class WholeWay(Way):
 class FolderWay(WholeWay):
     """Each version is a folder that servers reload while they are paused."""
 
-    def __init__(self, store: Store, model: str, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, store: WeightStore, model: str, *, dtype: torch.dtype | None = None) -> None:
         super().__init__(model, dtype)
         self._store = store
         self._folder: Path | None = None

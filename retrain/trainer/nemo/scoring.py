@@ -83,7 +83,7 @@ def _accepts(signature: inspect.Signature, count: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class RewardReader:
     """Checks what a reward function returns."""
 
     weights: Mapping[str, float] | None
@@ -148,7 +148,7 @@ class _Wrapped(RewardCalculator):
 class PairReward(_Wrapped, FunctionReward):
     """Calls `ask` for each rollout, in a thread unless it is async."""
 
-    def __init__(self, ask: Callable[[Trajectory], Any], judge: Judge, of: Any) -> None:
+    def __init__(self, ask: Callable[[Trajectory], Any], judge: RewardReader, of: Any) -> None:
         """`of` is the user's function or calculator that `ask` calls."""
 
         def judged(trajectory: Trajectory) -> Reward:
@@ -179,7 +179,7 @@ class GroupReward(_Wrapped):
     def __init__(
         self,
         ask: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Any]]],
-        judge: Judge,
+        judge: RewardReader,
         of: Any = None,
     ) -> None:
         self._ask = ask
@@ -204,7 +204,7 @@ class GroupReward(_Wrapped):
 
 
 def as_calculator(
-    function: Callable[..., Any] | RewardCalculator, judge: Judge, pool: DaemonPool
+    function: Callable[..., Any] | RewardCalculator, judge: RewardReader, pool: DaemonPool
 ) -> RewardCalculator:
     """A reward function as the pipe calls it. Raises TypeError for a wrong signature."""
     if isinstance(function, FunctionReward):
