@@ -21,7 +21,7 @@ from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
 from retrain.engine.vllm import checks, environment
 from retrain.engine.vllm.checkpoint import WeightStore
-from retrain.engine.vllm.client import Lora, VllmClient
+from retrain.engine.vllm.client import AdapterSlots, VllmClient
 from retrain.engine.vllm.opening import _processes
 from retrain.engine.vllm.options import VllmOptions, located
 from retrain.errors import AdapterError, ConfigError
@@ -309,7 +309,7 @@ def test_options_reach_the_command_line_of_each_server(
         start_seconds=9,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    opening = opening_of(small_model(), folder, tmp_path, lora=Lora(4, 3))
+    opening = opening_of(small_model(), folder, tmp_path, lora=AdapterSlots(4, 3))
     launch = _processes(options, opening)[1]._launch
     words = " ".join(launch.command(80))
     assert words.startswith(f"{tmp_path}/bin/python -m vllm.entrypoints.openai.api_server")

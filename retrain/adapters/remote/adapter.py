@@ -372,10 +372,9 @@ class RemoteAdapter(Adapter):
         return self.options.base_model or own
 
     def _lora(self) -> LoraConfig:
-        keys = self.options.lora.model_dump()
-        wanted = LoraConfig(rank=keys.pop("r"), **keys)
+        wanted = self.options.lora
         seed = self.config.train.seed if wanted.seed is None else wanted.seed
-        return replace(wanted, seed=seed)
+        return wanted.model_copy(update={"seed": seed})
 
     def _load_tokenizer(self) -> Tokenizer:
         """That of the options, or else the model's: a folder or a Hugging Face id, which may be

@@ -212,9 +212,7 @@ class TinkerClient:
             for name in ("train_mlp", "train_attn", "train_unembed")
             if body.get(name) is not None
         }
-        return body["base_model"], LoraConfig(
-            rank=body.get("lora_rank") or LoraConfig().rank, **places
-        )
+        return body["base_model"], LoraConfig(r=body.get("lora_rank") or LoraConfig().r, **places)
 
     async def delete(self, path: str) -> None:
         """Delete saved weights; no error if they no longer exist."""

@@ -17,7 +17,7 @@ from retrain.engine.limits import Limits
 from retrain.engine.sampler import eos_ids
 from retrain.engine.vllm.checkpoint import WeightStore
 from retrain.engine.vllm.checks import START, Needs, check_server, wait_until_up
-from retrain.engine.vllm.client import Facts, Lora, VllmClient
+from retrain.engine.vllm.client import AdapterSlots, Facts, VllmClient
 from retrain.engine.vllm.fleet import Fleet, Gate, Member
 from retrain.engine.vllm.group import GroupWay
 from retrain.engine.vllm.options import VllmOptions, located
@@ -49,7 +49,7 @@ class Opening:
     logs: Path
     base_dir: Path = Path()
     """Relative paths of the options start here."""
-    lora: Lora | None = None
+    lora: AdapterSlots | None = None
     """The adapters that are published; None: all weights are."""
     service: bool = False
     """All weights are published even so, and requests may have seeds, which are sent; a server on

@@ -24,7 +24,7 @@ from typing import Any
 from retrain.concurrency import children
 from retrain.concurrency.starting import announced
 from retrain.config.hints import is_secret
-from retrain.engine.vllm.client import Lora, VllmClient
+from retrain.engine.vllm.client import AdapterSlots, VllmClient
 from retrain.engine.vllm.transfer import EXTENSION
 from retrain.errors import AdapterError
 
@@ -75,7 +75,7 @@ class Launch:
     model: str
     dtype: str = "auto"
     """As the trainer's: `float32`, `bfloat16` or `float16`."""
-    lora: Lora | None = None
+    lora: AdapterSlots | None = None
     devices: Sequence[int] = ()
     tensor_parallel: int = 1
     gpu_memory: float = 0.9
