@@ -26,8 +26,9 @@ from retrain.adapters.tinker import (
 )
 from retrain.adapters.tinker import client as client_module
 from retrain.adapters.tinker.data import check_data, merge
-from retrain.adapters.tinker.limits import Backpressure, Budget
+from retrain.adapters.tinker.limits import Backpressure
 from retrain.adapters.weaver import WeaverClient
+from retrain.concurrency.sharing import Capacity
 from retrain.errors import AdapterError, ConfigError, DeadlineError
 from retrain.protocols.tinker.values import ForwardBackwardOutput
 from retrain.transport.refusals import RemoteError
@@ -470,7 +471,7 @@ def test_metrics_merge_by_their_reduction_and_odd_names_do_no_harm() -> None:
 
 
 async def test_a_budget_serves_in_order_and_a_cancelled_waiter_costs_nothing() -> None:
-    budget = Budget(2)
+    budget = Capacity(2)
     order: list[str] = []
 
     async def take(name: str, units: int) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from retrain.concurrency.sharing import Leases
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.transport.refusals import RemoteError
 from retrain.types import Completion, StopReason
-
-log = logging.getLogger(__name__)
 
 ABORTED = "abort"
 """The stop reason of a completion that the service cut short, such as by an engine reload."""
@@ -50,11 +48,13 @@ class ServingSession(Protocol):
     async def close(self) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Served:
     session: ServingSession
     version: int
-    in_flight: int = 0
+
+    def __str__(self) -> str:
+        return f"the sampling session of version {self.version}"
 
 
 class PublishedSampler:
@@ -63,15 +63,14 @@ class PublishedSampler:
     def __init__(self, tokenizer: Tokenizer, context_length: int) -> None:
         self._tokenizer = tokenizer
         self._context_length = context_length
-        self._now: _Served | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._served: Leases[_Served] = Leases(lambda served: served.session.close())
 
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, n: int = 1
     ) -> list[Completion]:
         """`n` completions; raises AdapterError when the service fails or cuts them short."""
         for _ in range(TRIES):
-            with self._in_use() as served:
+            with self._served.in_use() as served, on_the_service():
                 found = await served.session.sample(prompt_ids, params, n)
             if not any(one.stop_reason == ABORTED for one in found):
                 return [self._completion(one, len(prompt_ids), served.version) for one in found]
@@ -79,50 +78,25 @@ class PublishedSampler:
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]:
         """Log-probs of given tokens under the present weights; None for the first."""
-        with self._in_use() as served:
+        with self._served.in_use() as served, on_the_service():
             return await served.session.compute_logprobs(token_ids)
 
     def swap(self, session: ServingSession, version: int) -> None:
         """Sample from `session` from now on; its weights have this version."""
-        before, self._now = self._now, _Served(session, version)
-        if before is not None:
-            self._retire(before)
+        self._served.use(_Served(session, version))
 
     @contextmanager
     def pinned(self) -> Iterator[Self]:
         """A sampler of the present session, which is kept until the block ends."""
-        with self._in_use() as served:
+        with self._served.in_use() as served:
             kept = copy.copy(self)
-            kept._now = served
+            kept._served = Leases(lambda served: served.session.close())
+            kept._served.use(served)  # and none after it: it closes no session
             yield kept
 
     async def close(self) -> None:
         """Wait until every replaced session is closed; the client closes the present one."""
-        self._now = None
-        while self._closing:
-            await asyncio.wait(self._closing)
-
-    @contextmanager
-    def _in_use(self) -> Iterator[_Served]:
-        """The present session; it is closed after the block if it was replaced meanwhile."""
-        served = self._now
-        if served is None:
-            raise AdapterError("can't sample: no weights are published yet")
-        served.in_flight += 1
-        try:
-            with on_the_service():
-                yield served
-        finally:
-            served.in_flight -= 1
-            self._retire(served)
-
-    def _retire(self, served: _Served) -> None:
-        """Close a session that was replaced and has nothing in flight."""
-        if served is self._now or served.in_flight:
-            return
-        closing = asyncio.create_task(_close(served.session), name="close a sampling session")
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        await self._served.freed()
 
     def _completion(self, one: SampledTokens, prompt_length: int, version: int) -> Completion:
         full = prompt_length + len(one.tokens) >= self._context_length
@@ -180,10 +154,3 @@ async def logprobs_of(
             return [lp or 0.0 for lp in await scorer.compute_logprobs(token_ids)]
 
     return list(await asyncio.gather(*map(score, sequences)))
-
-
-async def _close(session: ServingSession) -> None:
-    try:
-        await session.close()
-    except AdapterError as error:  # costs the service some memory and does not harm the run
-        log.warning("could not close a sampling session: %s", error)

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from retrain.concurrency.sharing import Capacity
 from retrain.engine.limits import Limits
 from retrain.engine.sampler import eos_ids
 from retrain.engine.vllm.checkpoint import WeightStore
 from retrain.engine.vllm.checks import START, Needs, check_server, wait_until_up
 from retrain.engine.vllm.client import AdapterSlots, Facts, VllmClient
-from retrain.engine.vllm.fleet import Fleet, Gate, Member
+from retrain.engine.vllm.fleet import ALL, Fleet, Member
 from retrain.engine.vllm.group import GroupWay
 from retrain.engine.vllm.options import VllmOptions, located
 from retrain.engine.vllm.publish import Publisher
@@ -89,7 +90,7 @@ async def open_vllm(
         members = await _members(options, opening, stack)
         found = await _all([_checked(member, needs, opening.logs) for member in members])
         for member, facts in zip(members, found, strict=True):
-            member.gate = Gate() if facts.lora else None
+            member.gate = Capacity(ALL) if facts.lora else None
         fleet = Fleet(
             members,
             _publisher(options, opening),
