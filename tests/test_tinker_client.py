@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from retrain.adapters import tinker as tinker_package
 from retrain.adapters import weaver as weaver_package
 from retrain.adapters.remote.datums import chunks
+from retrain.adapters.remote.published import until_kept
 from retrain.adapters.tinker import (
     AdamParams,
     Datum,
@@ -245,7 +246,7 @@ async def test_a_job_that_never_ends_is_a_deadline_error_that_names_its_queue(
     assert "queue: paused_capacity" in caplog.text
 
 
-async def test_a_lost_training_result_is_an_error_and_a_lost_sample_is_sampled_anew() -> None:
+async def test_a_lost_result_is_an_error_and_a_lost_sample_is_sampled_anew() -> None:
     server = TinkerServer()
     async with tinker(server) as client:
         model = await client.create_model("org/base")
@@ -254,11 +255,12 @@ async def test_a_lost_training_result_is_an_error_and_a_lost_sample_is_sampled_a
             await (await model.optim_step(ADAM))
         sampler = await client.sampler_of(model)
         server.polls["Sample"] += [Response(status_code=410)] * 2
-        await sampler.sample([1], SamplingParams(max_tokens=1))
+        once = lambda: sampler.sample([1], SamplingParams(max_tokens=1))  # noqa: E731
+        await until_kept(once)
         assert [body["seq_id"] for body in server.bodies["asample"]] == [0, 1, 2]
         server.polls["Sample"] += [Response(status_code=410)] * 3
         with pytest.raises(RemoteError):
-            await sampler.sample([1], SamplingParams(max_tokens=1))
+            await until_kept(once)
 
 
 async def test_a_sample_that_may_have_been_lost_is_sent_again_as_the_same_request() -> None:

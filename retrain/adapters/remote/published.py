@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from retrain.concurrency.sharing import Leases
-from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.transport.refusals import RemoteError
 from retrain.types import Completion, StopReason
 
+T = TypeVar("T")
 ABORTED = "abort"
 """The stop reason of a completion that the service cut short, such as by an engine reload."""
 SCORED_AT_ONCE = 64
 """Sequences that are scored at the same time."""
+GONE = 410
+"""The status of an error after which the same request may succeed, sampled anew."""
 TRIES = 3
-"""Attempts to sample a prompt whose completions are cut short."""
+"""Attempts at a request whose result the service loses or cuts short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,15 @@ class PublishedSampler:
         self, prompt_ids: list[int], params: SamplingParams, n: int = 1
     ) -> list[Completion]:
         """`n` completions; raises AdapterError when the service fails or cuts them short."""
-        for _ in range(TRIES):
+
+        async def sample() -> list[Completion]:
             with self._served.in_use() as served, on_the_service():
                 found = await served.session.sample(prompt_ids, params, n)
-            if not any(one.stop_reason == ABORTED for one in found):
-                return [self._completion(one, len(prompt_ids), served.version) for one in found]
-        raise AdapterError(f"the service cut the completions of a prompt short in {TRIES} attempts")
+            if any(one.stop_reason == ABORTED for one in found):
+                raise RemoteError("the service cut the completions short", status=GONE)
+            return [self._completion(one, len(prompt_ids), served.version) for one in found]
+
+        return await until_kept(sample)
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]:
         """Log-probs of given tokens under the present weights; None for the first."""
@@ -105,6 +110,17 @@ class PublishedSampler:
             reason = "context" if full else "length"
         text = self._tokenizer.decode(one.tokens, skip_special_tokens=True)
         return Completion(list(one.tokens), list(one.logprobs), text, reason, version)
+
+
+async def until_kept(request: Callable[[], Awaitable[T]]) -> T:
+    """The result of a request, which is made again if the service loses it or cuts it short."""
+    for _ in range(TRIES - 1):
+        try:
+            return await request()
+        except RemoteError as error:
+            if error.status != GONE:
+                raise
+    return await request()
 
 
 @contextmanager
@@ -151,6 +167,7 @@ async def logprobs_of(
 
     async def score(token_ids: Sequence[int]) -> list[float]:
         async with turns:
-            return [lp or 0.0 for lp in await scorer.compute_logprobs(token_ids)]
+            found = await until_kept(lambda: scorer.compute_logprobs(token_ids))
+            return [lp or 0.0 for lp in found]
 
     return list(await asyncio.gather(*map(score, sequences)))

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from retrain.adapters.tinker.limits import Backpressure
@@ -21,7 +21,7 @@ from retrain.errors import DeadlineError
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.transport.client import Call, HttpClient
 from retrain.transport.refusals import RemoteError, error_body
-from retrain.transport.retries import NO_RETRY, RetryBudget
+from retrain.transport.retries import NO_RETRY
 
 if TYPE_CHECKING:
     import httpx
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 POLL_TIMEOUT = 45.0
 """Seconds; the service answers a poll within about 30."""
+PATIENT: frozenset[int | str | None] = frozenset({402, 429, "timeout"})
+"""No payment, no capacity, or a poll that the service held for longer than we waited: only the
+deadline of a job ends its polls."""
 REPORT_AFTER = 60.0
 """Seconds between two log lines about a job that is still waiting."""
 
@@ -182,19 +185,13 @@ class Future(Generic[T]):
         return self._result[0]
 
     async def _wait(self, started: float) -> T:
-        budget: RetryBudget | None = None
         iteration = quick = 0
         while True:
             asked = time.monotonic()
-            try:
-                reply = await self._poll(iteration)
-            except RemoteError as error:
-                budget = budget or self._connection.http.retry_budget()
-                await self._outlast(error, budget)
-                continue
+            reply = await self._poll(iteration)
             if not isinstance(reply, _Pending):
                 return reply
-            budget, iteration = None, iteration + 1
+            iteration += 1
             self._report(reply, started)
             # A service that answers polls at once would be polled in a busy loop.
             quick = quick + 1 if time.monotonic() - asked < 0.05 else 0
@@ -215,21 +212,10 @@ class Future(Generic[T]):
             payload,
             headers=headers,
             timeout=POLL_TIMEOUT,
-            policy=NO_RETRY,
+            policy=replace(self._connection.http.policy, patient=PATIENT),
             accept=frozenset({400, 408}),
         )
         return await self._connection.http.send(call, self._read)
-
-    async def _outlast(self, error: RemoteError, budget: RetryBudget) -> None:
-        """Wait before the next poll; raises `error` when another poll can't succeed."""
-        if error.code == "timeout":
-            return  # the service held the poll for longer than we waited: no failure
-        if error.status in (402, 429):  # no payment, or no capacity: only the deadline ends it
-            pause = self._connection.http.policy.pause(3, error.retry_after)
-        else:
-            pause = budget.pause(error)
-        log.info("%s; polling again", error)
-        await asyncio.sleep(pause)
 
     def _read(self, response: httpx.Response) -> T | _Pending:
         if response.headers.get("content-type", "").startswith(PROTOBUF):

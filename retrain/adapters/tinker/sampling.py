@@ -1,8 +1,8 @@
 """One sampling session: completions and log-probs of the weights that it was created with.
 
-A sample does not change the model, so it is retried until its deadline: a submission that may have
-been lost is sent again with the same seq_id, which the service recognises, and a result that the
-service lost is sampled again.
+A sample does not change the model, so its submission is retried until its deadline: one that may
+have been lost is sent again with the same seq_id, which the service recognises. A result that the
+service lost is an error with status 410; `PublishedSampler` samples again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import NO_RETRY, RetryBudget
 
 SAMPLE = JobKind("Sample", payloads.sample_from_json, messages.decode_sample)
-LOST_RESULTS = 3
-"""Submissions of one sample, when the service keeps losing the result."""
 
 
 class SamplingClient:
@@ -60,11 +58,13 @@ class SamplingClient:
             "topk_prompt_logprobs": 0,
             "topk_sample_logprobs": 0,
             "type": "sample",
+            "seq_id": next(self._seq_ids),
         }
         limit = self._connection.result_timeout if timeout is None else timeout
         try:
             async with asyncio.timeout(limit), self._connection.backpressure.in_flight.take():
-                return await self._until_done(payload, len(prompt))
+                future = await self._submit(payload, len(prompt))
+                return await future.result(math.inf)  # this deadline is running
         except TimeoutError as error:
             raise DeadlineError(
                 f"a sample of {self.session_id} was not done within {limit:g} s: the service is "
@@ -88,16 +88,6 @@ class SamplingClient:
         if len(logprobs) != len(tokens):
             raise AdapterError(f"got {len(logprobs)} log-probs for {len(tokens)} tokens")
         return logprobs
-
-    async def _until_done(self, payload: dict[str, Any], tokens: int) -> SampleResult:
-        for attempt in itertools.count(1):
-            future = await self._submit({**payload, "seq_id": next(self._seq_ids)}, tokens)
-            try:
-                return await future.result(math.inf)  # the caller's deadline is running
-            except RemoteError as error:
-                if error.status != 410 or attempt >= LOST_RESULTS:
-                    raise
-        raise AssertionError("unreachable: the loop above has no end")
 
     async def _submit(self, payload: dict[str, Any], tokens: int) -> Future[SampleResult]:
         """Submit the sample; the same request is sent again until the service accepts it."""
