@@ -65,8 +65,7 @@ def per_token(
     trajectories: Sequence[Trajectory], returns: Sequence[Returns], relative: Relative
 ) -> list[list[float]]:
     """The advantage of each sampled token of rollouts that are compared with each other."""
-    reached = Counter(number for rollout in returns for number in range(len(rollout)))
-    last = max((number for number, count in reached.items() if count > 1), default=-1)
+    last = _last_shared(returns)
     if last < 0:  # a single rollout has no peers
         return [[0.0] * trajectory.sampled_tokens for trajectory in trajectories]
     numbered = [[(min(number, last), own) for number, own in enumerate(turns)] for turns in returns]
@@ -78,6 +77,12 @@ def per_token(
         _spread(trajectory, [list(islice(credit[number], len(own))) for number, own in turns])
         for trajectory, turns in zip(trajectories, numbered, strict=True)
     ]
+
+
+def _last_shared(returns: Sequence[Returns]) -> int:
+    """The highest turn number that several rollouts have; -1 if there is none."""
+    reached = Counter(number for rollout in returns for number in range(len(rollout)))
+    return max((number for number, count in reached.items() if count > 1), default=-1)
 
 
 def _spread(trajectory: Trajectory, credit: Sequence[list[float]]) -> list[float]:
