@@ -79,19 +79,30 @@ def corrected(
         judged = list(chain(*found))
     else:
         runs = [datum.run_id or row for row, datum in enumerate(datums)]
-        pooled: defaultdict[str | int, list[float]] = defaultdict(list)
-        for run, own in zip(runs, gaps, strict=True):
-            pooled[run] += own
-        of_run = {r: weigh(FLOATS.exp(math.fsum(own) / len(own))) for r, own in pooled.items()}
+        of_run = {run: weigh(ratio) for run, ratio in _sequence_ratios(runs, gaps).items()}
         found = [[of_run[run]] * len(own) for run, own in zip(runs, gaps, strict=True)]
         judged = list(of_run.values())
     weighted = []
     for learner, datum, judgements in zip(logprobs, datums, found, strict=True):
-        weights = iter([weight for weight, _ in judgements])
-        tokens = zip(datum.advantages, datum.mask, strict=True)
-        credit = [a * next(weights) if kept else 0.0 for a, kept in tokens]
+        credit = _weighted(datum, [weight for weight, _ in judgements])
         weighted.append(replace(datum, logprobs=learner, advantages=credit))
     return weighted, sum(outside for _, outside in judged) / len(judged)
+
+
+def _weighted(datum: Shifted, weights: Sequence[float]) -> list[float]:
+    """The advantages, with one weight for each trained token."""
+    left, tokens = iter(weights), zip(datum.advantages, datum.mask, strict=True)
+    return [advantage * next(left) if kept else 0.0 for advantage, kept in tokens]
+
+
+def _sequence_ratios(
+    runs: Sequence[str | int], gaps: Sequence[Sequence[float]]
+) -> dict[str | int, float]:
+    """The ratio of each rollout, whose log-ratios may be those of several datums."""
+    pooled: defaultdict[str | int, list[float]] = defaultdict(list)
+    for run, own in zip(runs, gaps, strict=True):
+        pooled[run] += own
+    return {run: FLOATS.exp(math.fsum(own) / len(own)) for run, own in pooled.items()}
 
 
 def _log_ratios(learner: Sequence[float], datum: Shifted) -> list[float]:
@@ -189,10 +200,8 @@ def _pairwise(
         total += weight * value
         slopes[chosen], slopes[rejected] = weight * slope, -weight * slope
         margins.append(margin)
-    gradients = [
-        [slope if kept else 0.0 for kept in datum.mask]
-        for slope, datum in zip(slopes, datums, strict=True)
-    ]
+    rows = zip(slopes, datums, strict=True)
+    gradients = [[slope * bool(kept) for kept in datum.mask] for slope, datum in rows]
     count = max(1, len(margins))
     positive = sum(margin > 0 for margin in margins)
     metrics = {"dpo/margin": math.fsum(margins) / count, "dpo/accuracy": positive / count}

@@ -50,6 +50,19 @@ def takes_row(function: Callable[..., Any]) -> bool:
     Raises TypeError when the function can't be called with (prompt, response) or (prompt, response,
     row), or when its third parameter is called `answer`.
     """
+    parameters = _signature(function).parameters.values()
+    third = [p for p in parameters if p.kind in _POSITIONAL][2:3]
+    passed = any(p.default is p.empty or p.default is None for p in third)
+    if passed and third[0].name in ("answer", "answers"):
+        raise TypeError(
+            f"{NAME}: the third argument is the row of the dataset, not its answer: call it `row` "
+            "and read row[...], or decorate the function with @retrain.reward, which calls it by "
+            f"name with any of {', '.join(NAMES)}"
+        )
+    return passed or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -62,16 +75,7 @@ def takes_row(function: Callable[..., Any]) -> bool:
             f"{NAME}: {name}{signature} can't be called with (prompt, response) or (prompt, "
             "response, row); write e.g. def reward_fn(prompt, response)"
         )
-    parameters = signature.parameters.values()
-    third = [p for p in parameters if p.kind in _POSITIONAL][2:3]
-    passed = any(p.default is p.empty or p.default is None for p in third)
-    if passed and third[0].name in ("answer", "answers"):
-        raise TypeError(
-            f"{NAME}: the third argument is the row of the dataset, not its answer: call it `row` "
-            "and read row[...], or decorate the function with @retrain.reward, which calls it by "
-            f"name with any of {', '.join(NAMES)}"
-        )
-    return passed or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return signature
 
 
 def _accepts(signature: inspect.Signature, count: int) -> bool:

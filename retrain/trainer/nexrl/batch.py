@@ -137,14 +137,17 @@ def padding_data(batch: Batch, pad_token_id: int = 0) -> Batch:
     values.setdefault("attention_mask", [[1] * len(row) for row in values["input_ids"]])
     for name, value in list(values.items()):
         if isinstance(value, list) and value and isinstance(value[0], list | tuple | Tensor):
-            rows = [torch.as_tensor(row) for row in value]
-            if any(row.is_floating_point() for row in rows):
-                rows = [row.float() for row in rows]
-            fill = pad_token_id if name == "input_ids" else 0
-            values[name] = torch.nn.utils.rnn.pad_sequence(rows, True, fill)
+            values[name] = _padded(value, pad_token_id if name == "input_ids" else 0)
     if "position_ids" not in values:
         values["position_ids"] = compute_position_id_with_mask(values["attention_mask"])
     return padded
+
+
+def _padded(value: Sequence[Any], fill: int) -> Tensor:
+    rows = [torch.as_tensor(row) for row in value]
+    if any(row.is_floating_point() for row in rows):
+        rows = [row.float() for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(rows, True, fill)
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:

@@ -150,11 +150,7 @@ def algorithm_of(section: RecipeSection) -> str:
 
 def _run_mapping(section: RecipeSection, service: TrainService) -> dict[str, Any]:
     """The mapping of a RunConfig. Unknown keys are kept: RunConfig's checks report them."""
-    loss = service.config.loss_fn
-    if loss is None and algorithm_of(section) == "cross_entropy":
-        loss = "cross_entropy"
-    elif loss is None:
-        loss = "ppo" if service.backend == "self-hosted" else "importance_sampling"
+    loss = service.config.loss_fn or _loss_of(algorithm_of(section), service.backend)
     supervised, row = loss == "cross_entropy", row_of(loss)
     average = None if row.normalises_itself else row.normalisation
     steps = section.get("total_train_steps")
@@ -174,6 +170,13 @@ def _run_mapping(section: RecipeSection, service: TrainService) -> dict[str, Any
             **({} if steps is None else {"total_train_steps": steps}),
         },
     }
+
+
+def _loss_of(algorithm: str, backend: Backend) -> str:
+    """The loss of a recipe that names none."""
+    if algorithm == "cross_entropy":
+        return algorithm
+    return "ppo" if backend == "self-hosted" else "importance_sampling"
 
 
 def _backend(service: TrainService, defaults: Mapping[str, float]) -> dict[str, Any]:
