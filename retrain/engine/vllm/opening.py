@@ -19,13 +19,13 @@ from retrain.engine.sampler import eos_ids
 from retrain.engine.vllm.checkpoint import WeightStore
 from retrain.engine.vllm.checks import START, Needs, check_server, wait_until_up
 from retrain.engine.vllm.client import AdapterSlots, Facts, VllmClient
+from retrain.engine.vllm.delivery import AdapterDelivery, Delivery, FolderDelivery
 from retrain.engine.vllm.fleet import ALL, Fleet, Member
-from retrain.engine.vllm.group import GroupWay
+from retrain.engine.vllm.group import GroupDelivery
 from retrain.engine.vllm.options import VllmOptions, located
 from retrain.engine.vllm.publish import Publisher
 from retrain.engine.vllm.sampler import Seeds, VllmSampler
 from retrain.engine.vllm.server import Launch, VllmServer
-from retrain.engine.vllm.ways import AdapterWay, FolderWay, Way
 from retrain.errors import AdapterError, ConfigError
 from retrain.sampler import Tokenizer
 from retrain.transport.refusals import RemoteError
@@ -197,11 +197,11 @@ def _processes(options: VllmOptions, opening: Opening) -> list[VllmServer]:
 def _publisher(options: VllmOptions, opening: Opening) -> Publisher:
     folder = None if options.folder is None else located(options.folder, opening.base_dir)
     store = WeightStore(folder, opening.scratch)
-    whole: Way = FolderWay(store, opening.folder, dtype=opening.dtype)
+    whole: Delivery = FolderDelivery(store, opening.folder, dtype=opening.dtype)
     if options.way(lora=opening.lora is not None) == "group":
-        whole = GroupWay(opening.folder, dtype=opening.dtype)
+        whole = GroupDelivery(opening.folder, dtype=opening.dtype)
     return Publisher(
-        whole, AdapterWay(store), in_flight=options.in_flight, seconds=opening.publish_seconds
+        whole, AdapterDelivery(store), in_flight=options.in_flight, seconds=opening.publish_seconds
     )
 
 

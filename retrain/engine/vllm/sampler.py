@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from retrain.concurrency.sharing import Leases
 from retrain.engine.limits import Limits, check_params
 from retrain.engine.vllm.client import Json
+from retrain.engine.vllm.delivery import adapter_name
 from retrain.engine.vllm.fleet import Fleet
 from retrain.engine.vllm.options import HEATS
 from retrain.engine.vllm.replies import (
@@ -24,7 +25,6 @@ from retrain.engine.vllm.replies import (
     prompt_rows,
     sampled_row,
 )
-from retrain.engine.vllm.ways import adapter_name
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.transport.refusals import RemoteError
