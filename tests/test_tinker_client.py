@@ -30,7 +30,7 @@ from retrain.adapters.tinker.data import check_data, merge
 from retrain.adapters.tinker.limits import Backpressure
 from retrain.adapters.weaver import WeaverClient
 from retrain.concurrency.sharing import Capacity
-from retrain.errors import AdapterError, ConfigError, DeadlineError
+from retrain.errors import AdapterError, DeadlineError
 from retrain.protocols.tinker.values import ForwardBackwardOutput
 from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import RetryPolicy
@@ -399,13 +399,6 @@ async def test_an_outage_is_outlasted_as_long_as_there_is_time() -> None:
         for name in ("asample", "retrieve_future"):
             faulty.before[name] += [httpx.ConnectError("refused")] * 40
         assert (await sampler.sample([1, 2], SamplingParams(max_tokens=1))).sequences
-
-
-def test_the_hosted_service_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TINKER_API_KEY", raising=False)
-    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
-    with pytest.raises(ConfigError, match="TINKER_API_KEY is not set"):
-        TinkerClient()
 
 
 def test_help_shows_how_a_client_is_used() -> None:
