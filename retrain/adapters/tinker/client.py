@@ -13,6 +13,7 @@ import os
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 from retrain.adapters.tinker.connection import (
@@ -114,12 +115,11 @@ class TinkerClient:
         return f"TinkerClient({self._http.url!r}, session_id={self.session_id!r})"
 
     async def __aenter__(self) -> Self:
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._http.close)
             await self._handshake()
             reply = await self._connection.post("create_session", self._session, "session_id")
-        except BaseException:
-            await self._http.close()
-            raise
+            stack.pop_all()
         self.session_id = reply["session_id"]
         for level, name in ((20, "info"), (30, "warning"), (40, "error")):
             if reply.get(f"{name}_message"):

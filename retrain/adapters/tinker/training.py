@@ -142,14 +142,14 @@ class TrainingClient:
         kind = FORWARD if empty.forward_only else FORWARD_BACKWARD
         async with self._turn:
             futures: list[Future[ForwardBackwardOutput]] = []
-            for part in self.requests(data, lambda datum: datum.size, most_rows):
-                request = replace(empty, data=part)
-                try:
-                    futures.append(await self._submit(kind, self._pass_call(request)))
-                except BaseException:
-                    if futures and not self._broken and not empty.forward_only:
-                        self._broken = "only part of a batch was accepted"
-                    raise
+            parts = self.requests(data, lambda datum: datum.size, most_rows)
+            try:
+                for part in parts:
+                    call = self._pass_call(replace(empty, data=part))
+                    futures.append(await self._submit(kind, call))
+            finally:
+                if 0 < len(futures) < len(parts) and not empty.forward_only:
+                    self._broken = self._broken or "only part of a batch was accepted"
             return Chunked(futures)
 
     def _pass_call(self, request: ForwardBackward) -> Callable[[int], Call]:
@@ -192,15 +192,14 @@ class TrainingClient:
                 "last checkpoint."
             )
         call = build(self._next)  # an OverflowError takes no id
+        self._broken = f"{kind.name} was interrupted while it was sent"
         try:
             future = await self._connection.submit(call, kind)
         except RemoteError as error:
-            if error.may_have_acted:
-                self._broken = f"it is unknown whether {kind.name} was accepted ({error})"
+            unknown = f"it is unknown whether {kind.name} was accepted ({error})"
+            self._broken = unknown if error.may_have_acted else ""
             raise
-        except BaseException:
-            self._broken = f"{kind.name} was interrupted while it was sent"
-            raise
+        self._broken = ""
         self._next += 1
         return future
 

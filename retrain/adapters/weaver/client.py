@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import retrain
@@ -106,13 +106,12 @@ class WeaverClient:
         return f"WeaverClient({self._http.url!r}, session={self.session_id!r})"
 
     async def __aenter__(self) -> Self:
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._http.close)
             self.session_id = await self._connection.call(
                 "POST", "sessions", self._session, wire.identifier
             )
-        except BaseException:
-            await self._http.close()
-            raise
+            stack.pop_all()
         self._beating = asyncio.create_task(self._beat(), name="weaver heartbeat")
         return self
 
@@ -194,11 +193,10 @@ class WeaverClient:
         session, loading = await or_undo(self._open(payload), lambda made: made[0].close())
         if loading is not None:
             what = "loading weights into a sampling session"
-            try:
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(lambda: clean_up(session.close()))
                 await Operation(self._connection, loading, lambda _: None, what=what).result()
-            except BaseException:
-                await clean_up(session.close())
-                raise
+                stack.pop_all()
         return session
 
     async def _open(

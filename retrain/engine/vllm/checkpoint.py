@@ -155,9 +155,8 @@ class WeightStore:
                 for path in (*draft.iterdir(), draft):
                     sync(path)
                 done = draft.rename(draft.with_suffix(""))
-            except BaseException:
-                shutil.rmtree(draft, ignore_errors=True)
-                raise
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)  # of an attempt that failed
             sync(home)
         except OSError as error:
             raise AdapterError(

@@ -124,7 +124,7 @@ class BaseTrainer(ABC):
     def _run(self) -> None:
         try:
             self._main_loop()
-        except BaseException as error:  # noqa: BLE001 - wait() and stop() raise it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - wait() and stop() raise it
             self._failure = error
 
     def _main_loop(self) -> None:
