@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -140,39 +139,6 @@ def test_value_gradient_and_metrics_equal_autograds(
 
 def one(logprob: float, advantage: float) -> list[Shifted]:
     return [Shifted([1], [2], [1.0], [logprob], [advantage])]
-
-
-@pytest.mark.parametrize(
-    ("loss", "advantage", "ratio", "value", "slope"),
-    [
-        ("importance_sampling", 2.0, 1.5, -3.0, -3.0),
-        ("ppo", 2.0, 1.1, -2.2, -2.2),
-        ("ppo", 2.0, 1.5, -2.4, 0.0),  # clipped at 1.2
-        ("ppo", 2.0, 0.5, -1.0, -1.0),  # a good token that became rarer still pulls
-        ("ppo", -2.0, 0.5, 1.6, 0.0),  # clipped at 0.8
-        ("ppo", -2.0, 1.5, 3.0, 3.0),  # the pessimistic arm is the plain one
-        ("ppo", 0.0, 1.0, 0.0, 0.0),
-        ("dro", 2.0, 1.0, 2.0, -2.0),  # lp = -1: -(2 x -1) = 2
-        ("cross_entropy", 2.0, 1.5, None, -2.0),
-    ],
-)
-def test_worked_values(
-    loss: str, advantage: float, ratio: float, value: float | None, slope: float
-) -> None:
-    got = surrogate(loss, {}, [[-1.0 + math.log(ratio)]], one(-1.0, advantage))
-    assert got.gradients[0][0] == pytest.approx(slope)
-    if value is not None:
-        assert got.loss == pytest.approx(value)
-
-
-def test_dpo_at_the_reference_is_ln_2_and_pulls_by_half_of_beta() -> None:
-    pair = [
-        Shifted([1], [2], [1.0], [0.0], [sign], {"reference_logprobs": [-1.0]})
-        for sign in (1.0, -1.0)
-    ]
-    got = surrogate("dpo", {"beta": 0.2}, [[-1.0], [-1.0]], pair)
-    assert got.loss == pytest.approx(math.log(2))
-    assert got.gradients == [[pytest.approx(-0.1)], [pytest.approx(0.1)]]
 
 
 def test_a_pair_with_one_row_is_refused() -> None:
