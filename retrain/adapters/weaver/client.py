@@ -13,9 +13,9 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import retrain
 from retrain.adapters.weaver import wire
 from retrain.adapters.weaver.connection import PACE, Operation, WeaverConnection, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
@@ -82,7 +82,7 @@ class WeaverClient:
         key = WEAVER.api_key(url, api_key)
         self._http = HttpClient(
             url,
-            headers={"User-Agent": f"retrain/{retrain.__version__}"},
+            headers={"User-Agent": f"retrain/{_release()}"},
             secrets={"X-WEAVER-API-KEY": key} if key else {},
             policy=policy,
             http=http,
@@ -93,7 +93,7 @@ class WeaverClient:
         self._session = {
             "tags": [],
             "user_metadata": dict(metadata or {}),
-            "sdk_version": f"retrain-{retrain.__version__}",
+            "sdk_version": f"retrain-{_release()}",
             **_scope(),
         }
         self._models: list[WeaverModel] = []
@@ -219,6 +219,14 @@ class WeaverClient:
             except RemoteError as error:
                 log.debug("heartbeat: %s", error)
             await asyncio.sleep(HEARTBEAT)
+
+
+def _release() -> str:
+    """The version of the installed package."""
+    try:
+        return version("retrain-rl")
+    except PackageNotFoundError:  # a checkout on the path of Python
+        return "unknown"
 
 
 def _scope() -> dict[str, str]:
