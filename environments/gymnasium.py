@@ -133,13 +133,18 @@ def _plain(value: Any) -> Any:
 
 def action_of(space: Any, names: Sequence[str], reply: str) -> Any:
     """The last action that a reply names, or its last numbers; None if there is none."""
-    import numpy
-
     if hasattr(space, "characters"):  # a space of texts
         return reply.strip()
     words = "|".join(rf"(?<!\w){re.escape(n)}(?!\w)" for n in sorted(names, key=len, reverse=True))
     if names and (found := re.findall(words, reply, re.IGNORECASE)):
         return space.start + [name.lower() for name in names].index(found[-1].lower())
+    return _numbers_in(reply, space)
+
+
+def _numbers_in(reply: str, space: Any) -> Any:
+    """The last numbers of a reply, as an action; None if they are none."""
+    import numpy
+
     numbers = NUMBER.findall(reply)
     count = numpy.prod(space.shape, dtype=int)  # 1 of a Discrete space
     last = numpy.array([float(number) for number in numbers[-count:]])

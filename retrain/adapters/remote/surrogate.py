@@ -24,6 +24,8 @@ from retrain.errors import AdapterError, ConfigError, NonFiniteError
 from retrain.losses import FLOATS, Formula, mismatch_weight, pair_rows, row_of, settings
 from retrain.types import Batch, Metrics
 
+Judgement = tuple[Any, Any]  # of `mismatch_weight`: a weight, and whether it is out of bounds
+
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
@@ -72,21 +74,27 @@ def corrected(
     sequence is the exponential of the mean of its log-ratios (GSPO, arXiv:2507.18071). Every datum
     has a trained token.
     """
-    weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
     gaps = [_log_ratios(learner, datum) for learner, datum in zip(logprobs, datums, strict=True)]
-    if rule.level == "token":
-        found = [[weigh(FLOATS.exp(gap)) for gap in own] for own in gaps]
-        judged = list(chain(*found))
-    else:
-        runs = [datum.run_id or row for row, datum in enumerate(datums)]
-        of_run = {run: weigh(ratio) for run, ratio in _sequence_ratios(runs, gaps).items()}
-        found = [[of_run[run]] * len(own) for run, own in zip(runs, gaps, strict=True)]
-        judged = list(of_run.values())
+    found, judged = _judgements(rule, gaps, datums)
     weighted = []
     for learner, datum, judgements in zip(logprobs, datums, found, strict=True):
         credit = _weighted(datum, [weight for weight, _ in judgements])
         weighted.append(replace(datum, logprobs=learner, advantages=credit))
     return weighted, sum(outside for _, outside in judged) / len(judged)
+
+
+def _judgements(
+    rule: MismatchConfig, gaps: Sequence[Sequence[float]], datums: Sequence[Shifted]
+) -> tuple[list[list[Judgement]], list[Judgement]]:
+    """That of each trained token, and of each token or sequence, as `rule` says."""
+    weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
+    if rule.level == "token":
+        found = [[weigh(FLOATS.exp(gap)) for gap in own] for own in gaps]
+        return found, list(chain(*found))
+    runs = [datum.run_id or row for row, datum in enumerate(datums)]
+    of_run = {run: weigh(ratio) for run, ratio in _sequence_ratios(runs, gaps).items()}
+    found = [[of_run[run]] * len(own) for run, own in zip(runs, gaps, strict=True)]
+    return found, list(of_run.values())
 
 
 def _weighted(datum: Shifted, weights: Sequence[float]) -> list[float]:

@@ -43,6 +43,13 @@ class _Twin(UserDict[str, Any]):
             del self.other.data[self._names[name]]
 
 
+def _used_columns(anchor: Tensor, mask: Any, pad_token_id: int) -> list[int]:
+    """The columns that are no padding in some row; the first one if there is none."""
+    if not isinstance(mask, Tensor) or mask.shape != anchor.shape:
+        mask = anchor != pad_token_id
+    return torch.nonzero((mask > 0).any(dim=0)).flatten().tolist() or [0]
+
+
 def _stripped(
     side: Literal["left", "right"],
     batch: Batch,
@@ -58,10 +65,7 @@ def _stripped(
     """
     require(batch, (anchor_field, *(fields or ())))
     anchor = batch.values[anchor_field]
-    mask = batch.values.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.shape != anchor.shape:
-        mask = anchor != pad_token_id
-    used = torch.nonzero((mask > 0).any(dim=0)).flatten().tolist() or [0]
+    used = _used_columns(anchor, batch.values.get("attention_mask"), pad_token_id)
     kept = slice(used[0], None) if side == "left" else slice(used[-1] + 1)
     done = batch.copy()
     for name in batch.values if fields is None else fields:
