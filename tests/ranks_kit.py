@@ -26,11 +26,11 @@ from retrain.adapters.trl import adapter as adapter_module
 from retrain.adapters.trl.adapter import TrlAdapter
 from retrain.adapters.trl.follow import follow
 from retrain.adapters.trl.options import TrlOptions
+from retrain.adapters.trl.ranks.contract import Place
+from retrain.adapters.trl.ranks.crew import ADDRESS, STOP_SECONDS, Crew
+from retrain.adapters.trl.ranks.group import open_store
+from retrain.adapters.trl.ranks.sharding import is_sharded
 from retrain.config import RunConfig
-from retrain.engine.ranks.contract import Place
-from retrain.engine.ranks.crew import ADDRESS, STOP_SECONDS, Crew
-from retrain.engine.ranks.group import open_store
-from retrain.engine.ranks.sharding import is_sharded
 from retrain.errors import AdapterError
 from retrain.types import Batch, Metrics, Sample
 from tests import trl_kit
@@ -237,7 +237,7 @@ class Run:
     def find_followers(self) -> None:
         children = psutil.Process(self.process.pid).children()
         found = [child for child in children if child.is_running()]
-        self.followers = [c for c in found if "retrain.engine.ranks.follower" in c.cmdline()]
+        self.followers = [c for c in found if "retrain.adapters.trl.ranks.follower" in c.cmdline()]
 
     def until_it_trains(self) -> Run:
         """Until its first step is done."""

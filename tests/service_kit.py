@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 
 from retrain.service.app import ServiceApp
-from retrain.service.front import make_server
+from retrain.service.http_server import make_server
 from retrain.service.serve import LOOPBACK
-from retrain.service.state import FrontSettings, Settings
+from retrain.service.state import HttpLimits, ServiceSettings
 
 TOKENS = [70, 71, 72, 73, 74, 75]
 CROSS_ENTROPY = {"target_tokens": ([71, 72, 73, 74, 75], "int64"), "weights": ([0, 1, 1, 1, 1],)}
@@ -121,7 +121,7 @@ async def in_process(
     folder: Path, kind: type[Caller] = Tinker, **settings: Any
 ) -> AsyncIterator[Any]:
     """A caller of a service that lives in this event loop."""
-    async with ServiceApp(Settings(folder=folder, **{"long_poll": 20.0, **settings})) as app:
+    async with ServiceApp(ServiceSettings(folder=folder, **{"long_poll": 20.0, **settings})) as app:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://local") as http:
             yield kind(http, app)
@@ -131,12 +131,12 @@ async def in_process(
 def on_a_port(
     folder: Path,
     wrap: Callable[[ServiceApp], Any] | None = None,
-    front: FrontSettings | None = None,
+    front: HttpLimits | None = None,
     **settings: Any,
 ) -> Iterator[str]:
     """The URL of a service on a free loopback port, in a thread of its own."""
-    app = ServiceApp(Settings(folder=folder, **{"hosts": LOOPBACK, **settings}))
-    server = make_server(wrap(app) if wrap else app, front or FrontSettings(shutdown=2))
+    app = ServiceApp(ServiceSettings(folder=folder, **{"hosts": LOOPBACK, **settings}))
+    server = make_server(wrap(app) if wrap else app, front or HttpLimits(shutdown=2))
 
     async def serve() -> None:
         async with app:

@@ -24,11 +24,11 @@ pytest.importorskip("trl")
 from retrain.adapters.trl import adapter as adapter_module  # noqa: E402 - after the check
 from retrain.adapters.trl.adapter import TrlAdapter  # noqa: E402 - the same
 from retrain.adapters.trl.build import _has_optional_parts  # noqa: E402 - the same
+from retrain.adapters.trl.ranks.contract import Place, as_place, launched  # noqa: E402 - the same
+from retrain.adapters.trl.ranks.packing import pack, unpack  # noqa: E402 - the same
 from retrain.adapters.trl.rows import micro_batches  # noqa: E402 - the same
 from retrain.adapters.trl.shares import divide, pack_share, unpack_share  # noqa: E402 - after the check
 from retrain.concurrency.children import plain_environment  # noqa: E402 - the same
-from retrain.engine.ranks.contract import Place, as_place, launched  # noqa: E402 - the same
-from retrain.engine.ranks.packing import pack, unpack  # noqa: E402 - the same
 from retrain.errors import AdapterError, CheckpointError, ConfigError, NonFiniteError  # noqa: E402 - the same
 from retrain.run import main  # noqa: E402 - the same
 from tests import ranks_kit, trl_kit  # noqa: E402 - the same
@@ -259,7 +259,7 @@ def test_the_variables_of_a_place_are_restored() -> None:
 
 LEADER = """
 import asyncio, pathlib, sys
-from retrain.engine.ranks.crew import Crew
+from retrain.adapters.trl.ranks.crew import Crew
 
 async def lead():
     folder = pathlib.Path(sys.argv[1])
@@ -310,7 +310,9 @@ def test_an_interrupted_run_saves_and_ends_its_follower(
         with open(end) as lines:
             if any(line.startswith("step 1/") for line in lines):
                 children = psutil.Process().children()
-                found.extend(c for c in children if "retrain.engine.ranks.follower" in c.cmdline())
+                found.extend(
+                    c for c in children if "retrain.adapters.trl.ranks.follower" in c.cmdline()
+                )
                 for process in (*found, psutil.Process()):  # as Ctrl-C or a container's end may
                     process.send_signal(signal.SIGINT)
             lines.read()

@@ -10,9 +10,9 @@ import zstandard
 
 from retrain.protocols.tinker import messages, scanning
 from retrain.protocols.tinker.values import Datum, ForwardBackward, Tensor
-from retrain.service import reading
+from retrain.service import json_bodies
 from retrain.service.errors import ServiceError
-from retrain.service.reading import json_object, unzstd
+from retrain.service.json_bodies import json_object, unzstd
 from tests.chaos.requests import resident
 from tests.service_kit import TOKENS, datum, in_process
 
@@ -53,10 +53,10 @@ async def test_a_body_that_stands_for_too_much_is_refused_quickly(tinker, body, 
 
 
 def test_a_body_that_compresses_well_is_read():
-    zeros = bytes(reading._SMALL)
+    zeros = bytes(json_bodies._SMALL)
     assert unzstd(zstandard.compress(zeros), 2**30) == zeros
     with pytest.raises(ServiceError, match="more than 16777216 bytes"):
-        unzstd(zstandard.compress(bytes(reading._SMALL + 1)), 2**30)
+        unzstd(zstandard.compress(bytes(json_bodies._SMALL + 1)), 2**30)
     text = b"".join(str(number).encode() for number in range(2**22))
     assert unzstd(zstandard.compress(text), 2**30) == text
     with pytest.raises(ServiceError, match="not valid zstd"):

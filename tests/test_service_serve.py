@@ -98,6 +98,6 @@ def test_a_model_that_is_not_there_is_a_bad_setting(capsys, tmp_path):
 
 def test_a_missing_library_is_named_with_what_to_install(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "retrain.service.front")  # it has found uvicorn
+    monkeypatch.delitem(sys.modules, "retrain.service.http_server")  # it has found uvicorn
     assert main(["--port", "0", "--folder", str(tmp_path)]) == 2
     assert install_command("service") in capsys.readouterr().err

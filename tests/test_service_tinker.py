@@ -17,9 +17,9 @@ from retrain.protocols.tinker import messages
 from retrain.protocols.tinker.values import Datum, ForwardBackward, Tensor
 from retrain.service.app import ServiceApp
 from retrain.service.core import Service
-from retrain.service.state import Settings
-from retrain.service.store import Place, Saved, Store
-from retrain.service.trainable import Tuning
+from retrain.service.state import ServiceSettings
+from retrain.service.store import CheckpointPlace, CheckpointStore, Saved
+from retrain.service.tuning import Tuning
 from tests.service_kit import CROSS_ENTROPY, TOKENS, Tinker, datum, in_process, passed
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
@@ -458,7 +458,7 @@ async def test_p14_a_session_that_ends_frees_its_samplers_and_a_full_memory_its_
         await tinker.post(f"sessions/{tinker.session_id}/finish", {})
         assert not service._pool._live
         assert not service.models
-        monkeypatch.setattr("retrain.service.core.free_memory", lambda device: 0)
+        monkeypatch.setattr("retrain.service.memory.free_memory", lambda device: 0)
         tinker.session_id = (await tinker.post("create_session", {}))["session_id"]
         body = {
             "session_id": tinker.session_id,
@@ -630,10 +630,10 @@ async def test_a_time_to_live_ends_a_checkpoint(tinker):
 
 
 def test_saving_and_deleting_never_disturb_a_look_at_all_checkpoints(tmp_path):
-    store, over = Store(tmp_path), threading.Event()
+    store, over = CheckpointStore(tmp_path), threading.Event()
 
     def save(model):
-        place = Place(model, "weights", "one")
+        place = CheckpointPlace(model, "weights", "one")
         saved = Saved(place, "tiny", Tuning(rank=4), steps=0, optimizer=False)
         return store.save(saved, {"x": torch.zeros(1)})
 
@@ -654,9 +654,9 @@ def test_saving_and_deleting_never_disturb_a_look_at_all_checkpoints(tmp_path):
 
 
 async def test_snapshots_without_a_name_go_when_nobody_samples_them_any_more(tmp_path, monkeypatch):
-    threads, delete = set(), Store.delete
+    threads, delete = set(), CheckpointStore.delete
     monkeypatch.setattr(
-        Store,
+        CheckpointStore,
         "delete",
         lambda self, place: (threads.add(threading.current_thread()), delete(self, place)),
     )
@@ -724,7 +724,7 @@ async def test_full_weights_are_trained_at_rank_0(tmp_path):
 
 
 async def test_leaving_the_service_answers_whoever_waits_and_ends_its_threads(tmp_path):
-    app = ServiceApp(Settings(folder=tmp_path))
+    app = ServiceApp(ServiceSettings(folder=tmp_path))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://local") as http:
         tinker = Tinker(http, app)

@@ -13,11 +13,11 @@ from typing import cast
 
 from retrain.errors import shown
 from retrain.protocols.tinker.values import Datum, Dtype, Tensor
-from retrain.service.bodies import Inputs
 from retrain.service.errors import ServiceError, invalid
-from retrain.service.passes import Row
-from retrain.service.state import Limits
-from retrain.service.values import LARGEST, Json, fits, objects, want
+from retrain.service.fields import LARGEST, Json, fits, objects, want
+from retrain.service.passes import TrainingRow
+from retrain.service.state import RequestLimits
+from retrain.service.training_fields import Inputs
 
 IGNORED_TARGET = -100
 """A target without loss, as in torch's cross_entropy."""
@@ -33,7 +33,7 @@ def tokens_of(prompt: Json) -> list[int]:
     return tokens
 
 
-def prompt_of(body: Json, limits: Limits) -> list[int]:
+def prompt_of(body: Json, limits: RequestLimits) -> list[int]:
     prompt = tokens_of(want(body, "prompt", dict))
     _check_tokens("prompt", prompt, limits)
     return prompt
@@ -62,7 +62,9 @@ def tensor_of(body: Json, name: str) -> Tensor:
     return Tensor(want(given, "data", list), dtype, None if shape is None else tuple(shape), sparse)
 
 
-def training_rows(data: Sequence[Datum], expected: Inputs, limits: Limits) -> list[Row]:
+def training_rows(
+    data: Sequence[Datum], expected: Inputs, limits: RequestLimits
+) -> list[TrainingRow]:
     """One row per datum; raises ServiceError for data that doesn't fit the loss."""
     if not data:
         raise invalid("there is no data: expected at least one datum")
@@ -75,7 +77,7 @@ def training_rows(data: Sequence[Datum], expected: Inputs, limits: Limits) -> li
     return rows
 
 
-def _row(where: str, datum: Datum, expected: Inputs, limits: Limits) -> Row:
+def _row(where: str, datum: Datum, expected: Inputs, limits: RequestLimits) -> TrainingRow:
     """The row of a datum; surrogate weights, dL/dlogp, become negated advantages."""
     tokens = list(datum.tokens)
     _check_tokens(where, tokens, limits)
@@ -98,7 +100,7 @@ def _row(where: str, datum: Datum, expected: Inputs, limits: Limits) -> Row:
     credit = numbers.get("advantages", numbers.get("weights", ones))
     if "surrogate_weights" in numbers:
         credit = [-weight for weight in numbers["surrogate_weights"]]
-    return Row(
+    return TrainingRow(
         tokens=tokens,
         targets=labels,
         advantages=credit,
@@ -109,7 +111,7 @@ def _row(where: str, datum: Datum, expected: Inputs, limits: Limits) -> Row:
     )
 
 
-def _shape(where: str, datum: Datum, expected: Inputs, limits: Limits) -> tuple[int, ...]:
+def _shape(where: str, datum: Datum, expected: Inputs, limits: RequestLimits) -> tuple[int, ...]:
     """(N,), or (N, K) if the loss allows several targets per token and this datum has them."""
     length, found = len(datum.tokens), datum.inputs["target_tokens"].dimensions
     if not expected.wide or len(found) != 2:
@@ -191,7 +193,7 @@ def _check_numbers(where: str, values: Sequence[float], kind: type[int] | type[f
     raise invalid(f"{where}[{position}]: got {shown(wrong)}, expected {number}")
 
 
-def _check_tokens(where: str, tokens: Sequence[int], limits: Limits) -> None:
+def _check_tokens(where: str, tokens: Sequence[int], limits: RequestLimits) -> None:
     if not tokens:
         raise invalid(f"{where} has no tokens")
     if limits.context is not None and len(tokens) > limits.context:
@@ -201,7 +203,7 @@ def _check_tokens(where: str, tokens: Sequence[int], limits: Limits) -> None:
     _check_range(f"{where}: tokens", tokens, limits)
 
 
-def _check_range(where: str, tokens: Sequence[int], limits: Limits) -> None:
+def _check_range(where: str, tokens: Sequence[int], limits: RequestLimits) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < limits.vocabulary):
         wrong = next(t for t in tokens if not 0 <= t < limits.vocabulary)
         raise invalid(f"{where}: got token {shown(wrong)}, expected 0 to {limits.vocabulary - 1}")

@@ -16,9 +16,9 @@ from retrain.engine.sampler import Alternatives
 from retrain.errors import shown
 from retrain.sampler import SamplingParams
 from retrain.service.errors import ServiceError, invalid
+from retrain.service.fields import INT64, LONGEST, SEEDS, Json, fits, integer, want
 from retrain.service.rows import numbers_of, prompt_of, tensor_of
-from retrain.service.state import Limits
-from retrain.service.values import INT64, LONGEST, SEEDS, Json, fits, integer, want
+from retrain.service.state import RequestLimits
 from retrain.types import Completion
 
 _DEFAULT_TOKENS = 4096
@@ -62,7 +62,7 @@ class SampleRequest:
         return 1 if self.last is None else len(self.prompt) - self.last
 
 
-class Sampled(NamedTuple):
+class SampleFindings(NamedTuple):
     """What a sample request found."""
 
     drawn: list[tuple[Completion, Top | None]]
@@ -83,7 +83,7 @@ class Sampled(NamedTuple):
         )
 
 
-def sample_request(body: Json, limits: Limits, *, eos: bool) -> SampleRequest:
+def sample_request(body: Json, limits: RequestLimits, *, eos: bool) -> SampleRequest:
     for name, reason in _UNSUPPORTED.items():
         if body.get(name):
             raise invalid(f"{name} is not supported{reason}; remove it")
@@ -107,7 +107,7 @@ def sample_request(body: Json, limits: Limits, *, eos: bool) -> SampleRequest:
     return request
 
 
-def sampling_params(given: Json, prompt: Sequence[int], limits: Limits) -> SamplingParams:
+def sampling_params(given: Json, prompt: Sequence[int], limits: RequestLimits) -> SamplingParams:
     """`max_tokens` defaults to what fits into the context; `stop` may have strings and ids."""
     stop = given.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
@@ -154,7 +154,7 @@ def _last(body: Json, prompt: Sequence[int], score: bool) -> int | None:
 
 
 def _targets(
-    body: Json, prompt: Sequence[int], limits: Limits
+    body: Json, prompt: Sequence[int], limits: RequestLimits
 ) -> tuple[list[list[int]], tuple[Sequence[int], Sequence[int]] | None] | None:
     """`target_prompt_logprobs`, (T - 1, K), as rows, and its sparse form if it came in that."""
     name = "target_prompt_logprobs"
@@ -173,7 +173,7 @@ def _targets(
     return [ids[at : at + width] for at in range(0, len(ids), width)], tensor.sparse
 
 
-def _check_size(request: SampleRequest, limits: Limits) -> None:
+def _check_size(request: SampleRequest, limits: RequestLimits) -> None:
     """Raise ServiceError (413) if the result may hold too many numbers."""
     width = len(request.targets[0]) if request.targets else 0
     tokens = request.params.max_tokens

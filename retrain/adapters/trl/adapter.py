@@ -18,6 +18,9 @@ from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.trl.build import build_trainer, hush, place_model
 from retrain.adapters.trl.options import TrlOptions
 from retrain.adapters.trl.plan import run_plan
+from retrain.adapters.trl.ranks.contract import Place, launched
+from retrain.adapters.trl.ranks.crew import STOP_SECONDS, Crew
+from retrain.adapters.trl.ranks.group import Ranks, lost_peer
 from retrain.adapters.trl.rows import check_samples
 from retrain.adapters.trl.sampling import open_servers
 from retrain.adapters.trl.together import together
@@ -25,9 +28,6 @@ from retrain.adapters.trl.worker import Job, TrainerThread
 from retrain.concurrency.starting import announced
 from retrain.config import RunConfig
 from retrain.engine.models import load_model, load_tokenizer, resolve_model
-from retrain.engine.ranks.contract import Place, launched
-from retrain.engine.ranks.crew import STOP_SECONDS, Crew
-from retrain.engine.ranks.group import Ranks, lost_peer
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.vllm.checks import PROBE, check_logprobs, probe_of
 from retrain.engine.vllm.options import VllmOptions

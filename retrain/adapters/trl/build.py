@@ -24,13 +24,13 @@ from trl import GRPOConfig
 
 from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.adapters.trl.plan import LossPlan
+from retrain.adapters.trl.ranks.contract import Place
+from retrain.adapters.trl.ranks.group import ALONE, Ranks
 from retrain.adapters.trl.rows import micro_batches
 from retrain.adapters.trl.together import sharding_on_cpu
 from retrain.adapters.trl.trainer import Feed, PipeTrainer
 from retrain.config import RunConfig
 from retrain.engine.models import attention_problem, choose_device, load_model
-from retrain.engine.ranks.contract import Place
-from retrain.engine.ranks.group import ALONE, Ranks
 from retrain.errors import ConfigError
 
 RECOMPUTE = "activation_checkpointing"

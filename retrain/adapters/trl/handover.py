@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from trl import GRPOTrainer
 
+from retrain.adapters.trl.ranks.group import ALONE, Ranks
+from retrain.adapters.trl.ranks.sharding import is_sharded, whole_snapshot, whole_state
 from retrain.engine.losses import sequence_logprobs
 from retrain.engine.models import load_model
-from retrain.engine.ranks.group import ALONE, Ranks
-from retrain.engine.ranks.sharding import is_sharded, whole_snapshot, whole_state
 from retrain.engine.weights import LoraWeights, lora_snapshot, snapshot
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from retrain.adapters.trl.plan import LossPlan
+from retrain.adapters.trl.ranks.group import ALONE, Ranks
 from retrain.adapters.trl.record import StepRecord
 from retrain.adapters.trl.rows import SHARE, STREAM, Rows
-from retrain.engine.ranks.group import ALONE, Ranks
 from retrain.losses import LOSSES
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from retrain.adapters.trl.ranks.packing import Packed, pack, unpack
 from retrain.adapters.trl.rows import units
-from retrain.engine.ranks.packing import Packed, pack, unpack
 from retrain.types import Batch, Sample
 
 

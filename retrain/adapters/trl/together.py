@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
-from retrain.engine.ranks.contract import Place, as_place
-from retrain.engine.ranks.group import ALONE, STOP, OutOfStepError, Ranks, join
+from retrain.adapters.trl.ranks.contract import Place, as_place
+from retrain.adapters.trl.ranks.group import ALONE, STOP, OutOfStepError, Ranks, join
 from retrain.errors import AdapterError
 
 

@@ -37,13 +37,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from retrain.adapters.trl.handover import Handover
 from retrain.adapters.trl.native import WholeBatchLoss
 from retrain.adapters.trl.plan import LossPlan
+from retrain.adapters.trl.ranks.group import ALONE, OutOfStepError, Ranks, lost_peer
+from retrain.adapters.trl.ranks.sharding import is_sharded
 from retrain.adapters.trl.record import SEQUENCE, StepRecord
 from retrain.adapters.trl.rows import STREAM, Rows, collate, group_ids, with_shares
 from retrain.adapters.trl.shares import Part, Share, divide
 from retrain.adapters.trl.worker import CutBatch
 from retrain.engine.losses import mismatch_weights, shared_loss
-from retrain.engine.ranks.group import ALONE, OutOfStepError, Ranks, lost_peer
-from retrain.engine.ranks.sharding import is_sharded
 from retrain.errors import AdapterError, CheckpointError, NonFiniteError
 from retrain.losses import row_of
 from retrain.types import Batch, Metrics, Sample

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
+from retrain.adapters.trl.ranks.group import ALONE, OutOfStepError, Ranks
 from retrain.adapters.trl.shares import Share, pack_share
 from retrain.engine.models import PROCESS_STATE
-from retrain.engine.ranks.group import ALONE, OutOfStepError, Ranks
 from retrain.errors import AdapterError, RetrainError
 from retrain.types import Batch, Metrics
 

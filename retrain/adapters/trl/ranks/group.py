@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from retrain.engine.ranks.contract import Place
+from retrain.adapters.trl.ranks.contract import Place
 from retrain.errors import AdapterError, RetrainError
 
 STOP = "stop"

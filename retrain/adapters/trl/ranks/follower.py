@@ -1,4 +1,4 @@
-"""The program of a process of the crew: `python -m retrain.engine.ranks.follower`."""
+"""The program of a process of the crew: `python -m retrain.adapters.trl.ranks.follower`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import traceback
 from contextlib import suppress
 from dataclasses import replace
 
+from retrain.adapters.trl.ranks.contract import ignore_signals, launched
 from retrain.concurrency.loading import uncollected
-from retrain.engine.ranks.contract import ignore_signals, launched
 from retrain.errors import ConfigError
 
 
