@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.trl.build import build_trainer, hush, place_model
@@ -24,7 +24,7 @@ from retrain.adapters.trl.ranks.group import Ranks, lost_peer
 from retrain.adapters.trl.rows import check_samples
 from retrain.adapters.trl.sampling import open_servers
 from retrain.adapters.trl.together import together
-from retrain.adapters.trl.worker import Job, TrainerThread
+from retrain.adapters.trl.worker import TrainerJob, TrainerThread
 from retrain.concurrency.starting import announced
 from retrain.config import RunConfig
 from retrain.engine.models import load_model, load_tokenizer, resolve_model
@@ -34,6 +34,7 @@ from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.vllm.sampler import VllmSampler
 from retrain.errors import AdapterError, CheckpointError, ConfigError, RetrainError
 from retrain.observe.upkeep import scratch
+from retrain.sampler import Tokenizer
 from retrain.types import Batch, Metrics
 
 CLOSE_SECONDS = 60.0
@@ -139,7 +140,7 @@ class TrlAdapter(Adapter):
                 f"the batch's loss is {batch.loss!r}, but the run's is {self.plan.name!r}"
             )
         check_samples(batch.samples)
-        metrics: Metrics = await self._submit(Job(batch=batch))
+        metrics: Metrics = await self._submit(TrainerJob(batch=batch))
         return metrics
 
     async def publish(self) -> int:
@@ -179,7 +180,7 @@ class TrlAdapter(Adapter):
                 f"the checkpoint in {checkpoint} was saved with backend.sharding: none, but the "
                 "run has full; set it to none, or start a new run from an exported model"
             )
-        await self._submit(Job(checkpoint=checkpoint))
+        await self._submit(TrainerJob(checkpoint=checkpoint))
         self._version = int(state.data["version"])
         await self._push(self._version)
 
@@ -255,7 +256,7 @@ class TrlAdapter(Adapter):
         hush()
         placement = place_model(self.options, self._place)
         self.exact = not placement.autocast
-        self.tokenizer = load_tokenizer(self._folder)
+        self.tokenizer = cast(Tokenizer, load_tokenizer(self._folder))
         if self.options.sampler.type == "local":
             self._plain_model = load_model(
                 self._folder, placement.device, placement.frozen_dtype, self.options.attention
@@ -288,9 +289,9 @@ class TrlAdapter(Adapter):
 
     async def _in_thread(self, method: str, *args: Any, needs_optimizer: bool = False) -> Any:
         """Call a method of the trainer on all ranks; the result is rank 0's."""
-        return await self._submit(Job(method, args, needs_optimizer=needs_optimizer))
+        return await self._submit(TrainerJob(method, args, needs_optimizer=needs_optimizer))
 
-    async def _submit(self, job: Job) -> Any:
+    async def _submit(self, job: TrainerJob) -> Any:
         return await self._answer(self._thread.submit(job))
 
     async def _answer(self, future: Future[Any]) -> Any:

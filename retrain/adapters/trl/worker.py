@@ -44,7 +44,7 @@ class Stopped(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class TrainerJob:
     """One thing to do in the thread: a `method`, a `batch` to train or a `checkpoint` to load."""
 
     method: str = ""
@@ -80,11 +80,11 @@ class TrainerThread:
         self._meet = meet
         self._alive = alive
         self._threads = threads
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
-        self._open: set[Job] = set()  # those under way
-        self._held: Job | None = None
-        self._batch: Job | None = None
-        self._loading: Job | None = None
+        self._jobs: queue.Queue[TrainerJob | None] = queue.Queue()
+        self._open: set[TrainerJob] = set()  # those under way
+        self._held: TrainerJob | None = None
+        self._batch: TrainerJob | None = None
+        self._loading: TrainerJob | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._cause: BaseException | None = None
@@ -117,7 +117,7 @@ class TrainerThread:
         self.stop()
         self._close()
 
-    def submit(self, job: Job) -> Future[Any]:
+    def submit(self, job: TrainerJob) -> Future[Any]:
         """Queue a job; raises AdapterError with the cause when the thread has ended."""
         with self._lock:
             if self._closed:
@@ -201,7 +201,7 @@ class TrainerThread:
             )
             self._resolve(job, error=error)
 
-    def _until(self, wanted: Callable[[Job], bool]) -> Job:
+    def _until(self, wanted: Callable[[TrainerJob], bool]) -> TrainerJob:
         """Run jobs until one is `wanted`, which is returned."""
         while not wanted(job := self._take()):
             try:
@@ -216,13 +216,15 @@ class TrainerThread:
                 self._resolve(job, result)
         return job
 
-    def _call(self, job: Job) -> Any:
+    def _call(self, job: TrainerJob) -> Any:
         if not job.method:
             raise AdapterError("a checkpoint can only be loaded before the first update")
         self.ranks.lead(CALL, job.method, *job.args)
         return self.ranks.together(lambda: getattr(self.trainer, job.method)(*job.args))
 
-    def _resolve(self, job: Job, result: Any = None, error: BaseException | None = None) -> None:
+    def _resolve(
+        self, job: TrainerJob, result: Any = None, error: BaseException | None = None
+    ) -> None:
         """Answer a job, unless `fail` has."""
         with self._lock:
             if self._closed:
@@ -239,7 +241,7 @@ class TrainerThread:
             job, self._loading = self._loading, None
             self._resolve(job)
 
-    def _take(self) -> Job:
+    def _take(self) -> TrainerJob:
         """The next job that is not cancelled."""
         while True:
             held, self._held = self._held, None
@@ -252,7 +254,7 @@ class TrainerThread:
                     self._open.add(job)
                 return job
 
-    def _wait(self) -> Job | None:
+    def _wait(self) -> TrainerJob | None:
         PROCESS_STATE.release()
         try:
             return self._jobs.get(timeout=HEALTH_CHECK_SECONDS)
