@@ -31,7 +31,7 @@ from retrain.protocols.training import AdamParams
 from retrain.service.app import ServiceApp
 from retrain.service.core import Service
 from retrain.service.errors import ServiceError, invalid
-from retrain.service.passes import TrainingRow
+from retrain.service.passes import TargetRow
 from retrain.service.protocol import ServiceProtocol
 from retrain.service.trainer import Trainer
 from retrain.service.training_fields import TINKER_LOSSES
@@ -40,7 +40,7 @@ from retrain.types import Batch, Denominators, Sample
 from tests.backends_kit import FULL, LORA, run_of
 from tests.service_kit import on_a_port
 
-Factor = Callable[[TrainingRow, Sequence[TrainingRow], str], float]
+Factor = Callable[[TargetRow, Sequence[TargetRow], str], float]
 HONEST = Trainer.forward_backward
 
 
@@ -90,9 +90,9 @@ class Direct:
         [found] = self.trainer.forward(self._rows([look]), "cross_entropy", {}).logprobs
         return [lp + self.random.gauss(0, self.noise) for lp in found]
 
-    def _rows(self, datums: Sequence[Datum]) -> list[TrainingRow]:
+    def _rows(self, datums: Sequence[Datum]) -> list[TargetRow]:
         return [
-            TrainingRow(d.inputs, d.targets, d.advantages, d.logprobs, [1.0] * len(d.targets))
+            TargetRow(d.inputs, d.targets, d.advantages, d.logprobs, [1.0] * len(d.targets))
             for d in datums
         ]
 
@@ -144,7 +144,7 @@ async def test_no_server_with_a_fault_is_taken_for_a_sum(fault: str) -> None:
     server = Direct(8, "ppo")
     honest, step = server.trainer.forward_backward, server.trainer.optim_step
 
-    def forgetful(rows: Sequence[TrainingRow], loss: str, config: Any) -> Any:
+    def forgetful(rows: Sequence[TargetRow], loss: str, config: Any) -> Any:
         now = server.trainer.forward(rows, "cross_entropy", {}).logprobs
         fresh = [row._replace(logprobs=list(own)) for row, own in zip(rows, now, strict=True)]
         return honest(fresh, loss, config)
@@ -219,7 +219,7 @@ def run(folder: Path, backend: str, url: str, loss: str, **options: Any) -> RunC
 def reweighed(factor: Factor) -> Callable[..., Any]:
     """The pass of a server that multiplies the weights of each row by a factor."""
 
-    def forward_backward(self: Trainer, rows: Sequence[TrainingRow], loss: str, config: Any) -> Any:
+    def forward_backward(self: Trainer, rows: Sequence[TargetRow], loss: str, config: Any) -> Any:
         changed = [
             row._replace(advantages=[a * factor(row, rows, loss) for a in row.advantages])
             for row in rows
@@ -229,13 +229,13 @@ def reweighed(factor: Factor) -> Callable[..., Any]:
     return forward_backward
 
 
-def skyrl(row: TrainingRow, rows: Sequence[TrainingRow], loss: str) -> float:
+def skyrl(row: TargetRow, rows: Sequence[TargetRow], loss: str) -> float:
     """skyrl-tx 0.3.0: each row by its weights, which are ones for the losses of rewards."""
     total = sum(row.advantages) if loss == "cross_entropy" else float(len(row.tokens))
     return 1 / max(total, 1e-9) / len(rows)
 
 
-def weight_sums(row: TrainingRow, rows: Sequence[TrainingRow], loss: str) -> float:
+def weight_sums(row: TargetRow, rows: Sequence[TargetRow], loss: str) -> float:
     return 1 / max(sum(row.advantages), 1e-9)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from retrain.engine.sampler import LocalSampler
 from retrain.engine.tiny import tiny_folder, tiny_tokenizer
 from retrain.losses import native_to
 from retrain.protocols.training import AdamParams
+from retrain.service import memory
 from retrain.service.errors import ServiceError
-from retrain.service.passes import TrainingRow
+from retrain.service.passes import BYTES_PER_LOGIT, TargetRow, tokens_at_once
 from retrain.service.trainer import Trainer
 from retrain.service.tuning import BaseModel, Tuning, merged_weights
 
@@ -33,7 +35,7 @@ def base(model):
     return BaseModel(model)
 
 
-def rows(count: int = 5, seed: int = 0) -> list[TrainingRow]:
+def rows(count: int = 5, seed: int = 0) -> list[TargetRow]:
     """Of different lengths, with every stream filled at random."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -45,13 +47,11 @@ def rows(count: int = 5, seed: int = 0) -> list[TrainingRow]:
         ids = torch.randint(7, 100, (length + 1,), generator=generator).tolist()
         mask = (torch.rand(length, generator=generator) > 0.3).float().tolist()
         logprobs = [-4.6 + x for x in numbers(length, 0.5)]
-        made.append(TrainingRow(ids[:-1], ids[1:], numbers(length, 1.0), logprobs, mask))
+        made.append(TargetRow(ids[:-1], ids[1:], numbers(length, 1.0), logprobs, mask))
     return made
 
 
-def plain_loss(
-    model, data: list[TrainingRow], loss: str
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def plain_loss(model, data: list[TargetRow], loss: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Row by row, without padding, by the formulas as the protocol writes them."""
     total, found = torch.zeros(()), []
     for row in data:
@@ -110,6 +110,19 @@ def test_gradients_add_up_over_calls_whatever_the_micro_batches(base, monkeypatc
     assert once.optim_step(AdamParams())["grad_norm"] == pytest.approx(
         twice.optim_step(AdamParams())["grad_norm"], rel=1e-5
     )
+
+
+def test_a_micro_batch_is_limited_on_every_device_and_memory_kept_for_it(base, monkeypatch):
+    assert tokens_at_once(base) > 0
+    elsewhere = SimpleNamespace(device=torch.device("meta"), vocabulary=base.vocabulary)
+    assert tokens_at_once(elsewhere) > tokens_at_once(base)
+    context = base.untied.config.max_position_embeddings
+    need = base.size + BYTES_PER_LOGIT * base.vocabulary * context
+    monkeypatch.setattr(memory, "free_memory", lambda device: need - 1)
+    with pytest.raises(ServiceError, match="memory"):
+        memory.check_memory(base, Tuning(), 1)
+    monkeypatch.setattr(memory, "free_memory", lambda device: need)
+    memory.check_memory(base, Tuning(), 1)
 
 
 def test_a_forward_leaves_no_gradient(base):

@@ -31,7 +31,7 @@ from retrain.service.errors import ServiceError, conflict, invalid, missing
 from retrain.service.fields import all_finite
 from retrain.service.jobs import Jobs, Lane
 from retrain.service.memory import check_memory, give_back, has_room
-from retrain.service.passes import Passed, TrainingRow
+from retrain.service.passes import Passed, TargetRow
 from retrain.service.samplers import SamplerPool
 from retrain.service.sampling import SampleFindings, SampleRequest
 from retrain.service.snapshots import Snapshots
@@ -171,7 +171,7 @@ class Service:
     async def run_pass(
         self,
         model: Model,
-        rows: Sequence[TrainingRow],
+        rows: Sequence[TargetRow],
         loss: str,
         config: Mapping[str, float],
         *,

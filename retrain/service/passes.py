@@ -27,7 +27,7 @@ BYTES_PER_LOGIT = 24
 """That a pass takes at its peak: about six copies in float32."""
 
 
-class TrainingRow(NamedTuple):
+class TargetRow(NamedTuple):
     """A training sequence whose position t predicts `targets[t]`.
 
     Every field has length N. With K targets per token, all but `tokens` have N x K numbers, row by
@@ -65,7 +65,7 @@ def tokens_at_once(base: BaseModel) -> int:
 def run_micro_batch(
     model: Callable[..., Any],
     device: torch.device,
-    rows: Sequence[TrainingRow],
+    rows: Sequence[TargetRow],
     loss: str,
     config: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:

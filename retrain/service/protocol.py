@@ -21,7 +21,7 @@ from retrain.service.errors import ServiceError, invalid, missing
 from retrain.service.fields import INT64, Json, integer, metadata, want
 from retrain.service.jobs import RequestJob, Work
 from retrain.service.json_bodies import check_size, check_text, json_object, unzstd
-from retrain.service.passes import TrainingRow
+from retrain.service.passes import TargetRow
 from retrain.service.sampling import SampleFindings, SampleRequest, sample_request
 from retrain.service.state import Model, SamplerSession, ServiceSession
 from retrain.service.store import CheckpointPlace
@@ -178,7 +178,7 @@ class ServiceProtocol(ABC):
         return work, request
 
 
-def size_of(rows: list[TrainingRow]) -> int:
+def size_of(rows: list[TargetRow]) -> int:
     """How many numbers the result of a pass holds."""
     return sum(len(row.targets) for row in rows)
 

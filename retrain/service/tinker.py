@@ -26,7 +26,7 @@ from retrain.service.errors import ServiceError, invalid
 from retrain.service.fields import INT64, Json, integer, iso, metadata, ttl, want
 from retrain.service.jobs import RequestJob
 from retrain.service.json_bodies import check_counts
-from retrain.service.passes import TrainingRow
+from retrain.service.passes import TargetRow
 from retrain.service.protocol import Handler, ServiceCall, ServiceProtocol, decoded, size_of
 from retrain.service.rows import training_rows
 from retrain.service.state import Model, ServiceSession
@@ -156,7 +156,7 @@ class TinkerProtocol(ServiceProtocol):
     # Training
 
     async def _pass(self, call: ServiceCall, *, forward_only: bool) -> RequestJob:
-        def read(raw: bytes) -> tuple[ForwardBackward, Mapping[str, float], list[TrainingRow]]:
+        def read(raw: bytes) -> tuple[ForwardBackward, Mapping[str, float], list[TargetRow]]:
             if call.protobuf:
                 given = self._decode(raw)
             else:

@@ -33,7 +33,7 @@ from retrain.service import training_fields
 from retrain.service.errors import invalid
 from retrain.service.fields import INT64, Json, check_non_negative, integer, iso, objects, want
 from retrain.service.jobs import RequestJob
-from retrain.service.passes import Passed, TrainingRow
+from retrain.service.passes import Passed, TargetRow
 from retrain.service.rows import datum_of
 from retrain.service.sampling import SampleFindings, SampleRequest
 from retrain.service.store import KINDS, CheckpointPlace, Saved
@@ -107,7 +107,7 @@ def loss_config(loss: str, given: LossConfig) -> Mapping[str, float]:
     return {"epsilon": 1 - low, "epsilon_high": high - 1}
 
 
-def output(passed: Passed, rows: Sequence[TrainingRow]) -> ForwardBackwardOutput:
+def output(passed: Passed, rows: Sequence[TargetRow]) -> ForwardBackwardOutput:
     shapes = [None if row.width is None else (len(row.tokens), row.width) for row in rows]
     return ForwardBackwardOutput(
         outputs=[

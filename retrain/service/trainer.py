@@ -25,7 +25,7 @@ from retrain.protocols.training import AdamParams
 from retrain.service.errors import invalid
 from retrain.service.passes import (
     Passed,
-    TrainingRow,
+    TargetRow,
     problem_of,
     run_micro_batch,
     tokens_at_once,
@@ -50,13 +50,13 @@ class Trainer:
         }
         self._optimizer = self._fresh_optimizer()
 
-    def forward(self, rows: Sequence[TrainingRow], loss: str, config: Mapping[str, Any]) -> Passed:
+    def forward(self, rows: Sequence[TargetRow], loss: str, config: Mapping[str, Any]) -> Passed:
         """The same numbers as `forward_backward`, without gradients."""
         with torch.no_grad():
             return self._pass(rows, loss, config)
 
     def forward_backward(
-        self, rows: Sequence[TrainingRow], loss: str, config: Mapping[str, Any]
+        self, rows: Sequence[TargetRow], loss: str, config: Mapping[str, Any]
     ) -> Passed:
         """Add the gradient of the loss to the accumulated gradients.
 
@@ -125,7 +125,7 @@ class Trainer:
             }
         self.steps = int(optimizer["steps"]) if optimizer is not None else 0
 
-    def _pass(self, rows: Sequence[TrainingRow], loss: str, config: Mapping[str, Any]) -> Passed:
+    def _pass(self, rows: Sequence[TargetRow], loss: str, config: Mapping[str, Any]) -> Passed:
         settings("ppo" if loss == "gspo" else loss, config)  # raises before anything is computed
         logprobs: list[list[float]] = [[]] * len(rows)
         total = 0.0

@@ -17,7 +17,7 @@ from retrain.service import training_fields
 from retrain.service.errors import invalid
 from retrain.service.fields import Json, iso, objects, want
 from retrain.service.jobs import RequestJob
-from retrain.service.passes import Passed, TrainingRow
+from retrain.service.passes import Passed, TargetRow
 from retrain.service.rows import datum_of, training_rows
 from retrain.service.sampling import SampleFindings, SampleRequest
 from retrain.service.state import RequestLimits
@@ -38,7 +38,7 @@ class TrainingCall(NamedTuple):
     """A forward or forward-backward pass."""
 
     loss: str
-    rows: list[TrainingRow]
+    rows: list[TargetRow]
     datum_ids: Sequence[str | None]
     cap: float
     """Of the ratio, for truncated_importance_sampling."""

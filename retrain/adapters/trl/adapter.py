@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -73,7 +73,8 @@ class TrlAdapter(Adapter):
             threads=self.options.threads,
             meet=self._meet,
         )
-        try:
+        async with AsyncExitStack() as failed:
+            failed.push_async_callback(self._end_thread)
             await self._start_ranks()
             self._thread.start()
             ranks = range(1, self._crew.place.size) if self._crew else ()
@@ -82,9 +83,7 @@ class TrlAdapter(Adapter):
             async with announced(what, logs):
                 await self._answer(self._thread.started)
             await self._open_sampler()
-        except BaseException:
-            await self._end_thread()
-            raise
+            failed.pop_all()
         return self
 
     async def _start_ranks(self) -> None:
@@ -195,16 +194,15 @@ class TrlAdapter(Adapter):
             tokenizer=self.tokenizer,
             model=self._thread.trainer.model,
         )
-        try:
+        async with AsyncExitStack() as failed:
+            failed.push_async_callback(self.sampler.close)
             assert self.sampler.context_length is not None
             self.context_length = self.sampler.context_length
             await self._push(self._version)
             probe = probe_of(self.tokenizer.encode(PROBE), self.sampler.vocabulary)
             [expected] = await self.own_logprobs([probe])
             await check_logprobs(self.sampler, probe, expected, options.check)
-        except BaseException:
-            await self.sampler.close()
-            raise
+            failed.pop_all()
 
     async def logprobs(
         self, sequences: Sequence[Sequence[int]], *, reference: bool = False

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -295,8 +295,11 @@ class PipeTrainer(WholeBatchLoss, Handover):
             self.lr_scheduler.load_state_dict(_loaded(checkpoint, SCHEDULER_NAME))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
+        if checkpoint is not None:
+            self._keep_rates(ours)
+
+    def _keep_rates(self, ours: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer's groups their options `ours` again, and the schedule its rates."""
         for group, own in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(own)
         schedule = self.lr_scheduler

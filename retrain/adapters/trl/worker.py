@@ -210,7 +210,7 @@ class TrainerThread:
                 cause = error.__cause__
                 self.fail(cause if isinstance(cause, RetrainError) else error)
                 raise
-            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller
                 self._resolve(job, error=error)
             else:
                 self._resolve(job, result)

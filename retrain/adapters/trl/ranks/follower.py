@@ -29,7 +29,7 @@ def main() -> int:
         with uncollected():
             work = getattr(importlib.import_module(module), function)
         work(replace(place, spawned=True), payload)
-    except BaseException:  # noqa: BLE001 - the leader quotes the last lines
+    except Exception:  # noqa: BLE001 - the leader quotes the last lines
         traceback.print_exc()
         return 1
     return 0
