@@ -1,17 +1,15 @@
 """Snapshots served by a fleet of vLLM servers: as adapters side by side, or as whole weights.
 
-The servers decide which, once: with `publish: auto` or `adapter`, servers that take adapters serve
-LoRA snapshots as adapters on the base model. Otherwise a snapshot, with its LoRA merged, replaces
-the servers' weights while no request runs.
+`publish` decides which: with `auto` or `adapter`, LoRA snapshots are adapters on the base model.
+With `folder` or `group`, a snapshot, with its LoRA merged, replaces the servers' weights while no
+request runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +19,7 @@ from transformers import PreTrainedModel
 
 from retrain.engine.losses import sequence_logprobs
 from retrain.engine.vllm.checks import PROBE, check_logprobs, probe_of
-from retrain.engine.vllm.client import Lora, VllmClient
+from retrain.engine.vllm.client import Lora
 from retrain.engine.vllm.opening import Opening, open_vllm
 from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.weights import LoraWeights
@@ -35,32 +33,24 @@ from retrain.service.store import CheckpointPlace
 
 LARGEST_RANK = 64
 """Of an adapter at servers that the service starts."""
-NO_LORA = Lora(rank=0, slots=0)
 BASE = None
 """The key of the base model."""
 SAMPLE_SECONDS = 3600.0
 """The limit of one request at the servers."""
-log = logging.getLogger(__name__)
 
 
 class FleetPool:
     """Samplers of many snapshots over the same servers; belongs to one event loop."""
 
-    def __init__(self, whole: FleetSampler, lora: Lora, snapshots: Snapshots) -> None:
-        """`lora` are the adapters that may be live at once."""
-        self._whole, self._snapshots = whole, snapshots
-        self._largest_rank = lora.rank
+    def __init__(self, whole: FleetSampler, lora: Lora | None, snapshots: Snapshots) -> None:
+        """`lora` are the adapters that the servers hold; None: they serve whole weights."""
+        self._whole, self._snapshots, self._lora = whole, snapshots, lora
         self._pool: SamplerPool[CheckpointPlace | None, FleetSampler] = SamplerPool(
-            partial(whole.beside, wants_lora=self.serves_adapters),
-            self._adapter if self.serves_adapters else self._merged,
-            lora.slots or 1,
+            partial(whole.beside, wants_lora=lora is not None),
+            self._merged if lora is None else self._adapter,
+            1 if lora is None else lora.slots - 1,  # one is the base model's
         )
         self._turn = asyncio.Lock()
-
-    @property
-    def serves_adapters(self) -> bool:
-        """Whether snapshots are adapters on the base model."""
-        return self._largest_rank > 0
 
     @asynccontextmanager
     async def use(self, key: CheckpointPlace | None) -> AsyncIterator[FleetSampler]:
@@ -71,7 +61,7 @@ class FleetPool:
         """
         async with AsyncExitStack() as stack:
             sampler = self._whole
-            if key is not BASE or not self.serves_adapters:
+            if key is not BASE or self._lora is None:
                 async with self._turn:  # in order of arrival: a busy snapshot delays no other
                     sampler = await stack.enter_async_context(self._pool.use(key))
             try:
@@ -83,7 +73,7 @@ class FleetPool:
 
     async def forget(self, keys: Collection[CheckpointPlace | None]) -> None:
         """Unload these adapters, as soon as nobody samples them."""
-        if self.serves_adapters:
+        if self._lora is not None:
             await self._pool.forget(keys)
 
     @property
@@ -94,12 +84,13 @@ class FleetPool:
     # In a thread
 
     def _adapter(self, key: CheckpointPlace | None) -> LoraWeights:
+        assert self._lora is not None
         assert key is not BASE, "`use` serves it without an adapter"
         rank = self._snapshots.tuning(key).rank
-        if not 0 < rank <= self._largest_rank:
+        if not 0 < rank <= self._lora.rank:
             raise invalid(
                 f"this snapshot has {f'LoRA rank {rank}' if rank else 'full weights'}, but the "
-                f"vLLM servers serve LoRA adapters up to rank {self._largest_rank}; start the "
+                f"vLLM servers serve LoRA adapters up to rank {self._lora.rank}; start the "
                 "service with --vllm publish=folder, which serves it as whole weights"
             )
         return self._snapshots.adapter(key)
@@ -128,27 +119,23 @@ async def open_fleet(
     At the end, servers that the service has started end. Raises ConfigError if a server doesn't
     fit, AdapterError if one can't be started or reached.
     """
+    model = snapshots.base.untied
+    adapters = options.way(lora=True) == "adapter"
+    slots = settings.max_live_samplers if options.python else 1
     with TemporaryDirectory(prefix="retrain-serve-") as scratch:
-        model = snapshots.base.untied
         opening = Opening(
             *(folder, model, tokenizer),
             dtype=model.dtype,
             scratch=Path(scratch),
             logs=settings.folder,
+            # On a CPU, rows of the base model need a free slot.
+            lora=Lora(LARGEST_RANK if options.python else 1, slots + 1) if adapters else None,
             service=True,
         )
-        wanted = options.publish in ("auto", "adapter")
-        if wanted and options.python is not None:
-            # On a CPU, rows of the base model need a free slot.
-            opening = replace(opening, lora=Lora(LARGEST_RANK, settings.max_live_samplers + 1))
-        elif options.publish == "adapter":
-            opening = replace(opening, lora=Lora(1, 2))
-        elif wanted:
-            options = options.model_copy(update={"publish": "folder"})
         async with await open_vllm(options, opening, FleetSampler) as sampler:
-            lora = await _free_adapters(sampler.fleet.up[0].client) if wanted else NO_LORA
-            pool = FleetPool(sampler, lora, snapshots)
-            if pool.serves_adapters:
+            found = (await sampler.fleet.up[0].client.facts()).lora if adapters else None
+            pool = FleetPool(sampler, found, snapshots)
+            if adapters:
                 await sampler.load_weights(await asyncio.to_thread(snapshots.merged, BASE), 0)
             await _check(pool, model, tokenizer.encode(PROBE, add_special_tokens=False), options)
             yield pool
@@ -162,14 +149,3 @@ async def _check(
     expected = await asyncio.to_thread(sequence_logprobs, model, probe, model.device)
     async with pool.use(BASE) as sampler:
         await check_logprobs(sampler, probe, expected, options.check)
-
-
-async def _free_adapters(server: VllmClient) -> Lora:
-    """The adapters that a server's flags allow, besides the slot of the base model."""
-    lora = (await server.facts()).lora
-    if lora is None or not await server.takes_adapters():
-        return NO_LORA
-    if lora.slots < 2:  # one is the base model's
-        log.warning("%s has --max-loras 1: raise it to 2 or more to serve adapters", server.url)
-        return NO_LORA
-    return Lora(lora.rank, lora.slots - 1)

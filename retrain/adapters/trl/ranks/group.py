@@ -51,8 +51,6 @@ class Ranks:
     def __init__(self, place: Place | None) -> None:
         self.place = place
         self.rank, self.size = (place.rank, place.size) if place else (0, 1)
-        self.met = 0.0
-        """When all ranks met last in `gather`, on this process's monotonic clock."""
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if place else None
 
     def lead(self, name: str, *args: Any, shares: Sequence[Any] | None = None) -> None:
@@ -87,7 +85,6 @@ class Ranks:
             return [value]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
-        self.met = time.monotonic()
         return found
 
     def together(self, call: Callable[[], T]) -> T:
