@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from retrain.service.app import ServiceApp
 from retrain.service.http_server import make_server
@@ -95,6 +96,17 @@ class Tinker(Caller):
         out = await self.result(await self.post("forward", body))
         return out["loss_fn_outputs"][0]["logprobs"]["data"]
 
+    async def snapshot(self, seq_id: int, number: int, model_id: str = "") -> str:
+        """The sampling session of a model's present weights."""
+        body = {"model_id": model_id or self.model_id, "sampling_session_seq_id": number}
+        saved = await self.done("save_weights_for_sampler", seq_id, **body)
+        return saved["sampling_session_id"]
+
+    async def base_sampler(self, number: int) -> str:
+        body = {"session_id": self.session_id, "sampling_session_seq_id": number}
+        found = await self.post("create_sampling_session", {**body, "base_model": "tiny"})
+        return found["sampling_session_id"]
+
     async def score(self, sampler_id: str, seq_id: int) -> list[float]:
         """The sampler's log-probs of TOKENS[1:]."""
         body = {
@@ -114,6 +126,17 @@ def passed(*data: Any, loss: str = "cross_entropy", config: Any = None) -> dict[
     if config is not None:
         given["loss_fn_config"] = config
     return {"forward_backward_input": given}
+
+
+def reference(tinker: Tinker) -> torch.Tensor:
+    """The trained model's log-probs at TOKENS[:-1], (5, V), by a plain forward."""
+    model = tinker.app.service.models[tinker.model_id].trainer.model
+    return model(input_ids=torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
+
+
+def dense(tensor: torch.Tensor, dtype: str) -> dict[str, Any]:
+    """A tensor as the Tinker protocol writes it."""
+    return {"data": tensor.flatten().tolist(), "dtype": dtype, "shape": list(tensor.shape)}
 
 
 @asynccontextmanager

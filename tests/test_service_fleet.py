@@ -16,7 +16,7 @@ from retrain.service.fleet_sampler import FleetSampler
 from retrain.service.serve import main
 from retrain.service.state import ServiceSettings
 from tests.service_kit import TOKENS, Tinker, datum, in_process, passed
-from tests.test_service_tinker import (
+from tests.test_service_snapshots import (
     test_likeliest_and_given_tokens_of_the_prompt_have_the_models_log_probs as check_likeliest,
 )
 
@@ -45,25 +45,12 @@ async def tinker(server, tmp_path, request) -> AsyncIterator[Tinker]:
 whole_weights = pytest.mark.parametrize("tinker", ["folder"], indirect=True)
 
 
-async def snapshot(tinker: Tinker, seq_id: int, number: int, model_id: str = "") -> str:
-    body = {"sampling_session_seq_id": number}
-    if model_id:
-        body["model_id"] = model_id
-    return (await tinker.done("save_weights_for_sampler", seq_id, **body))["sampling_session_id"]
-
-
 async def trained(tinker: Tinker, number: int, rate: float, **lora) -> str:
     """A new model after one step, and its log-probs of TOKENS."""
     model_id = await tinker.model(number, **lora)
     await tinker.done("forward_backward", 1, model_id=model_id, **passed())
     await tinker.done("optim_step", 2, model_id=model_id, adam_params={"learning_rate": rate})
     return model_id
-
-
-async def base_sampler(tinker: Tinker, number: int) -> str:
-    body = {"session_id": tinker.session_id, "sampling_session_seq_id": number}
-    found = await tinker.post("create_sampling_session", {**body, "base_model": "tiny"})
-    return found["sampling_session_id"]
 
 
 async def adapters(server: StandIn) -> set[str]:
@@ -87,7 +74,7 @@ async def test_snapshots_are_adapters_side_by_side(tinker, server):
     reloads = server.seen(RELOAD)
     models = [await trained(tinker, 1 + i, 0.01 * (1 + i)) for i in range(3)]
     expected = [await tinker.logprobs(3, model) for model in models]
-    samplers = [await snapshot(tinker, 4, i, model) for i, model in enumerate(models)]
+    samplers = [await tinker.snapshot(4, i, model) for i, model in enumerate(models)]
     first = [await tinker.score(sampler, 0) for sampler in samplers[:2]]
     two = await adapters(server)
     assert len(two) == 2
@@ -105,8 +92,8 @@ async def test_whole_weights_wait_until_no_other_weights_are_used(tinker, server
     full = await trained(tinker, 1, 0.01, rank=0)
     lora = await trained(tinker, 2, 0.02, rank=32, train_unembed=False)
     expected = [await tinker.logprobs(3, model) for model in (full, lora)]
-    samplers = [await snapshot(tinker, 4, i, model) for i, model in enumerate((full, lora))]
-    base = await base_sampler(tinker, 7)
+    samplers = [await tinker.snapshot(4, i, model) for i, model in enumerate((full, lora))]
+    base = await tinker.base_sampler(7)
     server.faults(delay={GENERATE: 0.05})
     plain = await tinker.score(base, 0)
     order = [0, 1, 0, 1, 1, 0]
@@ -131,9 +118,9 @@ async def rejected(tinker: Tinker, sampler: str, seq_id: int = 0, **params) -> s
 async def test_what_the_servers_cannot_serve_is_rejected_with_the_option_to_change(tinker):
     for number, rank in enumerate((32, 0)):
         model = await trained(tinker, 1 + number, 0.01, rank=rank)
-        sampler = await snapshot(tinker, 3, number, model)
+        sampler = await tinker.snapshot(3, number, model)
         assert "publish=folder" in await rejected(tinker, sampler)
-    base = await base_sampler(tinker, 7)
+    base = await tinker.base_sampler(7)
     assert "seed" in await rejected(tinker, base, 0, seed=3)
     assert "temperature: got 2.5" in await rejected(tinker, base, 1, temperature=2.5)
     assert len(await tinker.score(base, 2)) == len(TOKENS) - 1
@@ -141,12 +128,12 @@ async def test_what_the_servers_cannot_serve_is_rejected_with_the_option_to_chan
 
 @whole_weights
 async def test_a_lora_on_a_tied_output_layer_is_not_whole_weights(tinker):
-    sampler = await snapshot(tinker, 3, 0, await trained(tinker, 1, 0.01))
+    sampler = await tinker.snapshot(3, 0, await trained(tinker, 1, 0.01))
     assert "publish=adapter" in await rejected(tinker, sampler)
 
 
 async def test_an_adapter_whose_load_is_cancelled_is_freed(tinker, server):
-    sampler = await snapshot(tinker, 3, 0, await trained(tinker, 1, 0.01))
+    sampler = await tinker.snapshot(3, 0, await trained(tinker, 1, 0.01))
     pool = tinker.app.service._pool
     server.faults(delay={LOAD: 0.3})
     before, place = server.seen(LOAD), tinker.app.service.samplers[sampler].place
@@ -169,7 +156,7 @@ async def test_an_adapter_whose_load_is_cancelled_is_freed(tinker, server):
 
 
 async def test_servers_that_do_not_answer_fail_the_request_alone(tinker, server, monkeypatch):
-    base = await base_sampler(tinker, 7)
+    base = await tinker.base_sampler(7)
     plain = await tinker.score(base, 0)
     monkeypatch.setattr("retrain.service.fleet.SAMPLE_SECONDS", 0.05)
     server.faults(delay={GENERATE: 1.0})
@@ -217,7 +204,7 @@ async def test_a_sequence_that_fills_the_context_has_alternatives(tinker):
 
 async def test_a_server_that_restarts_gets_the_present_snapshots(tinker, server):
     model = await trained(tinker, 1, 0.01)
-    sampler, base = await snapshot(tinker, 3, 0, model), await base_sampler(tinker, 7)
+    sampler, base = await tinker.snapshot(3, 0, model), await tinker.base_sampler(7)
     before = await tinker.score(sampler, 0), await tinker.score(base, 0)
     server.faults(restart=True)
     assert (await tinker.score(sampler, 1), await tinker.score(base, 1)) == before

@@ -156,18 +156,15 @@ async def test_a_model_that_diverged_says_so_instead_of_sending_nan(tinker):
         parameter.data.fill_(math.nan)
     failed = await tinker.forward_backward(1)
     assert "weights have diverged" in failed.get("error", ""), failed
-    snapshot = {"sampling_session_seq_id": 0}
-    saved = await tinker.done("save_weights_for_sampler", 2, **snapshot)
     prompt = {"prompt": datum()["model_input"], "sampling_params": {"max_tokens": 2}}
-    body = {"sampling_session_id": saved["sampling_session_id"], "seq_id": 0, **prompt}
+    body = {"sampling_session_id": await tinker.snapshot(2, 0), "seq_id": 0, **prompt}
     failed = await tinker.result(await tinker.post("asample", body))
     assert (failed["category"], "weights have diverged" in failed["error"]) == ("user", True)
     assert await tinker.model(1)
 
 
 async def test_a_sampler_whose_worker_failed_is_replaced(tinker, monkeypatch):
-    body = {"session_id": tinker.session_id, "sampling_session_seq_id": 5, "base_model": "tiny"}
-    sampler = (await tinker.post("create_sampling_session", body))["sampling_session_id"]
+    sampler = await tinker.base_sampler(5)
     with monkeypatch.context() as patch:
         patch.setattr("retrain.engine.decoder.Drawer", None)  # a pass fails
         body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": datum()["model_input"]}
