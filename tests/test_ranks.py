@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
+import pickle
 import resource
 import signal
 import subprocess
@@ -14,7 +14,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -25,9 +24,8 @@ from retrain.adapters.trl import adapter as adapter_module  # noqa: E402 - after
 from retrain.adapters.trl.adapter import TrlAdapter  # noqa: E402 - the same
 from retrain.adapters.trl.build import _has_optional_parts  # noqa: E402 - the same
 from retrain.adapters.trl.ranks.contract import Place, as_place, launched  # noqa: E402 - the same
-from retrain.adapters.trl.ranks.packing import pack, unpack  # noqa: E402 - the same
 from retrain.adapters.trl.rows import micro_batches  # noqa: E402 - the same
-from retrain.adapters.trl.shares import divide, pack_share, unpack_share  # noqa: E402 - after the check
+from retrain.adapters.trl.shares import divide  # noqa: E402 - after the check
 from retrain.concurrency.children import plain_environment  # noqa: E402 - the same
 from retrain.errors import AdapterError, CheckpointError, ConfigError, NonFiniteError  # noqa: E402 - the same
 from retrain.run import main  # noqa: E402 - the same
@@ -180,20 +178,15 @@ async def test_a_rank_that_others_wait_for_ends_the_run(
 def test_each_sample_is_trained_on_one_rank(size: int, even: bool) -> None:
     samples = trl_kit.ragged(rows=13)
     parts = micro_batches(samples, rows=None, tokens=60)
-    shares = [
-        unpack_share(pack_share(share))
-        for share in divide(trl_kit.batch(samples), parts, size, even=even)
-    ]
+    divided = divide(trl_kit.batch(samples), parts, size, even=even)
+    shares = [pickle.loads(pickle.dumps(share.alone())) for share in divided]
     trained = [
         sample
         for share in shares
         for part in share.parts
         for sample in ([] if part.idle else part.samples[: len(part.samples) - part.void])
     ]
-    key = repr
-    assert sorted(map(key, unpack(pack(trained)))) == sorted(
-        map(key, unpack(pack([sample for part in parts for sample in part])))
-    )
+    assert sorted(map(repr, trained)) == sorted(repr(sample) for part in parts for sample in part)
     for number in range(len(parts)):
         rows = {len(share.parts[number].samples) for share in shares}
         assert 0 not in rows
@@ -212,20 +205,6 @@ def test_rollouts_and_pairs_stay_on_one_rank() -> None:
     first, second = divide(trl_kit.batch(pair, "dpo"), [pair], 2, paired=True)
     assert list(first.parts[0].samples) == pair
     assert second.parts[0].idle
-
-
-def test_packing_keeps_every_value() -> None:
-    rng = random.Random(0)
-    plain = trl_kit.sample(2, "ss", rng, run="r")
-    given = replace(plain, streams={"reference_logprobs": [0.0, 0.0, -1.5, -0.25]})
-    packed = pack([plain, given])
-    assert packed.own["token_ids"].dtype == np.int32
-    one, other = unpack(packed)
-    assert (one.token_ids, one.loss_mask, one.versions, one.run_id) == (
-        plain.token_ids, plain.loss_mask, plain.versions, "r",
-    )  # fmt: skip
-    assert one.logprobs == pytest.approx(plain.logprobs, rel=1e-6)
-    assert (one.streams, other.streams) == ({}, given.streams)
 
 
 # --- places

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from retrain.adapters.trl.ranks.group import ALONE, OutOfStepError, Ranks
-from retrain.adapters.trl.shares import Share, pack_share
+from retrain.adapters.trl.shares import Share
 from retrain.engine.models import PROCESS_STATE
 from retrain.errors import AdapterError, RetrainError
 from retrain.types import Batch, Metrics
@@ -136,8 +136,7 @@ class TrainerThread:
         job = self._batch = self._until(lambda job: job.batch is not None)
         assert job.batch is not None
         shares = cut(job.batch)
-        if self.ranks.size > 1:
-            self.ranks.lead(STEP, shares=[None, *map(pack_share, shares[1:])])
+        self.ranks.lead(STEP, shares=[None, *(share.alone() for share in shares[1:])])
         return shares[0]
 
     def finish_step(self, metrics: Metrics) -> None:

@@ -38,7 +38,7 @@ class Order(NamedTuple):
     """What every rank does next."""
 
     name: str
-    args: tuple[Any, ...] = ()  # plain values and numpy arrays
+    args: tuple[Any, ...] = ()  # whatever can be pickled
     share: Any = None  # the same, for this rank only
 
 
@@ -54,7 +54,7 @@ class Ranks:
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if place else None
 
     def lead(self, name: str, *args: Any, shares: Sequence[Any] | None = None) -> None:
-        """Send an order to all followers: plain values and numpy arrays.
+        """Send an order to all followers, of values that can be pickled.
 
         `shares` has one value per rank, of which a follower gets its own; that of rank 0 is unused.
         """
