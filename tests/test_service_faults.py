@@ -16,7 +16,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from retrain.adapters.tinker import AdamParams, LoraConfig, TinkerClient
-from retrain.adapters.weaver import TargetRow, WeaverClient
+from retrain.adapters.weaver import TrainingRow, WeaverClient
 from retrain.protocols.tinker.values import Datum, Tensor
 from retrain.service.app import ServiceApp
 from retrain.transport.retries import RetryPolicy
@@ -90,7 +90,7 @@ async def train_weaver(url: str) -> None:
     async with WeaverClient(url, policy=QUICK, resend=True) as client:
         model = await client.create_model("tiny", lora=LoraConfig(rank=4, seed=1))
         for _ in range(STEPS):
-            rows = [TargetRow(TOKENS[:-1], inputs)]
+            rows = [TrainingRow(TOKENS[:-1], inputs)]
             passed = await model.forward_backward(rows, "cross_entropy")
             stepped = await model.optim_step(AdamParams(1e-2))
             await passed.result()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from retrain.adapters.weaver import AdamParams, LoraConfig, TargetRow, WeaverClient
+from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
 from retrain.adapters.weaver.options import WeaverOptions
 from retrain.config import Plugin, RunConfig
 from retrain.errors import ConfigError
@@ -19,7 +19,7 @@ from retrain.transport.retries import RetryPolicy
 from tests.fake_weaver import KEY, FakeWeaver, Fault, serve
 
 SOON = RetryPolicy(attempts=4, first=0.0, cap=0.0, total=20.0)
-ROWS = [TargetRow([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]})]
+ROWS = [TrainingRow([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]})]
 ADAM = AdamParams(learning_rate=0.1, weight_decay=0.0, grad_clip_norm=0.0)
 
 
@@ -202,7 +202,7 @@ async def test_calls_submitted_at_once_arrive_in_the_order_of_their_seq_ids(
 
 
 async def test_a_row_that_cannot_be_sent_takes_no_seq_id(fake: FakeWeaver, url: str) -> None:
-    row = TargetRow([1], {"target_tokens": [2], "weights": [float("nan")]})
+    row = TrainingRow([1], {"target_tokens": [2], "weights": [float("nan")]})
     async with client(url) as weaver:
         model = await weaver.create_model("tiny")
         with pytest.raises(ValueError, match="JSON"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from retrain.adapters.weaver import AdamParams, LoraConfig, TargetRow, WeaverClient
+from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
 from retrain.sampler import SamplingParams
 from tests.fake_weaver import KEY, FakeWeaver, serve
 
@@ -33,12 +33,12 @@ async def ours(url: str) -> list[Any]:
     async with WeaverClient(url, api_key=KEY) as client:
         model = await client.create_model("tiny", lora=LoraConfig(rank=4))
         for loss, inputs in INPUTS.items():
-            rows = [TargetRow(TOKENS, {"target_tokens": TARGETS, **inputs})]
+            rows = [TrainingRow(TOKENS, {"target_tokens": TARGETS, **inputs})]
             passed = await (await model.forward_backward(rows, loss)).result()
             results.append(passed[0])
             adam = AdamParams(0.5, 0.8, 0.9, 1e-6, 0.1, 2.0)
             results.append((await (await model.optim_step(adam)).result())["grad_norm"])
-        bare = [TargetRow(TOKENS, {"target_tokens": TARGETS})]
+        bare = [TrainingRow(TOKENS, {"target_tokens": TARGETS})]
         results.append((await (await model.forward(bare)).result())[0])
         saved = await model.save_state("kept")
         await model.load_state(saved)
