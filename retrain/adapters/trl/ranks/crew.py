@@ -16,9 +16,9 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from retrain.adapters.trl.ranks.contract import Place
+from retrain.adapters.trl.ranks.group import open_store
 from retrain.concurrency.children import Child
-from retrain.engine.ranks.contract import Place
-from retrain.engine.ranks.group import open_store
 from retrain.errors import AdapterError
 
 ADDRESS = "127.0.0.1"
@@ -92,7 +92,7 @@ class Crew:
         size, port = self.place.size, self.place.port
         place = Place(rank, size, rank, size, ADDRESS, port, spawned=True)
         child = await Child.start(
-            [sys.executable, "-m", "retrain.engine.ranks.follower"],
+            [sys.executable, "-m", "retrain.adapters.trl.ranks.follower"],
             env={**os.environ, **place.variables()},
             log=self.log(rank),
         )
