@@ -30,7 +30,7 @@ IDLE_SECONDS = 30.0
 LOOPBACK = ("127.", "::1", "localhost")
 
 
-class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class EndpointProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """Closes connections that send half a request or none, which uvicorn would keep for ever."""
 
     _check: asyncio.TimerHandle

@@ -24,7 +24,7 @@ from retrain.endpoint.completions import Text
 from retrain.endpoint.connections import as_json, has_key, while_connected
 from retrain.endpoint.guests import Guest
 from retrain.endpoint.live import Live, Stream
-from retrain.endpoint.openai import Chat
+from retrain.endpoint.openai import ChatCompletions
 from retrain.endpoint.server import EndpointServer, sampled
 from retrain.rollout.calls import CallError, Calls
 from retrain.transport.web import foreign
@@ -115,7 +115,7 @@ class PublicServer(EndpointServer):
     async def _reply(self, http: HttpRequest, guest: Guest, api: Api, request: Request) -> Response:
         """A stream begins with the first token, so that an error before it has its status."""
         simple = len(request.prompts) < 2 and not request.extra.echo
-        if not (request.stream and simple and isinstance(api, Chat | Text)):
+        if not (request.stream and simple and isinstance(api, ChatCompletions | Text)):
             return await super()._reply(http, guest, api, request)
         live = Live()
         request = replace(request, options={**request.options, "watch": live})

@@ -31,7 +31,7 @@ from retrain.endpoint import anthropic, completions, openai, responses
 from retrain.endpoint.api import Api, Decode, Request, invalid, message_of
 from retrain.endpoint.connections import (
     LOOPBACK,
-    Protocol,
+    EndpointProtocol,
     as_json,
     as_stream,
     body_of,
@@ -54,7 +54,7 @@ MOST_WARNINGS = 100
 """Names of arguments that are remembered."""
 LONGEST_NAME = 80
 APIS: Mapping[str, Api] = {
-    "/chat/completions": openai.Chat(),
+    "/chat/completions": openai.ChatCompletions(),
     "/completions": completions.Text(),
     "/responses": responses.Responses(),
     "/messages": anthropic.Messages(),
@@ -88,7 +88,7 @@ class EndpointServer:
                 "of its rollout, which is sent unencrypted",
                 config.host,
             )
-        server = uvicorn.Server(settings_of(self._app(), Protocol, shutdown=1))
+        server = uvicorn.Server(settings_of(self._app(), EndpointProtocol, shutdown=1))
         server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]
         task = asyncio.create_task(server.serve(sockets=[listening]), name="endpoint")
         try:
