@@ -145,18 +145,21 @@ def _facts(
 ) -> list[dict[str, str]]:
     """The numbers at the top of the page."""
     steps = config.get("train", {}).get("total_train_steps")
-    seconds = sum(float(row.get("time/step") or 0.0) for row in rows)
-    if not seconds and events:
-        seconds = float(events[-1]["time"]) - float(events[0]["time"])
     facts = [
         ("steps", f"{rows[-1]['step'] if rows else 0}" + (f" of {steps}" if steps else "")),
         *_rewards([{k: v for k, v in row.items() if v is not None} for row in rows]),
         *_evaluated(evaluations),
-        ("time", clock_text(seconds)),
+        ("time", clock_text(_seconds(rows, events))),
         ("rollouts", f"{found.outcomes.total():,}"),
         ("sampled tokens", short(sum(found.tokens.values()))),
     ]
     return [{"label": label, "value": value} for label, value in facts]
+
+
+def _seconds(rows: Sequence[Row], events: Sequence[Event]) -> float:
+    """The time of all steps; without one, that between the first event and the last."""
+    steps = sum(float(row.get("time/step") or 0.0) for row in rows)
+    return steps or (float(events[-1]["time"]) - float(events[0]["time"]) if events else 0.0)
 
 
 def _rewards(rows: Sequence[Row]) -> list[tuple[str, str]]:
