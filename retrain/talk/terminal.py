@@ -19,7 +19,7 @@ from retrain.errors import ConfigError, printable
 from retrain.rollout.calls import CallError, Reply
 from retrain.run import DONE, drive
 from retrain.talk.arguments import HELP, options_of, require
-from retrain.talk.subject import Subject, find_subject
+from retrain.talk.subject import LoadableModel, find_subject
 from retrain.talk.voice import Voice, opened
 from retrain.types import Message
 
@@ -62,11 +62,12 @@ def main(arguments: argparse.Namespace) -> int:
     return drive(_talk(subject, arguments, options))
 
 
-async def _talk(subject: Subject, arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+async def _talk(
+    subject: LoadableModel, arguments: argparse.Namespace, options: dict[str, Any]
+) -> int:
     subjects = [("trained", subject)]
     if arguments.compare and subject.base is not None:
         subjects.insert(0, ("base", subject.base))
-    terminal = sys.stdin.isatty()
     async with AsyncExitStack() as stack:
         talks = []
         for label, one in subjects:
@@ -77,19 +78,22 @@ async def _talk(subject: Subject, arguments: argparse.Namespace, options: dict[s
             label = f"{label}> " if arguments.compare else ""
             talks.append(Talk(label, voice, options, arguments.system))
             talks[-1].reset()
-        if terminal:
-            _note(HELP)
         pool = DaemonPool(1, "retrain-stdin")
         stack.callback(pool.close)
-        while (line := await pool.run(lambda: _line(terminal))) is not None:
-            if line in ("/quit", "/exit"):
-                break
-            if line == "/reset":
-                for talk in talks:
-                    talk.reset()
-            elif line:
-                await _answer(talks, line)
+        await _converse(talks, pool, sys.stdin.isatty())
     return DONE
+
+
+async def _converse(talks: Sequence[Talk], pool: DaemonPool, terminal: bool) -> None:
+    """Answer each line until the end of the input."""
+    if terminal:
+        _note(HELP)
+    while (line := await pool.run(lambda: _line(terminal))) not in (None, "/quit", "/exit"):
+        if line == "/reset":
+            for talk in talks:
+                talk.reset()
+        elif line:
+            await _answer(talks, line)
 
 
 async def _answer(talks: Sequence[Talk], line: str) -> None:
