@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from retrain.concurrency.locks import in_use
 from retrain.errors import ConfigError, first_of
 from retrain.jsonable import plain
@@ -26,11 +24,10 @@ from retrain.observe.failure import ERROR
 from retrain.observe.journal import Row, known, read_lines
 from retrain.observe.progress import clock_text, milestones, near, samples_in, short
 from retrain.observe.run_dir import (
-    CONFIG,
     EVENTS,
-    LOADER,
     REPORT,
     ROLLOUTS,
+    read_config,
     read_events,
     read_metrics,
     surviving,
@@ -65,7 +62,7 @@ def digest(run_dir: Path) -> dict[str, Any]:  # any: JSON values
     status = _status(run_dir, every_event)
     rows = read_metrics(run_dir)
     samples = Samples(read_lines(run_dir / ROLLOUTS))
-    config, shown = _config(run_dir)
+    config, shown = read_config(run_dir)
     found = fates(events)
     wasted = waste(found)
     outcomes = found.outcomes
@@ -216,19 +213,6 @@ def _changed(event: Event) -> str:
 
 def _counted(counter: Counter[str]) -> list[dict[str, Any]]:
     return [{"name": name, "count": count} for name, count in counter.most_common(MAX_CAUSES)]
-
-
-def _config(run_dir: Path) -> tuple[dict[str, Any], str]:
-    """The run's config, and its text without the comment at its top."""
-    text = ""
-    try:
-        text = (run_dir / CONFIG).read_text(encoding="utf-8")
-        loaded = yaml.load(text, Loader=LOADER)
-    except (OSError, ValueError, yaml.YAMLError):  # a report of a damaged run is still useful
-        loaded = None
-    if text.startswith("#"):
-        text = text.partition("\n")[2]
-    return (loaded if isinstance(loaded, dict) else {}), text
 
 
 def _embedded(data: dict[str, Any]) -> str:
