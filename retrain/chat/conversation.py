@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 from retrain.chat.formats.base import Format
@@ -34,7 +34,7 @@ from retrain.chat.probing import format_named, formats, inferred, most_calls
 from retrain.chat.reasoning import TAGS, reasoning_opener
 from retrain.chat.template import Template, after_reply
 from retrain.chat.tokens import TurnTokens
-from retrain.chat.tools import Reply, as_template, check_tools, parse_reply
+from retrain.chat.tools import ParsedReply, as_template, check_tools, parse_reply
 from retrain.environment import Action, ToolSpec
 from retrain.errors import ConfigError, UserCodeError
 from retrain.sampler import Tokenizer
@@ -111,20 +111,29 @@ class Chat:
         checked = checked_messages(messages, "first messages")
         if not checked:
             raise ValueError("got no messages, expected at least one to start a rollout")
-        if continues:
-            return Conversation(self, self._open(checked, tools, continues=True), checked)
-        key = (tuple([tuple(m.items()) for m in checked]), repr(tools) if tools else "")
+        opened = partial(self._open, checked, tools, continues=continues)
+        opening = opened() if continues else self._known_opening(checked, tools, opened)
+        return Conversation(self, opening, checked)
+
+    def _known_opening(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        opened: Callable[[], _Opening],
+    ) -> _Opening:
+        """The opening from the cache, which is filled."""
+        key = (tuple([tuple(m.items()) for m in messages]), repr(tools) if tools else "")
         try:
             opening = self._openings.pop(key, None)
         except TypeError:  # unhashable: a message has tool calls
-            return Conversation(self, self._open(checked, tools), checked)
+            return opened()
         if opening is None:
-            opening = self._open(checked, tools)
+            opening = opened()
             self._cached += len(opening.prompt_ids)
         self._openings[key] = opening  # the most recently used one is the last
         while self._cached > _CACHED_TOKENS:
             self._cached -= len(self._openings.popitem(last=False)[1].prompt_ids)
-        return Conversation(self, opening, checked)
+        return opening
 
     def problem_with_tools(self) -> str:
         """What is wrong with tools in this chat; empty if the model sees them and can call them."""
@@ -238,7 +247,7 @@ class Conversation:
         answer = chat.format.split(said, self._opener)[1]
         return _BEFORE_CALLS.split(answer, maxsplit=1)[0].rstrip() if tools else answer
 
-    def _called(self, found: Reply, opener: str, completion: Completion) -> Action:
+    def _called(self, found: ParsedReply, opener: str, completion: Completion) -> Action:
         """Add a turn with tool calls to the history."""
         template, most = self._chat.template, self._opening.most_calls
         reasoning, text = self._chat.format.split(found.text, opener)

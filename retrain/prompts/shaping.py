@@ -106,14 +106,19 @@ def _holds(value: Any, wanted: Any) -> bool:
             f"filter: got {shown(dict(wanted))}, expected a value, a list of values, or a mapping "
             "of min, max and not"
         )
-    low, high, other = wanted.get("min"), wanted.get("max"), wanted.get("not")
-    if low is None and high is None:
-        return not _holds(value, other)
-    number = _number(value)
-    if number is None:
+    if "not" in wanted and _holds(value, wanted["not"]):
         return False
-    fits = (low is None or number >= low) and (high is None or number <= high)
-    return fits and ("not" not in wanted or not _holds(value, other))
+    return _within(value, wanted.get("min"), wanted.get("max"))
+
+
+def _within(value: Any, low: Any, high: Any) -> bool:
+    """Whether a value is a number from `low` to `high`; None is no limit."""
+    if low is None and high is None:
+        return True
+    number = _number(value)
+    return number is not None and not (
+        (low is not None and number < low) or (high is not None and number > high)
+    )
 
 
 def _same(value: Any, wanted: Any) -> bool:
@@ -140,12 +145,16 @@ def _made(columns: Mapping[str, Any], name: str, what: Any) -> Any:
         return _filled(what, columns)
     if isinstance(what, list):  # messages
         return [{key: _filled(text, columns) for key, text in message.items()} for message in what]
-    if not isinstance(what, Mapping) or not {"after"} <= what.keys() <= {"after", "column"}:
-        raise PromptError(
-            f"map.{name}: got {shown(what)}, expected a column, a template such as "
-            '"Question: {question}", or {after: "####"}'
-        )
-    text = _column(columns, what.get("column", name))
+    if isinstance(what, Mapping) and {"after"} <= what.keys() <= {"after", "column"}:
+        return _after(_column(columns, what.get("column", name)), name, what)
+    raise PromptError(
+        f"map.{name}: got {shown(what)}, expected a column, a template such as "
+        '"Question: {question}", or {after: "####"}'
+    )
+
+
+def _after(text: Any, name: str, what: Mapping[str, Any]) -> str:
+    """What follows the last mark in the text of a column."""
     if not isinstance(text, str):
         raise ValueError(f"column `{what.get('column', name)}` is {shown(text)}, expected a string")
     _, mark, tail = text.rpartition(what["after"])
