@@ -41,7 +41,7 @@ class SamplerStats:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class SampleRequest:
+class QueuedRequest:
     """Completions of one prompt, one per key."""
 
     prompt_ids: Sequence[int]
@@ -70,7 +70,7 @@ class SampleRequest:
 class LiveRow:
     """One unfinished completion."""
 
-    request: SampleRequest
+    request: QueuedRequest
     index: int
     params: SamplingParams
     key: int
@@ -106,15 +106,15 @@ class Decoder:
         self._known = inspect.signature(model.forward).parameters
         self._device = model.device  # transformers finds it anew for each access
 
-    def admit(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
+    def admit(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:
         """Prefill the requests and draw the first token of each row."""
         lengths = [len(request.prompt_ids) for request in requests]
-        done: list[SampleRequest] = []
+        done: list[QueuedRequest] = []
         for chunk in of_like_length(lengths, PREFILL_TOKENS):
             done += self._admit([requests[index] for index in chunk])
         return done
 
-    def step(self) -> list[SampleRequest]:
+    def step(self) -> list[QueuedRequest]:
         """Draw one more token for every row."""
         self._drop_cancelled()
         if not self.rows:
@@ -136,7 +136,7 @@ class Decoder:
             self._retain(kept)
         return done
 
-    def _admit(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
+    def _admit(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:
         past = self._cache.empty_prefill()
         ids, inputs = _padded([r.prompt_ids for r in requests], self._device)
         logits = self._forward(ids, past, inputs)
@@ -169,10 +169,10 @@ class Decoder:
 
     def _record(
         self, rows: Sequence[LiveRow], drawn: Drawn
-    ) -> tuple[list[SampleRequest], list[int]]:
+    ) -> tuple[list[QueuedRequest], list[int]]:
         """Record what was drawn; returns the finished requests and the unfinished rows."""
         self.stats.tokens += len(rows)
-        done: list[SampleRequest] = []
+        done: list[QueuedRequest] = []
         kept: list[int] = []
         for i, (row, token, logprob, top) in enumerate(zip(rows, *drawn, strict=True)):
             row.token_ids.append(token)

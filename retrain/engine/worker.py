@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from retrain.engine.decoder import Decoder, SampleRequest, SamplerStats
+from retrain.engine.decoder import Decoder, QueuedRequest, SamplerStats
 from retrain.engine.fused import FusedStep, fused_step
 from retrain.engine.kv_cache import shares_rows
 from retrain.engine.weights import check_weights, copy_weights
@@ -56,7 +56,7 @@ class Generation:
     def rows(self) -> int:
         return sum(len(decoder.rows) for decoder in self.decoders)
 
-    def step(self, keep_empty: bool) -> list[SampleRequest]:
+    def step(self, keep_empty: bool) -> list[QueuedRequest]:
         """One pass of every batch; without `keep_empty`, drops the batches that it finishes."""
         done = [request for decoder in self.decoders for request in decoder.step()]
         self.decoders = [one for one in self.decoders if keep_empty or one.rows]
@@ -82,9 +82,9 @@ class Worker:
         self.current = Generation(model, 0)
         self._draining: list[Generation] = []
         self._spare: Generation | None = None
-        self._waiting: deque[SampleRequest] = deque()
-        self._open: weakref.WeakSet[SampleRequest] = weakref.WeakSet()  # frees cancelled ones
-        self._inbox: queue.SimpleQueue[Sequence[SampleRequest | WorkerCall]] = queue.SimpleQueue()
+        self._waiting: deque[QueuedRequest] = deque()
+        self._open: weakref.WeakSet[QueuedRequest] = weakref.WeakSet()  # frees cancelled ones
+        self._inbox: queue.SimpleQueue[Sequence[QueuedRequest | WorkerCall]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # held by submit and by the end of the thread
         self._failure: AdapterError | None = None
         self._closing = False
@@ -107,7 +107,7 @@ class Worker:
         self._thread.start()
         atexit.register(self._end_before_exit)
 
-    def submit(self, items: Sequence[SampleRequest | WorkerCall]) -> None:
+    def submit(self, items: Sequence[QueuedRequest | WorkerCall]) -> None:
         """Queue items together; if the worker has ended, their futures get AdapterError."""
         with self._gate:
             if self._failure is None:
@@ -174,7 +174,7 @@ class Worker:
         while wait or not self._inbox.empty():
             wait = False
             for item in self._inbox.get():
-                if isinstance(item, SampleRequest):
+                if isinstance(item, QueuedRequest):
                     self._waiting.append(item)
                     self._open.add(item)
                 else:
@@ -190,7 +190,7 @@ class Worker:
 
     def _admit(self) -> None:
         """Admit requests in order while their rows fit."""
-        batch: list[SampleRequest] = []
+        batch: list[QueuedRequest] = []
         room = self.max_rows - self.stats.rows
         while self._waiting:
             request = self._waiting[0]
@@ -216,7 +216,7 @@ class Worker:
 
     def _step(self) -> None:
         """One pass of every batch; keeps one generation without rows as the spare."""
-        done: list[SampleRequest] = []
+        done: list[QueuedRequest] = []
         for generation in (*self._draining, self.current):
             done += generation.step(keep_empty=not self._alone)
         drained = [generation for generation in self._draining if not generation.rows]
@@ -225,7 +225,7 @@ class Worker:
         self.stats.rows = sum(g.rows for g in (*self._draining, self.current))
         self._finish(done)
 
-    def _finish(self, requests: Sequence[SampleRequest]) -> None:
+    def _finish(self, requests: Sequence[QueuedRequest]) -> None:
         for request in requests:
             self._open.discard(request)
             _resolve(request.future, request.completions)
@@ -234,7 +234,7 @@ class Worker:
         """Fail all waiting items; the gate prevents new ones."""
         with self._gate:
             self._failure = failure
-        left: list[SampleRequest | WorkerCall] = [*self._open]
+        left: list[QueuedRequest | WorkerCall] = [*self._open]
         while not self._inbox.empty():
             left += self._inbox.get()
         for item in left:
