@@ -114,7 +114,9 @@ class Agent(Environment):
                 command or [], self.base_dir, "environment.command", self.files
             )
             _check_names({"command": command, "stdin": [stdin]})
-            _check_unnumbered(self.command)
+            for part in _texts(self.command):
+                if wrong := next((m[0] for m in NUMBERED.finditer(part) if not m[1]), ""):
+                    raise ConfigError(_unknown("command", wrong))
             _check_names({"files": self.files.values(), "env": self.env.values()})
             for name in (*self.files, output):
                 _check_inside(name)
@@ -239,18 +241,17 @@ def _only(key: str, given: Mapping[str, Any]) -> None:
 
 def _wanted(function: Callable[..., Any]) -> tuple[str, ...]:
     """The arguments that an agent declares; raises ConfigError for one that doesn't exist."""
-    parameters = inspect.signature(function).parameters
-    kinds = {p.kind: name for name, p in parameters.items()}
-    if inspect.Parameter.VAR_KEYWORD in kinds:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return VALUES
-    required = [name for name, p in parameters.items() if p.default is p.empty]
-    given = (*VALUES, kinds.get(inspect.Parameter.VAR_POSITIONAL))
-    if unknown := [name for name in required if name not in given]:
+    named = [p for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    unknown = [p.name for p in named if p.name not in VALUES and p.default is p.empty]
+    if unknown:
         raise ConfigError(
             f"environment.run: the function requires {', '.join(unknown)}, expected any of "
             f"{', '.join(VALUES)}. Give other arguments a default."
         )
-    return tuple(name for name in parameters if name in VALUES)
+    return tuple(p.name for p in named if p.name in VALUES)
 
 
 def _texts(command: Sequence[str]) -> list[str]:
@@ -268,13 +269,6 @@ def _check_names(texts: Mapping[str, Any]) -> None:
         for match in (m for part in parts or () for m in NAMED.finditer(part)):
             if match[2] and match[2] not in VALUES:
                 raise ConfigError(_unknown(key, match[0]))
-
-
-def _check_unnumbered(command: Sequence[str]) -> None:
-    """Raises ConfigError for {} or {0}."""
-    for match in (m for part in _texts(command) for m in NUMBERED.finditer(part)):
-        if not match[1]:
-            raise ConfigError(_unknown("command", match[0]))
 
 
 def _unknown(key: str, found: str) -> str:

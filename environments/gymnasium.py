@@ -80,7 +80,10 @@ class Gymnasium(Environment):
         if render not in ("auto", "observation"):
             self.render = find_function(render, base_dir, "environment.render")
         self.system: list[Message] = [{"role": "system", "content": system}] if system else []
-        self.hint = hint or f"Answer with {valid_actions(self.space, names)}."
+        valid = f"one of {', '.join(names)}" if names else f"an action of {self.space}"
+        if not names and hasattr(self.space, "start"):
+            valid = f"a number from {self.space.start} to {self.space.start + self.space.n - 1}"
+        self.hint = hint or f"Answer with {valid}."
         self.penalty, self.max_turns, self.size = penalty, max_turns, size
         self.thread = DaemonPool(1)  # some environments want all calls in one thread
 
@@ -137,8 +140,9 @@ def action_of(space: Any, names: Sequence[str], reply: str) -> Any:
 
     if hasattr(space, "characters"):  # a space of texts
         return reply.strip()
-    if names and (place := last_named(names, reply)) is not None:
-        return space.start + place
+    words = "|".join(rf"(?<!\w){re.escape(n)}(?!\w)" for n in sorted(names, key=len, reverse=True))
+    if names and (found := re.findall(words, reply, re.IGNORECASE)):
+        return space.start + [name.lower() for name in names].index(found[-1].lower())
     numbers = NUMBER.findall(reply)
     count = numpy.prod(space.shape, dtype=int)  # 1 of a Discrete space
     last = numpy.array([float(number) for number in numbers[-count:]])
@@ -146,22 +150,6 @@ def action_of(space: Any, names: Sequence[str], reply: str) -> Any:
     if not small or (space.dtype.kind in "iu" and (last % 1).any()):
         return None
     return last.reshape(space.shape).astype(space.dtype)[()]
-
-
-def last_named(names: Sequence[str], reply: str) -> int | None:
-    """The place of the name that is last in a reply, in any case; None if there is none."""
-    words = "|".join(rf"(?<!\w){re.escape(n)}(?!\w)" for n in sorted(names, key=len, reverse=True))
-    found = re.findall(words, reply, re.IGNORECASE)
-    return [name.lower() for name in names].index(found[-1].lower()) if found else None
-
-
-def valid_actions(space: Any, names: Sequence[str]) -> str:
-    """What a reply may contain, in words."""
-    if names:
-        return f"one of {', '.join(names)}"
-    if hasattr(space, "start"):
-        return f"a number from {space.start} to {space.start + space.n - 1}"
-    return f"an action of {space}"
 
 
 def unreadable(space: Any, names: Sequence[str]) -> str:

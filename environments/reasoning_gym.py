@@ -102,7 +102,8 @@ def _dataset(
     dataset: str | list[dict[str, Any]], config: dict[str, Any] | None, shared: dict[str, int]
 ) -> Any:
     """The dataset; raises ConfigError for a wrong name or parameter."""
-    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.composite import DatasetSpec
+    from reasoning_gym.factory import DATASETS, create_dataset
 
     parts = [{"name": dataset}] if isinstance(dataset, str) else dataset
     for name in [str(part.get("name")) for part in parts]:
@@ -111,23 +112,15 @@ def _dataset(
             said = f"unknown dataset {name!r}; did you mean {near}?"
             raise ConfigError(f"environment.dataset: {said}")
     try:
-        made = _created(dataset, config or {}, shared)
+        if isinstance(dataset, str):
+            made = create_dataset(dataset, **{**shared, **(config or {})})
+        else:
+            if config:
+                raise ValueError("each of several datasets has its own config")
+            specs = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in dataset]
+            made = create_dataset("composite", datasets=specs, **shared)
         made[0]
     except Exception as error:
         said = str(error) or type(error).__name__
         raise ConfigError(f"environment.config: {dataset}: {said}") from error
     return made
-
-
-def _created(
-    dataset: str | list[dict[str, Any]], config: dict[str, Any], shared: dict[str, int]
-) -> Any:
-    from reasoning_gym.composite import DatasetSpec
-    from reasoning_gym.factory import create_dataset
-
-    if isinstance(dataset, str):
-        return create_dataset(dataset, **{**shared, **config})
-    if config:
-        raise ValueError("each of several datasets has its own config")
-    specs = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in dataset]
-    return create_dataset("composite", datasets=specs, **shared)

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Final
 
 from retrain.chat.formats.base import Format
@@ -111,29 +111,20 @@ class Chat:
         checked = checked_messages(messages, "first messages")
         if not checked:
             raise ValueError("got no messages, expected at least one to start a rollout")
-        opened = partial(self._open, checked, tools, continues=continues)
-        opening = opened() if continues else self._known_opening(checked, tools, opened)
-        return Conversation(self, opening, checked)
-
-    def _known_opening(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec],
-        opened: Callable[[], _Opening],
-    ) -> _Opening:
-        """The opening from the cache, which is filled."""
-        key = (tuple([tuple(m.items()) for m in messages]), repr(tools) if tools else "")
+        if continues:
+            return Conversation(self, self._open(checked, tools, continues=True), checked)
+        key = (tuple([tuple(m.items()) for m in checked]), repr(tools) if tools else "")
         try:
             opening = self._openings.pop(key, None)
         except TypeError:  # unhashable: a message has tool calls
-            return opened()
+            return Conversation(self, self._open(checked, tools), checked)
         if opening is None:
-            opening = opened()
+            opening = self._open(checked, tools)
             self._cached += len(opening.prompt_ids)
         self._openings[key] = opening  # the most recently used one is the last
         while self._cached > _CACHED_TOKENS:
             self._cached -= len(self._openings.popitem(last=False)[1].prompt_ids)
-        return opening
+        return Conversation(self, opening, checked)
 
     def problem_with_tools(self) -> str:
         """What is wrong with tools in this chat; empty if the model sees them and can call them."""

@@ -29,12 +29,14 @@ class TurnTokens:
         # SentencePiece models put a space before every text
         self._pads = tokenizer.decode([*self.encode("\n"), *self.encode("\n")]) != "\n\n"
         self.start = self._before_texts() if template.joins else []
-        ends, own = self._turn_ends(template, form)
-        found = dict.fromkeys((tokenizer.eos_token_id, *ends, *own))
-        self.stops = tuple([token for token in found if token is not None])
+        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        ends = [] if template.joins else [self._end_token(text) for text in template.closers()]
+        own = {} if template.joins else self._single(form.ends)
+        found = (*eos, *(token for token in ends if token is not None), *own)
+        self.stops = tuple(dict.fromkeys(found))
         self._replaced = frozenset(t for t, text in own.items() if text in form.replaced)
         """What the model may end a turn with, but no history has."""
-        self._instead = frozenset(own) - self._replaced - {tokenizer.eos_token_id, *ends}
+        self._instead = frozenset(own) - self._replaced - {*eos, *ends}
         """What ends a turn in place of the template's end."""
         self._closers = frozenset[int]() if template.joins else frozenset(self.stops)
         decode = tokenizer.decode
@@ -123,14 +125,6 @@ class TurnTokens:
                 if both[: len(before)] == before:
                     return both[len(before) :]
         return self.encode(text)
-
-    def _turn_ends(
-        self, template: Template, form: Format
-    ) -> tuple[list[int | None], dict[int, str]]:
-        """The tokens that end a turn: the template's, and the format's own."""
-        if template.joins:
-            return [], {}
-        return [self._end_token(text) for text in template.closers()], self._single(form.ends)
 
     def _single(self, texts: Iterable[str], *, hidden: bool = False) -> dict[int, str]:
         """The texts that are one token, by it; only those that decoding drops if `hidden`."""

@@ -46,17 +46,15 @@ def charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, An
 
 def _further(keys: Sequence[str], rewards: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Titles and keys of the charts of what no other chart shows: spreads, then single keys."""
-    spreads = [(key.removesuffix("/mean"), own) for key in rewards if (own := _spread(key, keys))]
+    spreads = [
+        (name, [f"{name}/mean", *found])
+        for name in [mean.removesuffix("/mean") for mean in rewards]
+        if (found := [key for end in SPREAD if (key := f"{name}/{end}") in keys])
+    ]
     drawn = chain.from_iterable(names for _, names in (*MAIN, *spreads))
     used = {"step", "version", *rewards, *drawn}
     others = [key for key in keys if key not in used and not key.startswith("eval/")]
     return spreads + [(key, [key]) for key in others]
-
-
-def _spread(mean: str, keys: Sequence[str]) -> list[str]:
-    """A component's mean and what is beside it; empty if nothing is."""
-    found = [key for end in SPREAD if (key := mean.removesuffix("mean") + end) in keys]
-    return [mean, *found] if found else []
 
 
 def _evaluation(events: Sequence[Row]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from retrain.observe.charts import Point, points
+from retrain.observe.charts import points
 from retrain.observe.journal import Row, known
 from retrain.observe.timeline import OUTAGES
 
@@ -112,12 +112,14 @@ def findings(
     groups_per_step: int | None,
 ) -> list[str]:
     """Problems, each with what to do about it; empty if there are none."""
-    flat = _flat(rows[-50:], groups_per_step)
+    no_signal = [value for _, value in points(rows[-50:], "groups/zero_signal")]
+    flat = _share(sum(no_signal), len(no_signal) * (groups_per_step or 0))
     failed = _share(outcomes.total() - outcomes["ok"], outcomes.total())
     cut = _share(stop_reasons["length"] + stop_reasons["context"], stop_reasons.total())
     tokens = {row["fate"]: row["tokens"] for row in wasted}
     stale = _share(tokens.get("stale", 0), sum(tokens.values()))
-    step, gap = max(points(rows, "kl/sampler_trainer"), key=_size, default=(0.0, 0.0))
+    gaps = [(abs(gap), step) for step, gap in points(rows, "kl/sampler_trainer")]
+    gap, step = max(gaps, default=(0.0, 0.0))
     left = _entropy_left(rows)
     checks = (
         _nonfinite(rows),
@@ -133,8 +135,8 @@ def findings(
         stale >= 0.1
         and f"{stale:.0%} of the sampled tokens were too stale to train on: raise staleness.max, "
         "or lower staleness.target.",
-        abs(gap) >= 0.1
-        and f"The KL between sampler and trainer reached {abs(gap):.2g} in step {step:.0f}: lower "
+        gap >= 0.1
+        and f"The KL between sampler and trainer reached {gap:.2g} in step {step:.0f}: lower "
         "staleness.max or the learning rate, check the sampler's precision, or set "
         "algorithm.mismatch.",
         left < 0.05
@@ -148,28 +150,18 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _flat(rows: Sequence[Row], groups_per_step: int | None) -> float:
-    """The share of groups whose rewards were equal."""
-    counts = [count for _, count in points(rows, "groups/zero_signal")]
-    return _share(sum(counts), len(counts) * (groups_per_step or 0))
-
-
-def _size(point: Point) -> float:
-    return abs(point[1])
-
-
 def _nonfinite(rows: Sequence[Row]) -> str | None:
     # the backend doesn't report a key that never has a value
     reported = {key for row in rows for key in row if known(row[key])}
     # nor does a skipped update have all keys
-    for row in [row for row in rows if row.get("tokens/trained") != 0]:
-        for key in row.get("nonfinite") or ():
-            if key in reported:
-                return (
-                    f"{key} was NaN or infinite, first in step {row['step']}: lower "
-                    "backend.learning_rate, or check the rewards of that step."
-                )
-    return None
+    trained = [row for row in rows if row.get("tokens/trained") != 0]
+    bad = [(r["step"], key) for r in trained for key in r.get("nonfinite") or () if key in reported]
+    if not bad:
+        return None
+    return (
+        f"{bad[0][1]} was NaN or infinite, first in step {bad[0][0]}: lower backend.learning_rate, "
+        "or check the rewards of that step."
+    )
 
 
 def _entropy_left(rows: Sequence[Row]) -> float:

@@ -104,7 +104,10 @@ def _read(source: PromptSource, shape: Shape, keys: PromptsConfig) -> PromptSour
             if not shape.keeps(raw):
                 continue
             changed = shape.changed(raw)
-            row, size = _sized(shape, changed)
+            size = quick_size(changed) if shape.plain else 0
+            row = None if size else shape.row(changed)
+            if row is not None:
+                size = size_of(row)
         except EmptyPromptError as error:
             found.why = found.why or f"{source.place(index)}: {error}"
             found.empty.append(index)
@@ -121,14 +124,6 @@ def _read(source: PromptSource, shape: Shape, keys: PromptsConfig) -> PromptSour
             break
     _count(total, source)
     return _split(source, shape, keys, found, total)
-
-
-def _sized(shape: Shape, changed: Raw) -> tuple[Row | None, int]:
-    """The bytes of a row's prompt, and the row if it had to be made."""
-    if shape.plain and (size := quick_size(changed)):
-        return None, size
-    row = shape.row(changed)
-    return row, size_of(row)
 
 
 def _split(

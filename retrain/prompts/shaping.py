@@ -108,17 +108,13 @@ def _holds(value: Any, wanted: Any) -> bool:
         )
     if "not" in wanted and _holds(value, wanted["not"]):
         return False
-    return _within(value, wanted.get("min"), wanted.get("max"))
-
-
-def _within(value: Any, low: Any, high: Any) -> bool:
-    """Whether a value is a number from `low` to `high`; None is no limit."""
+    low, high = wanted.get("min"), wanted.get("max")
     if low is None and high is None:
         return True
     number = _number(value)
-    return number is not None and not (
-        (low is not None and number < low) or (high is not None and number > high)
-    )
+    if number is None:
+        return False
+    return (low is None or number >= low) and (high is None or number <= high)
 
 
 def _same(value: Any, wanted: Any) -> bool:
@@ -145,16 +141,12 @@ def _made(columns: Mapping[str, Any], name: str, what: Any) -> Any:
         return _filled(what, columns)
     if isinstance(what, list):  # messages
         return [{key: _filled(text, columns) for key, text in message.items()} for message in what]
-    if isinstance(what, Mapping) and {"after"} <= what.keys() <= {"after", "column"}:
-        return _after(_column(columns, what.get("column", name)), name, what)
-    raise PromptError(
-        f"map.{name}: got {shown(what)}, expected a column, a template such as "
-        '"Question: {question}", or {after: "####"}'
-    )
-
-
-def _after(text: Any, name: str, what: Mapping[str, Any]) -> str:
-    """What follows the last mark in the text of a column."""
+    if not isinstance(what, Mapping) or not {"after"} <= what.keys() <= {"after", "column"}:
+        raise PromptError(
+            f"map.{name}: got {shown(what)}, expected a column, a template such as "
+            '"Question: {question}", or {after: "####"}'
+        )
+    text = _column(columns, what.get("column", name))
     if not isinstance(text, str):
         raise ValueError(f"column `{what.get('column', name)}` is {shown(text)}, expected a string")
     _, mark, tail = text.rpartition(what["after"])

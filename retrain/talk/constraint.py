@@ -46,8 +46,15 @@ class Constraints:
             raise invalid(f"{name} can't be enforced: {error}") from error
 
     def _mask(self, extra: Extra, prompt_ids: Sequence[int]) -> Callable[[], Matching]:
-        if problem := self._problem(extra, prompt_ids):
-            raise ValueError(problem)
+        if find_spec("llguidance") is None:
+            raise ValueError(f"llguidance is not installed: {install_command('constrain')}")
+        if extra.schema is not None and extra.forced:
+            raise ValueError("a call can't also have a JSON schema and a forced tool_choice")
+        if not self._stops:
+            raise ValueError("the model has no token that ends a reply")
+        end = self._tokenizer.decode(prompt_ids[-TAIL:])
+        if reasoning_opener(end) or self._chat.format.channels:
+            raise ValueError("the model's replies begin with reasoning")
         from llguidance import LLMatcher
 
         lark = self._of_call(extra.forced) if extra.forced else _of_json("start", extra.schema)
@@ -58,18 +65,6 @@ class Constraints:
         if not any(first.compute_bitmask()) or first.is_error():
             raise ValueError("no reply matches it")
         return lambda: Matching(LLMatcher(self._tokens, grammar, log_level=0), self._stops[0])
-
-    def _problem(self, extra: Extra, prompt_ids: Sequence[int]) -> str:
-        """Why no reply of this model, or to this prompt, can have a given form; else empty."""
-        if find_spec("llguidance") is None:
-            return f"llguidance is not installed: {install_command('constrain')}"
-        if extra.schema is not None and extra.forced:
-            return "a call can't also have a JSON schema and a forced tool_choice"
-        if not self._stops:
-            return "the model has no token that ends a reply"
-        end = self._tokenizer.decode(prompt_ids[-TAIL:])
-        reasons = reasoning_opener(end) or self._chat.format.channels
-        return "the model's replies begin with reasoning" if reasons else ""
 
     @property
     def _stops(self) -> list[int]:

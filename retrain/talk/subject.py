@@ -45,24 +45,19 @@ class LoadableModel:
 def find_subject(text: str) -> LoadableModel:
     """The model that a command names; raises ConfigError if there is none that can be loaded."""
     folder = Path(text).expanduser()
-    run, checkpoint = _run_of(folder)
-    if (run / CONFIG).is_file():
-        return _of_run(run, checkpoint)
+    if (folder / CONFIG).is_file():
+        return _of_run(folder)
+    if folder.name == FINAL and (folder.parent / CONFIG).is_file():
+        return _of_run(folder.parent)
+    run = folder.parent.parent
+    if folder.parent.name == "checkpoints" and folder.is_dir() and (run / CONFIG).is_file():
+        return _of_run(run, folder)
     if (folder / ADAPTER).is_file():
         base = LoadableModel(_base_of(folder), _base_of(folder))
         return replace(base, name=text, adapter=folder, base=base)
     if not (folder / "config.json").is_file() and (folder.exists() or _is_missing(folder)):
         raise NotFoundError(f"{_problem(folder)}; {_EXPECTED}")
     return LoadableModel(text, find_model(text, Path()))
-
-
-def _run_of(folder: Path) -> tuple[Path, Path | None]:
-    """The run directory that a folder may be or be in, and the checkpoint that it may be."""
-    if (folder / CONFIG).is_file():
-        return folder, None
-    if folder.parent.name == "checkpoints" and folder.is_dir():
-        return folder.parent.parent, folder
-    return (folder.parent if folder.name == FINAL else folder), None
 
 
 def _of_run(folder: Path, checkpoint: Path | None = None) -> LoadableModel:

@@ -68,6 +68,7 @@ async def _talk(
     subjects = [("trained", subject)]
     if arguments.compare and subject.base is not None:
         subjects.insert(0, ("base", subject.base))
+    terminal = sys.stdin.isatty()
     async with AsyncExitStack() as stack:
         talks = []
         for label, one in subjects:
@@ -78,22 +79,19 @@ async def _talk(
             label = f"{label}> " if arguments.compare else ""
             talks.append(Talk(label, voice, options, arguments.system))
             talks[-1].reset()
+        if terminal:
+            _note(HELP)
         pool = DaemonPool(1, "retrain-stdin")
         stack.callback(pool.close)
-        await _converse(talks, pool, sys.stdin.isatty())
+        while (line := await pool.run(lambda: _line(terminal))) is not None:
+            if line in ("/quit", "/exit"):
+                break
+            if line == "/reset":
+                for talk in talks:
+                    talk.reset()
+            elif line:
+                await _answer(talks, line)
     return DONE
-
-
-async def _converse(talks: Sequence[Talk], pool: DaemonPool, terminal: bool) -> None:
-    """Answer each line until the end of the input."""
-    if terminal:
-        _note(HELP)
-    while (line := await pool.run(lambda: _line(terminal))) not in (None, "/quit", "/exit"):
-        if line == "/reset":
-            for talk in talks:
-                talk.reset()
-        elif line:
-            await _answer(talks, line)
 
 
 async def _answer(talks: Sequence[Talk], line: str) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 from retrain.chat.formats.base import Format, Found
 
 _CALL: Final = re.compile(
-    r"(?:(<tool_call>)|(?=<function=))(.*?)((?(1)</tool_call>|</function>)|\Z)", re.DOTALL
+    r"<tool_call>(.*?)(</tool_call>|\Z)|<function=.*?(?:(</function>)|\Z)", re.DOTALL
 )
 _FUNCTION: Final = re.compile(r"<function=([^>\n]*)>")
 _CLOSE: Final = "</function>"
@@ -38,27 +38,18 @@ class Qwen3Coder(Format):
 
 
 def _read(match: re.Match[str]) -> Found:
-    (start, end), (tag, inside, close) = match.span(), match.groups()
-    if not close:
-        return Found(start, end, error=f"{tag or '<function='} is not closed")
-    inside = inside.strip() if tag else inside + close
+    (start, end), bare = match.span(), match[1] is None
+    if not (match[3] if bare else match[2]):
+        return Found(start, end, error=f"{'<function=' if bare else '<tool_call>'} is not closed")
+    inside = (match[0] if bare else match[1]).strip()
     function = _FUNCTION.match(inside)
     if function is None or not inside.endswith(_CLOSE):
         return Found(start, end, error="the call must be <function=NAME>...</function>")
-    name = function[1].strip()
-    try:
-        arguments = _arguments(inside[function.end() : -len(_CLOSE)])
-    except ValueError as error:
-        return Found(start, end, name, error=str(error))
-    return Found(start, end, name, arguments)
-
-
-def _arguments(body: str) -> dict[str, str]:
-    found = {}
-    for name, value, close in _PARAMETER.findall(body):
-        if not close:
-            raise ValueError(f"<parameter={name}> is not closed")
-        found[name] = value
+    name, body = function[1].strip(), inside[function.end() : -len(_CLOSE)]
+    parameters = list(_PARAMETER.finditer(body))
+    open_ends = [parameter[1] for parameter in parameters if not parameter[3]]
+    if open_ends:
+        return Found(start, end, name, error=f"<parameter={open_ends[0]}> is not closed")
     if _PARAMETER.sub("", body).strip():
-        raise ValueError("got text outside <parameter=NAME>...</parameter>")
-    return found
+        return Found(start, end, name, error="got text outside <parameter=NAME>...</parameter>")
+    return Found(start, end, name, {parameter[1]: parameter[2] for parameter in parameters})
