@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, cast
 
 from retrain.chat.formats.base import Format
@@ -36,26 +34,27 @@ def explained(
     For templates that show no tools. Results that follow each other are one message of the user.
     """
     found: list[Message] = []
-    for role, group in groupby(messages, itemgetter("role")):
-        if role == "tool":
-            text = "\n".join([form.answer(message["content"]) for message in group])
+    answering = False
+    for message in messages:
+        if message["role"] == "tool":
+            text = form.answer(message["content"])
+            if answering:
+                text = f"{found.pop()['content']}\n{text}"
             found.append(Message(role="user", content=text))
+        elif calls := message.get("tool_calls"):
+            parts = [message["content"], *map(form.write, calls)]
+            text = "\n".join([part for part in parts if part])
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            found.append(cast(Message, {**kept, "content": text}))
         else:
-            found += [_with_calls_in_text(message, form) for message in group]
+            found.append(message)
+        answering = message["role"] == "tool"
     if not tools:
         return found
     text = form.explain(tools)
     if found and found[0]["role"] == "system":
         text = f"{found.pop(0)['content']}\n\n{text}"
     return [Message(role="system", content=text), *found]
-
-
-def _with_calls_in_text(message: Message, form: Format) -> Message:
-    if not (calls := message.get("tool_calls")):
-        return message
-    text = "\n".join(filter(None, [message["content"], *map(form.write, calls)]))
-    kept = {key: value for key, value in message.items() if key != "tool_calls"}
-    return cast(Message, {**kept, "content": text})
 
 
 def with_text_arguments(message: Message) -> Message:

@@ -106,15 +106,14 @@ def _holds(value: Any, wanted: Any) -> bool:
             f"filter: got {shown(dict(wanted))}, expected a value, a list of values, or a mapping "
             "of min, max and not"
         )
-    if "not" in wanted and _holds(value, wanted["not"]):
-        return False
-    low, high = wanted.get("min"), wanted.get("max")
+    low, high, other = wanted.get("min"), wanted.get("max"), wanted.get("not")
     if low is None and high is None:
-        return True
+        return not _holds(value, other)
     number = _number(value)
     if number is None:
         return False
-    return (low is None or number >= low) and (high is None or number <= high)
+    fits = (low is None or number >= low) and (high is None or number <= high)
+    return fits and ("not" not in wanted or not _holds(value, other))
 
 
 def _same(value: Any, wanted: Any) -> bool:

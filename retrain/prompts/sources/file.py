@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -55,20 +55,15 @@ class FilePrompts(PromptSource):
 def _files(path: str, base_dir: Path | None) -> list[Path]:
     """The file, or the files that match a pattern."""
     tried = places(path, base_dir)
-    if glob.has_magic(path) and not any(map(os.path.isfile, tried)):
-        return _matching(tried)
-    for folder in filter(Path.is_dir, tried):
-        ends = sorted({file.suffix for file in folder.iterdir()} & {*FORMATS})
-        raise PromptError(
-            f"{folder} is a folder, expected a file, or a pattern such as "
-            f"{path.rstrip('/')}/*{ends[0] if ends else '.jsonl'}"
-        )
-    return [find_file(path, base_dir, error=PromptError)]
-
-
-def _matching(patterns: Sequence[Path]) -> list[Path]:
-    """The files that match the first of these patterns that any file matches."""
-    for pattern in patterns:
+    if not glob.has_magic(path) or any(map(os.path.isfile, tried)):
+        if folder := next((place for place in tried if place.is_dir()), None):
+            ends = sorted({file.suffix for file in folder.iterdir() if file.suffix in FORMATS})
+            raise PromptError(
+                f"{folder} is a folder, expected a file, or a pattern such as "
+                f"{path.rstrip('/')}/*{ends[0] if ends else '.jsonl'}"
+            )
+        return [find_file(path, base_dir, error=PromptError)]
+    for pattern in tried:
         if found := sorted(filter(os.path.isfile, glob.glob(str(pattern), recursive=True))):
             return list(map(Path, found))
-    raise PromptError(f"no file matches {' or '.join(map(str, patterns))}")
+    raise PromptError(f"no file matches {' or '.join(map(str, tried))}")

@@ -65,10 +65,10 @@ class MixturePrompts(PromptSource):
             self.sizes = ()
         self.read_at_start = all(part.read_at_start for part in parts)
         self.warnings = [f"{n}: {w}" for n, p in zip(names, parts, strict=True) for w in p.warnings]
-        together = zip(parts, weights, names, strict=True)
-        held = [(p.held_out, w, n) for p, w, n in together if p.held_out is not None]
-        self.held_out = self._of(*zip(*held, strict=True)) if held else None
-        self._shares = _shares(list(map(len, parts)), weights)
+        held = [(p.held_out, w, n) for p, w, n in zip(parts, weights, names, strict=True)]
+        rest = [(source, w, n) for source, w, n in held if source is not None]
+        self.held_out = self._of(*zip(*rest, strict=True)) if rest else None
+        self._shares = _shares([len(part) for part in parts], weights)
 
     def _of(
         self, parts: Sequence[PromptSource], weights: Sequence[float], names: Sequence[str]
