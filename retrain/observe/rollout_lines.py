@@ -70,34 +70,40 @@ def _shared(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _line(trajectory: Trajectory, tokens: bool = False) -> dict[str, Any]:
-    completions = [turn.completion for turn in trajectory.turns]
+    ok = trajectory.outcome == "ok"
+    turns, versions, stop_reasons, changed = trajectory.turns, [], [], False
+    for turn in turns:
+        completion = turn.completion
+        versions.append(completion.version)
+        stop_reasons.append(completion.stop_reason)
+        changed = changed or bool(completion.versions)
     line: dict[str, Any] = {
         "index": trajectory.index,
         "messages": trajectory.messages or trajectory.prompt.messages,
         "rewards": trajectory.rewards,
-        **_outcome(trajectory),
-        "versions": [completion.version for completion in completions],
+        "reward": trajectory.reward if ok else None,
+        "outcome": trajectory.outcome,
+        "error": None if ok else trajectory.info.get("error"),
+        "versions": versions,
         "tokens": trajectory.sampled_tokens,
-        "stop_reasons": [completion.stop_reason for completion in completions],
+        "stop_reasons": stop_reasons,
         "seconds": trajectory.seconds,
     }
+    if trajectory.turn_rewards:
+        line["turn_rewards"] = trajectory.turn_rewards
+    if changed:
+        line["spans"] = [_spans(turn.completion) for turn in turns]
+    if turns and turns[0].messages:
+        line["calls"] = [_call(turns, turn) for turn in turns]
+    if trajectory.info:
+        line["info"] = trajectory.info
+    if trajectory.seat:
+        line["seat"] = trajectory.seat
     if trajectory.result is not None:
         line["result"] = trajectory.result
-    further = {
-        "turn_rewards": trajectory.turn_rewards,
-        "spans": _spans(completions),
-        "calls": _calls(trajectory.turns),
-        "info": trajectory.info,
-        "seat": trajectory.seat,
-        "sequences": tokens and _sequences(trajectory),
-    }
-    return line | {name: value for name, value in further.items() if value}
-
-
-def _outcome(trajectory: Trajectory) -> dict[str, Any]:
-    if (outcome := trajectory.outcome) == "ok":
-        return {"reward": trajectory.reward, "outcome": outcome, "error": None}
-    return {"reward": None, "outcome": outcome, "error": trajectory.info.get("error")}
+    if tokens:
+        line["sequences"] = _sequences(trajectory)
+    return line
 
 
 def _sequences(trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -107,11 +113,6 @@ def _sequences(trajectory: Trajectory) -> list[dict[str, Any]]:
     streams = ("token_ids", "loss_mask", "logprobs", "versions")
     samples = segments(trajectory, 0.0, trajectory.prompt.id)
     return [{name: getattr(sample, name) for name in streams} for sample in samples]
-
-
-def _calls(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The calls of an agent; none for other rollouts, whose turns have no messages."""
-    return [_call(turns, turn) for turn in turns] if turns and turns[0].messages else []
 
 
 def _call(turns: Sequence[Turn], turn: Turn) -> dict[str, Any]:
@@ -128,12 +129,7 @@ def _call(turns: Sequence[Turn], turn: Turn) -> dict[str, Any]:
     return {**call, "seat": turn.seat} if turn.seat else call
 
 
-def _spans(completions: Sequence[Completion]) -> list[list[list[int]]]:
-    """The versions that sampled each turn, with their numbers of tokens: [[3, 120], [4, 17]].
-
-    Empty if no turn has several.
-    """
-    if not any(completion.versions for completion in completions):
-        return []
-    versions = [c.versions or [c.version] * len(c.token_ids) for c in completions]
-    return [[[version, len(list(same))] for version, same in groupby(turn)] for turn in versions]
+def _spans(completion: Completion) -> list[list[int]]:
+    """The versions that sampled a turn, each with its number of tokens: [[3, 120], [4, 17]]."""
+    versions = completion.versions or [completion.version] * len(completion.token_ids)
+    return [[version, len(list(tokens))] for version, tokens in groupby(versions)]
