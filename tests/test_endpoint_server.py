@@ -174,26 +174,14 @@ async def test_a_body_over_the_limit_is_not_read(server, http, monkeypatch, says
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [("nothing", b""), ("head", b""), ("body", b"408"), ("body of a stranger", b"401")],
-)
-async def test_slow_clients_lose_their_connection(server, monkeypatch, sent, status) -> None:
+async def test_a_client_that_stops_sending_loses_its_connection(server, monkeypatch) -> None:
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.05)
     async with opened(server=server) as rollout, asyncio.timeout(10):
         host, path = rollout.endpoint.base_url.removeprefix("http://").split("/", 1)
         reader, writer = await asyncio.open_connection(*host.split(":"))
         head = f"POST /{path}/responses HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n"
-        key = "sk-wrong" if "stranger" in sent else rollout.endpoint.api_key
-        rest = f"Authorization: Bearer {key}\r\n\r\n{{"
-        text = "" if sent == "nothing" else head + rest * ("body" in sent)
-        writer.write(text.encode())
-        answer = b""
-        while status and b"}}" not in answer:
-            answer += await reader.read(100)
-        writer.write(b" " * bool(status))
-        assert answer[9:12] == status
-        await reader.read()
+        writer.write(f"{head}Authorization: Bearer {rollout.endpoint.api_key}\r\n\r\n{{".encode())
+        assert (await reader.read())[9:12] == b"408"
         writer.close()
 
 

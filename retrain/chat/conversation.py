@@ -34,7 +34,7 @@ from retrain.chat.probing import format_named, formats, inferred, most_calls
 from retrain.chat.reasoning import TAGS, reasoning_opener
 from retrain.chat.template import Template, after_reply
 from retrain.chat.tokens import TurnTokens
-from retrain.chat.tools import Reply, as_template, check_tools, parse_reply
+from retrain.chat.tools import ParsedReply, as_template, check_tools, parse_reply
 from retrain.environment import Action, ToolSpec
 from retrain.errors import ConfigError, UserCodeError
 from retrain.sampler import Tokenizer
@@ -238,7 +238,7 @@ class Conversation:
         answer = chat.format.split(said, self._opener)[1]
         return _BEFORE_CALLS.split(answer, maxsplit=1)[0].rstrip() if tools else answer
 
-    def _called(self, found: Reply, opener: str, completion: Completion) -> Action:
+    def _called(self, found: ParsedReply, opener: str, completion: Completion) -> Action:
         """Add a turn with tool calls to the history."""
         template, most = self._chat.template, self._opening.most_calls
         reasoning, text = self._chat.format.split(found.text, opener)
