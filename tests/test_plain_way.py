@@ -30,19 +30,20 @@ class Entered:
     def __init__(self) -> None:
         self.in_all: set[str] = set()
         self.feed_to_update: set[str] = set()
-        self._feeds = False
+        self._stage = "before"
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event != "call" or not code.co_flags & inspect.CO_NEWLOCALS:  # a module, a class body
             return
         if code.co_name == "update" and code.co_filename.endswith("mock_engine.py"):
-            self._feeds = False
+            self._stage = "updated"
         if not code.co_filename.startswith(PACKAGE) or imports(frame):
             return
-        self._feeds = self._feeds or code.co_name == "feed"
+        if code.co_name == "feed" and self._stage == "before":
+            self._stage = "feed"
         self.in_all.add(code.co_filename.removeprefix(PACKAGE))
-        if self._feeds:
+        if self._stage == "feed":
             self.feed_to_update.add(code.co_filename.removeprefix(PACKAGE))
 
 
@@ -91,7 +92,6 @@ def test_few_files_are_between_a_prompt_and_its_update(files: dict[str, list[str
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    with TemporaryDirectory() as folder:
-        with redirect_stdout(sys.stderr):  # of the console
-            found = entered(Path(folder))
+    with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # of the console
+        found = entered(Path(folder))
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
