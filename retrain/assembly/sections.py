@@ -38,8 +38,8 @@ from retrain.rewarding import (
     WeightedReward,
     term_of,
 )
+from retrain.rollout.group import seats_of
 from retrain.rollout.opponents import Opponent, opponent_of
-from retrain.rollout.seats import seats_of
 from retrain.tools import ToolEnvironment
 
 T = TypeVar("T")
