@@ -245,3 +245,26 @@ def _prompt_column(row: Mapping[str, Any], wanted: str | None) -> str:
 
 def _columns(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "none"
+
+
+class Shape:
+    """What the keys of a source choose and change: here nothing. `shaping` has the others."""
+
+    plain = True
+    """Whether a row is used as it is, so that `quick_size` can check it."""
+
+    def keeps(self, raw: Raw) -> bool:
+        """Whether the row is used."""
+        return True
+
+    def changed(self, raw: Raw) -> Raw:
+        """What a key makes of the row."""
+        return raw
+
+    def row(self, raw: Raw) -> Row:
+        """The Row of a changed row. Raises ValueError that says what was expected."""
+        return as_row(raw)
+
+    def filtered_values(self, raws: Iterable[Raw]) -> str:
+        """For a message: some values of the columns that a filter reads."""
+        return ""

@@ -17,8 +17,7 @@ from typing import NoReturn, TypeVar
 
 from retrain.config import PromptsConfig
 from retrain.errors import ConfigError, PromptError, blame
-from retrain.prompts.base import EmptyPromptError, PromptSource
-from retrain.prompts.shaping import Raw, Shape
+from retrain.prompts.base import EmptyPromptError, PromptSource, Raw, Shape
 from retrain.types import Row
 
 T = TypeVar("T")
@@ -26,6 +25,8 @@ NAMED = 5
 """How many rows a warning names."""
 _SCALE = 2**64
 NOTHING = PromptsConfig(type="given")
+SHAPING = ("filter", "map", "system", "prompt_column", "answer_column")
+"""The keys that choose or change rows."""
 
 
 class PreparedPrompts(PromptSource):
@@ -68,7 +69,11 @@ def prepared(
 def _prepared(
     source: PromptSource, keys: PromptsConfig, base_dir: Path, where: str
 ) -> PromptSource:
-    shape = Shape(keys, base_dir, where, source.opened)
+    shape = Shape()
+    if source.opened or any(getattr(keys, name) is not None for name in SHAPING):
+        from retrain.prompts.shaping import ShapedBy
+
+        shape = ShapedBy(keys, base_dir, where, source.opened)
     if isinstance(source, PreparedPrompts) and keys.model_fields_set <= {"type"}:
         return source
     if source.read_at_start or keys.filter is not None or keys.held_out is not None:
