@@ -10,7 +10,6 @@ from retrain.algorithms.base import Algorithm
 from retrain.assembly import sections
 from retrain.assembly.compatibility import check_compatible, warnings_about
 from retrain.assembly.kinds import make
-from retrain.assembly.learner import Learner
 from retrain.assembly.parts import Given, Parts
 from retrain.assembly.rows import check_rows, row_checks
 from retrain.config import PromptsConfig, RunConfig
@@ -82,7 +81,7 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
         chat_template=template(),
         tool_format=form(),
         loggers=tuple(logger() for logger in loggers),
-        learner=given.learner or Learner(),
+        learner=given.learner,
         opponents=opponents()[0],
         eval_opponents=opponents()[1],
         runs_agent=runs_agent(environment()),

@@ -25,7 +25,6 @@ from retrain.observe.callbacks import Callback
 from retrain.prompts import PromptSource
 from retrain.rewarding import Scorer
 from retrain.rollout.opponents import Opponent
-from retrain.types import Batch
 
 ADAPTER = Kind("adapter", Adapter)
 
@@ -60,8 +59,8 @@ class Parts:
     """Whether the environment runs an agent, which needs the endpoint."""
     warnings: tuple[str, ...] = ()
     """What is allowed, but worth a word at the start."""
-    learner: Learner = field(default_factory=Learner)
-    """Takes part in each step; by default the adapter trains on the batch."""
+    learner: Learner | None = None
+    """Takes part in each step; without one the adapter trains on the batch."""
 
     def resolved(self) -> RunConfig:
         """The config with what the backend and the algorithm add by default."""
@@ -72,18 +71,17 @@ class Parts:
         algorithm = config.algorithm.model_copy(update=loss)
         return config.model_copy(update={"backend": backend, "algorithm": algorithm})
 
-    def is_idle(self, batch: Batch) -> bool:
-        """Whether the batch has no gradient: all its advantages are 0, and nothing else counts.
+    @property
+    def skips_flat(self) -> bool:
+        """Whether a batch has no gradient if all its advantages are 0: nothing else counts.
 
         A learner with an update of its own decides for itself, and a schedule of rewards goes by
         the version: it would stand still.
         """
-        own = type(self.learner).update is not Learner.update
+        own = self.learner is not None and type(self.learner).update is not Learner.update
         if own or self.config.algorithm.kl_penalty or self.scorer.composition.scheduled:
             return False
-        if not vanishes(self.loss, self.loss_config):
-            return False
-        return not any(any(sample.advantages) for sample in batch.samples)
+        return vanishes(self.loss, self.loss_config)
 
     def notices(self) -> Iterator[str]:
         """The warnings and the memory that the run needs, for the terminal."""

@@ -12,7 +12,7 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from retrain.environment import Environment
 from retrain.errors import PromptError, blame
 from retrain.types import Message, Prompt, Row, Ticket
 
+Raw = Any  # a string, a mapping or a Row, or a user's mistake
 MIXTURE = "mixture"
 """The column of the metadata with the name of a row's source in a mixture."""
 HASHED = 16

@@ -18,11 +18,13 @@ from typing import NoReturn, TypeVar
 from retrain.config import PromptsConfig
 from retrain.errors import ConfigError, PromptError, blame
 from retrain.prompts.base import EmptyPromptError, PromptSource, Raw, Shape
-from retrain.types import Row
+from retrain.types import Message, Row
 
 T = TypeVar("T")
 NAMED = 5
 """How many rows a warning names."""
+TRIED = 200
+"""Rows that are tokenised, the longest ones."""
 _SCALE = 2**64
 NOTHING = PromptsConfig(type="given")
 SHAPING = ("filter", "map", "system", "prompt_column", "answer_column")
@@ -200,6 +202,31 @@ def named(source: PromptSource, rows: Sequence[int]) -> str:
     first = ", ".join(source.location(row) for row in rows[:NAMED])
     more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
     return f"{source.name}, {first}{more}" if source.name else f"{first}{more}"
+
+
+def long_prompts(
+    source: PromptSource, tokens: Callable[[Sequence[Message]], int], limit: int
+) -> str:
+    """A sentence about the rows of more than `limit` tokens; empty if there are none.
+
+    A token has at least one byte, so a row with fewer bytes than `limit`, less those of the chat
+    template, is not tokenised.
+    """
+    sizes = source.sizes
+    if not sizes or limit < 1:
+        return ""
+    template = tokens(source.checked_row(0).messages)  # at most
+    suspects = [row for row, size in enumerate(sizes) if size + template > limit]
+    suspects.sort(key=sizes.__getitem__, reverse=True)
+    tried = suspects[:TRIED]
+    found = sorted(row for row in tried if tokens(source.checked_row(row).messages) > limit)
+    if not found:
+        return ""
+    least = "at least " if len(tried) < len(suspects) else ""
+    return (
+        f"{least}{len(found)} of {len(sizes)} prompts have more than {limit} tokens: "
+        f"{named(source, found)}"
+    )
 
 
 def _count(total: int, source: PromptSource) -> None:
