@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
+from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
 from retrain.batching import segments
 from retrain.concurrency.deadlines import apart, runs_in
@@ -25,7 +26,6 @@ from retrain.losses import FLOATS
 from retrain.pipeline.checkpoint import Checkpoints
 from retrain.pipeline.meter import Meter
 from retrain.pipeline.recorder import Recorder
-from retrain.pipeline.run import Backend
 from retrain.prompts import MIXTURE, PromptSource
 from retrain.rollout import Playback, Slot
 from retrain.sampler import Sampler
@@ -39,6 +39,16 @@ EPOCH = -1
 """The epoch of evaluation tickets; training epochs start at 0."""
 
 
+class Served(Protocol):
+    """The backend of a run: its adapter, the version that is served, and the trainer's scores."""
+
+    adapter: Adapter
+    version: int
+
+    @property
+    def logprobs(self) -> Score: ...
+
+
 @dataclass
 class Evaluation:
     """The evaluations of a run: one at a time, each a task beside training."""
@@ -47,7 +57,7 @@ class Evaluation:
     parts: Parts
     record: Recorder
     checkpoints: Checkpoints
-    backend: Backend
+    backend: Served
     announce: Callable[[int, Metrics], Awaitable[None]]
     fail: Callable[[Exception], None]
     best: float = -math.inf

@@ -11,6 +11,7 @@ from functools import partial
 from retrain.adapters.base import Adapter
 from retrain.chat import Chat
 from retrain.chat.template import NOT_SHOWN
+from retrain.config import RunConfig
 from retrain.pipeline.run import Run
 from retrain.prompts.preparing import long_prompts
 from retrain.rollout import Playback, Rollouts, Slot
@@ -53,10 +54,15 @@ async def serving(run: Run, adapter: Adapter) -> AsyncIterator[None]:
                 await opponent.close()
 
 
+def checks_publishes(config: RunConfig, adapter: Adapter) -> bool:
+    """Whether each publish is checked: if the config says so, or if that costs nothing."""
+    wanted = config.train.check_publish
+    return wanted is True or (wanted == "auto" and adapter.capabilities.checks == "free")
+
+
 def _check_publishes(run: Run) -> None:
-    """Have each publish checked, where the config or the backend says so."""
-    wanted, adapter = run.config.train.check_publish, run.backend.adapter
-    if wanted is True or (wanted == "auto" and adapter.capabilities.checks == "free"):
+    adapter = run.backend.adapter
+    if checks_publishes(run.config, adapter):
         from retrain.pipeline.verify import PublishCheck
 
         def report(error: str) -> None:
