@@ -21,6 +21,7 @@ from environments.sql import PROGRAM, Sql, found, opened
 from retrain import Action, ConfigError, Prompt, StepResult, Trajectory, Turn, in_thread
 from retrain.assembly import assemble
 from retrain.assembly import rows as assembly_rows
+from retrain.assembly.build import row_checks
 from retrain.config import parse_config
 from retrain.rewarding import Scorer
 from retrain.sandbox import choice, local
@@ -134,7 +135,7 @@ def test_checking_rows_ends_after_a_while_and_spares_environments_without_a_chec
     prompts = [{"prompt": f"{n}?", "answer": "SELECT 1" if n < 2 else "SELEC"} for n in range(3)]
     config = parse_config({"prompts": prompts, "environment": {"type": "sql"}})
     assert any("only the first 1 of 3 rows" in text for text in assemble(config).warnings)
-    assert assembly_rows.row_checks(Echo(), Scorer([])) == ()
+    assert row_checks(Echo(), Scorer([])) == ()
 
 
 @pytest.mark.parametrize("row", [None, "", [], [1]])

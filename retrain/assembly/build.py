@@ -1,29 +1,38 @@
-"""From a RunConfig to the parts of a run; all problems of all parts are one ConfigError."""
+"""From a RunConfig to the parts of a run; all problems of all parts are one ConfigError.
+
+`STEPS` first makes each part, then checks what two parts need of each other. A step is skipped if a
+part that it needs could not be made: that problem is known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
+from retrain.adapters.base import AdapterOptions
 from retrain.algorithms.base import Algorithm
 from retrain.assembly import sections
-from retrain.assembly.compatibility import check_compatible, warnings_about
-from retrain.assembly.kinds import make
-from retrain.assembly.parts import Given, Parts
-from retrain.assembly.rows import check_rows, row_checks
+from retrain.assembly.compatibility import Case, check_compatible, warnings_about
+from retrain.assembly.parts import Given, Parts, make, normalisation_of
+from retrain.assembly.sections import Problems
+from retrain.chat.formats.base import Format
 from retrain.config import PromptsConfig, RunConfig
 from retrain.config.paths import find_model
 from retrain.config.plugins import construct
 from retrain.config.problems import keys_of
 from retrain.environment import Environment
-from retrain.errors import PromptError
+from retrain.errors import ConfigError, PromptError
+from retrain.observe.callbacks import Callback
 from retrain.prompts import Origin, PromptSource
 from retrain.prompts.building import built
 from retrain.prompts.examples import Pairs
-from retrain.rewarding import Scorer
+from retrain.rewarding import RewardCalculator, Scorer
+from retrain.rewarding.processes import ProcessReward
+from retrain.rollout.opponents import Opponent
+from retrain.types import Row
 
-Held = PromptSource | None
+CheckRow = Callable[[Row], None]
 
 
 def assemble(config: RunConfig, given: Given | None = None) -> Parts:
@@ -31,145 +40,249 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
 
     Raises ConfigError with every problem of every part, and of what does not fit together.
     """
-    given = given or Given()
-    attempt = sections.Attempts()
-    environment = attempt(partial(sections.environment_of, config), given.environment)
-    algorithm: Callable[[], Algorithm] = attempt(
-        partial(make, "algorithm", config.algorithm, "algorithm", config), given.algorithm
-    )
-    training, rows, held_out = _prompts(config, given, attempt, environment, algorithm)
-    scorer = attempt(partial(sections.scorer_of, config), given.scorer)
-    opponents = attempt(lambda: sections.opponents_of(config, environment(), scorer()))
-    checked = _checked_rows(attempt, environment, algorithm, scorer, rows, held_out)
-    options = attempt(partial(sections.options_of, config))
-    attempt(lambda: sections.check_installed(options(), config))
-    attempt(lambda: sections.check_endpoint(config, runs_agent(environment())))
-    loggers = [
-        attempt(partial(make, "logger", plugin, f"loggers.{index}", config))
-        for index, plugin in enumerate(config.loggers)
-    ]
-    template = attempt(partial(sections.chat_template, config), given.chat_template)
-    form = attempt(partial(sections.tool_format, config))
-    attempt(partial(find_model, config.model, config.base_dir))
-    tools = attempt(
-        lambda: (
-            sections.tools_warning(
-                config, options(), template(), form(), environment(), runs_agent(environment())
+    draft, problems = Draft(config, given or Given()), Problems()
+    for step, *needs in STEPS:
+        if all(hasattr(draft, need) for need in needs):
+            with problems.collected():
+                step(draft)
+    problems.report()
+    return draft.parts()
+
+
+class Draft:
+    """The parts so far: one that could not be made is not set."""
+
+    environment: Callable[[], Environment]
+    made: Environment
+    """One that no rollout uses, for checks."""
+    algorithm: Algorithm
+    training: PromptSource
+    prompts: PromptSource
+    """`training`, with its rows as the algorithm reads them."""
+    held_out: PromptSource
+    scorer: Scorer
+    options: AdapterOptions
+    chat_template: str
+    tool_format: Format | None
+    case: Case
+    opponents: Mapping[str, Opponent]
+    eval_opponents: Mapping[str, Opponent]
+
+    def __init__(self, config: RunConfig, given: Given) -> None:
+        self.config, self.given = config, given
+        self.loggers: list[Callback] = []
+        self.eval_prompts: PromptSource | None = None
+        self.about_rows: list[str] = []
+        """Warnings."""
+        self.about_tools = ""
+        """A warning."""
+
+    # --- each part
+
+    def make_environment(self) -> None:
+        environment = self.given.environment or sections.environment_of(self.config)
+        self.made = construct("environment", environment)
+        self.environment = environment
+        self.runs_agent = type(self.made).run is not Environment.run
+        """Whether the environments run an agent, instead of answering its turns."""
+
+    def make_algorithm(self) -> None:
+        section = self.config.algorithm
+        self.algorithm = self.given.algorithm or make(
+            "algorithm", section, "algorithm", self.config
+        )
+
+    def make_scorer(self) -> None:
+        self.scorer = self.given.scorer or sections.scorer_of(self.config)
+
+    def make_options(self) -> None:
+        self.options = sections.options_of(self.config)
+
+    def make_loggers(self) -> None:
+        problems = Problems()
+        for index, plugin in enumerate(self.config.loggers):
+            with problems.collected():
+                self.loggers.append(make("logger", plugin, f"loggers.{index}", self.config))
+        problems.report()
+
+    def make_chat_template(self) -> None:
+        self.chat_template = self.given.chat_template or sections.chat_template(self.config)
+
+    def make_tool_format(self) -> None:
+        self.tool_format = sections.tool_format(self.config)
+
+    def find_model(self) -> None:
+        find_model(self.config.model, self.config.base_dir)
+
+    # --- the prompts, which may be the environment's own
+
+    def make_prompts(self) -> None:
+        given = self.given.prompts
+        self.training = self._source("prompts", self.config.prompts, given, lambda: None)
+
+    def make_held_out(self) -> None:
+        section = self.config.eval
+        if section is not None:
+            given, where = self.given.eval_prompts, "eval.prompts"
+            self.held_out = self._source(
+                where, section.prompts, given, lambda: self._known("training").held_out
             )
-            if algorithm().source == "rollouts"
-            else ""
-        )
-    )
-    fit = attempt(
-        lambda: check_compatible(algorithm(), options(), config, _class_made_by(environment()))
-    )
-    attempt.finish()
-    loss, normalisation, capabilities = fit()
-    own = {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
-    parts = Parts(
-        config,
-        prompts=rows(),
-        eval_prompts=held_out(),
-        environment=environment(),
-        scorer=scorer(),
-        algorithm=algorithm(),
-        loss=loss,
-        loss_config={**algorithm().loss_config, **own},
-        normalisation=normalisation,
-        options=options(),
-        capabilities=capabilities,
-        chat_template=template(),
-        tool_format=form(),
-        loggers=tuple(logger() for logger in loggers),
-        learner=given.learner,
-        opponents=opponents()[0],
-        eval_opponents=opponents()[1],
-        runs_agent=runs_agent(environment()),
-    )
-    warnings = [*_warnings(parts, training().warnings, checked()), *filter(None, [tools()])]
-    return replace(parts, warnings=tuple(warnings))
 
+    def read_prompts(self) -> None:
+        self.prompts = construct("prompts", lambda: self.training.each(self.algorithm.rows))
 
-def _prompts(
-    config: RunConfig,
-    given: Given,
-    attempt: sections.Attempts,
-    environment: Callable[[], Callable[[], Environment]],
-    algorithm: Callable[[], Algorithm],
-) -> tuple[Callable[[], PromptSource], Callable[[], PromptSource], Callable[[], Held]]:
-    """The source of training, its rows for the algorithm, and the rows of evaluations."""
+    def read_held_out(self) -> None:
+        rows = self.algorithm.rows
+        self.eval_prompts = construct("eval.prompts", lambda: self.held_out.each(rows))
 
-    def source(
-        where: str, section: PromptsConfig, made: PromptSource | None, held_out: Callable[[], Held]
+    def _source(
+        self,
+        where: str,
+        section: PromptsConfig,
+        made: PromptSource | None,
+        held_out: Callable[[], PromptSource | None],
     ) -> PromptSource:
-        origin = Origin(
-            where, config.base_dir, lambda: construct("environment", environment()), held_out
+        """A source with rows, of which the first and the last one are good."""
+        if made is None:
+            origin = Origin(where, self.config.base_dir, self._own, held_out)
+            made = built(section, origin, keys_of(RunConfig))
+        source = made
+        count = construct(where, lambda: len(source))
+        if not count:
+            name = source.name or type(source).__name__
+            raise PromptError(f"{where}: {name} is empty, expected at least one prompt")
+        for index in {0, count - 1}:  # a source of the user's makes the others during the run
+            construct(where, partial(source.checked_row, index))
+        return source
+
+    def _own(self) -> Environment:
+        """An environment whose own tasks are the prompts."""
+        make: Callable[[], Environment] = self._known("environment")
+        return construct("environment", make)
+
+    def _known(self, part: str) -> Any:
+        """A part, if it could be made."""
+        if not hasattr(self, part):
+            raise ConfigError  # without a text: that problem is known
+        return getattr(self, part)
+
+    # --- what parts need of each other
+
+    def make_opponents(self) -> None:
+        found = sections.opponents_of(self.config, self.made, self.scorer)
+        self.opponents, self.eval_opponents = found
+
+    def check_rows(self) -> None:
+        if self.algorithm.source == "rollouts":
+            self._check_rows("prompts", self.prompts)
+
+    def check_held_out(self) -> None:
+        if self.eval_prompts is not None:
+            self._check_rows("eval.prompts", self.eval_prompts)
+
+    def _check_rows(self, where: str, source: PromptSource) -> None:
+        if checks := row_checks(self.made, self.scorer):
+            from retrain.assembly.rows import check_rows
+
+            found = construct(where, lambda: list(check_rows(source, checks)))
+            self.about_rows += [f"{where}: {text}" for text in found]
+
+    def check_installed(self) -> None:
+        sections.check_installed(self.options, self.config)
+
+    def check_endpoint(self) -> None:
+        if self.runs_agent:
+            sections.check_endpoint(self.config)
+
+    def check_tools(self) -> None:
+        if self.algorithm.source == "rollouts":
+            self.about_tools = sections.tools_warning(
+                self.config, self.options, self.chat_template, self.tool_format, self.made
+            )
+
+    def check_fit(self) -> None:
+        self.case = Case.of(self.config, self.algorithm, self.options)
+        check_compatible(self.case, self.options, type(self.made))
+
+    # --- the end
+
+    def parts(self) -> Parts:
+        """The checked parts."""
+        config, case, algorithm = self.config, self.case, self.algorithm
+        own = {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
+        return Parts(
+            config,
+            prompts=self.prompts,
+            eval_prompts=self.eval_prompts,
+            environment=self.environment,
+            scorer=self.scorer,
+            algorithm=algorithm,
+            loss=case.loss,
+            loss_config={**algorithm.loss_config, **own},
+            normalisation=normalisation_of(case.row, config.algorithm.normalisation),
+            options=self.options,
+            capabilities=case.capabilities,
+            chat_template=self.chat_template,
+            tool_format=self.tool_format,
+            loggers=tuple(self.loggers),
+            learner=self.given.learner,
+            opponents=self.opponents,
+            eval_opponents=self.eval_opponents,
+            runs_agent=self.runs_agent,
+            warnings=tuple(self._warnings()),
         )
-        keys = keys_of(RunConfig)
-        return _checked(where, built(section, origin, keys) if made is None else made)
 
-    def rows(made: PromptSource, where: str) -> PromptSource:
-        return construct(where, lambda: made.each(algorithm().rows))
-
-    training = attempt(lambda: source("prompts", config.prompts, given.prompts, lambda: None))
-    trained = attempt(lambda: rows(training(), "prompts"))
-    if config.eval is None:
-        return training, trained, lambda: None
-    section, where = config.eval.prompts, "eval.prompts"
-    held_out = attempt(
-        lambda: source(where, section, given.eval_prompts, lambda: training().held_out)
-    )
-    return training, trained, attempt(lambda: rows(held_out(), where))
+    def _warnings(self) -> Iterator[str]:
+        yield from warnings_about(self.case)
+        yield from self.options.warnings(self.config)
+        yield from (f"prompts: {text}" for text in self.training.warnings)
+        if isinstance(self.prompts, Pairs):
+            for reason, count in self.prompts.dropped.items():
+                yield f"prompts: {count} dropped ({reason}); {len(self.prompts)} pairs remain"
+        yield from self.about_rows
+        yield from _unanswered(self.scorer, self.prompts, "prompts")
+        yield from _unanswered(self.scorer, self.eval_prompts, "eval.prompts")
+        if self.about_tools:
+            yield self.about_tools
 
 
-def _checked(where: str, source: PromptSource) -> PromptSource:
-    """A source with rows, of which the first and the last one are good."""
-    count = construct(where, lambda: len(source))
-    if not count:
-        name = source.name or type(source).__name__
-        raise PromptError(f"{where}: {name} is empty, expected at least one prompt")
-    for index in {0, count - 1}:  # a source of the user's makes the others during the run
-        construct(where, partial(source.checked_row, index))
-    return source
+STEPS: Iterable[tuple[Callable[[Draft], None], *tuple[str, ...]]] = (
+    (Draft.make_environment,),
+    (Draft.make_algorithm,),
+    (Draft.make_prompts,),
+    (Draft.read_prompts, "training", "algorithm"),
+    (Draft.make_held_out,),
+    (Draft.read_held_out, "held_out", "algorithm"),
+    (Draft.make_scorer,),
+    (Draft.make_options,),
+    (Draft.make_loggers,),
+    (Draft.make_chat_template,),
+    (Draft.make_tool_format,),
+    (Draft.find_model,),
+    (Draft.make_opponents, "made", "scorer"),
+    (Draft.check_rows, "made", "scorer", "algorithm", "prompts"),
+    (Draft.check_held_out, "made", "scorer"),
+    (Draft.check_installed, "options"),
+    (Draft.check_endpoint, "made"),
+    (Draft.check_tools, "made", "algorithm", "options", "chat_template", "tool_format"),
+    (Draft.check_fit, "made", "algorithm", "options"),
+)
+"""Each with the parts that it needs."""
 
 
-def _checked_rows(
-    attempt: sections.Attempts,
-    environment: Callable[[], Callable[[], Environment]],
-    algorithm: Callable[[], Algorithm],
-    scorer: Callable[[], Scorer],
-    rows: Callable[[], PromptSource],
-    held_out: Callable[[], Held],
-) -> Callable[[], list[str]]:
-    """Warnings about the rows of rollouts, which the environment and the rewards check."""
-
-    def check(where: str, made: Held) -> list[str]:
-        checks = row_checks(construct("environment", environment()), scorer())
-        found = construct(where, lambda: list(check_rows(made, checks) if made else ()))
-        return [f"{where}: {text}" for text in found]
-
-    plays = attempt(lambda: algorithm().source == "rollouts")
-    own = attempt(lambda: check("prompts", rows()) if plays() else [])
-    evaluated = attempt(lambda: check("eval.prompts", held_out()))
-    return lambda: [*own(), *evaluated()]
-
-
-def _warnings(parts: Parts, training: Iterable[str], rows: Iterable[str]) -> Iterator[str]:
-    """All warnings, with those of the source of training and of the rows."""
-    yield from warnings_about(parts.config, parts.loss, parts.capabilities)
-    yield from parts.options.warnings(parts.config)
-    yield from (f"prompts: {text}" for text in training)
-    yield from _dropped(parts.prompts)
-    yield from rows
-    yield from _unanswered(parts.scorer, parts.prompts, "prompts")
-    yield from _unanswered(parts.scorer, parts.eval_prompts, "eval.prompts")
-
-
-def _dropped(prompts: PromptSource) -> Iterator[str]:
-    """Rows of the dataset that are not trained on."""
-    if isinstance(prompts, Pairs):
-        for reason, count in prompts.dropped.items():
-            yield f"prompts: {count} dropped ({reason}); {len(prompts)} pairs remain"
+def row_checks(environment: Environment, scorer: Scorer) -> tuple[CheckRow, ...]:
+    """Those who override `check_row`; a reward that others gate may not concern all rows."""
+    checks: list[CheckRow] = []
+    if type(environment).check_row is not Environment.check_row:
+        checks.append(environment.check_row)
+    for term in scorer.rewards:
+        calculator = term.calculator
+        if isinstance(calculator, ProcessReward):
+            calculator = calculator.inner
+        overrides = type(calculator).check_row is not RewardCalculator.check_row
+        if overrides and not scorer.composition.is_gated(term.name):
+            checks.append(calculator.check_row)
+    return tuple(checks)
 
 
 def _unanswered(scorer: Scorer, prompts: PromptSource | None, where: str) -> Iterator[str]:
@@ -184,12 +297,3 @@ def _unanswered(scorer: Scorer, prompts: PromptSource | None, where: str) -> Ite
             f"{where}: {rows} of {prompts.name} has an answer, but the reward {', '.join(needy)} "
             f"needs one: add an `answer` to the rows, or set {where}.answer_column"
         )
-
-
-def runs_agent(make: Callable[[], Environment]) -> bool:
-    """Whether the environments run an agent, instead of answering its turns."""
-    return _class_made_by(make).run is not Environment.run
-
-
-def _class_made_by(make: Callable[[], Environment]) -> type[Environment]:
-    return getattr(make, "func", None) or type(make())

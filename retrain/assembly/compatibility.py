@@ -6,15 +6,15 @@ Pure functions of the config and of what the parts declare about themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from retrain.adapters.base import AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
-from retrain.assembly.defaults import normalisation_of
 from retrain.config import RunConfig, SamplingConfig
 from retrain.environment import Environment
 from retrain.errors import ConfigError, nearest, shown
-from retrain.losses import Normalisation, row_of
+from retrain.losses import Loss, row_of
 
 SHAPING = frozenset({"temperature", "top_p", "top_k"})
 """The sampling settings that change the distribution, unless they have their default."""
@@ -22,39 +22,42 @@ ROWS = {"demonstrations": 1, "pairs": 2}
 """What an algorithm learns from other than rollouts, and the number of answers per row."""
 
 
-def check_compatible(
-    algorithm: Algorithm,
-    options: AdapterOptions,
-    config: RunConfig,
-    environment: type[Environment],
-) -> tuple[str, Normalisation | None, Capabilities]:
-    """The loss, its normalisation and the backend's capabilities.
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is compared: the config, its algorithm and loss, and what the backend supports."""
 
-    Raises ConfigError with all problems.
-    """
-    capabilities = options.capabilities()
-    loss = config.algorithm.loss or algorithm.loss
+    config: RunConfig
+    algorithm: Algorithm
+    loss: str
+    row: Loss
+    capabilities: Capabilities
+
+    @classmethod
+    def of(cls, config: RunConfig, algorithm: Algorithm, options: AdapterOptions) -> Case:
+        loss = config.algorithm.loss or algorithm.loss
+        return cls(config, algorithm, loss, row_of(loss), options.capabilities())
+
+
+def check_compatible(case: Case, options: AdapterOptions, environment: type[Environment]) -> None:
+    """Raises ConfigError with all problems."""
+    own = case.algorithm.source in ROWS
     problems = [
-        *_loss(loss, config, capabilities),
-        *_backend(config, capabilities),
-        *_kl_penalty(loss, algorithm, config, capabilities),
-        *_mismatch(loss, algorithm, config, capabilities),
-        *_check_publish(algorithm, config, capabilities),
-        *_algorithm(algorithm, config),
-        *options.problems(config),
+        *_loss(case),
+        *_backend(case.config, case.capabilities),
+        *_kl_penalty(case),
+        *_mismatch(case),
+        *_check_publish(case),
+        *_algorithm(case.algorithm, case.config),
+        *options.problems(case.config),
+        *(_examples(case) if own else _rewards(case, environment)),
     ]
-    if algorithm.source in ROWS:
-        problems += _examples(algorithm, loss, config, capabilities)
-    else:
-        problems += _rewards(loss, config, environment)
     if problems:
         raise ConfigError(*problems)
-    return loss, normalisation_of(loss, config.algorithm.normalisation), capabilities
 
 
-def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> Iterator[str]:
+def warnings_about(case: Case) -> Iterator[str]:
     """What is allowed, but rarely intended."""
-    sampling = config.sampling
+    config, loss, row, sampling = case.config, case.loss, case.row, case.config.sampling
     yield from _short_stall(config)
     if config.prompts.held_out and (config.eval is None or config.eval.prompts.type != "held_out"):
         yield (
@@ -66,7 +69,7 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
             "sampling.temperature is 0: the rollouts of a group are equal unless the environment "
             "differs, and nothing is learned from equal rewards"
         )
-    if shaped := _shaped(sampling, capabilities) if row_of(loss).reads == "ratio" else "":
+    if shaped := _shaped(sampling, case.capabilities) if row.reads == "ratio" else "":
         yield (
             f"sampling with {shaped}: {loss} weighs tokens by the ratio of the "
             "trainer's probability to the sampler's. This backend's trainer does not apply these "
@@ -74,14 +77,14 @@ def warnings_about(config: RunConfig, loss: str, capabilities: Capabilities) -> 
         )
     yield from _clipped_credit(config)
     own = sorted(SHAPING.intersection(config.endpoint.honour))
-    if own and row_of(loss).reads == "ratio":
+    if own and row.reads == "ratio":
         yield (
             f"endpoint.honour: with an agent's own {', '.join(own)}, the ratio of the trainer's "
             f"probability to the sampler's, by which {loss} weighs tokens, is not 1 even for fresh "
             "samples; watch kl/sampler_trainer"
         )
     stale = config.staleness.bound > 0 and config.algorithm.mismatch is None
-    if row_of(loss).reads == "rewards" and stale:
+    if row.reads == "rewards" and stale:
         yield (
             f"algorithm.loss: {loss} has no ratio, so samples of older weights are trained as if "
             "they were fresh; set staleness.target to 0, or set algorithm.mismatch"
@@ -132,9 +135,10 @@ def _changed(sampling: SamplingConfig) -> dict[str, Any]:
     return {name: v for name, v in sampling if v != SamplingConfig.model_fields[name].default}
 
 
-def _loss(loss: str, config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
+def _loss(case: Case) -> Iterator[str]:
     """Whether the backend has the loss, and the loss can do what `algorithm` asks for."""
-    able, row, settings = sorted(capabilities.losses), row_of(loss), config.algorithm
+    loss, row, config, capabilities = case.loss, case.row, case.config, case.capabilities
+    able, settings = sorted(capabilities.losses), config.algorithm
     where = f"algorithm.loss: the {config.backend.type} backend"
     if ":" in loss and not (loss in able or capabilities.custom_losses):
         yield f"{where} does not support custom losses; it supports {', '.join(able)}"
@@ -184,19 +188,17 @@ def _backend(config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
         )
 
 
-def _kl_penalty(
-    loss: str, algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
-) -> Iterator[str]:
+def _kl_penalty(case: Case) -> Iterator[str]:
     """The penalty compares unshaped log-probs: the sampler's and the reference's."""
-    settings = config.algorithm
+    config, settings = case.config, case.config.algorithm
     if not settings.kl_penalty:
         return
     where = f"algorithm.kl_penalty: got {settings.kl_penalty}, but"
-    if algorithm.source in ROWS:
+    if case.algorithm.source in ROWS:
         yield f"{where} {settings.type} samples no tokens to penalise; remove it"
-    if not capabilities.scores:
+    if not case.capabilities.scores:
         yield f"{where} the {config.backend.type} backend has no reference log-probs; remove it"
-    if settings.loss_config.get("beta") and row_of(loss).formula is None:
+    if settings.loss_config.get("beta") and case.row.formula is None:
         yield f"{where} algorithm.loss_config.beta is a KL to the same reference; remove one"
     if _changed(config.sampling).keys() & SHAPING:
         yield (
@@ -205,19 +207,18 @@ def _kl_penalty(
         )
 
 
-def _mismatch(
-    loss: str, algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
-) -> Iterator[str]:
+def _mismatch(case: Case) -> Iterator[str]:
     """What would be corrected twice, or not as `algorithm.mismatch` says."""
+    loss, row, config, capabilities = case.loss, case.row, case.config, case.capabilities
     settings, where = config.algorithm, "algorithm.mismatch:"
     if settings.mismatch is None:
         return
-    if algorithm.source in ROWS:
+    if case.algorithm.source in ROWS:
         yield f"{where} {settings.type} samples no tokens, so there is no mismatch; remove it"
         return
     if not capabilities.mismatch:
         yield f"{where} the {config.backend.type} backend does not support it; remove it"
-    if row_of(loss).own_correction:
+    if row.own_correction:
         yield (
             f"{where} the loss {loss} corrects old samples itself, by the log-probs that mismatch "
             "replaces; use the loss ppo or importance_sampling, or remove mismatch"
@@ -226,7 +227,7 @@ def _mismatch(
         "off_policy_mask_threshold": "it corrects the same difference; remove one",
         "beta": "mismatch does not weigh this KL term; use algorithm.kl_penalty instead",
     }.items():
-        if settings.loss_config.get(key) and row_of(loss).formula is None:
+        if settings.loss_config.get(key) and row.formula is None:
             yield f"{where} got algorithm.loss_config.{key} too, but {advice}"
     level = settings.loss_config.get("importance_sampling_level")
     if settings.mismatch.level == "token" and (loss == "luspo" or level == "sequence"):
@@ -241,13 +242,13 @@ def _mismatch(
         )
 
 
-def _check_publish(
-    algorithm: Algorithm, config: RunConfig, capabilities: Capabilities
-) -> Iterator[str]:
-    where = "train.check_publish: got true, but"
-    if config.train.check_publish is True and algorithm.source in ROWS:
+def _check_publish(case: Case) -> Iterator[str]:
+    where, config = "train.check_publish: got true, but", case.config
+    if config.train.check_publish is not True:
+        return
+    if case.algorithm.source in ROWS:
         yield f"{where} {config.algorithm.type} publishes for evaluations only; remove it"
-    elif config.train.check_publish is True and capabilities.checks == "no":
+    elif case.capabilities.checks == "no":
         yield f"{where} the {config.backend.type} backend can't score tokens; remove it"
 
 
@@ -266,10 +267,9 @@ def _algorithm(algorithm: Algorithm, config: RunConfig) -> Iterator[str]:
         )
 
 
-def _examples(
-    algorithm: Algorithm, loss: str, config: RunConfig, capabilities: Capabilities
-) -> Iterator[str]:
+def _examples(case: Case) -> Iterator[str]:
     """Sections without an effect when the rows of the dataset are trained."""
+    config, algorithm, loss = case.config, case.algorithm, case.loss
     settings, plain = config.algorithm, RunConfig(prompts=config.prompts)
     where = f"has no effect: algorithm {settings.type} trains on {algorithm.source} of the dataset"
     if config.environment != plain.environment:
@@ -288,18 +288,19 @@ def _examples(
         yield f"algorithm.loss: got {loss!r}, but {settings.type} uses {algorithm.loss}; remove it"
     for key in sorted(algorithm.loss_config.keys() & settings.loss_config.keys()):
         yield f"algorithm.loss_config.{key}: that is algorithm.{key} here"
-    if config.eval is not None and not capabilities.scores:
+    if config.eval is not None and not case.capabilities.scores:
         yield f"eval: the {config.backend.type} backend can't score given tokens; remove it"
 
 
-def _rewards(loss: str, config: RunConfig, environment: type[Environment]) -> Iterator[str]:
-    if row_of(loss).reads == "pairs":
+def _rewards(case: Case, environment: type[Environment]) -> Iterator[str]:
+    config, loss, reads = case.config, case.loss, case.row.reads
+    if reads == "pairs":
         yield (
             f"algorithm.loss: {loss} compares given answers, but {config.algorithm.type} trains on "
             "rollouts; set algorithm.type to dpo"
         )
     given = environment.step is not Environment.step or environment.run is not Environment.run
-    if not config.rewards and not given and row_of(loss).reads == "ratio":
+    if not config.rewards and not given and reads == "ratio":
         yield (
             f"rewards: missing, and the step of the environment {config.environment.type} returns "
             "no reward, so nothing can be learned; return one from its step, or add e.g. "

@@ -1,4 +1,4 @@
-"""The parts of a run, and those of them that may exist before it.
+"""The parts of a run, those of them that may exist before it, and how a section becomes one.
 
 Nothing here loads torch but `Parts.open_adapter`.
 """
@@ -7,26 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from retrain.adapters.base import Adapter, AdapterOptions, Capabilities
 from retrain.algorithms.base import Algorithm
-from retrain.assembly.defaults import as_filled, dumped
 from retrain.assembly.learner import Learner
 from retrain.chat.formats.base import Format
 from retrain.concurrency.loading import uncollected
 from retrain.config import Plugin, RunConfig
+from retrain.config.binding import bind
 from retrain.config.paths import is_hub_id
-from retrain.config.plugins import Kind, find_plugin
+from retrain.config.plugins import Kind, construct, find_plugin
+from retrain.config.problems import keys_of
 from retrain.environment import Environment
 from retrain.errors import PluginError, install_command
-from retrain.losses import Normalisation, vanishes
+from retrain.jsonable import Filled
+from retrain.losses import Loss, Normalisation, vanishes
 from retrain.observe.callbacks import Callback
 from retrain.prompts import PromptSource
-from retrain.rewarding import Scorer
+from retrain.prompts.building import PROMPTS
+from retrain.rewarding import REWARD, Scorer
 from retrain.rollout.opponents import Opponent
 
 ADAPTER = Kind("adapter", Adapter)
+KINDS = {
+    "environment": Kind("environment", Environment),
+    "reward": REWARD,
+    "algorithm": Kind("algorithm", Algorithm),
+    "prompts": PROMPTS,
+    "backend": Kind("backend", AdapterOptions),
+    "logger": Kind("logger", Callback),
+}
+"""The kinds of plug-ins that a config names."""
 
 
 @dataclass(frozen=True)
@@ -144,3 +157,49 @@ def adapter_of(options: AdapterOptions, config: RunConfig) -> Adapter:
         ) from error
     adapter: Adapter = found(options, config)
     return adapter
+
+
+def target_of(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
+    """The class or function that a section names."""
+    return find_plugin(KINDS[kind], plugin.type, f"{where}.type", config.base_dir)
+
+
+def maker(kind: str, plugin: Plugin, where: str, config: RunConfig) -> partial[Any]:
+    """A section's class with its keys, checked and bound."""
+    target = target_of(kind, plugin, where, config)
+    keys = bind(
+        target,
+        plugin.arguments,
+        where,
+        given={"base_dir": config.base_dir},
+        beside=type(plugin).model_fields,
+        known=keys_of(RunConfig),
+    )
+    return partial(target, **keys)
+
+
+def make(kind: str, plugin: Plugin, where: str, config: RunConfig) -> Any:
+    """One instance of a section's class. Raises ConfigError."""
+    return construct(where, maker(kind, plugin, where, config))
+
+
+def dumped(options: AdapterOptions) -> dict[str, Any]:
+    """All keys of a backend. A set has no order: sorted, it is always written the same."""
+    return {
+        key: sorted(value) if isinstance(value, frozenset) else value
+        for key, value in options.model_dump().items()
+    }
+
+
+def as_filled(value: Any, given: Any) -> Any:
+    """`value` with the strings of `given` that the environment filled in: files have their text."""
+    if isinstance(value, dict) and isinstance(given, Mapping):
+        return {key: as_filled(inner, given.get(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple) and isinstance(given, list) and len(value) == len(given):
+        return [as_filled(*pair) for pair in zip(value, given, strict=True)]
+    return given if isinstance(given, Filled) and value == given else value
+
+
+def normalisation_of(row: Loss, given: Normalisation | None) -> Normalisation | None:
+    """What a loss is averaged over; None if it normalises itself."""
+    return None if row.normalises_itself else given or row.normalisation
