@@ -43,7 +43,8 @@ class Reinforce(Algorithm):
         credit: CreditUnit = "whole",
         discount: float = 1.0,
     ) -> None:
-        check_credit(credit, discount)
+        if (credit, discount) != ("whole", 1.0):
+            check_credit(credit, discount)
         self.scale = scale
         self.credit = credit
         self.discount = discount

@@ -6,6 +6,7 @@ Nothing here loads torch but `Parts.open_adapter`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -144,7 +145,7 @@ def adapter_of(options: AdapterOptions, config: RunConfig) -> Adapter:
     """
     where = "backend.type"
     try:
-        with uncollected():
+        with uncollected() if options.needs() else nullcontext():
             found = find_plugin(ADAPTER, options.adapter, where, config.base_dir)
     except PluginError as error:
         missing = error.__cause__

@@ -1,6 +1,6 @@
 """The groups of a run: `Desk` has those under way, `Intake` chooses those of a step.
 
-- `Desk.drop` and `Desk.retire` are the only ways in which a group leaves the run.
+- `Desk.drop` and `Desk.trained` are the only ways in which a group leaves the run.
 - The bound on staleness (P3) is kept by `Intake`. The version doesn't change while the groups of a
   step are chosen, so a group that is fresh enough when it is taken is fresh enough when trained.
 """
@@ -65,7 +65,7 @@ class Desk:
         self._record.dropped(group, cause, again)
         self.admit.set()
 
-    def retire(self, groups: Sequence[Group]) -> None:
+    def trained(self, groups: Sequence[Group]) -> None:
         """These groups were trained."""
         self.ledger.retire(group.ticket for group in groups)
         self.admit.set()

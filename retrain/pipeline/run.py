@@ -229,10 +229,10 @@ class Run:
 
     # --- steps
 
-    def retire(self, groups: Sequence[Group]) -> None:
+    def trained(self, groups: Sequence[Group]) -> None:
         """The step that trained these groups is done: more work may start."""
         self.backend.whole = True
-        self.desk.retire(groups)
+        self.desk.trained(groups)
         self.watch.progress()
 
     async def publish(self) -> None:

@@ -365,7 +365,7 @@ async def step(run: Run) -> bool:
         version=run.version,
         evaluation={} if run.evaluation is None else run.evaluation.take_row(),
     )
-    run.retire(groups)
+    run.trained(groups)
     run.mismatch.see(row)
     run.signal.begin(number, groups, has_credit)
     run.signal.step(groups, has_credit)

@@ -149,7 +149,7 @@ class SeatedSteps(Steps):
     def trajectories(self) -> list[Trajectory]:
         return self.seats.dealt(self.trajectory)
 
-    def take(self, result: StepResult) -> None:
+    def earn(self, result: StepResult) -> None:
         self.seats.earn(self.seats.speaker, result.reward)
         self.trajectory.info.update(self.seats.note(self.name("step"), result.info))
 

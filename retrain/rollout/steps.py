@@ -42,13 +42,13 @@ class Steps(Episode):
         try:
             answer = await self.call("step", lambda: environment.step(action))
             result = result_of(self.name("step"), answer)
-            self.take(result)
+            self.earn(result)
         except UserCodeError as error:
             self.fail(error)
             return None
         return result
 
-    def take(self, result: StepResult) -> None:
+    def earn(self, result: StepResult) -> None:
         """Take the reward and the info of a step."""
         rewards = self.trajectory.rewards
         rewards["environment"] = rewards.get("environment", 0.0) + result.reward
