@@ -1,12 +1,8 @@
-"""From a RunConfig to the parts of a run; all problems of all parts are one ConfigError.
-
-`STEPS` first makes each part, then checks what two parts need of each other. A step is skipped if a
-part that it needs could not be made: that problem is known.
-"""
+"""From a RunConfig to the parts of a run; all problems of all parts are one ConfigError."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,17 +36,16 @@ def assemble(config: RunConfig, given: Given | None = None) -> Parts:
 
     Raises ConfigError with every problem of every part, and of what does not fit together.
     """
-    draft, problems = Draft(config, given or Given()), Problems()
-    for step, *needs in STEPS:
-        if all(hasattr(draft, need) for need in needs):
-            with problems.collected():
-                step(draft)
-    problems.report()
+    draft = Draft(config, given or Given())
+    draft.make()
+    draft.make_prompts()
+    draft.compare()
+    draft.problems.report()
     return draft.parts()
 
 
 class Draft:
-    """The parts so far: one that could not be made is not set."""
+    """The parts so far: one that could not be made is not set, and its problem is collected."""
 
     environment: Callable[[], Environment]
     made: Environment
@@ -59,81 +54,94 @@ class Draft:
     training: PromptSource
     prompts: PromptSource
     """`training`, with its rows as the algorithm reads them."""
-    held_out: PromptSource
+    eval_prompts: PromptSource | None = None
     scorer: Scorer
     options: AdapterOptions
     chat_template: str
     tool_format: Format | None
     case: Case
-    opponents: Mapping[str, Opponent]
-    eval_opponents: Mapping[str, Opponent]
+    opponents: tuple[Mapping[str, Opponent], Mapping[str, Opponent]]
+    """Those of training and of evaluations."""
 
     def __init__(self, config: RunConfig, given: Given) -> None:
-        self.config, self.given = config, given
+        self.config, self.given, self.problems = config, given, Problems()
         self.loggers: list[Callback] = []
-        self.eval_prompts: PromptSource | None = None
         self.about_rows: list[str] = []
         """Warnings."""
         self.about_tools = ""
-        """A warning."""
+        """A warning, if any."""
 
-    # --- each part
-
-    def make_environment(self) -> None:
-        environment = self.given.environment or sections.environment_of(self.config)
-        self.made = construct("environment", environment)
-        self.environment = environment
-        self.runs_agent = type(self.made).run is not Environment.run
-        """Whether the environments run an agent, instead of answering its turns."""
-
-    def make_algorithm(self) -> None:
-        section = self.config.algorithm
-        self.algorithm = self.given.algorithm or make(
-            "algorithm", section, "algorithm", self.config
-        )
-
-    def make_scorer(self) -> None:
-        self.scorer = self.given.scorer or sections.scorer_of(self.config)
-
-    def make_options(self) -> None:
-        self.options = sections.options_of(self.config)
-
-    def make_loggers(self) -> None:
-        problems = Problems()
-        for index, plugin in enumerate(self.config.loggers):
-            with problems.collected():
-                self.loggers.append(make("logger", plugin, f"loggers.{index}", self.config))
-        problems.report()
-
-    def make_chat_template(self) -> None:
-        self.chat_template = self.given.chat_template or sections.chat_template(self.config)
-
-    def make_tool_format(self) -> None:
-        self.tool_format = sections.tool_format(self.config)
-
-    def find_model(self) -> None:
-        find_model(self.config.model, self.config.base_dir)
-
-    # --- the prompts, which may be the environment's own
+    def make(self) -> None:
+        """The parts that need no other one."""
+        config, given, collected = self.config, self.given, self.problems.collected
+        with collected():
+            environment = given.environment or sections.environment_of(config)
+            self.made = construct("environment", environment)
+            self.environment = environment
+        with collected():
+            self.algorithm = given.algorithm or make(
+                "algorithm", config.algorithm, "algorithm", config
+            )
+        with collected():
+            self.scorer = given.scorer or sections.scorer_of(config)
+        with collected():
+            self.options = sections.options_of(config)
+        for index, plugin in enumerate(config.loggers):
+            with collected():
+                self.loggers.append(make("logger", plugin, f"loggers.{index}", config))
+        with collected():
+            self.chat_template = given.chat_template or sections.chat_template(config)
+        with collected():
+            self.tool_format = sections.tool_format(config)
+        with collected():
+            find_model(config.model, config.base_dir)
 
     def make_prompts(self) -> None:
-        given = self.given.prompts
-        self.training = self._source("prompts", self.config.prompts, given, lambda: None)
+        """The prompts, perhaps the environment's own, with rows as the algorithm reads them."""
+        with self.problems.collected():
+            given = self.given.prompts
+            self.training = self._source("prompts", self.config.prompts, given, lambda: None)
+            self.prompts = self._read("prompts", self.training)
+        if self.config.eval is not None:
+            with self.problems.collected():
+                section, where = self.config.eval.prompts, "eval.prompts"
+                rest = partial(self._known, "training")
+                held_out = self._source(
+                    where, section, self.given.eval_prompts, lambda: rest().held_out
+                )
+                self.eval_prompts = self._read(where, held_out)
 
-    def make_held_out(self) -> None:
-        section = self.config.eval
-        if section is not None:
-            given, where = self.given.eval_prompts, "eval.prompts"
-            self.held_out = self._source(
-                where, section.prompts, given, lambda: self._known("training").held_out
-            )
+    def compare(self) -> None:
+        """What parts need of each other."""
+        collected, known = self.problems.collected, self._known
+        with collected():
+            self.opponents = sections.opponents_of(self.config, known("made"), known("scorer"))
+        with collected():
+            if known("algorithm").source == "rollouts":
+                self._check_rows("prompts", known("prompts"))
+        with collected():
+            self._check_rows("eval.prompts", self.eval_prompts)
+        with collected():
+            sections.check_installed(known("options"), self.config)
+        with collected():
+            if runs_agent(known("made")):
+                sections.check_endpoint(self.config)
+        with collected():
+            if known("algorithm").source == "rollouts":
+                self.about_tools = sections.tools_warning(
+                    self.config,
+                    *map(known, ("options", "chat_template", "tool_format", "made")),
+                )
+        with collected():
+            case = Case.of(self.config, known("algorithm"), known("options"))
+            check_compatible(case, self.options, type(known("made")))
+            self.case = case
 
-    def read_prompts(self) -> None:
-        self.prompts = construct("prompts", lambda: self.training.each(self.algorithm.rows))
-
-    def read_held_out(self) -> None:
-        rows = self.algorithm.rows
-        self.eval_prompts = construct("eval.prompts", lambda: self.held_out.each(rows))
+    def _known(self, part: str) -> Any:
+        """A part, if it could be made."""
+        if not hasattr(self, part):
+            raise ConfigError  # without a text: that problem is known
+        return getattr(self, part)
 
     def _source(
         self,
@@ -144,72 +152,38 @@ class Draft:
     ) -> PromptSource:
         """A source with rows, of which the first and the last one are good."""
         if made is None:
-            origin = Origin(where, self.config.base_dir, self._own, held_out)
+
+            def own() -> Environment:
+                make: Callable[[], Environment] = self._known("environment")
+                return construct("environment", make)
+
+            origin = Origin(where, self.config.base_dir, own, held_out)
             made = built(section, origin, keys_of(RunConfig))
-        source = made
-        count = construct(where, lambda: len(source))
+        count = construct(where, made.__len__)
         if not count:
-            name = source.name or type(source).__name__
+            name = made.name or type(made).__name__
             raise PromptError(f"{where}: {name} is empty, expected at least one prompt")
         for index in {0, count - 1}:  # a source of the user's makes the others during the run
-            construct(where, partial(source.checked_row, index))
-        return source
+            construct(where, partial(made.checked_row, index))
+        return made
 
-    def _own(self) -> Environment:
-        """An environment whose own tasks are the prompts."""
-        make: Callable[[], Environment] = self._known("environment")
-        return construct("environment", make)
+    def _read(self, where: str, source: PromptSource) -> PromptSource:
+        rows = self._known("algorithm").rows
+        return construct(where, lambda: source.each(rows))
 
-    def _known(self, part: str) -> Any:
-        """A part, if it could be made."""
-        if not hasattr(self, part):
-            raise ConfigError  # without a text: that problem is known
-        return getattr(self, part)
-
-    # --- what parts need of each other
-
-    def make_opponents(self) -> None:
-        found = sections.opponents_of(self.config, self.made, self.scorer)
-        self.opponents, self.eval_opponents = found
-
-    def check_rows(self) -> None:
-        if self.algorithm.source == "rollouts":
-            self._check_rows("prompts", self.prompts)
-
-    def check_held_out(self) -> None:
-        if self.eval_prompts is not None:
-            self._check_rows("eval.prompts", self.eval_prompts)
-
-    def _check_rows(self, where: str, source: PromptSource) -> None:
-        if checks := row_checks(self.made, self.scorer):
+    def _check_rows(self, where: str, source: PromptSource | None) -> None:
+        checks = row_checks(self._known("made"), self._known("scorer"))
+        if checks and source is not None:
             from retrain.assembly.rows import check_rows
 
             found = construct(where, lambda: list(check_rows(source, checks)))
             self.about_rows += [f"{where}: {text}" for text in found]
 
-    def check_installed(self) -> None:
-        sections.check_installed(self.options, self.config)
-
-    def check_endpoint(self) -> None:
-        if self.runs_agent:
-            sections.check_endpoint(self.config)
-
-    def check_tools(self) -> None:
-        if self.algorithm.source == "rollouts":
-            self.about_tools = sections.tools_warning(
-                self.config, self.options, self.chat_template, self.tool_format, self.made
-            )
-
-    def check_fit(self) -> None:
-        self.case = Case.of(self.config, self.algorithm, self.options)
-        check_compatible(self.case, self.options, type(self.made))
-
-    # --- the end
-
     def parts(self) -> Parts:
         """The checked parts."""
         config, case, algorithm = self.config, self.case, self.algorithm
         own = {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
+        opponents, eval_opponents = self.opponents
         return Parts(
             config,
             prompts=self.prompts,
@@ -226,9 +200,9 @@ class Draft:
             tool_format=self.tool_format,
             loggers=tuple(self.loggers),
             learner=self.given.learner,
-            opponents=self.opponents,
-            eval_opponents=self.eval_opponents,
-            runs_agent=self.runs_agent,
+            opponents=opponents,
+            eval_opponents=eval_opponents,
+            runs_agent=runs_agent(self.made),
             warnings=tuple(self._warnings()),
         )
 
@@ -246,28 +220,9 @@ class Draft:
             yield self.about_tools
 
 
-STEPS: Iterable[tuple[Callable[[Draft], None], *tuple[str, ...]]] = (
-    (Draft.make_environment,),
-    (Draft.make_algorithm,),
-    (Draft.make_prompts,),
-    (Draft.read_prompts, "training", "algorithm"),
-    (Draft.make_held_out,),
-    (Draft.read_held_out, "held_out", "algorithm"),
-    (Draft.make_scorer,),
-    (Draft.make_options,),
-    (Draft.make_loggers,),
-    (Draft.make_chat_template,),
-    (Draft.make_tool_format,),
-    (Draft.find_model,),
-    (Draft.make_opponents, "made", "scorer"),
-    (Draft.check_rows, "made", "scorer", "algorithm", "prompts"),
-    (Draft.check_held_out, "made", "scorer"),
-    (Draft.check_installed, "options"),
-    (Draft.check_endpoint, "made"),
-    (Draft.check_tools, "made", "algorithm", "options", "chat_template", "tool_format"),
-    (Draft.check_fit, "made", "algorithm", "options"),
-)
-"""Each with the parts that it needs."""
+def runs_agent(environment: Environment) -> bool:
+    """Whether the environment runs an agent, instead of answering its turns."""
+    return type(environment).run is not Environment.run
 
 
 def row_checks(environment: Environment, scorer: Scorer) -> tuple[CheckRow, ...]:

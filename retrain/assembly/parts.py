@@ -102,9 +102,7 @@ class Parts:
         forecast = self.options.forecast(self.config)
         yield from (f"warning: {warning}" for warning in self.warnings)
         if forecast is not None:
-            yield forecast.text
-            if forecast.warning:
-                yield f"warning: {forecast.warning}"
+            yield from forecast.lines()
 
     def loading(self) -> str:
         """The line before the model loads."""
