@@ -29,29 +29,18 @@ async def serving(run: Run, adapter: Adapter) -> AsyncIterator[None]:
     adapter.watch(run.record.server)
     run.record.decode = adapter.tokenizer.decode
     _check_publishes(run)
-    chat = _chat(run)
-    door = None
-    if run.sampled and run.parts.runs_agent:
-        from retrain.endpoint.server import EndpointServer
-
-        door = run.door = EndpointServer(run.config.endpoint, adapter.tokenizer.decode)
     if run.sampled:
-        _play(run, chat)
+        _play(run, _chat(run))
     else:
-        longest = run.parts.algorithm.max_length or adapter.context_length
-        playback = Playback(chat, min(longest, adapter.context_length))
-        run.slot = lambda size: playback
-        if run.evaluation is not None:
-            run.evaluation.make_slot = lambda size, sampler: playback
+        _read(run, _chat(run))
     if run.parts.learner is not None:
         run.parts.learner.attach(adapter)
     try:
-        async with nullcontext() if door is None else door.serving():
+        async with nullcontext() if run.door is None else run.door.serving():
             yield
     finally:
-        for opponents in (run.parts.opponents, run.parts.eval_opponents):
-            for opponent in opponents.values():
-                await opponent.close()
+        for opponent in (*run.parts.opponents.values(), *run.parts.eval_opponents.values()):
+            await opponent.close()
 
 
 def checks_publishes(config: RunConfig, adapter: Adapter) -> bool:
@@ -84,9 +73,22 @@ def _chat(run: Run) -> Chat:
     return chat
 
 
+def _read(run: Run, chat: Chat) -> None:
+    """Let the run and its evaluations read the rows of the dataset."""
+    context = run.backend.adapter.context_length
+    playback = Playback(chat, min(run.parts.algorithm.max_length or context, context))
+    run.slot = lambda size: playback
+    if run.evaluation is not None:
+        run.evaluation.make_slot = lambda size, sampler: playback
+
+
 def _play(run: Run, chat: Chat) -> None:
     """Let the run and its evaluations play rollouts."""
     config, parts, adapter = run.config, run.parts, run.backend.adapter
+    if parts.runs_agent:
+        from retrain.endpoint.server import EndpointServer
+
+        run.door = EndpointServer(config.endpoint, adapter.tokenizer.decode)
     rollouts = Rollouts(
         config,
         adapter.sampler,

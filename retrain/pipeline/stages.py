@@ -309,18 +309,12 @@ def _failed(prompt: Prompt, size: int, error: UserCodeError) -> Group:
 
 async def learn(run: Run) -> None:
     """Step after step, with checkpoints and evaluations where they are due; then export."""
-    every, evaluation = run.config.checkpoint.every, run.evaluation
     async with asyncio.TaskGroup() as beside:
-        if evaluation is not None and evaluation.owed is not None:
+        if run.evaluation is not None and run.evaluation.owed is not None:
             await checkpoint(run)
-            await _evaluate(run, evaluation, beside)
+            await _evaluate(run, run.evaluation, beside)
         while not run.finished and await step(run):
-            due = evaluation is not None and evaluation.due(run.step, last=run.finished)
-            evaluate = due and not run.stopping
-            if evaluate or (every and run.step % every == 0 and not run.finished):
-                await checkpoint(run)
-            if evaluation is not None and evaluate:
-                await _evaluate(run, evaluation, beside)
+            await _after_step(run, beside)
     if run.failures:
         return
     await checkpoint(run)
@@ -329,6 +323,16 @@ async def learn(run: Run) -> None:
     if isinstance(run.model, Path):
         run.record.card(run.config, run.model)
     run.record.event("export", path=None if run.model is None else str(run.model))
+
+
+async def _after_step(run: Run, beside: asyncio.TaskGroup) -> None:
+    """The checkpoint and the evaluation that are due."""
+    every, evaluation, last = run.config.checkpoint.every, run.evaluation, run.finished
+    if evaluation is not None and not run.stopping and evaluation.due(run.step, last=last):
+        await checkpoint(run)
+        await _evaluate(run, evaluation, beside)
+    elif every and run.step % every == 0 and not last:
+        await checkpoint(run)
 
 
 async def _evaluate(run: Run, evaluation: Evaluation, beside: asyncio.TaskGroup) -> None:

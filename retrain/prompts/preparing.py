@@ -71,8 +71,8 @@ def prepared(
 def _prepared(
     source: PromptSource, keys: PromptsConfig, base_dir: Path, where: str
 ) -> PromptSource:
-    shape = Shape()
-    if source.opened or any(getattr(keys, name) is not None for name in SHAPING):
+    shape, changed = Shape(), any(getattr(keys, name) is not None for name in SHAPING)
+    if source.opened or changed:
         from retrain.prompts.shaping import ShapedBy
 
         shape = ShapedBy(keys, base_dir, where, source.opened)
@@ -81,7 +81,6 @@ def _prepared(
     if source.read_at_start or keys.filter is not None or keys.held_out is not None:
         return _read(source, shape, keys)
     _count(len(source), source)
-    changed = keys.map or keys.system or keys.prompt_column or keys.answer_column
     if not changed and keys.limit is None:
         return source
     made = PreparedPrompts(source, shape, range(min(len(source), keys.limit or len(source))))

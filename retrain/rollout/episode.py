@@ -122,8 +122,15 @@ class Episode:
         except UserCodeError as error:
             self.fail(error)
 
-    def begin(self) -> None:
-        """Tokenise the opening messages."""
+    def opens_like(self, other: Episode) -> bool:
+        """Whether another one has the same opening messages and tools."""
+        return self.opening == other.opening and self.tools == other.tools
+
+    def begin(self, same: Conversation | None) -> None:
+        """Tokenise the opening messages, unless they are the `same` as another rollout's."""
+        if same is not None:
+            self.conversation = same.fork() if self.own_play else same
+            return
         try:
             self.conversation = self.shared.chat.begin(self.opening, self.tools)
         except ConfigError:  # of chat.tools

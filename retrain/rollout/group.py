@@ -37,21 +37,9 @@ class Rollouts(Shared):
         Raises AdapterError or DeadlineError when the sampler fails.
         """
         episodes = [self._episode(prompt, *place) for place in enumerate(instances)]
-        resets = []
-        for episode in [e for e in episodes if e.alive]:
-            if "reset" in episode.instance.overridden:
-                resets.append(episode)
-            else:
-                episode.show()
-        await _in_their_tasks(resets, lambda episode: episode.reset())
+        await _reset([episode for episode in episodes if episode.alive])
         await self._first_turns(episodes, self._begin(episodes))
-        plays = []
-        for episode in [e for e in episodes if e.alive]:
-            if episode.own_play:
-                plays.append(episode)
-            else:
-                await episode.play()
-        await _in_their_tasks(plays, lambda episode: episode.play())
+        await _play([episode for episode in episodes if episode.alive])
         return Group(prompt, [t for episode in episodes for t in episode.trajectories()])
 
     def _episode(self, prompt: Prompt, index: int, instance: Instance) -> Episode:
@@ -78,13 +66,8 @@ class Rollouts(Shared):
         begun: list[Episode] = []
         together: dict[int, list[Episode]] = {}
         for episode in [e for e in episodes if e.alive and e.opens]:
-            for other in begun:
-                if other.opening == episode.opening and other.tools == episode.tools:
-                    same = other.conversation
-                    episode.conversation = same.fork() if episode.own_play else same
-                    break
-            else:
-                episode.begin()
+            same = next((other for other in begun if other.opens_like(episode)), None)
+            episode.begin(None if same is None else same.conversation)
             if episode.alive:
                 begun.append(episode)
                 episode.trajectory.tools = episode.conversation.tools
@@ -159,6 +142,22 @@ class _Countdown:
             self.future.set_exception(error)
         elif not self._left:
             self.future.set_result(None)
+
+
+async def _reset(episodes: Sequence[Episode]) -> None:
+    own = [episode for episode in episodes if "reset" in episode.instance.overridden]
+    for episode in episodes:
+        if "reset" not in episode.instance.overridden:
+            episode.show()
+    await _in_their_tasks(own, lambda episode: episode.reset())
+
+
+async def _play(episodes: Sequence[Episode]) -> None:
+    for episode in episodes:
+        if not episode.own_play:
+            await episode.play()
+    own = [episode for episode in episodes if episode.own_play]
+    await _in_their_tasks(own, lambda episode: episode.play())
 
 
 async def _in_their_tasks(

@@ -31,11 +31,21 @@ Tools = Sequence[Mapping[str, Any]]
 class Seats:
     """The parties of a rollout while it is played."""
 
-    __slots__ = ("conversations", "earned", "histories", "names", "opponents", "replies", "speaker")
+    __slots__ = (
+        "conversations",
+        "earned",
+        "histories",
+        "names",
+        "opponents",
+        "replies",
+        "speaker",
+        "trained",
+    )
 
     def __init__(self, names: tuple[str, ...], opponents: Mapping[str, Opponent]) -> None:
         self.names = names
         self.opponents = {name: opponents[name] for name in names if name in opponents}
+        self.trained = [name for name in names if name not in opponents] or [""]
         self.speaker = names[0] if names else ""
         """Who speaks next."""
         self.conversations: dict[str, Conversation] = {}
@@ -95,12 +105,10 @@ class Seats:
 
         If the rollout has failed, or no trained seat has spoken, it is one of each trained seat.
         """
-        for seat, conversation in self.conversations.items():
-            self.histories[seat] = conversation.messages, conversation.tools
-        spoken = {turn.seat for turn in whole.turns}
-        trained = [name for name in self.names if name not in self.opponents] or [""]
-        heard = [name for name in trained if name in spoken and whole.outcome == "ok"]
-        return [self._of(seat, whole) for seat in heard or trained]
+        self.histories |= {s: (c.messages, c.tools) for s, c in self.conversations.items()}
+        spoken = {turn.seat for turn in whole.turns} if whole.outcome == "ok" else set()
+        heard = [name for name in self.trained if name in spoken]
+        return [self._of(seat, whole) for seat in heard or self.trained]
 
     def _of(self, seat: str, whole: Trajectory) -> Trajectory:
         numbers = [number for number, turn in enumerate(whole.turns) if turn.seat == seat]
