@@ -10,7 +10,7 @@ from retrain.adapters.base import AdapterOptions
 from retrain.algorithms.base import Algorithm
 from retrain.assembly import sections
 from retrain.assembly.compatibility import Case, check_compatible, warnings_about
-from retrain.assembly.parts import Given, Parts, make, normalisation_of
+from retrain.assembly.parts import Given, Parts, make, maker, normalisation_of
 from retrain.assembly.sections import Problems
 from retrain.chat.formats.base import Format
 from retrain.config import PromptsConfig, RunConfig
@@ -75,7 +75,8 @@ class Draft:
         """The parts that need no other one."""
         config, given, collected = self.config, self.given, self.problems.collected
         with collected():
-            environment = given.environment or sections.environment_of(config)
+            section = config.environment
+            environment = given.environment or maker("environment", section, "environment", config)
             self.made = construct("environment", environment)
             self.environment = environment
         with collected():

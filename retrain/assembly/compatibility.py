@@ -42,6 +42,7 @@ def check_compatible(case: Case, options: AdapterOptions, environment: type[Envi
     """Raises ConfigError with all problems."""
     own = case.algorithm.source in ROWS
     problems = [
+        *_supported(case),
         *_loss(case),
         *_backend(case.config, case.capabilities),
         *_kl_penalty(case),
@@ -57,7 +58,7 @@ def check_compatible(case: Case, options: AdapterOptions, environment: type[Envi
 
 def warnings_about(case: Case) -> Iterator[str]:
     """What is allowed, but rarely intended."""
-    config, loss, row, sampling = case.config, case.loss, case.row, case.config.sampling
+    config, sampling = case.config, case.config.sampling
     yield from _short_stall(config)
     if config.prompts.held_out and (config.eval is None or config.eval.prompts.type != "held_out"):
         yield (
@@ -69,25 +70,30 @@ def warnings_about(case: Case) -> Iterator[str]:
             "sampling.temperature is 0: the rollouts of a group are equal unless the environment "
             "differs, and nothing is learned from equal rewards"
         )
-    if shaped := _shaped(sampling, case.capabilities) if row.reads == "ratio" else "":
+    if case.row.reads == "ratio":
+        yield from _wrong_ratio(case)
+    yield from _clipped_credit(config)
+    stale = config.staleness.bound > 0 and config.algorithm.mismatch is None
+    if case.row.reads == "rewards" and stale:
         yield (
-            f"sampling with {shaped}: {loss} weighs tokens by the ratio of the "
+            f"algorithm.loss: {case.loss} has no ratio, so samples of older weights are trained as "
+            "if they were fresh; set staleness.target to 0, or set algorithm.mismatch"
+        )
+
+
+def _wrong_ratio(case: Case) -> Iterator[str]:
+    """What keeps the ratio of the trainer's probability to the sampler's from being 1."""
+    if shaped := _shaped(case.config.sampling, case.capabilities):
+        yield (
+            f"sampling with {shaped}: {case.loss} weighs tokens by the ratio of the "
             "trainer's probability to the sampler's. This backend's trainer does not apply these "
             "settings, so the ratio is not 1 even for fresh samples; watch kl/sampler_trainer"
         )
-    yield from _clipped_credit(config)
-    own = sorted(SHAPING.intersection(config.endpoint.honour))
-    if own and row.reads == "ratio":
+    if own := sorted(SHAPING.intersection(case.config.endpoint.honour)):
         yield (
             f"endpoint.honour: with an agent's own {', '.join(own)}, the ratio of the trainer's "
-            f"probability to the sampler's, by which {loss} weighs tokens, is not 1 even for fresh "
-            "samples; watch kl/sampler_trainer"
-        )
-    stale = config.staleness.bound > 0 and config.algorithm.mismatch is None
-    if row.reads == "rewards" and stale:
-        yield (
-            f"algorithm.loss: {loss} has no ratio, so samples of older weights are trained as if "
-            "they were fresh; set staleness.target to 0, or set algorithm.mismatch"
+            f"probability to the sampler's, by which {case.loss} weighs tokens, is not 1 even for "
+            "fresh samples; watch kl/sampler_trainer"
         )
 
 
@@ -135,10 +141,10 @@ def _changed(sampling: SamplingConfig) -> dict[str, Any]:
     return {name: v for name, v in sampling if v != SamplingConfig.model_fields[name].default}
 
 
-def _loss(case: Case) -> Iterator[str]:
-    """Whether the backend has the loss, and the loss can do what `algorithm` asks for."""
+def _supported(case: Case) -> Iterator[str]:
+    """Whether the backend has the loss."""
     loss, row, config, capabilities = case.loss, case.row, case.config, case.capabilities
-    able, settings = sorted(capabilities.losses), config.algorithm
+    able = sorted(capabilities.losses)
     where = f"algorithm.loss: the {config.backend.type} backend"
     if ":" in loss and not (loss in able or capabilities.custom_losses):
         yield f"{where} does not support custom losses; it supports {', '.join(able)}"
@@ -147,6 +153,11 @@ def _loss(case: Case) -> Iterator[str]:
         if row.shared and row.shared[0] in able:
             hint = f"; {row.shared[0]} with normalisation: {row.shared[1]} is the same"
         yield f"{where} does not support the loss {loss!r}{hint} (it supports {', '.join(able)})"
+
+
+def _loss(case: Case) -> Iterator[str]:
+    """Whether the loss can do what `algorithm` asks for."""
+    loss, row, config, settings = case.loss, case.row, case.config, case.config.algorithm
     wanted, force = settings.normalisation, settings.loss_config.get("force", False)
     if wanted is not None and row.normalises_itself:
         yield (

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import cast
 
 from pydantic import ValidationError
 
 from retrain.adapters.base import AdapterOptions
-from retrain.assembly.parts import maker, target_of
+from retrain.assembly.parts import target_of
 from retrain.chat import Chat
 from retrain.chat.formats.base import Format
 from retrain.chat.probing import KIND
@@ -65,11 +66,6 @@ class Problems:
             raise ConfigError(*self._found)
 
 
-def environment_of(config: RunConfig) -> partial[Environment]:
-    """Makes the environments of a run."""
-    return maker("environment", config.environment, "environment", config)
-
-
 def opponents_of(
     config: RunConfig, environment: Environment, scorer: Scorer
 ) -> tuple[Mapping[str, Opponent], Mapping[str, Opponent]]:
@@ -81,23 +77,24 @@ def opponents_of(
         raise PluginError(str(error)) from error
     if both := sorted(set(scorer.composition.names).intersection(names)):
         raise PluginError(f"environment: a seat and a reward are both named {both[0]}: rename one")
-    found: list[dict[str, Opponent]] = []
-    for where, section in (("opponents", config.opponents), ("eval.opponents", held_out)):
-        if section is None:
-            found.append(found[0])
-            continue
-        for name in section:
-            if name not in names:
-                seats = f"expected one of {', '.join(names)}" if names else "it has no seats"
-                raise PluginError(
-                    f"{where}: got {name!r}, which is not a seat of the environment; {seats}"
-                )
-        if names and len(section) == len(names):
-            raise PluginError(f"{where}: got all seats, expected at least one that is trained")
-        found.append(
-            {n: opponent_of(p, f"{where}.{n}", config.base_dir) for n, p in section.items()}
-        )
-    return found[0], found[1]
+    found = _opponents("opponents", config.opponents, names, config.base_dir)
+    if held_out is None:
+        return found, found
+    return found, _opponents("eval.opponents", held_out, names, config.base_dir)
+
+
+def _opponents(
+    where: str, section: Mapping[str, Plugin], names: Sequence[str], base_dir: Path
+) -> Mapping[str, Opponent]:
+    for name in section:
+        if name not in names:
+            seats = f"expected one of {', '.join(names)}" if names else "it has no seats"
+            raise PluginError(
+                f"{where}: got {name!r}, which is not a seat of the environment; {seats}"
+            )
+    if names and len(section) == len(names):
+        raise PluginError(f"{where}: got all seats, expected at least one that is trained")
+    return {name: opponent_of(p, f"{where}.{name}", base_dir) for name, p in section.items()}
 
 
 def chat_template(config: RunConfig) -> str:

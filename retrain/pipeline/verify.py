@@ -19,7 +19,7 @@ from retrain.adapters.base import Adapter
 from retrain.config import RunConfig
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams
-from retrain.types import Group, Metrics
+from retrain.types import Completion, Group, Metrics
 
 ERROR = "logprob/error_own_version"
 PROMPT, TOKENS = 64, 8
@@ -98,6 +98,11 @@ class PublishCheck:
         if not gaps:
             return None
         worst = next(filter(math.isnan, gaps), max(gaps))
+        self._judge(version, found, worst, bound)
+        return worst
+
+    def _judge(self, version: int, found: Sequence[Completion], worst: float, bound: float) -> None:
+        """Report other weights than those of `version`."""
         served = {tag for c in found for tag in c.versions or (c.version,)}
         if served != {version}:
             tags = ", ".join(map(str, sorted(served)))
@@ -108,7 +113,6 @@ class PublishCheck:
                 f"the log-probs of the same tokens differ by up to {worst:.3g} nats between "
                 f"sampler and trainer, expected at most {bound:.2g}",
             )
-        return worst
 
     def _warn(self, version: int, problem: str) -> None:
         """Record each failed check, but log only the first."""
