@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-IN_ALL, FEED_TO_UPDATE = 90, 47
+IN_ALL, FEED_TO_UPDATE = 72, 36
 """The most files in all of `train()`, and from the first call of `feed` to the update."""
 ROOT = Path(__file__).parent.parent
 PACKAGE = str(ROOT / "retrain") + "/"
