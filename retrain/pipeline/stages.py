@@ -19,13 +19,13 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.adapters.base import Adapter
-from retrain.assembly import Learner, Parts, assemble
+from retrain.assembly import Parts, assemble
 from retrain.batching import batch_of, fitting, kl_penalised, make_samples
 from retrain.concurrency.deadlines import apart, called, cancelled, contained
 from retrain.concurrency.watch import ADVICE, Watch
@@ -45,7 +45,6 @@ from retrain.observe.failure import ERROR, single
 from retrain.observe.naming import wanted_folder
 from retrain.observe.run_dir import RunDirectory
 from retrain.pipeline.failing import rescue, stops_the_learner, with_failures
-from retrain.pipeline.recorder import Recorder
 from retrain.pipeline.resume import begin_from, checkpoint, restore
 from retrain.pipeline.run import Backend, Run
 from retrain.pipeline.serving import serving
@@ -352,7 +351,7 @@ async def step(run: Run) -> bool:
     if groups is None:
         return False
     run.desk.taken = groups
-    noted = await review(run.parts.learner, groups)
+    noted = await review(run.parts, groups, run.record.fault)
     scored = [Group(group.prompt, group.scored) for group in groups]
     batch, has_credit = await credit(run.parts, backend, scored)
     skipped = run.skips_flat and not has_credit
@@ -364,7 +363,7 @@ async def step(run: Run) -> bool:
     row = run.record.step(
         number,
         groups,
-        {**noted, **metrics, **run.endpoint_metrics(), **await reported(run.parts, run.record)},
+        {**noted, **metrics, **run.endpoint_metrics()},
         trained=trained,
         version=run.version,
         evaluation={} if run.evaluation is None else run.evaluation.take_row(),
@@ -387,11 +386,16 @@ async def take(run: Run) -> list[Group] | None:
     return None if run.stopping else await run.desk.intake.take(run.version)
 
 
-async def review(learner: Learner | None, groups: Sequence[Group]) -> Metrics:
-    """What a trainer notes of the groups, whose rewards it may change."""
-    if learner is None:
-        return {}
-    return await apart(contained(learner.review(groups)), "review")
+async def review(parts: Parts, groups: Sequence[Group], fault: Callable[[str], None]) -> Metrics:
+    """What a trainer notes of the groups, whose rewards it may change, and what rewards report."""
+    noted: Metrics = {}
+    if parts.learner is not None:
+        noted |= await apart(contained(parts.learner.review(groups)), "review")
+    try:
+        noted |= await called("metrics", parts.scorer.metrics, fault)
+    except UserCodeError as error:
+        fault(f"rewards: {error}")
+    return noted
 
 
 async def credit(parts: Parts, backend: Backend, scored: Sequence[Group]) -> tuple[Batch, bool]:
@@ -416,15 +420,6 @@ async def credit(parts: Parts, backend: Backend, scored: Sequence[Group]) -> tup
         normalisation=parts.normalisation,
     )
     return batch, has_credit
-
-
-async def reported(parts: Parts, record: Recorder) -> Metrics:
-    """What the rewards report of this step."""
-    try:
-        return await called("metrics", parts.scorer.metrics, record.fault)
-    except UserCodeError as error:
-        record.fault(f"rewards: {error}")
-        return {}
 
 
 async def update(
