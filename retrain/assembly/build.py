@@ -169,8 +169,10 @@ class Draft:
         return made
 
     def _read(self, where: str, source: PromptSource) -> PromptSource:
-        rows = self._known("algorithm").rows
-        return construct(where, lambda: source.each(rows))
+        algorithm: Algorithm = self._known("algorithm")
+        if type(algorithm).rows is Algorithm.rows:  # it reads them as they are
+            return source
+        return construct(where, lambda: source.each(algorithm.rows))
 
     def _check_rows(self, where: str, source: PromptSource | None) -> None:
         checks = row_checks(self._known("made"), self._known("scorer"))
