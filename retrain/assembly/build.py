@@ -9,7 +9,7 @@ from typing import Any
 from retrain.adapters.base import AdapterOptions
 from retrain.algorithms.base import Algorithm
 from retrain.assembly import sections
-from retrain.assembly.compatibility import Case, check_compatible, warnings_about
+from retrain.assembly.compatibility import Fit, check_compatible, warnings_about
 from retrain.assembly.parts import Given, Parts, make, maker, normalisation_of
 from retrain.assembly.sections import Problems
 from retrain.chat.formats.base import Format
@@ -59,7 +59,7 @@ class Draft:
     options: AdapterOptions
     chat_template: str
     tool_format: Format | None
-    case: Case
+    fit: Fit
     opponents: tuple[Mapping[str, Opponent], Mapping[str, Opponent]]
     """Those of training and of evaluations."""
 
@@ -134,9 +134,9 @@ class Draft:
                     *map(known, ("options", "chat_template", "tool_format", "made")),
                 )
         with collected():
-            case = Case.of(self.config, known("algorithm"), known("options"))
-            check_compatible(case, self.options, type(known("made")))
-            self.case = case
+            fit = Fit.of(self.config, known("algorithm"), known("options"))
+            check_compatible(fit, self.options, type(known("made")))
+            self.fit = fit
 
     def _known(self, part: str) -> Any:
         """A part, if it could be made."""
@@ -184,7 +184,7 @@ class Draft:
 
     def parts(self) -> Parts:
         """The checked parts."""
-        config, case, algorithm = self.config, self.case, self.algorithm
+        config, fit, algorithm = self.config, self.fit, self.algorithm
         own = {k: v for k, v in config.algorithm.loss_config.items() if k != "force"}
         opponents, eval_opponents = self.opponents
         return Parts(
@@ -194,11 +194,11 @@ class Draft:
             environment=self.environment,
             scorer=self.scorer,
             algorithm=algorithm,
-            loss=case.loss,
+            loss=fit.loss,
             loss_config={**algorithm.loss_config, **own},
-            normalisation=normalisation_of(case.row, config.algorithm.normalisation),
+            normalisation=normalisation_of(fit.row, config.algorithm.normalisation),
             options=self.options,
-            capabilities=case.capabilities,
+            capabilities=fit.capabilities,
             chat_template=self.chat_template,
             tool_format=self.tool_format,
             loggers=tuple(self.loggers),
@@ -210,7 +210,7 @@ class Draft:
         )
 
     def _warnings(self) -> Iterator[str]:
-        yield from warnings_about(self.case)
+        yield from warnings_about(self.fit)
         yield from self.options.warnings(self.config)
         yield from (f"prompts: {text}" for text in self.training.warnings)
         if isinstance(self.prompts, Pairs):

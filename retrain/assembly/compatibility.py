@@ -23,7 +23,7 @@ ROWS = {"demonstrations": 1, "pairs": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Fit:
     """What is compared: the config, its algorithm and loss, and what the backend supports."""
 
     config: RunConfig
@@ -33,32 +33,32 @@ class Case:
     capabilities: Capabilities
 
     @classmethod
-    def of(cls, config: RunConfig, algorithm: Algorithm, options: AdapterOptions) -> Case:
+    def of(cls, config: RunConfig, algorithm: Algorithm, options: AdapterOptions) -> Fit:
         loss = config.algorithm.loss or algorithm.loss
         return cls(config, algorithm, loss, row_of(loss), options.capabilities())
 
 
-def check_compatible(case: Case, options: AdapterOptions, environment: type[Environment]) -> None:
+def check_compatible(fit: Fit, options: AdapterOptions, environment: type[Environment]) -> None:
     """Raises ConfigError with all problems."""
-    own = case.algorithm.source in ROWS
+    own = fit.algorithm.source in ROWS
     problems = [
-        *_supported(case),
-        *_loss(case),
-        *_backend(case.config, case.capabilities),
-        *_kl_penalty(case),
-        *_mismatch(case),
-        *_check_publish(case),
-        *_algorithm(case.algorithm, case.config),
-        *options.problems(case.config),
-        *(_examples(case) if own else _rewards(case, environment)),
+        *_supported(fit),
+        *_loss(fit),
+        *_backend(fit.config, fit.capabilities),
+        *_kl_penalty(fit),
+        *_mismatch(fit),
+        *_check_publish(fit),
+        *_algorithm(fit.algorithm, fit.config),
+        *options.problems(fit.config),
+        *(_examples(fit) if own else _rewards(fit, environment)),
     ]
     if problems:
         raise ConfigError(*problems)
 
 
-def warnings_about(case: Case) -> Iterator[str]:
+def warnings_about(fit: Fit) -> Iterator[str]:
     """What is allowed, but rarely intended."""
-    config, sampling = case.config, case.config.sampling
+    config, sampling = fit.config, fit.config.sampling
     yield from _short_stall(config)
     if config.prompts.held_out and (config.eval is None or config.eval.prompts.type != "held_out"):
         yield (
@@ -70,29 +70,29 @@ def warnings_about(case: Case) -> Iterator[str]:
             "sampling.temperature is 0: the rollouts of a group are equal unless the environment "
             "differs, and nothing is learned from equal rewards"
         )
-    if case.row.reads == "ratio":
-        yield from _wrong_ratio(case)
+    if fit.row.reads == "ratio":
+        yield from _wrong_ratio(fit)
     yield from _clipped_credit(config)
     stale = config.staleness.bound > 0 and config.algorithm.mismatch is None
-    if case.row.reads == "rewards" and stale:
+    if fit.row.reads == "rewards" and stale:
         yield (
-            f"algorithm.loss: {case.loss} has no ratio, so samples of older weights are trained as "
+            f"algorithm.loss: {fit.loss} has no ratio, so samples of older weights are trained as "
             "if they were fresh; set staleness.target to 0, or set algorithm.mismatch"
         )
 
 
-def _wrong_ratio(case: Case) -> Iterator[str]:
+def _wrong_ratio(fit: Fit) -> Iterator[str]:
     """What keeps the ratio of the trainer's probability to the sampler's from being 1."""
-    if shaped := _shaped(case.config.sampling, case.capabilities):
+    if shaped := _shaped(fit.config.sampling, fit.capabilities):
         yield (
-            f"sampling with {shaped}: {case.loss} weighs tokens by the ratio of the "
+            f"sampling with {shaped}: {fit.loss} weighs tokens by the ratio of the "
             "trainer's probability to the sampler's. This backend's trainer does not apply these "
             "settings, so the ratio is not 1 even for fresh samples; watch kl/sampler_trainer"
         )
-    if own := sorted(SHAPING.intersection(case.config.endpoint.honour)):
+    if own := sorted(SHAPING.intersection(fit.config.endpoint.honour)):
         yield (
             f"endpoint.honour: with an agent's own {', '.join(own)}, the ratio of the trainer's "
-            f"probability to the sampler's, by which {case.loss} weighs tokens, is not 1 even for "
+            f"probability to the sampler's, by which {fit.loss} weighs tokens, is not 1 even for "
             "fresh samples; watch kl/sampler_trainer"
         )
 
@@ -141,9 +141,9 @@ def _changed(sampling: SamplingConfig) -> dict[str, Any]:
     return {name: v for name, v in sampling if v != SamplingConfig.model_fields[name].default}
 
 
-def _supported(case: Case) -> Iterator[str]:
+def _supported(fit: Fit) -> Iterator[str]:
     """Whether the backend has the loss."""
-    loss, row, config, capabilities = case.loss, case.row, case.config, case.capabilities
+    loss, row, config, capabilities = fit.loss, fit.row, fit.config, fit.capabilities
     able = sorted(capabilities.losses)
     where = f"algorithm.loss: the {config.backend.type} backend"
     if ":" in loss and not (loss in able or capabilities.custom_losses):
@@ -155,9 +155,9 @@ def _supported(case: Case) -> Iterator[str]:
         yield f"{where} does not support the loss {loss!r}{hint} (it supports {', '.join(able)})"
 
 
-def _loss(case: Case) -> Iterator[str]:
+def _loss(fit: Fit) -> Iterator[str]:
     """Whether the loss can do what `algorithm` asks for."""
-    loss, row, config, settings = case.loss, case.row, case.config, case.config.algorithm
+    loss, row, config, settings = fit.loss, fit.row, fit.config, fit.config.algorithm
     wanted, force = settings.normalisation, settings.loss_config.get("force", False)
     if wanted is not None and row.normalises_itself:
         yield (
@@ -199,17 +199,17 @@ def _backend(config: RunConfig, capabilities: Capabilities) -> Iterator[str]:
         )
 
 
-def _kl_penalty(case: Case) -> Iterator[str]:
+def _kl_penalty(fit: Fit) -> Iterator[str]:
     """The penalty compares unshaped log-probs: the sampler's and the reference's."""
-    config, settings = case.config, case.config.algorithm
+    config, settings = fit.config, fit.config.algorithm
     if not settings.kl_penalty:
         return
     where = f"algorithm.kl_penalty: got {settings.kl_penalty}, but"
-    if case.algorithm.source in ROWS:
+    if fit.algorithm.source in ROWS:
         yield f"{where} {settings.type} samples no tokens to penalise; remove it"
-    if not case.capabilities.scores:
+    if not fit.capabilities.scores:
         yield f"{where} the {config.backend.type} backend has no reference log-probs; remove it"
-    if settings.loss_config.get("beta") and case.row.formula is None:
+    if settings.loss_config.get("beta") and fit.row.formula is None:
         yield f"{where} algorithm.loss_config.beta is a KL to the same reference; remove one"
     if _changed(config.sampling).keys() & SHAPING:
         yield (
@@ -218,13 +218,13 @@ def _kl_penalty(case: Case) -> Iterator[str]:
         )
 
 
-def _mismatch(case: Case) -> Iterator[str]:
+def _mismatch(fit: Fit) -> Iterator[str]:
     """What would be corrected twice, or not as `algorithm.mismatch` says."""
-    loss, row, config, capabilities = case.loss, case.row, case.config, case.capabilities
+    loss, row, config, capabilities = fit.loss, fit.row, fit.config, fit.capabilities
     settings, where = config.algorithm, "algorithm.mismatch:"
     if settings.mismatch is None:
         return
-    if case.algorithm.source in ROWS:
+    if fit.algorithm.source in ROWS:
         yield f"{where} {settings.type} samples no tokens, so there is no mismatch; remove it"
         return
     if not capabilities.mismatch:
@@ -253,13 +253,13 @@ def _mismatch(case: Case) -> Iterator[str]:
         )
 
 
-def _check_publish(case: Case) -> Iterator[str]:
-    where, config = "train.check_publish: got true, but", case.config
+def _check_publish(fit: Fit) -> Iterator[str]:
+    where, config = "train.check_publish: got true, but", fit.config
     if config.train.check_publish is not True:
         return
-    if case.algorithm.source in ROWS:
+    if fit.algorithm.source in ROWS:
         yield f"{where} {config.algorithm.type} publishes for evaluations only; remove it"
-    elif case.capabilities.checks == "no":
+    elif fit.capabilities.checks == "no":
         yield f"{where} the {config.backend.type} backend can't score tokens; remove it"
 
 
@@ -278,9 +278,9 @@ def _algorithm(algorithm: Algorithm, config: RunConfig) -> Iterator[str]:
         )
 
 
-def _examples(case: Case) -> Iterator[str]:
+def _examples(fit: Fit) -> Iterator[str]:
     """Sections without an effect when the rows of the dataset are trained."""
-    config, algorithm, loss = case.config, case.algorithm, case.loss
+    config, algorithm, loss = fit.config, fit.algorithm, fit.loss
     settings, plain = config.algorithm, RunConfig(prompts=config.prompts)
     where = f"has no effect: algorithm {settings.type} trains on {algorithm.source} of the dataset"
     if config.environment != plain.environment:
@@ -299,12 +299,12 @@ def _examples(case: Case) -> Iterator[str]:
         yield f"algorithm.loss: got {loss!r}, but {settings.type} uses {algorithm.loss}; remove it"
     for key in sorted(algorithm.loss_config.keys() & settings.loss_config.keys()):
         yield f"algorithm.loss_config.{key}: that is algorithm.{key} here"
-    if config.eval is not None and not case.capabilities.scores:
+    if config.eval is not None and not fit.capabilities.scores:
         yield f"eval: the {config.backend.type} backend can't score given tokens; remove it"
 
 
-def _rewards(case: Case, environment: type[Environment]) -> Iterator[str]:
-    config, loss, reads = case.config, case.loss, case.row.reads
+def _rewards(fit: Fit, environment: type[Environment]) -> Iterator[str]:
+    config, loss, reads = fit.config, fit.loss, fit.row.reads
     if reads == "pairs":
         yield (
             f"algorithm.loss: {loss} compares given answers, but {config.algorithm.type} trains on "

@@ -248,7 +248,7 @@ def _columns(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-class Shape:
+class RowShape:
     """What the keys of a source choose and change: here nothing. `shaping` has the others."""
 
     plain = True

@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 
 from retrain.config import PromptsConfig
 from retrain.errors import ConfigError, PromptError, blame
-from retrain.prompts.base import EmptyPromptError, PromptSource, Raw, Shape
+from retrain.prompts.base import EmptyPromptError, PromptSource, Raw, RowShape
 from retrain.types import Message, Row
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ SHAPING = ("filter", "map", "system", "prompt_column", "answer_column")
 class PreparedPrompts(PromptSource):
     """Some rows of a source, changed."""
 
-    def __init__(self, source: PromptSource, shape: Shape, kept: Sequence[int]) -> None:
+    def __init__(self, source: PromptSource, shape: RowShape, kept: Sequence[int]) -> None:
         self._source, self._shape, self._kept = source, shape, kept
         self.name, self.opened = source.name, source.opened
         self.read_at_start = source.read_at_start
@@ -71,7 +71,7 @@ def prepared(
 def _prepared(
     source: PromptSource, keys: PromptsConfig, base_dir: Path, where: str
 ) -> PromptSource:
-    shape, changed = Shape(), any(getattr(keys, name) is not None for name in SHAPING)
+    shape, changed = RowShape(), any(getattr(keys, name) is not None for name in SHAPING)
     if source.opened or changed:
         from retrain.prompts.shaping import ShapedBy
 
@@ -102,7 +102,7 @@ class _Reading:
     """Why the first empty row is empty."""
 
 
-def _read(source: PromptSource, shape: Shape, keys: PromptsConfig) -> PromptSource:
+def _read(source: PromptSource, shape: RowShape, keys: PromptsConfig) -> PromptSource:
     found, total = _Reading(), 0
     for index, raw in enumerate(source.rows()):
         total += 1
@@ -133,7 +133,7 @@ def _read(source: PromptSource, shape: Shape, keys: PromptsConfig) -> PromptSour
 
 
 def _split(
-    source: PromptSource, shape: Shape, keys: PromptsConfig, found: _Reading, total: int
+    source: PromptSource, shape: RowShape, keys: PromptsConfig, found: _Reading, total: int
 ) -> PromptSource:
     if not found.kept:
         name = source.name or type(source).__name__

@@ -11,7 +11,7 @@ from typing import Any
 from retrain.config import PromptsConfig
 from retrain.config.plugins import find_function
 from retrain.errors import PromptError, first_of, shown
-from retrain.prompts.base import Raw, Shape, as_row, parse_row
+from retrain.prompts.base import Raw, RowShape, as_row, parse_row
 from retrain.types import Message, Row
 
 _NAMED = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
@@ -19,7 +19,7 @@ _NAMED = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 RANGE = {"min", "max", "not"}
 
 
-class ShapedBy(Shape):
+class ShapedBy(RowShape):
     """Chooses and changes rows by the keys of a source."""
 
     def __init__(self, keys: PromptsConfig, base_dir: Path, where: str, opened: bool) -> None:
