@@ -15,6 +15,7 @@ from environments.sql import Sql
 from retrain import Action, ConfigError, Prompt, StepResult, Trajectory, Turn
 from retrain.assembly import assemble
 from retrain.assembly import rows as assembly_rows
+from retrain.assembly.build import row_checks
 from retrain.config import parse_config
 from retrain.rewarding import Scorer
 from retrain.sandbox import choice, local
@@ -128,7 +129,7 @@ def test_checking_rows_ends_after_a_while_and_spares_environments_without_a_chec
     prompts = [{"prompt": f"{n}?", "answer": "SELECT 1" if n < 2 else "SELEC"} for n in range(3)]
     config = parse_config({"prompts": prompts, "environment": {"type": "sql"}})
     assert any("only the first 1 of 3 rows" in text for text in assemble(config).warnings)
-    assert assembly_rows.row_checks(Echo(), Scorer([])) == ()
+    assert row_checks(Echo(), Scorer([])) == ()
 
 
 @pytest.mark.parametrize("row", [None, "", [], [1]])

@@ -87,8 +87,8 @@ def test_the_total_and_how_it_grows_with_each_reward(terms, values, total, facto
 
 def test_a_plain_sum_has_a_short_way_with_the_same_result():
     values = {"environment": 0.1, "a": 0.2, "b": 0.7}
-    plain = Composition([leaf("a", 0.3), leaf("b", 3.0)])
-    assert plain.weights == (("a", 0.3), ("b", 3.0))
+    plain = Scorer([leaf("a", 0.3), leaf("b", 3.0)])
+    assert plain.composition.weights == (("a", 0.3), ("b", 3.0))
     long_way = Composition([leaf("a", 0.3), leaf("b", 3.0), Combined("none", 1.0, "min", ())])
     assert long_way.weights is None
     assert plain.total(values, 0) == long_way.total(values, 0) == 0.1 + 0.3 * 0.2 + 3.0 * 0.7

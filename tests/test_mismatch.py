@@ -18,7 +18,7 @@ from retrain.config import MismatchConfig, RunConfig, parse_config
 from retrain.engine.losses import mismatch_weights
 from retrain.errors import ConfigError
 from retrain.pipeline import train
-from retrain.pipeline.mismatch import MismatchWatch
+from retrain.pipeline.signal import MismatchWatch
 from retrain.rewarding import reward
 
 

@@ -15,8 +15,7 @@ from retrain.config import parse_config
 from retrain.errors import ConfigError
 from retrain.prompts import PromptSource
 from retrain.prompts import files as formats
-from retrain.prompts.lengths import long_prompts
-from retrain.prompts.preparing import repeated
+from retrain.prompts.preparing import long_prompts, repeated
 from retrain.prompts.sequences import IteratedPrompts
 
 OWN = """

@@ -332,7 +332,10 @@ def resolved(config: RunConfig) -> dict[str, Any]:  # any: plain YAML values
 
 def as_yaml(config: RunConfig) -> str:
     """`resolved` as a config file, which works in any folder."""
-    values = _without_secrets(plain(escaped(config.model_dump())))
+    values = config.model_dump()
+    if "${" in repr(values):
+        values = escaped(values)
+    values = _without_secrets(plain(values))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return f"{BASE_DIR_NOTE}{config.base_dir.absolute()}\n{text}"
 
