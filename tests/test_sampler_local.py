@@ -221,7 +221,7 @@ async def test_a_model_without_past_key_values_is_refused() -> None:
     model = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=103, hidden_size=16, num_hidden_layers=1)
     )
-    with pytest.raises(ValueError, match="has no past_key_values"):
+    with pytest.raises(ValueError, match="past_key_values"):
         LocalSampler(model, TOKENIZER)
 
 
@@ -559,7 +559,7 @@ async def test_wrong_weights_are_refused_and_the_old_ones_served_on(
 def test_a_model_whose_forward_was_patched_is_refused(model: LlamaForCausalLM) -> None:
     patched = load_like(model)
     patched.lm_head.forward = patched.lm_head.forward  # as accelerate and TRL do
-    with pytest.raises(ValueError, match=r"forward of lm_head .* was patched"):
+    with pytest.raises(ValueError, match="lm_head "):
         LocalSampler(patched, TOKENIZER)
 
 
@@ -590,7 +590,7 @@ async def test_a_failing_pass_fails_what_waits_and_what_comes_later(
             await until(lambda: sampler.stats.rows == 1)
         else:
             waits = asyncio.create_task(sampler.sample([A, C], SEEDED))
-        with pytest.raises(AdapterError, match="FloatingPointError: the device burns") as raised:
+        with pytest.raises(AdapterError, match="FloatingPointError") as raised:
             await sampler.sample([C], SEEDED)
         assert isinstance(raised.value.__cause__, FloatingPointError)
         with pytest.raises(AdapterError, match="the device burns"):

@@ -126,5 +126,5 @@ def test_what_is_no_part_is_refused_before_anything_loads():
     with pytest.raises(ConfigError, match="rloo"):
         GRPOTrainer("tiny", {"type": "rloo"}, prompts=["a="])
     for calculator in (3, Variety):
-        with pytest.raises(TypeError, match=r"reward_calculator: got .*, expected a RewardCalc"):
+        with pytest.raises(TypeError, match=r"reward_calculator.*RewardCalc"):
             trainer_of(reward_calculator=calculator).fit()
