@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,27 +29,53 @@ SAMPLERS = pytest.mark.parametrize("url", ["its own", "vLLM's"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def url(request, tmp_path_factory):
+def servers(tmp_path_factory):
+    """The URL of a service by what it samples with; each is started once."""
     patch = pytest.MonkeyPatch()
     patch.setenv("TINKER_TELEMETRY", "0")
     patch.setenv("WEAVER_OPERATION_POLL_INTERVAL", "0.01")
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         patch.delenv(name)  # loopback needs none
     with ExitStack() as stack:
-        options = None
-        if getattr(request, "param", "") == "vLLM's":  # sample by the stand-in for it
-            server = stack.enter_context(stand_in(tiny_folder(), defaults=(*FLAGS, *GROUP, *LORA)))
-            options = VllmOptions(url=server.url)
-        folder = tmp_path_factory.mktemp("service")
-        yield stack.enter_context(on_a_port(folder, api_key=KEY, vllm=options))
+
+        @cache
+        def started(sampler: str) -> str:
+            options = None
+            if sampler == "vLLM's":  # the stand-in for it
+                server = stack.enter_context(
+                    stand_in(tiny_folder(), defaults=(*FLAGS, *GROUP, *LORA))
+                )
+                options = VllmOptions(url=server.url)
+            folder = tmp_path_factory.mktemp("service")
+            return stack.enter_context(on_a_port(folder, api_key=KEY, vllm=options))
+
+        yield started
     patch.undo()
 
 
+@pytest.fixture
+def url(request, servers):
+    return servers(getattr(request, "param", "its own"))
+
+
 @pytest.fixture(scope="module")
-def service(url):
-    """Weaver's, shared: leaving it takes the SDK five seconds."""
-    with weaver.ServiceClient(base_url=url, api_key=KEY) as service:
-        yield service
+def clients(servers):
+    """Weaver's, shared: leaving one takes the SDK five seconds."""
+
+    @cache
+    def connected(url: str) -> weaver.ServiceClient:
+        made.append(weaver.ServiceClient(base_url=url, api_key=KEY).__enter__())
+        return made[-1]
+
+    made: list[weaver.ServiceClient] = []
+    yield connected
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda client: client.__exit__(None, None, None), made))
+
+
+@pytest.fixture
+def service(url, clients):
+    return clients(url)
 
 
 def inputs(loss: str, logprobs: list[float]) -> dict[str, Any]:
