@@ -238,6 +238,11 @@ def weight_sums(row: Row, rows: Sequence[Row], loss: str) -> float:
     return 1 / max(sum(row.advantages), 1e-9)
 
 
+PAIRS = pytest.mark.parametrize(
+    ("backend", "loss"), [("tinker", "importance_sampling"), ("weaver", "dro")]
+)
+
+
 async def place(config: RunConfig, service: Service) -> tuple[bool, Average]:
     async with assemble(config).open_adapter() as adapter:
         assert isinstance(adapter, RemoteAdapter)
@@ -246,8 +251,7 @@ async def place(config: RunConfig, service: Service) -> tuple[bool, Average]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["tinker", "weaver"])
-@pytest.mark.parametrize("loss", ["importance_sampling", "dro"])
+@PAIRS
 async def test_our_own_service_sums(
     backend: str, loss: str, server: tuple[str, Service], tmp_path: Path
 ) -> None:
@@ -256,8 +260,7 @@ async def test_our_own_service_sums(
     assert found == (loss == "importance_sampling", SUM)
 
 
-@pytest.mark.parametrize("backend", ["tinker", "weaver"])
-@pytest.mark.parametrize("loss", ["importance_sampling", "dro"])
+@PAIRS
 async def test_a_server_that_averages_takes_the_step_of_one_that_sums(
     backend: str,
     loss: str,
@@ -282,8 +285,9 @@ async def test_a_server_that_averages_takes_the_step_of_one_that_sums(
         assert averaging == pytest.approx(honest, abs=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["tinker", "weaver"])
-@pytest.mark.parametrize("factor", [weight_sums, lambda row, rows, loss: 0.0])
+@pytest.mark.parametrize(
+    ("backend", "factor"), [("tinker", weight_sums), ("weaver", lambda row, rows, loss: 0.0)]
+)
 async def test_a_run_on_a_server_that_trains_something_else_is_refused(
     backend: str,
     factor: Factor,
