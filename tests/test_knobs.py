@@ -228,6 +228,8 @@ PIPE = {
     *("rewards.0.type", "rewards.0.name", "algorithm.type"),
     *("rollout.max_turns", "rollout.slots", "rollout.setup_concurrency"),
     *("rollout.reward_concurrency",),
+    *("staleness.target", "staleness.max", "algorithm.group_size", "train.order"),
+    *("train.total_train_steps", "train.groups_per_step"),
     *("train.shuffle", "train.no_signal", "train.max_refill", "train.stop_after_flat_steps"),
     *("train.max_failed_groups", "eval.prompts.type", "eval.every", "eval.samples"),
     *("eval.pass_threshold", "deadlines.setup", "deadlines.reset", "deadlines.step"),
