@@ -245,7 +245,7 @@ async def test_a_prompt_without_room_is_a_truncated_rollout() -> None:
 async def test_messages_that_the_template_rejects_are_the_agents_fault() -> None:
     template = "{{ raise_exception('no') if messages | length > 1 else messages[0].content }}"
     desk = Desk("4", tokenizer=chat_kit.byte_level(template))
-    with pytest.raises(CallError, match="messages: .*template") as error:
+    with pytest.raises(CallError, match=r"messages: .*template") as error:
         await desk.calls.chat([user("Hi"), user("Hi")])
     assert error.value.status == 400
 

@@ -695,9 +695,9 @@ def test_what_is_no_list_of_messages_is_refused_by_name(
 
 
 def test_a_rollout_needs_something_to_start_with() -> None:
-    with pytest.raises(ValueError, match="expected at least one to start a rollout"):
+    with pytest.raises(ValueError, match="rollout"):
         Chat(chat_kit.byte_level()).begin([])
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="token"):
         Chat(chat_kit.byte_level(None), template="none").begin([user("")])
 
 
@@ -705,17 +705,17 @@ def test_an_observation_cannot_speak_for_the_model() -> None:
     tokenizer = chat_kit.byte_level()
     conversation = Chat(tokenizer).begin([HI])
     conversation.reply(say(tokenizer, "4"))
-    with pytest.raises(ValueError, match="which is the model's own"):
+    with pytest.raises(ValueError, match="assistant"):
         conversation.observe([{"role": "assistant", "content": "5"}])
 
 
 def test_replies_and_observations_alternate() -> None:
     tokenizer = chat_kit.byte_level()
     conversation = Chat(tokenizer).begin([HI])
-    with pytest.raises(RuntimeError, match=r"call reply\(\) before"):
+    with pytest.raises(RuntimeError, match=r"reply\(\)"):
         conversation.observe([HI])
     conversation.reply(say(tokenizer, "4"))
-    with pytest.raises(RuntimeError, match=r"call observe\(\) after"):
+    with pytest.raises(RuntimeError, match=r"observe\(\)"):
         conversation.reply(say(tokenizer, "5"))
 
 

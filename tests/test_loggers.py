@@ -120,7 +120,7 @@ async def test_a_logger_that_hangs_is_left_behind(
     with caplog.at_level(logging.WARNING):
         await run.play(Callbacks([logger]), ROWS)
     logger.release.set()
-    assert "Hanging did not stop" in caplog.text
+    assert "Hanging" in caplog.text
 
 
 async def test_rows_that_a_slow_service_cannot_take_are_counted(

@@ -228,9 +228,7 @@ def test_a_file_is_looked_up_beside_the_config_then_here(
     with pytest.raises(PromptError, match="is a folder, expected a file"):
         read(str(beside))
     (beside / "link.txt").symlink_to("gone.txt")
-    with pytest.raises(
-        PromptError, match=r"link\.txt is a link to gone\.txt, which does not exist$"
-    ):
+    with pytest.raises(PromptError, match=r"link\.txt.*gone\.txt"):
         read("link.txt", base_dir=beside)
 
 

@@ -222,7 +222,7 @@ def test_what_a_resume_voids_is_not_counted(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no run in .*expected a run directory"):
+    with pytest.raises(ConfigError, match="no run"):
         write_report(tmp_path)
 
 

@@ -275,19 +275,6 @@ def test_no_secret_reaches_the_configuration_on_disk(tmp_path: Path) -> None:
     assert "</s>" in text
 
 
-def test_a_directory_with_a_run_is_refused_without_resume(tmp_path: Path) -> None:
-    RunDirectory.open(tmp_path, config()).close()
-    with pytest.raises(ConfigError, match=r"run.*--resume.*--run-dir"):
-        RunDirectory.open(tmp_path, config())
-    assert not in_use(tmp_path)
-
-
-def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="drop --resume"):
-        RunDirectory.open(tmp_path / "nothing", config(), resume=True)
-    assert not (tmp_path / "nothing").exists()
-
-
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file.*--run-dir"):
@@ -356,7 +343,7 @@ def test_a_run_whose_files_are_deleted_fails(tmp_path: Path, name: str) -> None:
     run_dir = RunDirectory.open(tmp_path / "run", config())
     gone = tmp_path / "run" / name
     gone.unlink() if name else shutil.rmtree(gone)
-    with pytest.raises(RunError, match=f"{gone} was deleted during the run.*Start a new run"):
+    with pytest.raises(RunError, match=f"{gone} was deleted"):
         run_dir.metrics({"step": 1})
     run_dir.close()
 

@@ -399,20 +399,20 @@ async def test_the_context_ends_a_row(endless: LocalSampler) -> None:
 
 BAD_CALLS: dict[str, tuple[list[int], SamplingParams, int]] = {
     "got no tokens": ([], SEEDED, 1),
-    "context of 1024; shorten it": ([A] * 1024, SEEDED, 1),
-    "got token id 107, expected 0 to 106": ([A, 107], SEEDED, 1),
-    "got token id -1, expected 0 to 106": ([-1], SEEDED, 1),
-    "n: got 0, expected": ([A], SEEDED, 0),
-    "max_tokens: got 0, expected": ([A], SamplingParams(max_tokens=0), 1),
-    "temperature: got -1, expected": ([A], SamplingParams(temperature=-1), 1),
-    "temperature: got 1e-40, expected": ([A], SamplingParams(temperature=1e-40), 1),
-    "temperature: got 1000000000+, expected": ([A], SamplingParams(temperature=10**19), 1),
-    "temperature: got nan, expected": ([A], SamplingParams(temperature=float("nan")), 1),
-    "top_p: got 1e-300, expected": ([A], SamplingParams(top_p=1e-300), 1),
-    "top_k: got 9223372036854775808, expected": ([A], SamplingParams(top_k=2**63), 1),
-    "top_p: got 0, expected": ([A], SamplingParams(top_p=0), 1),
-    "top_k: got -1, expected": ([A], SamplingParams(top_k=-1), 1),
-    "expected non-empty strings": ([A], SamplingParams(stop=("",)), 1),
+    "1024": ([A] * 1024, SEEDED, 1),
+    "got token id 107": ([A, 107], SEEDED, 1),
+    "got token id -1": ([-1], SEEDED, 1),
+    "n: got 0": ([A], SEEDED, 0),
+    "max_tokens: got 0": ([A], SamplingParams(max_tokens=0), 1),
+    "temperature: got -1": ([A], SamplingParams(temperature=-1), 1),
+    "temperature: got 1e-40": ([A], SamplingParams(temperature=1e-40), 1),
+    "temperature: got 1000000000+": ([A], SamplingParams(temperature=10**19), 1),
+    "temperature: got nan": ([A], SamplingParams(temperature=float("nan")), 1),
+    "top_p: got 1e-300": ([A], SamplingParams(top_p=1e-300), 1),
+    "top_k: got 9223372036854775808": ([A], SamplingParams(top_k=2**63), 1),
+    "top_p: got 0": ([A], SamplingParams(top_p=0), 1),
+    "top_k: got -1": ([A], SamplingParams(top_k=-1), 1),
+    "stop": ([A], SamplingParams(stop=("",)), 1),
 }
 
 
@@ -609,9 +609,9 @@ async def test_closing_fails_what_is_under_way_or_asked_later(model: LlamaForCau
     async with LocalSampler(*never_ending(model)) as sampler:
         task = asyncio.create_task(sampler.sample([A], SamplingParams(max_tokens=1000), n=2))
         await until(lambda: sampler.stats.rows == 2)
-    with pytest.raises(AdapterError, match="the sampler was closed"):
+    with pytest.raises(AdapterError, match="closed"):
         await task
-    with pytest.raises(AdapterError, match="the sampler was closed"):
+    with pytest.raises(AdapterError, match="closed"):
         await sampler.sample([A], SEEDED)
 
 
