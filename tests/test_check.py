@@ -129,13 +129,12 @@ async def test_a_step_that_blocks_the_loop_is_found_and_ends_the_check_early() -
 
 @pytest.mark.parametrize("hook", ["setup", "reset", "close", "run", "cancelled", "reward"])
 def test_any_code_of_a_config_that_blocks_the_loop_is_found(
-    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hook: str, own_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(BLOCKING)
+    (own_folder / "own.py").write_text(BLOCKING)
     kind = {"run": "Agent", "cancelled": "Cancelled", "reward": "SingleTurn"}.get(hook, "Steps")
     keys = [f"environment={{type: own.py:{kind}}}", *["rewards=own.py:slow"] * (hook == "reward")]
-    (tmp_path / "task.yaml").write_text("prompts: [{prompt: a, answer: b}]")
+    (own_folder / "task.yaml").write_text("prompts: [{prompt: a, answer: b}]")
     monkeypatch.setenv("HOOK", hook)
     assert command(["check", "task.yaml", *keys]) == 1
     out = capsys.readouterr().out
@@ -251,10 +250,9 @@ async def test_bad_tools_are_found(tools: Any, advice: str) -> None:
 
 
 def test_the_command_checks_a_file_and_a_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(
+    (own_folder / "own.py").write_text(
         "from retrain import Environment\n"
         "class Own(Environment):\n    def __init__(self, size: int): pass\n"
         "class Bad(Environment):\n    async def reset(self, prompt): return 5\n"
@@ -264,14 +262,14 @@ def test_the_command_checks_a_file_and_a_config(
     assert "environment.size" in capsys.readouterr().err
     assert command(["check", "own.py:Bad"]) == 1
     assert "FAIL  reset and step" in capsys.readouterr().out
-    (tmp_path / "task.yaml").write_text("prompts: [{prompt: a, answer: b}]\nrewards: exact_match")
+    (own_folder / "task.yaml").write_text("prompts: [{prompt: a, answer: b}]\nrewards: exact_match")
     assert command(["check", "quickstart"]) == 0
     assert command(["check", "own.py:Own", "size=3", "--reply", "b"]) == 2
     assert "own.py:Own" in capsys.readouterr().err
     assert command(["check", "task.yaml", "model=runs/sft/final"]) == 0
     first, advice, fit, *_ = capsys.readouterr().out.splitlines()
     assert first == "warn  the model does not exist yet"
-    assert advice.startswith(f"      model: folder not found: {tmp_path}/runs/sft/final")
+    assert advice.startswith(f"      model: folder not found: {own_folder}/runs/sft/final")
     assert fit.startswith("ok    all parts of the config load")
 
 
@@ -346,12 +344,11 @@ class Counting(Environment):
 
 
 def test_a_configs_rewards_are_called_and_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "scores.py").write_text(REWARDS)
-    (tmp_path / "counting.py").write_text(COUNTING)
-    (tmp_path / "task.yaml").write_text("prompts: [{prompt: a, answer: aa}]\nrewards: []")
+    (own_folder / "scores.py").write_text(REWARDS)
+    (own_folder / "counting.py").write_text(COUNTING)
+    (own_folder / "task.yaml").write_text("prompts: [{prompt: a, answer: aa}]\nrewards: []")
 
     def shown(*overrides: str) -> tuple[int, str]:
         code = command(["check", "task.yaml", *overrides])
@@ -433,15 +430,14 @@ def test_a_configs_rewards_are_called_and_shown(
 
 
 def test_a_reply_that_reasons_before_it_calls_a_tool_calls_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(
+    (own_folder / "own.py").write_text(
         "def now() -> str:\n    'The time.'\n    return '12:00'\n"
         "def calls(trajectory): return trajectory.info['tool_calls']\n"
     )
     tools = "environment: {type: tools, tools: [own.py:now]}\nrewards: own.py:calls"
-    (tmp_path / "task.yaml").write_text(f"prompts: [a]\n{tools}")
+    (own_folder / "task.yaml").write_text(f"prompts: [a]\n{tools}")
     reply = '<think>so</think><tool_call>{"name": "now", "arguments": {}}</tool_call>'
     assert command(["check", "task.yaml", "--reply", reply]) == 0
     out = capsys.readouterr().out
@@ -452,15 +448,14 @@ def test_a_reply_that_reasons_before_it_calls_a_tool_calls_it_once(
 
 
 def test_a_row_of_each_source_of_a_mixture_is_tried_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     sums = "{type: list, name: sums, rows: [{prompt: 1+1=, answer: '2'}, {prompt: p, answer: '3'}]}"
     more = "{type: file, path: letters.jsonl}"
     rows = ['{"prompt": "say a", "answer": "a"}', '{"prompt": "say b", "answer": "b"}']
-    (tmp_path / "letters.jsonl").write_text("\n".join(rows))
-    (tmp_path / "own.py").write_text(MIXED)
-    (tmp_path / "task.yaml").write_text(
+    (own_folder / "letters.jsonl").write_text("\n".join(rows))
+    (own_folder / "own.py").write_text(MIXED)
+    (own_folder / "task.yaml").write_text(
         f"prompts: {{type: mixture, sources: [{sums}, {sums.replace('sums', 'again')}, {more}]}}\n"
         "environment: own.py:Half\nrewards: exact_match"
     )
@@ -502,13 +497,12 @@ class Half(Environment):
 
 
 def test_a_wrong_reference_solution_is_found_by_a_reward_that_checks_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     rows = [
         f'{{prompt: a, answer: "def f(): return {n}", tests: "assert f() == 2"}}' for n in "213"
     ]
-    (tmp_path / "task.yaml").write_text(f"prompts: [{', '.join(rows)}]\nrewards: code_tests")
+    (own_folder / "task.yaml").write_text(f"prompts: [{', '.join(rows)}]\nrewards: code_tests")
     for gate in (False, True):
         gated = "[exact_match, {type: code_tests, only_if: exact_match}]"
         assert command(["check", "task.yaml", *([f"rewards={gated}"] if gate else [])]) == 0
@@ -522,11 +516,10 @@ def test_a_wrong_reference_solution_is_found_by_a_reward_that_checks_rows(
 
 
 def test_a_reward_that_ignores_the_answer_says_nothing_about_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     rows = [f"{{prompt: a, answer: {answer}, schema: {{type: object}}}}" for answer in ("x", "y")]
-    (tmp_path / "task.yaml").write_text(f"prompts: [{', '.join(rows)}]")
+    (own_folder / "task.yaml").write_text(f"prompts: [{', '.join(rows)}]")
     for reward in (
         "{type: contains, strings: x}",
         "{type: json_schema, column: schema}",
@@ -578,16 +571,15 @@ def page() -> object:
 
 
 def test_the_tools_of_a_config_are_called_a_few_times_and_their_results_shown(
-    tmp_path: Path,
+    own_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(replay, "SLOW_SECONDS", 0.45)
-    (tmp_path / "t.py").write_text(TOOLS)
+    (own_folder / "t.py").write_text(TOOLS)
     names = ("area", "clock", "broken", "slow", "page")
-    (tmp_path / "task.yaml").write_text(
+    (own_folder / "task.yaml").write_text(
         "prompts: [{prompt: a, answer: b}, {prompt: b}]\nrewards: exact_match\n"
         f"environment: {{type: tools, tools: [{', '.join(f't.py:{name}' for name in names)}]}}"
     )
@@ -604,7 +596,7 @@ def test_the_tools_of_a_config_are_called_a_few_times_and_their_results_shown(
     ]
     at = lines.index("warn  the result of a tool differs for the same call")
     assert lines[at + 1] == "      clock called with {}: got '0', then '1'"
-    calls = find_object("t.py:calls", tmp_path, "")
+    calls = find_object("t.py:calls", own_folder, "")
     assert calls.count(1.0) == 2 + INSTANCES, "once per rollout, of the first row"
     assert calls.count("slow") == 1
     assert not caplog.records, "nothing about a chat template"
@@ -640,12 +632,11 @@ class Down(Environment):
 
 
 def test_the_reward_of_the_environment_is_shown_and_an_empty_reply_must_not_get_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(STEPS)
+    (own_folder / "own.py").write_text(STEPS)
     answer = "SELECT count(*) FROM orders WHERE price > 3"
-    (tmp_path / "task.yaml").write_text(f"prompts: [{{prompt: a, answer: '{answer}'}}]")
+    (own_folder / "task.yaml").write_text(f"prompts: [{{prompt: a, answer: '{answer}'}}]")
 
     def shown(name: str, *keys: str) -> tuple[int, list[str]]:
         code = command(["check", "task.yaml", f"environment=own.py:{name}", *keys])

@@ -46,11 +46,7 @@ SMALL = {
     "sampling": {"max_tokens": 4},
     "run_dir": "run",
 }
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.fixture

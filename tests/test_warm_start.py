@@ -8,11 +8,7 @@ from retrain.observe.run_dir import read_metrics
 from retrain.run import main
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def history(name: str) -> list[dict]:
