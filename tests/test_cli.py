@@ -588,7 +588,7 @@ def test_a_debugger_is_left_alone_and_gets_ctrl_c(config: Path) -> None:
         "        return await super().step(action)\n"
     )
     process = run_apart(
-        ["task.yaml", "environment=debugged.py:Debugged", "deadlines.blocked=0.5"],
+        ["task.yaml", "environment=debugged.py:Debugged", "deadlines.blocked=0.2"],
         config.parent,
         stdin=subprocess.PIPE,
     )
@@ -603,7 +603,7 @@ def test_a_debugger_is_left_alone_and_gets_ctrl_c(config: Path) -> None:
             read += letter
 
     until("(Pdb) ")
-    process.stdin.write("import time; time.sleep(1.7); print('a' + 'wake')\n")  # the user thinks
+    process.stdin.write("import time; time.sleep(0.7); print('a' + 'wake')\n")  # the user thinks
     process.stdin.flush()
     until("awake")
     until("(Pdb) ")
