@@ -28,26 +28,12 @@ from retrain.scripted import Script, scripted
 from retrain.types import Completion, Message, Prompt, Trajectory
 from tests import chat_kit, formats_kit
 from tests.calls_kit import Scripted, given_back
+from tests.conversation_kit import ADD, say
 from tests.formats_kit import CASES, Case
 
-ADD = ToolSpec(
-    "add",
-    "Add two numbers.",
-    {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-        "required": ["a", "b"],
-    },
-)
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 HI: Message = {"role": "user", "content": "1 + 2?"}
 MORE: Message = {"role": "user", "content": "And now?"}
-
-
-def say(tokenizer: Any, text: str) -> Completion:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    plain = tokenizer.decode(ids, skip_special_tokens=True)
-    return Completion(ids, [-1.0] * len(ids), plain, "stop", 0)
 
 
 def opened(name: str) -> tuple[Case, Any, Chat, Conversation]:

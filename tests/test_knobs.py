@@ -150,7 +150,7 @@ KNOBS: dict[str, Knob] = {
         "hermes", elsewhere="test_slots.py::test_p11_what_setup_opens_close_may_close"),
     "chat.tools.show": Knob(
         "system",
-        elsewhere="test_chat.py::test_a_system_message_shows_the_tools_and_the_tokens_extend"),
+        elsewhere="test_chat_calls.py::test_a_system_message_shows_the_tools_and_the_tokens_extend"),
     "rollout.max_turns": Knob(1, scene(turns=2)),
     "rollout.max_tokens": Knob(3,
         elsewhere="test_calls.py::"
