@@ -97,6 +97,16 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong is reported before the backend opens."""
+
+    def opened(parts: object) -> None:
+        raise AssertionError("the backend was opened before the mistake was reported")
+
+    monkeypatch.setattr("retrain.assembly.Parts.open_adapter", opened)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """Also after a test that has set another number."""
