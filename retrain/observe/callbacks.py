@@ -27,7 +27,7 @@ from retrain.concurrency.deadlines import adapter_call, called
 from retrain.config import RunConfig
 from retrain.errors import shown
 from retrain.jsonable import default
-from retrain.observe.charts import known
+from retrain.observe.journal import known
 from retrain.observe.run_dir import RunDirectory
 from retrain.types import Metrics
 
