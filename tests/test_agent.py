@@ -21,15 +21,7 @@ from typing import Any
 import pytest
 
 from environments.agent import Agent
-from retrain import (
-    Finished,
-    file_of,
-    find_function,
-    parse_config,
-    reward,
-    run_program,
-    scripted,
-)
+from retrain import Finished, file_of, find_function, parse_config, reward, run_program, scripted
 from retrain.assembly import assemble, sections
 from retrain.check import check_environment
 from retrain.concurrency import deadlines
@@ -165,9 +157,7 @@ async def one(keys: dict[str, Any], **more: Any) -> Trajectory:
     return trajectory
 
 
-async def test_a_function_gets_what_it_declares_and_returns_what_rewards_see(
-    agents: Path,
-) -> None:
+async def test_a_function_gets_what_it_declares_and_returns_what_rewards_see(agents: Path) -> None:
     named = await one({"run": f"{agents}:solve"})
     assert (named.outcome, named.completion, named.info) == ("ok", "a=policy", {})
     stopped = await one({"run": f"{agents}:solve"}, sampling={"stop": ["="]})
@@ -225,10 +215,7 @@ async def test_a_program_needs_no_python() -> None:
         ({"run": "own.py:solve", "command": ["sh"]}, "`run`.*`command`"),
         ({"command": ["python", "no.py"]}, "command.*no.py"),
         ({"command": ["python", "-u", "no.py", "{prompt}"]}, "command.*no.py"),
-        (
-            {"command": ["sh", "{metadata.kind}"]},
-            r"got \{metadata.kind\}",
-        ),
+        ({"command": ["sh", "{metadata.kind}"]}, r"got \{metadata.kind\}"),
         ({"command": ["sh", "-c", "x", "{}"]}, r"got \{\}.*write \{\{\}\}"),
         ({"run": "own.py:nothing"}, "environment.run"),
         ({"run": "own.py:question"}, "requires question, expected any of prompt, messages"),
@@ -475,9 +462,7 @@ async def test_a_large_output_is_cut_and_other_folders_stay_closed(tmp_path: Pat
         await file_of(tmp_path, f"there/{tmp_path.name}/out.txt")
 
 
-async def test_a_result_of_a_process_that_is_no_file_costs_only_its_rollout(
-    tmp_path: Path,
-) -> None:
+async def test_a_result_of_a_process_that_is_no_file_costs_only_its_rollout(tmp_path: Path) -> None:
     text = """
     import os
     def large(prompt):
@@ -608,9 +593,7 @@ async def test_calls_for_other_rollouts_and_late_ones_are_rejected_and_train_not
     assert servers[0].rejected == 2
 
 
-async def test_a_sampler_that_fails_ends_the_group_while_its_agents_still_run(
-    agents: Path,
-) -> None:
+async def test_a_sampler_that_fails_ends_the_group_while_its_agents_still_run(agents: Path) -> None:
     broken = Echo()
     broken.failure = AdapterError("the sampler is gone")
     with pytest.raises(AdapterError, match="the sampler is gone"):
@@ -796,10 +779,7 @@ def test_the_included_agent_trains_on_every_backend(tmp_path: Path, backend: str
     ("sections", "message"),
     [
         ({"endpoint": {"public_url": "host:80"}}, "endpoint.public_url: .*begins.*http://"),
-        (
-            {"model": "tinny"},
-            "model: got 'tinny'",
-        ),
+        ({"model": "tinny"}, "model: got 'tinny'"),
         ({"endpoint": {"port": "taken"}}, r"endpoint.*127.0.0.1:\d+"),
     ],
 )

@@ -165,8 +165,7 @@ def test_dro_scales_its_quadratic_term_too_and_refuses_sequences():
 
 
 @pytest.mark.parametrize(
-    ("loss", "first"),
-    [("dapo", 2 / 3), ("bnpo", 2 / 3), ("grpo", 0.5), ("dr_grpo", 2.0 / 2 / 8)],
+    ("loss", "first"), [("dapo", 2 / 3), ("bnpo", 2 / 3), ("grpo", 0.5), ("dr_grpo", 2.0 / 2 / 8)]
 )
 def test_trls_names_are_shared_losses_with_a_normaliser(loss, first):
     made = as_shared(batch_of(loss), max_tokens=8)

@@ -163,12 +163,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, Any, float]]] = {
         ({}, r"\boxed{\$18.90}", r"\$18.90", 1),
         ({}, r"\boxed{32348}", r"\$32,\!348", 1),
         ({}, r"\boxed{5}", r"$\$5$", 1),
-        (
-            {},
-            r"$\begin{pmatrix}1\\2\end{pmatrix}$",
-            r"\begin{pmatrix}1\\[2mm]2\end{pmatrix}",
-            0,
-        ),
+        ({}, r"$\begin{pmatrix}1\\2\end{pmatrix}$", r"\begin{pmatrix}1\\[2mm]2\end{pmatrix}", 0),
         ({"boxed": True}, "4 {} is it", 4, 0),
         ({}, "I don't know", 4, 0),
         ({}, "", 4, 0),
@@ -286,10 +281,7 @@ async def test_each_case_of_a_reward(name: str) -> None:
     ("keys", "problem"),
     [
         ({"type": "contains", "strings": []}, "at least one"),
-        (
-            {"type": "regex", "pattern": "("},
-            r"pattern: got '\('",
-        ),
+        ({"type": "regex", "pattern": "("}, r"pattern: got '\('"),
         ({"type": "regex", "pattern": "a", "group": "b"}, "group is b"),
         ({"type": "regex", "pattern": "a", "timeout": 0.0}, "> 0"),
         ({"type": "numeric", "absolute": -1.0}, "tolerances >= 0"),

@@ -178,11 +178,7 @@ def test_a_role_that_the_template_drops_is_an_error() -> None:
         (chat_kit.CHATML, {"template": "chat.jinja"}, "got 'chat.jinja'.*{{ }}"),
         (chat_kit.CHATML, {"template": "{% for %}"}, "can't render a user message"),
         (chat_kit.CHATML, {"arguments": {"tools": []}}, "can't set tools"),
-        (
-            None,
-            {"template": "none", "arguments": {"x": 1}},
-            "chat.template",
-        ),
+        (None, {"template": "none", "arguments": {"x": 1}}, "chat.template"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_an_error_of_the_config(

@@ -223,10 +223,7 @@ async def test_parts_per_turn_and_token_are_weighted_and_survive_a_checkpoint():
     judge = Length(turns=[1, 0.5], tokens=[0, 0, 0.125, 0])
     shut = Length(turns=[8, 8])
     await Scorer(
-        [
-            WeightedReward("judge", 2.0, judge),
-            WeightedReward("shut", 1.0, shut, clip=(0.0, 1.0)),
-        ]
+        [WeightedReward("judge", 2.0, judge), WeightedReward("shut", 1.0, shut, clip=(0.0, 1.0))]
     ).score(group)
     assert trajectory.reward == 0.5 + 2.0 * 2 + 1.0
     assert trajectory.turn_rewards == [2.25, 1.25]
@@ -244,10 +241,7 @@ async def test_parts_per_turn_and_token_are_weighted_and_survive_a_checkpoint():
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (
-            {"turns": [1, 2]},
-            "returned 2 turns, expected one number for each turn of the",
-        ),
+        ({"turns": [1, 2]}, "returned 2 turns, expected one number for each turn of the"),
         ({"tokens": [1]}, "returned 1 tokens, expected one number for each sampled token"),
         ({"turns": ["x"]}, "reward 'a', turns returned 'x', expected a finite number"),
         ({"turns": 3}, "reward 'a' returned the turns 3, expected a list of numbers"),

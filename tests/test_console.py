@@ -17,15 +17,7 @@ from rich.console import Console as Terminal
 
 from retrain.observe.callbacks import Callbacks, TrainingResult
 from retrain.observe.console import Console, QuietStream
-from retrain.observe.progress import (
-    NEXT,
-    Progress,
-    clock_text,
-    closing,
-    number,
-    short,
-    sparkline,
-)
+from retrain.observe.progress import NEXT, Progress, clock_text, closing, number, short, sparkline
 from retrain.observe.run_dir import RunDirectory, Tally
 from retrain.observe.streams import let_go
 from tests.observed import ObservedRun, config
@@ -331,12 +323,7 @@ def test_the_panel_can_be_drawn_before_the_first_step() -> None:
 
 @pytest.mark.parametrize(
     ("values", "width", "expected"),
-    [
-        ([], 8, ""),
-        ([0.5], 8, "▁"),
-        ([0.0, 1.0], 8, "▁█"),
-        ([0.0, 0.0, 1.0, 1.0], 2, "▁█"),
-    ],
+    [([], 8, ""), ([0.5], 8, "▁"), ([0.0, 1.0], 8, "▁█"), ([0.0, 0.0, 1.0, 1.0], 2, "▁█")],
 )
 def test_sparkline(values: list[float], width: int, expected: str) -> None:
     assert sparkline(values, width) == expected

@@ -104,11 +104,7 @@ async def responses(
     assert answer.status == "completed"
     assert answer.usage.output_tokens > 0
     results = [
-        {
-            "type": "function_call_output",
-            "call_id": item.call_id,
-            "output": _added(item.arguments),
-        }
+        {"type": "function_call_output", "call_id": item.call_id, "output": _added(item.arguments)}
         for item in answer.output
         if item.type == "function_call"
     ]

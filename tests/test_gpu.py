@@ -22,8 +22,7 @@ from tests import trl_kit as kit  # noqa: E402 - the same
 
 ABSENT = not torch.cuda.is_available()
 CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(ABSENT, reason="needs a CUDA device")],
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(ABSENT, reason="needs a CUDA device")]
 )
 PROMPTS = [[2, 5], [2, 6, 7], [2, 8, 9, 10, 11]]
 

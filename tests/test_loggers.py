@@ -79,12 +79,7 @@ class Hanging(Recording):
 async def test_a_logger_gets_finite_numbers_in_order_in_its_own_thread(run: ObservedRun) -> None:
     logger = Recording()
     await run.play(Callbacks([logger]), ROWS)
-    assert logger.seen == [
-        ("open", True),
-        (1, {"loss": 0.5}),
-        (2, {"entropy": 1.5}),
-        "close",
-    ]
+    assert logger.seen == [("open", True), (1, {"loss": 0.5}), (2, {"entropy": 1.5}), "close"]
     assert not [t for t in threading.enumerate() if t.name == "retrain-Recording"]
 
 

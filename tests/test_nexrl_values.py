@@ -331,8 +331,7 @@ def test_cross_entropy_weighs_every_trained_token_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("advantage", "message"),
-    [(None, "0.*`trajectory.advantage`"), (math.nan, "NaN or infinite")],
+    ("advantage", "message"), [(None, "0.*`trajectory.advantage`"), (math.nan, "NaN or infinite")]
 )
 def test_a_datum_without_a_usable_advantage_is_named(advantage, message) -> None:
     datum = {"tokens": [1, 2], "loss_mask": [0, 1], "advantage": advantage}

@@ -323,32 +323,17 @@ class Calculator(RewardCalculator):
     [
         ({"type": "r.py:fine", "targt": 1}, "rewards.0.targt"),
         ({"type": "r.py:fine", "weigth": 1}, "rewards.0.weight"),
-        (
-            {"type": "r.py:fine", "target": "x"},
-            "rewards.0.target: got 'x'",
-        ),
-        (
-            {"type": "r.py:needs"},
-            "rewards.0.word",
-        ),
+        ({"type": "r.py:fine", "target": "x"}, "rewards.0.target: got 'x'"),
+        ({"type": "r.py:needs"}, "rewards.0.word"),
         ({"type": "r.py:fine", "completion": 1}, "rewards.0.completion"),
         ({"type": "r.py:Fails"}, "rewards.0"),
         ({"type": "r.py:object_", "x": 1}, "rewards.0.x"),
-        (
-            {"type": "r.py:any_", "wieght": 1},
-            "rewards.0.wieght",
-        ),
+        ({"type": "r.py:any_", "wieght": 1}, "rewards.0.wieght"),
         ({"type": "r.py:any_", "targt": 1, "proceses": 2}, "rewards.0.targt"),
         ({"type": "r.py:any_", "scale": 1, "onlyif": "x"}, "0.only_if"),
         ({"type": "r.py:decorated"}, "rewards.0.word"),
-        (
-            {"type": "r.py:by_place"},
-            "'by_place' (r.py:8)",
-        ),
-        (
-            {"type": "r.py:fine", "name": "environment"},
-            "'environment'",
-        ),
+        ({"type": "r.py:by_place"}, "'by_place' (r.py:8)"),
+        ({"type": "r.py:fine", "name": "environment"}, "'environment'"),
     ],
 )
 def test_a_rewards_keys_are_checked(folder: Path, reward: dict[str, Any], message: str) -> None:
@@ -482,16 +467,10 @@ class Options(AdapterOptions):
         ({"train": {"seed": 13}}, "backend"),
         ({"rewards": []}, "rewards"),
         (
-            {
-                "algorithm": {"loss": "importance_sampling"},
-                "staleness": {"target": 2, "max": 3},
-            },
+            {"algorithm": {"loss": "importance_sampling"}, "staleness": {"target": 2, "max": 3}},
             "importance_sampling",
         ),
-        (
-            {"endpoint": {"honour": ["stop"]}},
-            "endpoint.honour: got stop",
-        ),
+        ({"endpoint": {"honour": ["stop"]}}, "endpoint.honour: got stop"),
     ],
 )
 def test_what_the_backend_cannot_honour_is_refused(
@@ -599,14 +578,7 @@ def test_built_in_names_are_files() -> None:
     assert built_in_names("algorithm") == ["dpo", "grpo", "reinforce", "rloo", "sft"]
     assert built_in_names("backend") == ["tinker", "trl", "weaver"]
     assert built_in_names("logger") == ["tensorboard", "trackio", "wandb"]
-    assert built_in_names("prompts") == [
-        "environment",
-        "file",
-        "held_out",
-        "hf",
-        "list",
-        "mixture",
-    ]
+    assert built_in_names("prompts") == ["environment", "file", "held_out", "hf", "list", "mixture"]
     assert {"echo", "single_turn"} <= set(built_in_names("environment"))
     assert {"exact_match", "slot_match"} <= set(built_in_names("reward"))
     for kind, kind_of in KINDS.items():
@@ -900,16 +872,8 @@ def test_a_built_in_puts_its_folder_on_no_path(
     [
         (["torch"], {}, "backend.type"),
         (["trl", "peft"], {}, "trl needs packages that are not installed (trl, peft): pip install"),
-        (
-            ["aiohttp"],
-            {"backend": {"type": "tinker", "url": "http://localhost:1"}},
-            "backend.type",
-        ),
-        (
-            ["google", "google.protobuf"],
-            {"backend": "tinker"},
-            "(google.protobuf)",
-        ),
+        (["aiohttp"], {"backend": {"type": "tinker", "url": "http://localhost:1"}}, "backend.type"),
+        (["google", "google.protobuf"], {"backend": "tinker"}, "(google.protobuf)"),
         (
             ["httpx"],
             {"backend": {"sampler": {"type": "vllm", "url": "http://localhost:1"}}},

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from retrain.assembly import Given, assemble
 from retrain.config import Plugin, PromptsConfig, RunConfig
 from retrain.errors import ConfigError, PromptError
-from retrain.prompts import (
-    DatasetPrompts,
-    FilePrompts,
-    ListPrompts,
-    PromptSource,
-    Row,
-    epoch_order,
-)
+from retrain.prompts import DatasetPrompts, FilePrompts, ListPrompts, PromptSource, Row, epoch_order
 from retrain.prompts.preparing import prepared
 from retrain.types import Prompt, Ticket
 
@@ -91,10 +84,7 @@ def test_a_message_with_tool_calls_needs_no_content() -> None:
     [
         (5, "`messages`"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "`prompt`"),
-        (
-            {"question": "a"},
-            "`messages`",
-        ),
+        ({"question": "a"}, "`messages`"),
         ({}, "its columns are none"),
         ({"prompt": 5}, "got int"),
         ({"messages": ["a"]}, "`content`"),
@@ -168,11 +158,7 @@ def test_parquet_and_saved_data_sets_are_read(tmp_path: Path) -> None:
         ("p.json", "", "is empty"),
         ("p.json", "[]", "is empty"),
         ("p.csv", "prompt,answer\n", "is empty"),
-        (
-            "p.jsonl",
-            '"a"\n{"prompt": \n',
-            "p.jsonl, line 2",
-        ),
+        ("p.jsonl", '"a"\n{"prompt": \n', "p.jsonl, line 2"),
         ("p.json", '[\n"a",\n}', "p.json, line 3"),
         ("p.jsonl", '"a"\n' + "[" * 10**5, "p.jsonl, line 2"),
         ("p.json", "[" * 10**5, "p.json"),
@@ -187,11 +173,7 @@ def test_parquet_and_saved_data_sets_are_read(tmp_path: Path) -> None:
         ("p.csv", "a,b,a\n1,2,3\n", "two columns have the same name: a, b, a"),
         ("p.csv", f"long,answer\n{'x' * 200_000},1\n", "its columns are long, answer"),
         ("p.csv", "question,answer\na,1\n", "its columns are question, answer"),
-        (
-            "p.xyz",
-            "a",
-            "`format`",
-        ),
+        ("p.xyz", "a", "`format`"),
     ],
 )
 def test_a_bad_file_names_itself_and_the_line(

@@ -90,12 +90,7 @@ def test_a_reward_function_is_still_a_function():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        ("prompt", "well?"),
-        ("completion", "yes"),
-        ("answer", "yes"),
-        ("metadata", {"level": 3}),
-    ],
+    [("prompt", "well?"), ("completion", "yes"), ("answer", "yes"), ("metadata", {"level": 3})],
 )
 async def test_a_function_gets_the_names_that_it_declares(name, expected):
     scope: dict = {}
@@ -405,8 +400,7 @@ async def test_no_unknown_outcome_or_component_enters_the_records(verdict, messa
 
 
 @pytest.mark.parametrize(
-    "needs_main",
-    [lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL), asyncio.get_event_loop],
+    "needs_main", [lambda: signal.signal(signal.SIGALRM, signal.SIG_DFL), asyncio.get_event_loop]
 )
 async def test_a_plain_function_that_needs_the_main_thread_is_advised(needs_main):
     def judge(completion):

@@ -84,10 +84,7 @@ def test_a_run_directory_holds_what_was_written(tmp_path: Path) -> None:
         "step": 3,
         "prompt": {"tokens": 2, "hash": hash_of([1, 2])},
         "tools": ["search"],
-        "messages": [
-            {"role": "user", "content": "2+2"},
-            {"role": "assistant", "content": "4!"},
-        ],
+        "messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4!"}],
         "rewards": {"exact": 0.5},
         "reward": 0.25,
         "outcome": "ok",

@@ -183,10 +183,7 @@ CONFIGS: dict[str, Any] = {
     "biases": lambda: transformers.Qwen2Config(**SIZES),
     "a window of Mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=8),
     "sliding window": lambda: transformers.Gemma3TextConfig(
-        **SIZES,
-        head_dim=8,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
+        **SIZES, head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
     ),
     "positions from the mask": lambda: transformers.OPTConfig(
         vocab_size=103,
@@ -547,9 +544,7 @@ async def test_the_sampler_has_its_own_copy_of_the_weights(model: LlamaForCausal
         assert again.logprobs == before[0].logprobs
 
 
-async def test_wrong_weights_are_refused_and_the_old_ones_served_on(
-    sampler: LocalSampler,
-) -> None:
+async def test_wrong_weights_are_refused_and_the_old_ones_served_on(sampler: LocalSampler) -> None:
     before = await sampler.sample([A], SEEDED)
     with pytest.raises(AdapterError, match=r"missing.*model\."):
         await sampler.load_weights({"x": torch.ones(1)}, 1)
@@ -644,9 +639,7 @@ async def test_a_sampler_that_was_never_entered_says_so(model: LlamaForCausalLM)
         await LocalSampler(model, TOKENIZER).sample([A], SEEDED)
 
 
-async def test_the_worker_leaves_other_threads_their_thread_count(
-    model: LlamaForCausalLM,
-) -> None:
+async def test_the_worker_leaves_other_threads_their_thread_count(model: LlamaForCausalLM) -> None:
     before = torch.get_num_threads()
     async with LocalSampler(model, TOKENIZER, threads=before + 1) as sampler:
         await sampler.sample([A], SEEDED)

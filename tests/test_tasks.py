@@ -103,10 +103,7 @@ class Shown(Environment):
 
 @pytest.mark.parametrize(
     ("kind", "tasks", "message"),
-    [
-        (Shown, 3, "prompts: Own.prompts(), row 0"),
-        (Environment, 0, "prompts"),
-    ],
+    [(Shown, 3, "prompts: Own.prompts(), row 0"), (Environment, 0, "prompts")],
 )
 def test_a_row_needs_a_prompt_and_a_run_needs_rows(
     kind: type[Environment], tasks: Any, message: str

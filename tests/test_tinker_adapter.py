@@ -32,11 +32,7 @@ from retrain.errors import (
 )
 from retrain.losses import native_to
 from retrain.protocols.tinker import messages
-from retrain.protocols.tinker.values import (
-    ForwardBackward,
-    ForwardBackwardOutput,
-    SampledSequence,
-)
+from retrain.protocols.tinker.values import ForwardBackward, ForwardBackwardOutput, SampledSequence
 from retrain.sampler import SamplingParams
 from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Denominators, Sample
@@ -110,10 +106,7 @@ def test_clip_bounds_go_out_as_ratios() -> None:
         "clip_low_threshold": 0.9,
         "clip_high_threshold": 1.3,
     }
-    assert loss_config("cispo", {}) == {
-        "clip_low_threshold": 0.0,
-        "clip_high_threshold": 5.0,
-    }
+    assert loss_config("cispo", {}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 5.0}
     assert loss_config("dro", {"beta": 0.2}) == {"beta": 0.2}
     assert loss_config("importance_sampling", {}) == {}
 
@@ -269,9 +262,7 @@ async def test_a_batch_without_a_trained_token_is_refused_before_it_is_sent() ->
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.floats(-5, 5)), min_size=2))
-def test_every_value_on_the_wire_belongs_to_its_target(
-    rows: list[tuple[int, bool, float]],
-) -> None:
+def test_every_value_on_the_wire_belongs_to_its_target(rows: list[tuple[int, bool, float]]) -> None:
     tokens = [token for token, _, _ in rows]
     mask = [int(kept) for _, kept, _ in rows]
     values = [value * kept for _, kept, value in rows]
@@ -354,7 +345,7 @@ def test_options_that_no_service_takes_are_told_in_the_words_of_a_config(kind: s
     with pytest.raises(ConfigError) as raised:
         assemble(parse_config({"prompts": ["a"], "rewards": "exact_match", "backend": backend}))
     assert list(raised.value.problems) == {
-        "trl": ["backend.lora.alpha: got nan, expected a finite number"],
+        "trl": ["backend.lora.alpha: got nan, expected a finite number"]
     }.get(
         kind,
         [

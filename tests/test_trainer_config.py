@@ -29,11 +29,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
     ("keys", "kind", "text"),
     [
         ({"learnin_rate": 3.0}, TypeError, "'learnin_rate'"),
-        (
-            {"num_prompts_per_step": 0},
-            ConfigError,
-            "_step: got 0",
-        ),
+        ({"num_prompts_per_step": 0}, ConfigError, "_step: got 0"),
         ({"num_prompts_per_step": True}, ConfigError, "got true"),
         ({"num_generations_per_prompt": 1}, ConfigError, "got 1"),
         ({"learning_rate": 0.0}, ConfigError, "got 0.0"),

@@ -26,16 +26,8 @@ pytestmark = pytest.mark.usefixtures("own_folder")
         ("", PromptError, "got an empty string"),
         ("no/such/file.jsonl", NotFoundError, "no/such"),
         ("./nowhere", FileNotFoundError, "no file or folder nowhere"),
-        (
-            [{"text": "a", "label": 1}],
-            PromptError,
-            "row 0",
-        ),
-        (
-            [*ROWS, {"answer": "a"}],
-            PromptError,
-            "row 4.*`prompt`.*`messages`",
-        ),
+        ([{"text": "a", "label": 1}], PromptError, "row 0"),
+        ([*ROWS, {"answer": "a"}], PromptError, "row 4.*`prompt`.*`messages`"),
         ([{"question": "a", "input": "b"}], PromptError, "question, input could each be the prom"),
         ([{"prompt": " "}], PromptError, "the prompt is empty"),
         ([{"prompt": None}], PromptError, "row 0: `prompt`"),
@@ -48,14 +40,7 @@ def test_a_bad_dataset_is_told_before_any_model_loads(dataset, kind, text, nothi
 
 
 @pytest.mark.parametrize(
-    ("mapping", "text"),
-    [
-        ({"q": "promt"}, "'promt'"),
-        (
-            {"question": "prompt"},
-            "row 0",
-        ),
-    ],
+    ("mapping", "text"), [({"q": "promt"}, "'promt'"), ({"question": "prompt"}, "row 0")]
 )
 def test_a_bad_column_mapping_is_told(mapping, text, nothing_loads):
     with pytest.raises(PromptError, match=text):

@@ -162,10 +162,7 @@ class Nothing(Judging):
 @pytest.mark.parametrize(
     ("reward_fn", "text"),
     [
-        (
-            lambda prompt, response: None,
-            r"prompt='.=', response='.*'\)",
-        ),
+        (lambda prompt, response: None, r"prompt='.=', response='.*'\)"),
         (lambda prompt, response: "1", "returned '1'"),
         (lambda prompt, response: math.nan, "returned nan"),
         (lambda prompt, response: 10**400, "expected a finite number or a dict of them"),
@@ -178,10 +175,7 @@ class Nothing(Judging):
         (batched(lambda prompts, responses: None), "returned None, expected a list of 2"),
         (batched(lambda prompts, responses: ["1", 1.0]), "'1'"),
         (batched(failing), r"KeyError.*test_trainer_scoring.py:"),
-        (
-            unknown,
-            r"prompt='.=', response='.*'\) raised KeyError.*test_trainer_scoring.py:",
-        ),
+        (unknown, r"prompt='.=', response='.*'\) raised KeyError.*test_trainer_scoring.py:"),
         (Nothing(), r"returned Reward\(value=nan"),
     ],
 )

@@ -200,16 +200,8 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path):
     ("loss", "keys", "message"),
     [
         ("mine.py:whole", {}, "algorithm.loss"),
-        (
-            "mine.py:two",
-            {},
-            "algorithm.loss: mine.py:two is two(logprobs",
-        ),
-        (
-            "mine.py:keyed",
-            {},
-            "old_logprobs",
-        ),
+        ("mine.py:two", {}, "algorithm.loss: mine.py:two is two(logprobs"),
+        ("mine.py:keyed", {}, "old_logprobs"),
         ("mine.py:Class", {}, "algorithm.loss"),
         ("mine.py:right", {"beta": 1}, "algorithm.loss_config: got beta"),
     ],

@@ -69,9 +69,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeWeaver:
 
 def adapter(fake: FakeWeaver, run: RunConfig | None = None, **options: Any) -> WeaverAdapter:
     return WeaverAdapter(
-        WeaverOptions(**{**OPTIONS, **options}),
-        run or config(),
-        http=httpx.ASGITransport(fake.app),
+        WeaverOptions(**{**OPTIONS, **options}), run or config(), http=httpx.ASGITransport(fake.app)
     )
 
 
@@ -245,9 +243,7 @@ async def test_metrics_say_how_it_went(weaver: WeaverAdapter) -> None:
     assert {"loss", "grad_norm"} <= set(metrics)
 
 
-async def test_every_key_of_the_optimizer_goes_out_and_the_schedule_moves(
-    fake: FakeWeaver,
-) -> None:
+async def test_every_key_of_the_optimizer_goes_out_and_the_schedule_moves(fake: FakeWeaver) -> None:
     keys = {"beta1": 0.5, "beta2": 0.6, "eps": 1e-3, "weight_decay": 0.2, "max_grad_norm": 3.0}
     run = config(train={"total_train_steps": 6})
     async with adapter(fake, run, lr_scheduler="linear", warmup_steps=2, **keys) as weaver:
@@ -472,11 +468,7 @@ def test_the_defaults_have_no_problems() -> None:
     ("options", "sections", "match"),
     [
         ({"url": "service:80"}, {}, "url: got 'service:80'"),
-        (
-            {},
-            {"algorithm": {"loss": "ppo", "loss_config": {"beta": 1}}},
-            "'ppo' has no such key",
-        ),
+        ({}, {"algorithm": {"loss": "ppo", "loss_config": {"beta": 1}}}, "'ppo' has no such key"),
         ({}, {"algorithm": {"loss_config": {"delta": 1}}}, "'ppo' has no such key"),
         ({"training_mode": "full_ft", "lora": {"rank": 2}}, {}, "lora has no effect"),
         ({}, {"checkpoint": {"merge_lora": True}}, "merge_lora"),
