@@ -160,7 +160,7 @@ def test_dro_scales_its_quadratic_term_too_and_refuses_sequences():
     assert normalised(batch_of("dro", beta=0.6), "token").loss_config == {
         "beta": pytest.approx(0.2)
     }
-    with pytest.raises(ValueError, match="dro can't be normalised by sequence"):
+    with pytest.raises(ValueError, match=r"dro.*sequence"):
         normalised(batch_of("dro", beta=0.6), "sequence")
 
 

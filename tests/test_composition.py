@@ -241,7 +241,7 @@ async def test_parts_per_turn_and_token_are_weighted_and_survive_a_checkpoint():
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ({"turns": [1, 2]}, "returned 2 turns, expected one number for each turn of the"),
+        ({"turns": [1, 2]}, "returned 2 turns"),
         ({"tokens": [1]}, "returned 1 tokens, expected one number for each sampled token"),
         ({"turns": ["x"]}, "reward 'a', turns returned 'x', expected a finite number"),
         ({"turns": 3}, "reward 'a' returned the turns 3, expected a list of numbers"),

@@ -296,7 +296,7 @@ async def test_models_count_tokens_and_rewards(clients, server, caplog) -> None:
         await ours.post("/reward", body={"reward": 0.5, "id": answer.id}, cast_to=object)
         await ours.post("/reward", body={"reward": 1}, cast_to=object)
         assert (rollout.calls.turns[1].reward, rollout.calls.rewarded) == (0.5, 1.0)
-        with pytest.raises(clients.sdks[0].NotFoundError, match="expected a seat of this rollout"):
+        with pytest.raises(clients.sdks[0].NotFoundError, match="seat"):
             await ours.chat.completions.create(model="red", messages=QUESTION)
 
 
@@ -329,7 +329,7 @@ async def test_errors_have_the_vendors_form_and_are_not_repeated(clients, server
             await ours.responses.create(**MODEL, input="Hi", previous_response_id="resp-1")
         assert len(rollout.calls.turns) == 1
         assert not other.script.asked
-    with pytest.raises(openai.AuthenticationError, match="not valid for a rollout"):
+    with pytest.raises(openai.AuthenticationError, match="rollout"):
         await ours.chat.completions.create(**asked)
 
 

@@ -209,7 +209,7 @@ async def test_slow_clients_lose_their_connection(server, monkeypatch, sent, sta
 async def test_addresses(http, caplog, config, url, warns) -> None:
     async with opened("a", **config) as rollout:
         assert rollout.endpoint.base_url.startswith(url)
-        assert ("other machines can reach it" in caplog.text) == warns
+        assert ("other machines" in caplog.text) == warns
         if "public_url" not in config:
             assert (await post(http, rollout, CHAT, SAYS)).status_code == 200
 

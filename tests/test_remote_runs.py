@@ -39,13 +39,13 @@ REMOTE = ("tinker", "weaver")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_file_learns_on_every_backend(backend, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rate, steps = (3.0e-3, 45) if backend == "trl" else (5.0e-3, 36)  # all weights; LoRA
+    rate, steps = (3.0e-3, 36) if backend == "trl" else (5.0e-3, 28)  # all weights; LoRA
     section = f"backend={{type: {backend}, learning_rate: {rate}}}"
     more = (f"train.total_train_steps={steps}", "--run-dir", "run")
     assert main([str(CONFIGS / "quickstart.yaml"), section, *more]) == 0
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "run")]
     tenth = rewards[-len(rewards) // 10 :]
-    assert sum(tenth) / len(tenth) > 0.3  # from 0.01; 0.5 to 0.6, two seeds
+    assert sum(tenth) / len(tenth) > 0.15  # from 0.01; 0.25 to 0.35
 
 
 @pytest.mark.parametrize("backend", REMOTE)

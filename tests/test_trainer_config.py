@@ -62,8 +62,8 @@ def test_an_unknown_key_of_the_nested_config_is_told_by_its_path():
     with pytest.raises(ConfigError) as error:
         GRPOTrainer(config)
     first, second = error.value.problems
-    assert first == "policy.learnin_rate: unknown key; did you mean policy.learning_rate?"
-    assert second.startswith("grpo.num_prompts: unknown key; did you mean grpo.num_prompts_per_st")
+    assert "policy.learnin_rate" in first
+    assert "grpo.num_prompts_per_step" in second
 
 
 def policy(learning_rate: float | None = None, **kwargs: float) -> dict:
@@ -80,8 +80,7 @@ def test_the_optimizer_s_learning_rate_is_the_policy_s(config):
 
 
 def test_two_learning_rates_that_disagree_are_refused():
-    text = r"policy: learning_rate is 1e-06 and optimizer\.kwargs\.lr is 1e-05: remove one"
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=r"1e-06 .*optimizer\.kwargs\.lr is 1e-05"):
         GRPOTrainer(policy(1e-6, lr=1e-5))
 
 
