@@ -296,7 +296,7 @@ async def test_a_run_on_a_server_that_trains_something_else_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Trainer, "forward_backward", reweighed(factor))
-    with pytest.raises(AdapterError, match=r"backend\.assume_sum: true"):
+    with pytest.raises(AdapterError, match=r"backend\.assume_sum"):
         await train(run(tmp_path, backend, server[0], "importance_sampling"))
 
 
@@ -311,11 +311,11 @@ async def test_only_the_wrong_way_of_a_half_right_server_is_refused(
     monkeypatch.setattr(Trainer, "forward_backward", own)
     found = await place(run(tmp_path / "1", "tinker", url, "importance_sampling"), service)
     assert found == (False, SUM), "it is computed here"
-    assert "importance_sampling is computed here" in caplog.text
+    assert "importance_sampling" in caplog.text
     monkeypatch.setattr(Trainer, "forward_backward", reweighed(skyrl))
     found = await place(run(tmp_path / "2", "tinker", url, "importance_sampling"), service)
     assert found == (True, Average("tokens", "rows", "request"))
-    with pytest.raises(AdapterError, match=r"backend\.assume_sum: true"):
+    with pytest.raises(AdapterError, match=r"backend\.assume_sum"):
         await place(run(tmp_path / "3", "tinker", url, "dro"), service)
 
 
@@ -331,7 +331,7 @@ async def test_a_server_that_lacks_a_loss_trains_it_through_its_gradient(
     assert "cispo is computed here" in caplog.text
     trusting = run(tmp_path / "b", "tinker", server[0], "cispo", assume_sum=True)
     async with assemble(trusting).open_adapter() as adapter:
-        with pytest.raises(AdapterError, match=r"remove cispo from backend\.native_losses"):
+        with pytest.raises(AdapterError, match=r"cispo.*backend\.native_losses"):
             await adapter.update(Batch([flat(-2.0)], "cispo", {}, Denominators(3, 1)))
 
 
@@ -347,7 +347,7 @@ async def test_without_a_second_model_nothing_can_be_measured(
         return create(self, call, session, *rest)
 
     monkeypatch.setattr(Protocol, "create_model", one)
-    with pytest.raises(AdapterError, match=r"one model per session.*assume_sum: true"):
+    with pytest.raises(AdapterError, match=r"session.*assume_sum"):
         await train(run(tmp_path / "1", backend, server[0], "importance_sampling"))
     await train(run(tmp_path / "2", backend, server[0], "dro", assume_sum=True))
 
