@@ -47,12 +47,13 @@ class _Leash:
                 _end_at_abort()
                 faulthandler.enable(stacks)
                 faulthandler.register(signal.SIGQUIT, stacks, chain=True)  # then it ends us
-            self._watched.append((seconds, file))
+            watched = (seconds, file.absolute())  # user code may lose the working directory
+            self._watched.append(watched)
             self._send(self._watch())
             try:
                 yield
             finally:
-                self._watched.remove((seconds, file))
+                self._watched.remove(watched)
                 self._send(self._watch())
                 if enables:
                     faulthandler.disable()
@@ -82,7 +83,7 @@ class _Leash:
 
     def _watch(self) -> bytes:
         seconds, file = min(self._watched, default=(0.0, Path()))
-        return b"watch %f %s" % (seconds, os.fsencode(file.absolute()).hex().encode())
+        return b"watch %f %s" % (seconds, os.fsencode(file).hex().encode())
 
     def _send(self, message: bytes) -> None:
         with self._lock, suppress(OSError):  # no process can be started, or it is suspended
