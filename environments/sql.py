@@ -240,7 +240,7 @@ def main() -> None:
     """
     signal.alarm(int(sys.argv[1]))
     try:
-        result: Rows | str = queried(*marshal.load(sys.stdin.buffer))
+        result: Any = queried(*marshal.load(sys.stdin.buffer))
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
         result = str(error)
     marshal.dump(result, sys.stdout.buffer)
@@ -252,7 +252,7 @@ PROGRAM = "\n".join(
         "import marshal, signal, sqlite3, sys, threading",
         "from contextlib import contextmanager",
         f"READS, LENGTH, MOST = {READS}, {LENGTH}, {MOST}",
-        *map(inspect.getsource, (queried, interrupted, read, allowed, main)),
+        *(inspect.getsource(part) for part in (queried, interrupted, read, allowed, main)),
         "main()",
     ]
 )

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from retrain import (
     Budget,
@@ -211,7 +211,7 @@ class Judge(RewardCalculator):
         """Each rollout's share of comparisons won; a tie is half a win."""
         chosen = list(pairs(len(group), self.rivals))
         calls = (self._better(group[first], group[second]) for first, second in chosen)
-        results = await asyncio.gather(*calls, return_exceptions=True)
+        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
         wins: list[list[float]] = [[] for _ in group]
         errors = [result for result in results if isinstance(result, BaseException)]
         for error in errors:
@@ -229,7 +229,7 @@ class Judge(RewardCalculator):
             return 0.5
         asked = ((first, second), (second, first))
         calls = (self._ask(self._filled(a, b), BETTER, winner) for a, b in asked)
-        results = await asyncio.gather(*calls, return_exceptions=True)  # none stays behind
+        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)  # none stays
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -384,6 +384,6 @@ def last_object(text: str) -> Any:
     return None
 
 
-def no_score(text: str) -> Any:
+def no_score(text: str) -> NoReturn:
     """Raises ValueError."""
     raise ValueError(f"the judge's reply has no verdict: {text[-200:]!r}")

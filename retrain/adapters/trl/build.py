@@ -22,6 +22,7 @@ from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
 
+from retrain.adapters.trl.memory import micro_batch_tokens
 from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.adapters.trl.plan import LossPlan
 from retrain.adapters.trl.rows import micro_batches
@@ -95,8 +96,9 @@ def build_trainer(
     """
     hush()
     placement = place_model(options, ranks.place)
+    cuda = placement.device.type == "cuda"
     sharded = ranks.size > 1 and options.sharding == "full"
-    on_cpu = sharded and placement.device.type == "cpu"
+    on_cpu = sharded and not cuda
     trained = placement.frozen_dtype if options.lora else torch.float32
     limit = options.micro_batch_rows
     try:
@@ -116,7 +118,7 @@ def build_trainer(
                 cut=partial(
                     micro_batches,
                     rows=limit and limit * ranks.size,
-                    tokens=_tokens(options, placement) * ranks.size,
+                    tokens=micro_batch_tokens(options, config, cuda=cuda) * ranks.size,
                 ),
                 feed=feed,
                 ranks=ranks,
@@ -193,12 +195,6 @@ def _has_optional_parts(model: Any) -> bool:
         isinstance(module, torch.nn.ModuleList) and name.endswith("experts")
         for name, module in model.named_modules()
     )
-
-
-def _tokens(options: TrlOptions, placement: Placement) -> int:
-    if options.micro_batch_tokens == "auto":
-        return 16_384 if placement.device.type == "cuda" else 2_048
-    return options.micro_batch_tokens
 
 
 def _placeholder(config: RunConfig, ranks: int) -> Dataset:
