@@ -47,11 +47,11 @@ def bind(
     only keys that resemble a valid one are unknown.
     """
     parameters = _signature(target)
-    ours = {name: value for name, value in (given or {}).items() if name in parameters}
-    before = {name: value for name, value in (bound or {}).items() if name in parameters}
+    ours, before = (_only(values or {}, parameters) for values in (given, bound))
     provided = (*provided, *ours)
     types = {name: parameter.annotation for name, parameter in parameters.items()}
-    valid = {k: t for k, t in {**types, **dict.fromkeys(beside)}.items() if k not in provided}
+    types |= dict.fromkeys(beside)
+    valid = _only(types, types.keys() - set(provided))
     try:
         keys = typed_keys(target, provided, given=before).validate_python(dict(arguments))
     except ValidationError as error:
@@ -65,6 +65,10 @@ def bind(
     if problems:
         raise PluginError(*problems)
     return {**ours, **before, **with_objects(keys)}
+
+
+def _only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _needed_by(target: Callable[..., Any], called_with: Sequence[str]) -> str:

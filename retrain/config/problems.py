@@ -88,12 +88,13 @@ def _lines(
         return [f"{path}: {details[0]['ctx']['error']}"]
     expected = " or ".join(dict.fromkeys(map(_expected, details)))
     line = f"{path}: got {_in_yaml(value)}, {expected.replace(' or expected', ' or')}"
-    if kind != "string_type" or not isinstance(value, Mapping):
-        return [line]
-    return [
-        line,
-        *(text for key in value for text in unknown_key(f"{path}.{key}", value[key], (), names)),
-    ]
+    return [line, *(_unknown_keys(path, value, names) if kind == "string_type" else ())]
+
+
+def _unknown_keys(path: str, value: Any, names: Mapping[str, str]) -> Iterator[str]:
+    """The problems of a mapping that should be a string."""
+    for key in value if isinstance(value, Mapping) else ():
+        yield from unknown_key(f"{path}.{key}", value[key], (), names)
 
 
 def _no_such_type(path: str, context: Mapping[str, Any], options: Sequence[type[BaseModel]]) -> str:
@@ -193,8 +194,8 @@ def _path(
     values: Mapping[str, Any],
 ) -> str:
     """The dotted path of pydantic's `location`."""
-    model = isinstance(keys, type)
-    return ".".join(map(str, _place(keys, location)[0] if model else _way(location, values)))
+    parts = _place(keys, location)[0] if isinstance(keys, type) else _way(location, values)
+    return ".".join(map(str, parts))
 
 
 def _place(

@@ -74,8 +74,7 @@ def _prepared(
     if source.read_at_start or keys.filter is not None or keys.held_out is not None:
         return _read(source, shape, keys)
     _count(len(source), source)
-    changed = keys.map or keys.system or keys.prompt_column or keys.answer_column
-    if not changed and keys.limit is None:
+    if not any((keys.map, keys.system, keys.prompt_column, keys.answer_column, keys.limit)):
         return source
     made = PreparedPrompts(source, shape, range(min(len(source), keys.limit or len(source))))
     made.warnings, made.held_out = source.warnings, source.held_out

@@ -28,8 +28,8 @@ PROMPT = 512
 """Tokens that a prompt is taken to have; its real length is known only to the tokenizer."""
 OPTIMIZERS = {"sgd": 0, "adafactor": 0, "adamw_8bit": 2, "adamw_bnb_8bit": 2, "paged_adamw_8bit": 2}
 """Bytes of optimizer state per trained parameter; any other is Adam's two float32."""
-TILE, COPIES = 4096 * 32768, 6
-"""Logits that TRL's output head computes at once, and their float32 copies."""
+TILE, COPIES = 4096 * 32768, (6, 3)
+"""Logits that TRL's output head computes at once; their float32 copies, on the CPU and on a GPU."""
 LIBRARIES = (600 * 10**6, 700 * 10**6)
 """Of Python, torch and TRL on the CPU; of the CUDA context and the kernels on a GPU."""
 HELD = (1.3, 1.8)
@@ -114,7 +114,7 @@ class Needs:
         """`backend.micro_batch_tokens`, with `auto` resolved."""
         if self.options.micro_batch_tokens != "auto":
             return int(self.options.micro_batch_tokens)
-        token = self.shape.layers * self._layer() + COPIES * FLOAT * self.shape.vocabulary
+        token = self.shape.layers * self._layer() + COPIES[0] * FLOAT * self.shape.vocabulary
         return 16_384 if self.cuda else max(256, min(2_048, PASS // token))
 
     def parts(self) -> dict[str, int]:
@@ -178,7 +178,7 @@ class Needs:
         recompute = self.cuda if recompute == "auto" else recompute
         kept = layer + shape.layers * FLOAT * shape.hidden if recompute else shape.layers * layer
         size = tokens * (kept + 2 * FLOAT * shape.hidden)
-        size += COPIES * FLOAT * min(TILE, tokens * shape.vocabulary)
+        size += COPIES[self.cuda] * FLOAT * min(TILE, tokens * shape.vocabulary)
         if not self._adapters:  # the gradient of the head; autocast's copies of the weights
             size += FLOAT * shape.vocabulary * shape.hidden
             size += HALF * shape.layer * (1 if self._shares > 1 else shape.layers)
@@ -223,15 +223,14 @@ def forecast(options: Options, config: RunConfig) -> Forecast:
         return Forecast(f"memory: unknown: found no config.json of a decoder for {config.model}")
     present = [] if options.device == "cpu" else cards()
     needs = Needs(shape, options, config, cuda=bool(present) or options.device == "cuda")
-    parts = needs.parts()
+    parts, others = needs.parts(), needs.processes - 1
     total, free, where = sum(parts.values()), ram(), "in RAM"
     if needs.cuda:
-        least = min(present[: needs.processes], key=lambda card: card.free, default=None)
+        least = min(present[: others + 1], key=lambda card: card.free, default=None)
         free, where = (least.free, f"on {least.name}") if least else (None, "on the CUDA device")
-    elif needs.processes > 1:  # they share the RAM; the others only train
-        other = total - sum(parts.get(name, 0) for name in ("sampler", "cache", "publishing"))
-        total += (needs.processes - 1) * other
-        where += f" of {needs.processes} processes"
+    else:  # the processes share the RAM, and one of them samples
+        own = sum(parts.get(name, 0) for name in ("sampler", "cache", "publishing"))
+        total += others * (total - own)
     sizes = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size >= 5e7)
     text = f"memory: about {_gb(total)} GB {where} at the peak ({sizes})"
     if free is not None:
