@@ -79,7 +79,7 @@ def _one() -> str:
 def _command() -> str:
     """A dry run that estimates a row of the first table, on a machine without the GPU."""
     return (
-        "```sh\nretrain run scaling.yaml --dry-run backend.device=cuda model=Qwen/Qwen3-8B \\\n"
+        "```text\nretrain run scaling.yaml --dry-run backend.device=cuda model=Qwen/Qwen3-8B \\\n"
         f"  sampling.max_tokens={LENGTH} rollout.max_sequence_length={LENGTH} "
         f"backend.max_rows={ROWS}\n```\n"
     )
