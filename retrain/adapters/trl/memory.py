@@ -15,10 +15,10 @@ from typing import Any
 
 from retrain.adapters.base import Forecast
 from retrain.adapters.trl.plan import run_plan
+from retrain.adapters.trl.ranks.contract import launched
 from retrain.config import RunConfig
 from retrain.config.paths import TINY, find_model
 from retrain.engine.available import cards, ram
-from retrain.engine.ranks.contract import launched
 from retrain.engine.tiny import CONFIG
 
 Options = Any  # TrlOptions, whose module imports this one
