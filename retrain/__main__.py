@@ -137,9 +137,9 @@ def _serve(argv: Sequence[str]) -> int:
 def _schema(argv: Sequence[str]) -> int:
     description = "Print the JSON schema of a config, with the keys of every built-in plug-in."
     Parser(allow_abbrev=False, prog="retrain schema", description=description).parse_args(argv)
-    from retrain.assembly.schema import run_schema
+    from retrain.assembly.schema import run_schema, with_variables
 
-    print(json.dumps(run_schema(), indent=2))
+    print(json.dumps(with_variables(run_schema()), indent=2))
     return DONE
 
 

@@ -123,7 +123,7 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     """
     target, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
     if isinstance(text, Named):
-        return _checked(kind, text.value, text, where)
+        return _fitting(kind, text.value, text, where)
     if target.endswith(".py"):
         path = find_file(target, base_dir, f"{where}: ", PluginError)
         module = _load_own(path, where, base_dir)
@@ -141,11 +141,11 @@ def find_plugin(kind: Kind, text: str, where: str, base_dir: Path) -> Any:
     return _member(kind, module, name, where) if name else _only(kind, module, where)
 
 
-def _checked(kind: Kind, value: Any, name: str, where: str) -> Any:
-    """An object of the user's program; raises PluginError if it is of another kind."""
+def _fitting(kind: Kind, value: Any, what: str, where: str, advice: str = "") -> Any:
+    """The value; raises PluginError if it is of another kind."""
     if kind.fits(value):
         return value
-    raise PluginError(f"{where}: {name} is no {kind.base.__name__}")
+    raise PluginError(f"{where}: {what} is not a subclass of {kind.base.__name__}{advice}")
 
 
 def find_function(text: str, base_dir: Path, where: str) -> Callable[..., Any]:
@@ -213,7 +213,7 @@ def _member(kind: Kind, module: ModuleType, name: str, where: str) -> Any:
         public = [known for known in dir(module) if known[0] != "_"]
         hint = nearest(name, public) or f"; {others}"
         raise PluginError(f"{where}: there is no {name} in {source}{hint}")
-    raise PluginError(f"{where}: {name} in {source} is not a subclass of {base.__name__}; {others}")
+    return _fitting(kind, value, f"{name} in {source}", where, f"; {others}")
 
 
 def _only(kind: Kind, module: ModuleType, where: str) -> Any:

@@ -82,7 +82,8 @@ class TrlOptions(OptimizerOptions):
     allows."""
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """The maximum number of tokens per forward pass, including padding; a longer sequence gets its
-    own pass. `auto`: 2,048 on the CPU, 16,384 on CUDA."""
+    own pass. `auto`: 16,384 on CUDA; on the CPU, as many as need about 1 GB of activations, from
+    256 to 2,048."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model is trained and sampled; `auto`: CUDA if available, otherwise the CPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
