@@ -19,7 +19,6 @@ from retrain.adapters.base import Adapter
 from retrain.assembly import Parts
 from retrain.chat import Chat
 from retrain.chat.template import NOT_SHOWN
-from retrain.concurrency.deadlines import adapter_call
 from retrain.concurrency.watch import Watch
 from retrain.config import RunConfig
 from retrain.errors import DeadlineError, StallError
@@ -38,6 +37,7 @@ from retrain.pipeline.verify import PublishCheck
 from retrain.prompts.lengths import long_prompts
 from retrain.rollout import Playback, Rollouts, Slot
 from retrain.sampler import Sampler
+from retrain.supervision.boundary import adapter_call
 from retrain.types import Group, Message, Metrics, Prompt, Ticket
 
 if TYPE_CHECKING:

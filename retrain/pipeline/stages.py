@@ -26,7 +26,6 @@ from pathlib import Path
 from retrain.adapters.base import Adapter
 from retrain.assembly import Parts, assemble
 from retrain.batching import batch_of, fitting, kl_penalised, make_samples
-from retrain.concurrency.deadlines import apart, called, cancelled, contained
 from retrain.concurrency.watch import ADVICE, Watch
 from retrain.config import RunConfig
 from retrain.errors import (
@@ -48,6 +47,7 @@ from retrain.pipeline.resume import begin_from, checkpoint, restore
 from retrain.pipeline.run import Run
 from retrain.rewarding import fail
 from retrain.rollout import Playback, Slot
+from retrain.supervision.boundary import apart
 from retrain.types import Batch, Group, Metrics, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -163,9 +163,9 @@ async def _open_and_drive(
         try:
             await open_parts.enter_async_context(run.serving(adapter))
             if resume:
-                await apart(contained(restore(run)), "restore")
+                await apart("restore", restore, run)
             elif start_from is not None:
-                await apart(contained(begin_from(run, start_from)), "begin")
+                await apart("begin", begin_from, run, start_from)
             with rare_collections(run.in_flight):
                 return await drive(run)
         except (Exception, asyncio.CancelledError) as error:
@@ -210,7 +210,7 @@ async def drive(run: Run) -> Status:
     run.record.meter.begin()
     async with with_failures(run), asyncio.TaskGroup() as stages:
         try:
-            learner = stages.create_task(contained(learn(run)), name="learn")
+            learner = stages.create_task(apart("learn", learn, run), name="learn")
             producers = [stages.create_task(feed(run), name="feed")]
             producers += [
                 stages.create_task(collect(run), name=f"collect#{index}")
@@ -231,7 +231,7 @@ async def drive(run: Run) -> Status:
 @stops_the_learner
 async def feed(run: Run) -> None:
     """Issue prompts, as many as staleness admits; pass on groups that a resume kept."""
-    await apart(contained(_feed(run)), "feed")
+    await apart("feed", _feed, run)
 
 
 async def _feed(run: Run) -> None:
@@ -256,7 +256,7 @@ async def collect(run: Run) -> None:
     while True:
         current: list[Prompt] = []
         try:
-            await apart(_play(run, run.slot(size), current), "slot")
+            await apart("slot", _play, run, run.slot(size), current)
         except UserCodeError as error:
             run.record.fault(str(error))
             for prompt in current:
@@ -271,8 +271,6 @@ async def _play(run: Run, slot: Slot | Playback, current: list[Prompt]) -> None:
             current[:] = [prompt]
             started = time.time()
             group = await slot.play(prompt)
-            if cancelled():  # and user code swallowed the CancelledError
-                break
             _hand_on(run, group, started)
             current.clear()
     finally:
@@ -336,7 +334,7 @@ async def step(run: Run) -> bool:
     if groups is None:
         return False
     run.taken = groups
-    noted = await apart(contained(run.parts.learner.review(groups)), "review")
+    noted = await apart("review", run.parts.learner.review, groups)
     scored = [Group(group.prompt, group.scored) for group in groups]
     batch, has_credit = await credit(run, scored)
     skipped = run.parts.is_idle(batch) and not run.adapter.model_loss
@@ -378,7 +376,7 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
     """
     parts = run.parts
     alike = [part for group in scored for part in group.by_seat]
-    returned = await called("advantages", parts.algorithm.advantages, alike)
+    returned = await apart("advantages", parts.algorithm.advantages, alike)
     credits = fitting(alike, returned, f"the algorithm {type(parts.algorithm).__name__}")
     samples = make_samples(alike, credits, paired=row_of(parts.loss).reads == "pairs")
     if not samples:
@@ -399,7 +397,7 @@ async def credit(run: Run, scored: Sequence[Group]) -> tuple[Batch, bool]:
 async def reported(run: Run) -> Metrics:
     """What the rewards report of this step."""
     try:
-        return await called("metrics", run.parts.scorer.metrics, run.record.fault)
+        return await apart("metrics", run.parts.scorer.metrics, run.record.fault)
     except UserCodeError as error:
         run.record.fault(f"rewards: {error}")
         return {}
@@ -445,8 +443,10 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
     try:
         await asyncio.wait([learner])
     except asyncio.CancelledError:
-        if learner.done() or learner.cancelling() or run.stalled:
+        if learner.done() or run.stalled:
             raise  # a stage failed or the run stalled: the task group is ending
+        if learner.cancelling():  # by user code that cancels all tasks
+            raise RunError(f"user code cancelled the run after step {run.step}") from None
         run.request_stop()
         run.evaluation.cancel()
         await asyncio.wait([learner])

@@ -14,25 +14,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import copy
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from retrain.chat import Chat, Conversation
-from retrain.concurrency.deadlines import adapter_call, user_call
 from retrain.config import RunConfig
 from retrain.environment import Action, Endpoint, StepResult, ToolSpec
 from retrain.errors import AdapterError, ConfigError, UserCodeError, text_of
 from retrain.rewarding import fail
+from retrain.rewarding.calls import together
 from retrain.rollout.answers import UnusableError, opening_of, prepare, result_of, tools_of
 from retrain.rollout.calls import NOTHING, Calls, fitted
 from retrain.rollout.endings import as_result
-from retrain.rollout.instance import Instance, Job
+from retrain.rollout.instance import Instance
 from retrain.rollout.opponents import Opponent
 from retrain.rollout.seats import SeatedCalls, Seats, seats_of
 from retrain.sampler import Sampler, SamplingParams
+from retrain.supervision.boundary import adapter_call, outcomes
 from retrain.types import Completion, Group, Message, Outcome, Prompt, Trajectory
 
 T = TypeVar("T")
@@ -141,8 +142,8 @@ class _Rollout:
     __slots__ = ("alive", "broken", "conversation", "first", "index", "instance", "opening",
                  "seats", "shared", "tools", "trajectory")  # fmt: skip
 
-    broken: Callable[[BaseException], None]
-    """Ends the group with an error of the sampler, while an agent still runs."""
+    broken: asyncio.Future[Exception]
+    """The error of the sampler, while an agent still runs: it ends the group."""
     conversation: Conversation
     """Of the seat that speaks."""
     first: Completion
@@ -166,7 +167,6 @@ class _Rollout:
 
     def fail(self, error: UserCodeError) -> None:
         """Set the outcome of this rollout, once."""
-        self.instance.failed = True
         if self.alive and isinstance(error, UnusableError):
             self._fail("invalid", str(error))
         elif self.alive:
@@ -263,7 +263,7 @@ class _Rollout:
         error: UserCodeError | None = None
         async with shared.door.open(calls, environment.seats) as endpoint:
             try:
-                answer = await self._call("run", lambda: environment.run(endpoint), "agent")
+                answer = await self._agent(lambda: environment.run(endpoint))
                 result = result_of(self._name("run"), answer)
             except UserCodeError as raised:
                 error = raised
@@ -294,6 +294,20 @@ class _Rollout:
             )
             self._fail("invalid", f"{self._name('run')}: the agent {why}")
 
+    async def _agent(self, run: Callable[[], Awaitable[StepResult]]) -> StepResult:
+        """What the agent returns; raises UserCodeError, and what the sampler raises meanwhile."""
+        self.broken = asyncio.get_running_loop().create_future()
+        playing = asyncio.create_task(self._call("run", run, "agent"))
+        try:
+            first: list[asyncio.Future[Any]] = [playing, self.broken]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if self.broken.done():
+                raise self.broken.result()
+            return await playing
+        finally:
+            playing.cancel()
+            await asyncio.wait([playing])
+
     def _take(self, calls: Calls, result: StepResult | None) -> None:
         """Take over an agent's calls and its result; raises UserCodeError for wrong rewards."""
         trajectory, seats = self.trajectory, self.seats
@@ -316,7 +330,8 @@ class _Rollout:
         try:
             return await self._sampled(prompt_ids, params, n)
         except Exception as error:
-            self.broken(error)
+            if not self.broken.done():
+                self.broken.set_result(error)
             raise
 
     def end(self) -> None:
@@ -398,11 +413,11 @@ class _Rollout:
         opponent, seed = self.seats.opponents[seat], self._seed(f"{seat}/{key}")
         name, limit = f"opponents.{seat} ({opponent.name})", self.shared.deadlines.step
         started = time.perf_counter()
-        try:
-            answer = partial(opponent.reply, messages, seed)
-            return await user_call(name, answer, limit, "step", self.instance.abandon)
-        finally:
-            self._took("environment", started)
+        [answer] = await outcomes(name, partial(opponent.reply, messages), [seed], limit, "step")
+        self._took("environment", started)
+        if isinstance(answer, UserCodeError):
+            raise answer
+        return answer
 
     async def _next(self, observation: Sequence[Message]) -> Completion | None:
         """Add the observation and sample the next turn; None when the episode ends."""
@@ -418,25 +433,16 @@ class _Rollout:
         if len(self.conversation.prompt_ids) >= shared.context_length:
             trajectory.info["truncated"] = "context"
             return None
-        try:
-            [completion] = await self.sample()
-        except UserCodeError as error:  # user code cancelled the task meanwhile
-            self.fail(error)
-            return None
+        [completion] = await self.sample()
         return completion
 
     async def _call(self, stage: str, call: Callable[[], Awaitable[T]], key: str = "") -> T:
         """Await user code within its deadline; raises UserCodeError."""
-        key = key or stage
-        limit: float = getattr(self.shared.deadlines, key)
         started = time.perf_counter()
         try:
-            answer = await user_call(self._name(stage), call, limit, key, self.instance.abandon)
-        except UserCodeError:
+            return await self.instance.call(stage, call, key)
+        finally:
             self._took("environment", started)
-            raise
-        self._took("environment", started)
-        return answer
 
     def _took(self, stage: str, started: float) -> None:
         self.shared.progress()
@@ -463,38 +469,15 @@ NO_SEATS = Seats()
 """Shared by all rollouts without seats, which never change it."""
 
 
-class _Countdown:
-    """A future that is done when `count` jobs are, or with the first error of one."""
-
-    def __init__(self, count: int) -> None:
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._left = count
-
-    def done(self, error: BaseException | None) -> None:
-        self._left -= 1
-        if self.future.done():
-            return
-        if error is not None:
-            self.future.set_exception(error)
-        elif not self._left:
-            self.future.set_result(None)
-
-
 async def _each(
     rollouts: Sequence[_Rollout],
     hook: str,
-    call: Callable[[_Rollout], Awaitable[None]],
+    call: Callable[[_Rollout], Coroutine[Any, Any, None]],
     otherwise: Callable[[_Rollout], None],
 ) -> None:
-    """Do `call` in the tasks of the instances that override `hook`, and `otherwise` for others."""
+    """Do `call` for the rollouts whose instances override `hook`, and `otherwise` for others."""
     alive = [rollout for rollout in rollouts if rollout.alive]
-    away = [rollout for rollout in alive if hook in rollout.instance.overridden]
-    countdown = _Countdown(len(away)) if away else None
     for rollout in alive:
         if hook not in rollout.instance.overridden:
             otherwise(rollout)
-        elif countdown is not None:
-            rollout.broken = countdown.done
-            rollout.instance.do(Job(partial(call, rollout), rollout.fail, countdown.done))
-    if countdown is not None:
-        await countdown.future
+    await together([call(r) for r in alive if hook in r.instance.overridden])

@@ -17,9 +17,9 @@ from retrain.chat import Chat, Conversation
 from retrain.environment import Environment, ToolSpec
 from retrain.errors import UserCodeError, shown
 from retrain.rewarding import as_number
-from retrain.rollout.answers import theirs
 from retrain.rollout.calls import NOTHING, CallError, Calls, Reply, Sample
 from retrain.rollout.opponents import Opponent
+from retrain.supervision.boundary import boundary
 from retrain.types import Completion, Message, Trajectory
 
 Tools = Sequence[Mapping[str, Any]]
@@ -29,7 +29,7 @@ Ask = Callable[[str, Sequence[Message], str], Coroutine[Any, Any, str]]
 
 def seats_of(owner: str, environment: Environment) -> tuple[str, ...]:
     """The names of an environment's seats; raises UserCodeError that names `owner`."""
-    try:
+    with boundary(owner):
         seats = environment.seats
         if seats is Environment.seats:
             return ()
@@ -37,8 +37,6 @@ def seats_of(owner: str, environment: Environment) -> tuple[str, ...]:
         if not listed or len(set(seats)) < len(seats):
             raise UserCodeError(f"{owner}: got the seats {shown(seats)}, expected different names")
         return tuple(seats)
-    except BaseException as error:
-        raise theirs(owner, error) from error
 
 
 class Seats:
@@ -77,10 +75,8 @@ class Seats:
         """
         if not self.names:
             return info
-        try:
+        with boundary(owner):
             return self._noted(owner, info)
-        except BaseException as error:
-            raise theirs(owner, error) from error
 
     def _noted(self, owner: str, info: dict[str, Any]) -> dict[str, Any]:
         self.speaker = info.pop("seat", self.speaker)
