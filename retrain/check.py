@@ -349,19 +349,21 @@ async def _cancelled(
         nonlocal swallowed
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().call_soon(playing.cancel)
-        await environment.step(Action("hello"))
-        swallowed = task.cancelling() > 0
+        soon = asyncio.get_running_loop().call_soon(task.cancel)
+        try:
+            await environment.step(Action("hello"))
+            swallowed = task.cancelling() > 0
+        finally:
+            soon.cancel()  # the step may be over
 
     await instance.open()
     environment = instance.environment
     environment.prompt = prompt
     await instance.call("reset", lambda: environment.reset(prompt))
     playing = asyncio.create_task(instance.call("step", step))
-    await asyncio.wait([playing])
-    closing = instance.retire()
-    await asyncio.wait([closing], timeout=SOON)
-    if swallowed or not closing.done():
+    _, stuck = await asyncio.wait([playing], timeout=SOON)
+    await instance.retire()
+    if swallowed or stuck:
         raise UserCodeError("don't suppress CancelledError: catch Exception instead")
     if faults:
         raise UserCodeError(f"close() failed after a cancelled step: {faults[0]}")

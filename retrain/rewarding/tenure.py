@@ -41,10 +41,11 @@ class Tenure:
         self._closing = asyncio.create_task(self._close())
 
     async def _close(self) -> None:
-        if error := await self._called("close"):
-            self._fault(str(error))
+        problem = str(await self._called("close") or "")
         if not await self._actor.end():
-            self._fault(f"{self._owner} still runs {STUCK_SECONDS} s after it was cancelled")
+            problem = f"{problem or self._owner}; it is abandoned, since it does not end"
+        if problem:
+            self._fault(problem)
 
     async def _called(self, hook: str) -> UserCodeError | None:
         """Await `setup` or `close`; returns its error. That of a worker names its owner already."""

@@ -480,4 +480,7 @@ async def _each(
     for rollout in alive:
         if hook not in rollout.instance.overridden:
             otherwise(rollout)
-    await together([call(r) for r in alive if hook in r.instance.overridden])
+    try:
+        await together([call(r) for r in alive if hook in r.instance.overridden])
+    except ExceptionGroup as group:  # of the sampler: those of the others are alike
+        raise group.exceptions[0] from None

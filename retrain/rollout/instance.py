@@ -13,7 +13,7 @@ from typing import TypeVar
 from retrain.config import DeadlinesConfig
 from retrain.environment import Environment
 from retrain.errors import UserCodeError, shown
-from retrain.supervision.boundary import ITSELF, STUCK_SECONDS, Actor
+from retrain.supervision.boundary import ITSELF, Actor
 
 T = TypeVar("T")
 HOOKS = ("setup", "reset", "step", "run", "close")
@@ -68,6 +68,8 @@ class Instance:
 
     async def call(self, stage: str, call: Callable[[], Awaitable[T]], key: str = "") -> T:
         """Call it in its task, within `deadlines.KEY`; raises UserCodeError."""
+        if stage not in self.overridden:
+            return await call()
         return await self._called(f"{self.name}.{stage}", call, key or stage)
 
     def retire(self) -> asyncio.Task[None]:
@@ -101,14 +103,17 @@ class Instance:
     async def _close(self) -> None:
         if self._actor is None:
             return
+        problem = ""
         try:
             if self._environment is not None and "close" in self.overridden:
                 await self.call("close", self._environment.close)
         except UserCodeError as error:
-            self._fault(str(error))
+            problem = str(error)
         finally:
             if not await self._actor.end():
-                self._fault(f"{self.name} still runs {STUCK_SECONDS} s after it was cancelled")
+                problem = f"{problem or self.name}; it is abandoned, since it does not end"
+            if problem:
+                self._fault(problem)
 
 
 async def closed(instances: Sequence[Instance]) -> None:

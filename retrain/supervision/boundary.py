@@ -70,6 +70,8 @@ class Actor:
         """Done when a call that nobody waits for has ended; None if there is none."""
         self._wake = asyncio.Event()
         self._over = False
+        self._stuck: set[asyncio.Future[None]] = set()
+        """`_given_up`, if it was waited for in vain."""
         self._task = asyncio.create_task(self._live(), name=name)
         self._task.add_done_callback(self._ended)
 
@@ -83,9 +85,11 @@ class Actor:
         """
         self._give_up(self._answer)
         if self._given_up is not None:
-            _, stuck = await asyncio.wait([self._given_up], timeout=STUCK_SECONDS)
-            if stuck:
-                raise UserCodeError(f"{self._what} still runs after it was cancelled")
+            _, self._stuck = await asyncio.wait([self._given_up], timeout=STUCK_SECONDS)
+            if self._stuck:
+                raise UserCodeError(
+                    f"{what} was not called: {self._what} was cancelled, and goes on"
+                )
         if self._over:
             raise UserCodeError(f"{what} was not called: the task of {self._what} has ended")
         answer: asyncio.Future[T] = self._loop.create_future()
@@ -107,7 +111,7 @@ class Actor:
         self._wake.set()
         if not self._task.done():
             _keep(self._task)
-            await asyncio.wait([self._task], timeout=STUCK_SECONDS)
+            await asyncio.wait([self._task], timeout=0 if self._stuck else STUCK_SECONDS)
         return self._task.done()
 
     def _expire(self, answer: asyncio.Future[Any], seconds: float, key: str) -> None:
@@ -117,8 +121,8 @@ class Actor:
 
     def _give_up(self, answer: asyncio.Future[Any] | None) -> None:
         """Cancel the call with this answer, if it is still being made."""
-        if answer is not None and self._answer is answer and self._given_up is None:
-            self._given_up = self._loop.create_future()
+        if answer is not None and self._answer is answer:
+            self._given_up = self._given_up or self._loop.create_future()
             self._task.cancel()
 
     async def _live(self) -> None:
