@@ -442,15 +442,18 @@ async def _until_learned(run: Run, learner: asyncio.Task[None]) -> bool:
     """Wait for the learner; return whether a cancellation stopped it. A second one is raised."""
     try:
         await asyncio.wait([learner])
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
         if learner.done() or run.stalled:
             raise  # a stage failed or the run stalled: the task group is ending
         if learner.cancelling():  # by user code that cancels all tasks
             raise RunError(f"user code cancelled the run after step {run.step}") from None
         run.request_stop()
         run.evaluation.cancel()
+        ended = bool(error.args) and isinstance(error.args[0], UserCodeError)
+        if ended:  # by user code in a task of its own
+            run.fail(error.args[0])
         await asyncio.wait([learner])
-        return True
+        return not ended
     return False
 
 
