@@ -9,15 +9,14 @@ import os
 import select
 import signal
 import sys
+from contextlib import suppress
 
 run, limit, file, silent, rest, groups = int(sys.argv[1]), 0.0, b"", 0.0, b"", set()
 
 
 def say(words: str) -> None:
-    line = f"retrain: {words}\n".encode()
-    with open(file, "ab") as errors:
-        errors.write(line)
-    os.write(2, b"\n" + line)
+    for place in (os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), 2):
+        os.write(place, f"\nretrain: {words}\n".encode())
 
 
 def suspended() -> bool:
@@ -25,8 +24,7 @@ def suspended() -> bool:
         return stat.read().rpartition(b") ")[2][:1] in b"Tt"
 
 
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {1, 2, 3, 15})  # hang-up, Ctrl-C, Ctrl-\, kill
 while True:
     tick = min(0.5, limit / 4 or 0.5)
     if select.select([0], [], [], tick)[0]:
@@ -52,7 +50,5 @@ while True:
 if limit:
     say("the process ended without shutting down: it was killed, crashed or ran out of memory")
 for group in groups:
-    try:  # noqa: SIM105 - importing contextlib takes longer than everything here
+    with suppress(OSError):  # it has ended
         os.killpg(group, signal.SIGKILL)
-    except OSError:
-        pass  # it has ended

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, TypeGuard, TypeVar
+from typing import Any
+
+from retrain.observe.journal import Row, known, shares
 
 MAX_POINTS = 600
 """Points per series; longer series are averaged in equal parts."""
 
-Row = Mapping[str, Any]  # a JSON object of a journal
-T = TypeVar("T")
 Point = tuple[float, float]
 """(step, value)."""
 
@@ -98,15 +97,3 @@ def points(rows: Sequence[Row], key: str) -> list[Point]:
 def thin(series: list[Point], most: int = MAX_POINTS) -> list[Point]:
     """At most `most` points, each the mean of its part."""
     return [(fmean(x for x, _ in some), fmean(y for _, y in some)) for some in shares(series, most)]
-
-
-def shares(items: Sequence[T], most: int) -> list[Sequence[T]]:
-    """`items` in at most `most` equal parts, none of them empty."""
-    count = min(most, len(items))
-    edges = [round(i * len(items) / count) for i in range(count + 1)] if count else []
-    return [items[a:b] for a, b in pairwise(edges)]
-
-
-def known(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -10,18 +10,23 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from pydantic_core import to_json
 
 from retrain.errors import RunError
 from retrain.jsonable import plain_with
+
+Row = Mapping[str, Any]  # a JSON object of a journal
+T = TypeVar("T")
 
 CHUNK_LINES = 512
 """Lines are written out when there are this many ..."""
@@ -142,3 +147,15 @@ def _refused(path: Path, error: OSError) -> RunError:
         f"can't write {path}: {error.strerror or error}; free some space or choose another "
         "run directory, then continue with --resume"
     )
+
+
+def known(value: object) -> TypeGuard[float]:
+    """Whether `value` is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def shares(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """`items` in at most `most` equal parts, none of them empty."""
+    count = min(most, len(items))
+    edges = [round(i * len(items) / count) for i in range(count + 1)] if count else []
+    return [items[a:b] for a, b in pairwise(edges)]

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from retrain.observe.callbacks import TrainingResult, has_trend
-from retrain.observe.charts import Row, known, shares
+from retrain.observe.journal import Row, known, shares
 from retrain.observe.peak import in_words
 from retrain.observe.run_dir import EVENTS, Tally
 

@@ -21,9 +21,9 @@ from retrain.concurrency.locks import in_use
 from retrain.errors import ConfigError, first_of
 from retrain.jsonable import plain
 from retrain.observe.callbacks import has_trend, tenths
-from retrain.observe.charts import Row, charts, known
+from retrain.observe.charts import charts
 from retrain.observe.failure import ERROR
-from retrain.observe.journal import read_lines
+from retrain.observe.journal import Row, known, read_lines
 from retrain.observe.progress import clock_text, milestones, near, samples_in, short
 from retrain.observe.run_dir import (
     CONFIG,

@@ -12,8 +12,8 @@ from operator import itemgetter
 from typing import Any
 
 from retrain.observe.causes import Causes
-from retrain.observe.charts import known
 from retrain.observe.histogram import Histogram
+from retrain.observe.journal import known
 
 PICKED = 6
 """Rollouts of each kind that a report shows."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from retrain.observe.charts import Row, known, points
+from retrain.observe.charts import points
+from retrain.observe.journal import Row, known
 from retrain.observe.timeline import OUTAGES
 
 WAITING = 0.2

@@ -259,7 +259,7 @@ class Scorer:
             if compares(calculator):
                 compare = partial(group_verdicts, calculator)
                 [verdicts] = await self._in_tasks(part, compare, [trajectories])
-                failed = isinstance(verdicts, UserCodeError | BudgetError)
+                failed = isinstance(verdicts, UserCodeError)
                 return [verdicts] * len(trajectories) if failed else verdicts
             # an async function needs no `calculate` around it
             call = calculator.call if type(calculator) is FunctionReward else calculator.calculate
@@ -270,9 +270,7 @@ class Scorer:
     ) -> list[Any]:
         """A call with each of `given`, all at once; a failed or late one affects only itself."""
         owner, seconds = f"reward '{part.name}'", self.deadlines.reward
-        return [
-            _or_budget(found) for found in await outcomes(owner, call, given, seconds, "reward")
-        ]
+        return await outcomes(owner, call, given, seconds, "reward")
 
     async def _in_threads(
         self, part: WeightedReward, calculator: FunctionReward, trajectories: Sequence[Trajectory]
@@ -303,13 +301,6 @@ class Scorer:
             late = late_error(owner, self.deadlines.reward, "reward")
             return done + [late] * (len(trajectories) - len(done))
         return verdicts
-
-
-def _or_budget(verdict: Any) -> Any:
-    """The verdict; of a reward that has used up its budget the BudgetError, which ends the run."""
-    if isinstance(verdict, UserCodeError) and isinstance(verdict.__cause__, BudgetError):
-        return verdict.__cause__
-    return verdict
 
 
 def _recorded(name: str, verdict: Any, trajectory: Trajectory) -> Reward:
