@@ -192,7 +192,7 @@ def test_p5_a_fault_touches_its_own_rollout_only(bad: int, fault: str, where: st
 
     async def compare() -> None:
         expected = told(await played())
-        group = await played(*makes, setup=0.03, reset=0.03, step=0.03, close=0.03)
+        group = await played(*makes, setup=0.1, reset=0.1, step=0.1, close=0.1)
         failed, rows = group.trajectories[bad], told(group)
         del rows[bad], expected[bad]
         assert rows == expected
