@@ -39,11 +39,11 @@ from retrain.config import RunConfig
 from retrain.engine.limits import Limits
 from retrain.engine.models import load_tokenizer
 from retrain.engine.vllm.client import VllmClient
+from retrain.engine.vllm.delivery import Delivery, Failures, each
 from retrain.engine.vllm.fleet import Fleet, Member
 from retrain.engine.vllm.publish import Publisher
 from retrain.engine.vllm.sampler import VllmSampler
 from retrain.engine.vllm.server import Launch, VllmServer
-from retrain.engine.vllm.ways import Failures, Way, each
 from retrain.pipeline import train
 from retrain.rewarding import reward
 from retrain.sampler import SamplingParams
@@ -91,7 +91,7 @@ class Meter:
 # --- through the pipe
 
 
-class Labels(Way):
+class Labels(Delivery):
     """Publishes only the label of a version, no weights."""
 
     pauses = False

@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -113,13 +113,19 @@ class Agent(Environment):
             self.command = find_command(
                 command or [], self.base_dir, "environment.command", self.files
             )
-            _check_names({"command": command, "stdin": [stdin]})
-            for part in _texts(self.command):
-                if wrong := next((m[0] for m in NUMBERED.finditer(part) if not m[1]), ""):
-                    raise ConfigError(_unknown("command", wrong))
-            _check_names({"files": self.files.values(), "env": self.env.values()})
-            for name in (*self.files, output):
-                _check_inside(name)
+            self._check_command()
+
+    def _check_command(self) -> None:
+        """Raises ConfigError for a {name} or a file that no rollout can fill in."""
+        _check_names("command", self.command)
+        _check_names("stdin", [self.stdin])
+        for part in _texts(self.command):
+            if wrong := next((m[0] for m in NUMBERED.finditer(part) if not m[1]), ""):
+                raise ConfigError(_unknown("command", wrong))
+        _check_names("files", self.files.values())
+        _check_names("env", self.env.values())
+        for name in (*self.files, self.output):
+            _check_inside(name)
 
     async def run(self, endpoint: Endpoint) -> StepResult:
         values = {
@@ -263,12 +269,11 @@ def _texts(command: Sequence[str]) -> list[str]:
     ]
 
 
-def _check_names(texts: Mapping[str, Any]) -> None:
+def _check_names(key: str, texts: Iterable[str]) -> None:
     """Raises ConfigError for a {name} that is not known."""
-    for key, parts in texts.items():
-        for match in (m for part in parts or () for m in NAMED.finditer(part)):
-            if match[2] and match[2] not in VALUES:
-                raise ConfigError(_unknown(key, match[0]))
+    for match in (match for text in texts for match in NAMED.finditer(text)):
+        if match[2] and match[2] not in VALUES:
+            raise ConfigError(_unknown(key, match[0]))
 
 
 def _unknown(key: str, found: str) -> str:

@@ -80,10 +80,7 @@ class Gymnasium(Environment):
         if render not in ("auto", "observation"):
             self.render = find_function(render, base_dir, "environment.render")
         self.system: list[Message] = [{"role": "system", "content": system}] if system else []
-        valid = f"one of {', '.join(names)}" if names else f"an action of {self.space}"
-        if not names and hasattr(self.space, "start"):
-            valid = f"a number from {self.space.start} to {self.space.start + self.space.n - 1}"
-        self.hint = hint or f"Answer with {valid}."
+        self.hint = hint or f"Answer with {valid(self.space, names)}."
         self.penalty, self.max_turns, self.size = penalty, max_turns, size
         self.thread = DaemonPool(1)  # some environments want all calls in one thread
 
@@ -136,13 +133,18 @@ def _plain(value: Any) -> Any:
 
 def action_of(space: Any, names: Sequence[str], reply: str) -> Any:
     """The last action that a reply names, or its last numbers; None if there is none."""
-    import numpy
-
     if hasattr(space, "characters"):  # a space of texts
         return reply.strip()
     words = "|".join(rf"(?<!\w){re.escape(n)}(?!\w)" for n in sorted(names, key=len, reverse=True))
     if names and (found := re.findall(words, reply, re.IGNORECASE)):
         return space.start + [name.lower() for name in names].index(found[-1].lower())
+    return _numbers_in(reply, space)
+
+
+def _numbers_in(reply: str, space: Any) -> Any:
+    """The last numbers of a reply, as an action; None if they are none."""
+    import numpy
+
     numbers = NUMBER.findall(reply)
     count = numpy.prod(space.shape, dtype=int)  # 1 of a Discrete space
     last = numpy.array([float(number) for number in numbers[-count:]])
@@ -150,6 +152,15 @@ def action_of(space: Any, names: Sequence[str], reply: str) -> Any:
     if not small or (space.dtype.kind in "iu" and (last % 1).any()):
         return None
     return last.reshape(space.shape).astype(space.dtype)[()]
+
+
+def valid(space: Any, names: Sequence[str]) -> str:
+    """What an action of the space is, for the model."""
+    if names:
+        return f"one of {', '.join(names)}"
+    if hasattr(space, "start"):
+        return f"a number from {space.start} to {space.start + space.n - 1}"
+    return f"an action of {space}"
 
 
 def unreadable(space: Any, names: Sequence[str]) -> str:

@@ -20,10 +20,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from retrain.concurrency.outages import is_outage
-from retrain.config.binding import typed_keys
+from retrain.config.binding import has_schema, typed_keys
 from retrain.environment import Action, Environment, StepResult, ToolCall, ToolSpec
 from retrain.errors import ConfigError, text_of
 from retrain.types import Message, Prompt
@@ -216,16 +216,8 @@ def _lacking(function: Callable[..., Any], name: str) -> Iterator[str]:
             yield f"{shown}: got {parameter}, expected named arguments only"
         elif parameter.annotation is parameter.empty:
             yield f"{shown} has no type hint. Add one, such as `{parameter.name}: str`."
-        elif not _has_schema(parameter.annotation):
+        elif not has_schema(parameter.annotation):
             yield (
                 f"{shown}: {inspect.formatannotation(parameter.annotation)} has no JSON schema. "
                 "Use a type of JSON values, a dataclass or a pydantic model."
             )
-
-
-def _has_schema(annotation: Any) -> bool:
-    try:
-        TypeAdapter(annotation).json_schema()
-    except PydanticUserError:
-        return False
-    return True

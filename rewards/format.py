@@ -38,13 +38,10 @@ class Format(RewardCalculator):
     ) -> None:
         if (tags is None) == (template is None):
             raise ValueError("expected either tags or template")
-        given = template or "".join(f"<{tag}>...</{tag}>" for tag in tags or ())
-        if tags and tags[-1] in THOUGHTS:
-            given += "..."
-        pieces = [piece.strip() for piece in _PIECE.findall(given)]
-        self.pieces = [piece for piece in pieces if piece]
+        given = template if tags is None else _template(tags)
+        self.pieces = list(filter(None, map(str.strip, _PIECE.findall(given or ""))))
         self.fixed = [piece for piece in self.pieces if piece != "..."]
-        if "..." not in pieces or not self.fixed:
+        if "..." not in self.pieces or not self.fixed:
             raise ValueError(f"got {given!r}, expected a template such as '<think>...</think>'")
         self.partial, self.opener = partial, self.fixed[0] if opened else ""
 
@@ -75,3 +72,8 @@ class Format(RewardCalculator):
             else:
                 wanted.append(False)
         return [bool(text.strip()) for text in between] == wanted
+
+
+def _template(tags: list[str]) -> str:
+    form = "".join(f"<{tag}>...</{tag}>" for tag in tags)
+    return f"{form}..." if tags and tags[-1] in THOUGHTS else form

@@ -131,20 +131,22 @@ def _numbers(text: str) -> Iterator[Number | None]:
         near = text[max(0, found.start() - _NEAR) : found.start()]
         if _NAMED.search(near):
             continue
-        if _BEFORE.search(near) or _AFTER.match(text, found.end()):
-            yield None
-            continue
-        sign, above, below, digits, power, divisor, percent = found.groups("")
-        value = _float(above or digits) * _power(power)
-        under = _float(below or divisor or "1")
-        if not under or not math.isfinite(value):
-            yield None
-            continue
-        if _FRACTIONLESS.fullmatch(digits) and not (power or divisor or percent):
-            value = int(digits.partition(".")[0].replace(",", ""))  # exact above 2**53 too
-        else:
-            value /= under
-        yield (-value if sign == "-" else value), bool(percent)
+        part = _BEFORE.search(near) or _AFTER.match(text, found.end())
+        yield None if part else _value(found)
+
+
+def _value(found: re.Match[str]) -> Number | None:
+    """The number that was found; None if it is not finite."""
+    sign, above, below, digits, power, divisor, percent = found.groups("")
+    value = _float(above or digits) * _power(power)
+    under = _float(below or divisor or "1")
+    if not under or not math.isfinite(value):
+        return None
+    if _FRACTIONLESS.fullmatch(digits) and not power + divisor + percent:
+        value = int(digits.partition(".")[0].replace(",", ""))  # exact above 2**53 too
+    else:
+        value /= under
+    return (-value if sign == "-" else value), bool(percent)
 
 
 def _float(digits: str) -> float:

@@ -66,14 +66,6 @@ def test_every_target_keeps_its_own_values_and_follows_its_own_context(sample: S
         assert datum.streams["reference_logprobs"][t] == sample.streams["reference_logprobs"][t + 1]
 
 
-@given(samples())
-def test_all_streams_of_a_datum_have_one_length(sample: Sample) -> None:
-    datum = shift(sample)
-    streams = (datum.targets, datum.mask, datum.logprobs, datum.advantages)
-    assert {len(stream) for stream in (*streams, *datum.streams.values())} == {len(datum.inputs)}
-    assert datum.trained == any(sample.loss_mask[1:])
-
-
 def test_a_sample_of_one_token_is_refused() -> None:
     lonely = Sample([5], [1], [-0.1], [1.0], [0], group_id="0.3.0")
     with pytest.raises(ValueError, match=r"group '0\.3\.0' has 1 tokens, expected at least 2"):

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from benchmarks.mock_engine import LETTERS, MockAdapter, MockOptions, mock_config
-from retrain.adapters.remote.published import PublishedSampler, Sampled
+from retrain.adapters.remote.published import PublishedSampler, SampledTokens
 from retrain.errors import AdapterError, CheckpointError
 from retrain.observe.callbacks import Callback
 from retrain.observe.run_dir import read_events, surviving
@@ -148,7 +148,7 @@ class Weights:
         self.number, self.closed = number, False
 
     async def sample(self, prompt_ids, params, n=1):
-        return [Sampled([self.number], [0.0], "stop")] * n
+        return [SampledTokens([self.number], [0.0], "stop")] * n
 
     async def close(self):
         self.closed = True

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from retrain.adapters.remote.adapter import RemoteAdapter
-from retrain.adapters.remote.datums import SUM, Average, Datum
+from retrain.adapters.remote.datums import SUM, Average, Shifted
 from retrain.adapters.remote.options import RemoteOptions
 from retrain.adapters.remote.probe import RATIO, average_of
 from retrain.adapters.tinker.options import TinkerOptions
@@ -46,7 +46,7 @@ HONEST = Trainer.forward_backward
 # The measurement by itself
 
 
-UNFIT: dict[str, Callable[[Datum, Sequence[Datum], Sequence[Datum]], float]] = {
+UNFIT: dict[str, Callable[[Shifted, Sequence[Shifted], Sequence[Shifted]], float]] = {
     "divides a row by its weights": lambda row, part, step: 1 / max(sum(row.advantages), 1e-9),
     "averages over advantages that are not 0": lambda row, part, step: (
         1 / sum(map(bool, row.advantages))
@@ -74,7 +74,7 @@ class Direct:
         self.updates = 0
 
     async def train(
-        self, look: Datum, rows: Sequence[Datum], adam: AdamParams, apart: bool
+        self, look: Shifted, rows: Sequence[Shifted], adam: AdamParams, apart: bool
     ) -> list[float]:
         parts = [[row] for row in rows] if apart else [list(rows)]
         for part in parts if rows else []:
@@ -89,7 +89,7 @@ class Direct:
         [found] = self.trainer.forward(self._rows([look]), "cross_entropy", {}).logprobs
         return [lp + self.random.gauss(0, self.noise) for lp in found]
 
-    def _rows(self, datums: Sequence[Datum]) -> list[Row]:
+    def _rows(self, datums: Sequence[Shifted]) -> list[Row]:
         return [
             Row(d.inputs, d.targets, d.advantages, d.logprobs, [1.0] * len(d.targets))
             for d in datums
@@ -123,7 +123,7 @@ async def test_a_sum_is_found_to_be_one(loss: str, rank: int, noise: float) -> N
     ],
 )
 async def test_an_average_is_found_and_undone(average: Average) -> None:
-    def factor(row: Datum, part: Sequence[Datum], step: Sequence[Datum]) -> float:
+    def factor(row: Shifted, part: Sequence[Shifted], step: Sequence[Shifted]) -> float:
         pool = list(step if average.of == "step" else part)
         plain = [replace(one, advantages=[1.0]) for one in pool]
         [place] = [i for i, one in enumerate(pool) if one is row]
@@ -157,9 +157,9 @@ async def test_no_server_with_a_fault_is_taken_for_a_sum(fault: str) -> None:
         await measured(server)
 
 
-def row(tokens: int, trained: int) -> Datum:
+def row(tokens: int, trained: int) -> Shifted:
     mask = [0.0] * (tokens - trained) + [1.0] * trained
-    return Datum([0] * tokens, [0] * tokens, mask, [0.0] * tokens, [2.0 * kept for kept in mask])
+    return Shifted([0] * tokens, [0] * tokens, mask, [0.0] * tokens, [2.0 * kept for kept in mask])
 
 
 @pytest.mark.parametrize(

@@ -191,15 +191,3 @@ def test_every_public_name_loads_and_is_listed() -> None:
         assert name in dir(retrain)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = retrain.nonsense  # type: ignore[attr-defined]
-
-
-def test_type_checkers_see_exactly_the_public_names() -> None:
-    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
-    branch = next(node for node in tree.body if isinstance(node, ast.If))
-    shown = {
-        alias.asname
-        for node in branch.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert shown == set(retrain.__all__) - {"__version__"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from backends_kit import FULL, LORA, run_of
 
-from retrain.adapters.remote.datums import Datum
+from retrain.adapters.remote.datums import Shifted
 from retrain.adapters.remote.surrogate import corrected
 from retrain.assembly import assemble
 from retrain.config import MismatchConfig, RunConfig, parse_config
@@ -63,7 +63,7 @@ def test_weights_are_the_hand_worked_ones_on_floats_and_on_tensors(rule, forked,
     config = MismatchConfig(**rule)
     logs = [[math.log(ratio) for ratio in row] for row in RATIOS]
     datums = [
-        Datum([1] * 3, [2] * 3, mask, [-1.0] * 3, [1.0] * 3, run_id="r" if forked else "")
+        Shifted([1] * 3, [2] * 3, mask, [-1.0] * 3, [1.0] * 3, run_id="r" if forked else "")
         for mask in MASK
     ]
     learner = [[gap - 1.0 for gap in row] for row in logs]

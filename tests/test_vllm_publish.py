@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_kit import FLAGS, LORA, StandIn, saved, small_model, stand_in
 
-from retrain.engine.vllm import checkpoint, group, ways
-from retrain.engine.vllm.checkpoint import PREFIX, Manifest, Store, write_model
+from retrain.engine.vllm import checkpoint, delivery, group
+from retrain.engine.vllm.checkpoint import PREFIX, Manifest, WeightStore, write_model
 from retrain.engine.vllm.client import VllmClient
-from retrain.engine.vllm.group import GroupWay
+from retrain.engine.vllm.delivery import AdapterDelivery, Delivery, FolderDelivery, adapter_name
+from retrain.engine.vllm.group import GroupDelivery
 from retrain.engine.vllm.options import InFlight
 from retrain.engine.vllm.publish import UNKNOWN, Publisher, PublishError
 from retrain.engine.vllm.transfer import Bucket
-from retrain.engine.vllm.ways import AdapterWay, FolderWay, Way, adapter_name
 from retrain.engine.weights import LoraWeights, snapshot
 from retrain.errors import AdapterError
 
@@ -63,12 +63,12 @@ async def connect() -> AsyncIterator[Callable[[StandIn], VllmClient]]:
 
 
 @pytest.fixture
-def way(folder: Path, tmp_path: Path) -> Callable[[str], Way]:
-    def made(name: str) -> Way:
+def way(folder: Path, tmp_path: Path) -> Callable[[str], Delivery]:
+    def made(name: str) -> Delivery:
         if name == "group":
-            return GroupWay(str(folder), bucket_bytes=100_000, seconds=3)
-        store = Store(tmp_path, tmp_path)
-        return FolderWay(store, str(folder)) if name == "folder" else AdapterWay(store)
+            return GroupDelivery(str(folder), bucket_bytes=100_000, seconds=3)
+        store = WeightStore(tmp_path, tmp_path)
+        return FolderDelivery(store, str(folder)) if name == "folder" else AdapterDelivery(store)
 
     return made
 
@@ -277,7 +277,7 @@ async def test_a_server_whose_engine_dies_is_given_up_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM's API server never answers some calls then."""
-    monkeypatch.setattr(ways, "ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(delivery, "ALIVE_SECONDS", 0.02)
     monkeypatch.setattr(group, "GRACE", 0.2)
     server, transfer = servers(), way(name)
     transfer._seconds = 1.0
@@ -408,7 +408,11 @@ async def test_a_store_prefers_memory_and_removes_what_killed_runs_left(
     (memory / f"{PREFIX}dead").mkdir()
     (memory / f"{PREFIX}dead" / ".lock").touch()
     fill = lambda folder: (folder / "a").touch()  # noqa: E731
-    first, second, large = Store(None, scratch), Store(None, scratch), Store(None, scratch)
+    first, second, large = (
+        WeightStore(None, scratch),
+        WeightStore(None, scratch),
+        WeightStore(None, scratch),
+    )
     one = await first.write("v1", 1000, fill)
     two = await second.write("v1", 1000, fill)  # removes nothing of a run that lives
     three = await large.write("v1", 1 << 60, fill)

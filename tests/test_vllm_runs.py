@@ -20,8 +20,8 @@ from retrain.adapters.trl.options import LoraOptions, TrlOptions
 from retrain.assembly import assemble
 from retrain.config import RunConfig, parse_config
 from retrain.engine.vllm import checks, environment
-from retrain.engine.vllm.checkpoint import Store
-from retrain.engine.vllm.client import Lora, VllmClient
+from retrain.engine.vllm.checkpoint import WeightStore
+from retrain.engine.vllm.client import AdapterSlots, VllmClient
 from retrain.engine.vllm.opening import _processes
 from retrain.engine.vllm.options import VllmOptions, located
 from retrain.errors import AdapterError, ConfigError
@@ -182,9 +182,9 @@ async def test_weights_are_written_to_the_given_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    write = Store._write
+    write = WeightStore._write
     spy = lambda *given: written.append(write(*given)) or written[-1]  # noqa: E731
-    monkeypatch.setattr(Store, "_write", spy)
+    monkeypatch.setattr(WeightStore, "_write", spy)
     (tmp_path / "shared").mkdir()
     keys = {"type": "vllm", "folder": str(tmp_path / "shared")}
     with stand_in(folder) as server:
@@ -309,7 +309,7 @@ def test_options_reach_the_command_line_of_each_server(
         start_seconds=9,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    opening = opening_of(small_model(), folder, tmp_path, lora=Lora(4, 3))
+    opening = opening_of(small_model(), folder, tmp_path, lora=AdapterSlots(4, 3))
     launch = _processes(options, opening)[1]._launch
     words = " ".join(launch.command(80))
     assert words.startswith(f"{tmp_path}/bin/python -m vllm.entrypoints.openai.api_server")

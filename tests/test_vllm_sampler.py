@@ -20,7 +20,7 @@ from vllm_kit import FLAGS, GROUP, LORA, MODEL, StandIn, saved, small_model, sta
 from retrain.engine.sampler import LocalSampler
 from retrain.engine.tiny import tiny_tokenizer
 from retrain.engine.vllm.checks import Needs, check_logprobs, check_server, probe_of
-from retrain.engine.vllm.client import LARGE, Lora, VllmClient, decoded
+from retrain.engine.vllm.client import LARGE, AdapterSlots, VllmClient, decoded
 from retrain.engine.vllm.opening import Opening, open_vllm
 from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.vllm.sampler import VllmSampler
@@ -317,7 +317,7 @@ async def test_adapters_are_versions_and_go_when_unused(
     model: PreTrainedModel, folder: Path, tmp_path: Path, server: StandIn
 ) -> None:
     loaded = server.running.app.engine.adapters
-    given = {"lora": Lora(4, 3)}
+    given = {"lora": AdapterSlots(4, 3)}
     async with serving(model, folder, tmp_path, server.url, **given) as sampler:
         assert sampler.wants_lora
         short = SamplingParams(max_tokens=6)
@@ -427,7 +427,7 @@ async def test_a_server_with_wrong_flags_is_named_with_the_right_ones(
 ) -> None:
     values = {"vocabulary": model.config.vocab_size, **needs}
     if "lora" in needs:
-        values["lora"] = Lora(*needs["lora"])
+        values["lora"] = AdapterSlots(*needs["lora"])
     with stand_in(folder, defaults=flags) as server:
         async with VllmClient(server.url) as client:
             with pytest.raises(ConfigError, match=message) as caught:
@@ -441,7 +441,9 @@ async def test_a_server_that_fits_passes(model: PreTrainedModel, server: StandIn
     async with VllmClient(server.url) as client:
         await client.pause("recompute")
         for way in ("folder", "group", "adapter"):
-            found = await check_server(client, Needs(way, vocabulary, 512, lora=Lora(16, 3)))  # type: ignore[arg-type]
+            found = await check_server(
+                client, Needs(way, vocabulary, 512, lora=AdapterSlots(16, 3))
+            )  # type: ignore[arg-type]
             assert (found.context, found.cpu) == (512, True)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from retrain.concurrency import starting
-from retrain.engine.vllm.client import Lora, VllmClient
+from retrain.engine.vllm.client import AdapterSlots, VllmClient
 from retrain.engine.vllm.server import Launch, VllmServer, _reserved_port, cause, write_worker
 from retrain.errors import AdapterError
 
@@ -58,7 +58,7 @@ def test_the_command_has_what_a_run_needs() -> None:
         Path("/env/bin/python"),
         "/models/a",
         dtype="bfloat16",
-        lora=Lora(rank=12, slots=3),
+        lora=AdapterSlots(rank=12, slots=3),
         devices=[2, 3],
         tensor_parallel=2,
         args={

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from pydantic import ValidationError
 
 from retrain.adapters.weaver.adapter import WeaverAdapter
 from retrain.adapters.weaver.options import WeaverOptions
-from retrain.batching import normalised
 from retrain.config import RunConfig, parse_config
-from retrain.errors import AdapterError, CheckpointError, NonFiniteError
+from retrain.errors import CheckpointError
 from retrain.sampler import SamplingParams
 from retrain.transport.refusals import RemoteError
 from retrain.types import Batch, Completion, Denominators, Sample
@@ -179,25 +176,6 @@ async def test_several_requests_make_one_step(fake: FakeWeaver) -> None:
     assert fake.applied["forward_backward"] == 2 + 6
 
 
-async def test_trls_names_are_the_shared_loss_with_their_normaliser(fake: FakeWeaver) -> None:
-    tables = []
-    for trained in (batch("dapo"), normalised(batch("ppo"), "token")):
-        async with adapter(fake) as weaver:
-            await weaver.update(trained)
-            tables.append(table(fake))
-    assert tables[0] == tables[1]
-
-
-async def test_dpo_asks_the_untrained_model_for_the_reference(
-    fake: FakeWeaver, weaver: WeaverAdapter
-) -> None:
-    pair = [sample([1, 2, 3], 1.0), sample([1, 4, 5], -1.0)]
-    trained = Batch(pair, "dpo", {"beta": 0.5}, Denominators(4, 2))
-    first = await weaver.update(trained)
-    assert first["loss"] == pytest.approx(3 * math.log(2))  # the pair's weight is 3
-    assert (await weaver.update(trained))["loss"] < first["loss"]
-
-
 async def test_a_loss_of_ones_own_is_trained(fake: FakeWeaver, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def squared(logprobs, old, advantages, mask):\n"
@@ -263,26 +241,6 @@ async def test_every_key_of_the_optimizer_goes_out_and_the_schedule_moves(
         "weight_decay": 0.2,
         "grad_clip_norm": 3.0,
     }
-
-
-async def test_masked_samples_are_left_out_and_an_empty_batch_is_an_error(
-    fake: FakeWeaver, weaver: WeaverAdapter
-) -> None:
-    masked = replace(sample([1, 2, 3], 1.0), loss_mask=[0, 0, 0])
-    kept = batch()
-    await weaver.update(replace(kept, samples=[masked, *kept.samples]))
-    assert len(rows_sent(fake, "backward-passes")) == 3
-    with pytest.raises(AdapterError, match="no token to train on"):
-        await weaver.update(replace(kept, samples=[masked]))
-
-
-async def test_a_nan_advantage_is_refused_before_it_is_sent(
-    fake: FakeWeaver, weaver: WeaverAdapter
-) -> None:
-    broken = Batch([sample([1, 2], math.nan)], "importance_sampling", {}, Denominators(1, 1))
-    with pytest.raises(NonFiniteError, match="advantages of a sample of group"):
-        await weaver.update(broken)
-    assert not fake.applied["forward_backward"]
 
 
 # Publishing
@@ -468,33 +426,6 @@ def test_the_defaults_have_no_problems() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "sections", "match"),
-    [
-        ({"url": "service:80"}, {}, "url: got 'service:80'"),
-        (
-            {},
-            {"algorithm": {"loss": "ppo", "loss_config": {"beta": 1}}},
-            "'ppo' has no such key",
-        ),
-        ({}, {"algorithm": {"loss_config": {"delta": 1}}}, "'ppo' has no such key"),
-        ({"training_mode": "full_ft", "lora": {"rank": 2}}, {}, "lora has no effect"),
-        ({}, {"checkpoint": {"merge_lora": True}}, "merge_lora has no effect"),
-        (
-            {"lora": {"train_unembed": False, "train_mlp": False, "train_attn": False}},
-            {},
-            "nothing would be trained",
-        ),
-        ({"warmup_steps": 101}, {}, "warmup_steps 101 is longer than the run"),
-    ],
-)
-def test_what_cannot_be_honoured_is_a_problem(
-    options: dict[str, Any], sections: dict[str, Any], match: str
-) -> None:
-    (problem,) = problems(options, **sections)
-    assert match in problem
-
-
-def test_an_unknown_key_is_refused() -> None:
-    with pytest.raises(ValidationError, match="learning_rte"):
-        WeaverOptions(learning_rte=1)  # type: ignore[call-arg]  # it is the misspelling
+def test_what_cannot_be_honoured_is_a_problem() -> None:
+    (problem,) = problems({"training_mode": "full_ft", "lora": {"rank": 2}})
+    assert problem.startswith("backend.lora")

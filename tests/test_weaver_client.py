@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from retrain.adapters.weaver import AdamParams, LoraConfig, TrainingRow, WeaverClient
-from retrain.adapters.weaver.options import WeaverOptions
-from retrain.config import Plugin, RunConfig
-from retrain.errors import ConfigError
 from retrain.sampler import SamplingParams
 from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import RetryPolicy
@@ -498,11 +495,3 @@ async def test_the_key_comes_from_the_environment(
     async with client(url, api_key=None) as weaver:
         assert KEY not in repr(weaver)
     assert fake.log[0][2]["project_id"] == "p-1"
-
-
-def test_the_hosted_service_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WEAVER_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="WEAVER_API_KEY is not set"):
-        WeaverClient()
-    [problem] = WeaverOptions(url="hosted").problems(RunConfig(prompts=Plugin(type="list")))
-    assert "WEAVER_API_KEY is not set" in problem

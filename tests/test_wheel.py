@@ -29,7 +29,7 @@ INSIDE = {
     "rewards": "*.py",
 }
 """Folders of the checkout that the wheel has inside the package, and their files."""
-DATA = {"retrain/py.typed", "retrain/observe/report.html"}
+DATA = {"retrain/py.typed", "retrain/__init__.pyi", "retrain/observe/report.html"}
 
 
 def called(command: Sequence[str], folder: Path, **environment: str) -> str:

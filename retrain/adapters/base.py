@@ -11,17 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from retrain.config import RunConfig
 from retrain.errors import AdapterError
 from retrain.sampler import Sampler, Tokenizer
 from retrain.types import Batch, Metrics
-
-RANK = AliasChoices("r", "rank")
-"""The rank of LoRA is `r` on every backend; `rank`, its name on services, is accepted too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +200,24 @@ class AdapterOptions(BaseModel):
     def warnings(self, config: RunConfig) -> list[str]:
         """Messages about what is allowed, but rarely intended."""
         return []
+
+
+class OptimizerOptions(AdapterOptions):
+    """The keys of AdamW, which every backend that has it reads alike."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """The learning rate, after the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Adam's decay of the mean of the gradients."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Adam's decay of the mean of the squared gradients."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's term that prevents a division by zero."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """The largest norm of the gradients; larger ones are scaled down. 0: no limit."""

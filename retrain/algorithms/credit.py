@@ -12,9 +12,9 @@ reached join the last number that several have.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import Literal
 
 from retrain.types import Trajectory
@@ -65,27 +65,29 @@ def per_token(
     trajectories: Sequence[Trajectory], returns: Sequence[Returns], relative: Relative
 ) -> list[list[float]]:
     """The advantage of each sampled token of rollouts that are compared with each other."""
-    reached = Counter(number for rollout in returns for number in range(len(rollout)))
-    last = max((number for number, count in reached.items() if count > 1), default=-1)
+    last = _last_shared(returns)
     if last < 0:  # a single rollout has no peers
         return [[0.0] * trajectory.sampled_tokens for trajectory in trajectories]
-    peers: dict[int, list[float]] = {}
-    for number, own in _numbered(returns, last):
-        peers.setdefault(number, []).extend(own)
+    numbered = [[(min(number, last), own) for number, own in enumerate(turns)] for turns in returns]
+    peers: defaultdict[int, list[float]] = defaultdict(list)
+    for number, own in chain(*numbered):
+        peers[number] += own
     credit = {number: iter(relative(values)) for number, values in peers.items()}
-    advantages: list[list[float]] = []
-    for trajectory, rollout in zip(trajectories, returns, strict=True):
-        tokens: list[float] = []
-        for turn, (number, own) in zip(trajectory.turns, _numbered([rollout], last), strict=True):
-            size = len(turn.completion.token_ids)
-            found = list(islice(credit[number], len(own)))
-            tokens += found * size if len(own) == 1 else found
-        advantages.append(tokens)
-    return advantages
+    return [
+        _spread(trajectory, [list(islice(credit[number], len(own))) for number, own in turns])
+        for trajectory, turns in zip(trajectories, numbered, strict=True)
+    ]
 
 
-def _numbered(returns: Sequence[Returns], last: int) -> Iterator[tuple[int, list[float]]]:
-    """Each turn's returns, with the number under which they are compared."""
-    for rollout in returns:
-        for number, own in enumerate(rollout):
-            yield min(number, last), own
+def _last_shared(returns: Sequence[Returns]) -> int:
+    """The highest turn number that several rollouts have; -1 if there is none."""
+    reached = Counter(number for rollout in returns for number in range(len(rollout)))
+    return max((number for number, count in reached.items() if count > 1), default=-1)
+
+
+def _spread(trajectory: Trajectory, credit: Sequence[list[float]]) -> list[float]:
+    """The advantage of each token; one of a whole turn is that of each of its tokens."""
+    tokens: list[float] = []
+    for turn, own in zip(trajectory.turns, credit, strict=True):
+        tokens += own * len(turn.completion.token_ids) if len(own) == 1 else own
+    return tokens

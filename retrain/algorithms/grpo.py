@@ -10,12 +10,12 @@ own baseline. `scale: batch` divides by the std of the whole batch. `scale: none
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Literal
 
 from retrain.algorithms.base import Algorithm, Credit
-from retrain.algorithms.credit import CreditUnit, Relative, check_credit, per_token, returns_of
+from retrain.algorithms.credit import CreditUnit, check_credit, per_token, returns_of
 from retrain.algorithms.functional import Baseline, centred, check_finite, group_relative, std
 from retrain.types import Group
 
@@ -49,32 +49,32 @@ class GRPO(Algorithm):
             self.compares = "batch"
 
     def advantages(self, groups: Sequence[Group]) -> Sequence[Sequence[Credit]]:
-        rewards = [[t.reward for t in group.trajectories] for group in groups]
-        for group, values in zip(groups, rewards, strict=True):
-            check_finite(values, group.prompt.id)
+        for group in groups:
+            check_finite([t.reward for t in group.trajectories], group.prompt.id)
         if self.credit != "whole":
             return self._per_token(groups)
-        if self.scale == "group":
-            return [group_relative(r, baseline=self.baseline, eps=self.eps) for r in rewards]
-        divisor = 1.0
-        if self.scale == "batch":
-            divisor = std([value for values in rewards for value in values]) + self.eps
-        return [[a / divisor for a in centred(r, self.baseline)] for r in rewards]
+        rewards = [[t.reward for t in group.trajectories] for group in groups]
+        divisor = self._divisor(chain(*rewards))
+        return [[a / divisor for a in self._relative(own)] for own in rewards]
 
     def _per_token(self, groups: Sequence[Group]) -> list[list[list[float]]]:
         returns = [
             [returns_of(t, self.credit, self.discount) for t in group.trajectories]
             for group in groups
         ]
-        relative: Relative = partial(centred, baseline=self.baseline)
-        divisor = 1.0
-        if self.scale == "group":
-            relative = partial(group_relative, baseline=self.baseline, eps=self.eps)
-        elif self.scale == "batch":
-            every = [g for rows in returns for turns in rows for own in turns for g in own]
-            divisor = std(every) + self.eps
+        divisor = self._divisor(chain(*chain(*chain(*returns))))
         credit = [
-            per_token(group.trajectories, rows, relative)
+            per_token(group.trajectories, rows, self._relative)
             for group, rows in zip(groups, returns, strict=True)
         ]
         return [[[a / divisor for a in tokens] for tokens in rows] for rows in credit]
+
+    def _relative(self, values: Sequence[float]) -> list[float]:
+        """The values compared with each other."""
+        if self.scale == "group":
+            return group_relative(values, baseline=self.baseline, eps=self.eps)
+        return centred(values, self.baseline)
+
+    def _divisor(self, values: Iterable[float]) -> float:
+        """Of all values of a batch."""
+        return std(list(values)) + self.eps if self.scale == "batch" else 1.0

@@ -15,15 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from retrain.algorithms.base import Algorithm, Credit
-from retrain.algorithms.credit import CreditUnit, check_credit, per_token, returns_of
-from retrain.algorithms.functional import centred, check_finite, std
+from retrain.algorithms.base import Credit
+from retrain.algorithms.credit import CreditUnit
+from retrain.algorithms.functional import check_finite
+from retrain.algorithms.grpo import GRPO
 from retrain.types import Group
 
 EPS = 1e-8
 
 
-class Reinforce(Algorithm):
+class Reinforce(GRPO):
     """Advantages with one baseline for the whole batch, the mean reward.
 
     The default loss is dapo; `loss: reinforce` is the plain policy gradient.
@@ -43,26 +44,12 @@ class Reinforce(Algorithm):
         credit: CreditUnit = "whole",
         discount: float = 1.0,
     ) -> None:
-        check_credit(credit, discount)
-        self.scale = scale
-        self.credit = credit
-        self.discount = discount
+        super().__init__("mean", scale, EPS, credit, discount)
 
     def advantages(self, groups: Sequence[Group]) -> Sequence[Sequence[Credit]]:
         for group in groups:
             check_finite([t.reward for t in group.trajectories], group.prompt.id)
-        if self.credit != "whole":
-            return self._per_token(groups)
-        rewards = [t.reward for group in groups for t in group.trajectories]
-        divisor = std(rewards) + EPS if self.scale == "batch" else 1.0
-        credit = iter([delta / divisor for delta in centred(rewards)])
-        return [[next(credit) for _ in group.trajectories] for group in groups]
-
-    def _per_token(self, groups: Sequence[Group]) -> list[list[list[float]]]:
         every = [t for group in groups for t in group.trajectories]
-        returns = [returns_of(t, self.credit, self.discount) for t in every]
-        divisor = 1.0
-        if self.scale == "batch":
-            divisor = std([g for turns in returns for own in turns for g in own]) + EPS
-        credit = iter(per_token(every, returns, centred))
-        return [[[a / divisor for a in next(credit)] for _ in g.trajectories] for g in groups]
+        pooled = super().advantages([Group(groups[0].prompt, every)] if groups else [])
+        credit = iter([one for own in pooled for one in own])
+        return [[next(credit) for _ in group.trajectories] for group in groups]

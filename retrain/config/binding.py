@@ -117,16 +117,20 @@ def _checkable(annotation: Any) -> Any:
     """The annotation, or Any where the constructor checks the value: for a class of the user's."""
     if annotation is inspect.Parameter.empty or isinstance(annotation, str):
         return Any
+    return _strict(annotation) if has_schema(annotation) else Any
+
+
+def has_schema(annotation: Any) -> bool:
+    """Whether pydantic can check values of this type; cached, since finding out takes a
+    millisecond."""
     try:
-        has_schema = _has_schema(annotation)
+        return _found_schema(annotation)
     except TypeError:  # not hashable: Annotated with a list
-        has_schema = _has_schema.__wrapped__(annotation)
-    return _strict(annotation) if has_schema else Any
+        return _found_schema.__wrapped__(annotation)
 
 
 @lru_cache(maxsize=1024)
-def _has_schema(annotation: Any) -> bool:
-    """Whether values can be checked; cached, since pydantic takes a millisecond to find out."""
+def _found_schema(annotation: Any) -> bool:
     try:
         TypeAdapter(annotation).json_schema()
     except PydanticUserError:

@@ -10,19 +10,24 @@ from typing import Any
 from retrain.config.foreign import ADVICE, FOREIGN, HOMES, PATHS, WRAPPERS
 from retrain.jsonable import Filled
 
-SECRET = re.compile(
-    r"(^|[_-])(api[_-]?key|secret([_-]?key)?|password|passwd|private[_-]?key|credentials?"
+_SECRET = re.compile(
+    r"(^|[_-])(api[_-]?key|secret([_-]?key)?|password|passwd|(private|access)[_-]?key|credentials?"
     r"|(access|api|auth|bearer|hf|hub|wandb)[_-]?token)$",
     re.IGNORECASE,
 )
+_PERHAPS = re.compile(r"key|token|secret|passw|credential|authorization", re.IGNORECASE)
 _LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
-
-
 _LOCAL = {
     "gate": ("only_if", "use only_if"),
     "weights": ("sources", "set `weight` in each of the sources"),
 }
 """An unknown key, a key that is valid beside it, and what to do."""
+
+
+def is_secret(name: str, *, perhaps: bool = False) -> bool:
+    """Whether a key or variable of this name holds a secret; `perhaps` is true of too many names
+    rather than too few."""
+    return bool((_PERHAPS if perhaps else _SECRET).search(name))
 
 
 def unknown_key(path: str, value: Any, valid: Iterable[str], known: Mapping[str, str]) -> list[str]:
@@ -86,7 +91,7 @@ def secrets(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             here = f"{path}.{key}".lstrip(".")
-            if SECRET.search(str(key)) and inner is not None and not _is_variable(inner):
+            if is_secret(str(key)) and inner is not None and not _is_variable(inner):
                 yield here
             else:
                 yield from secrets(inner, here)

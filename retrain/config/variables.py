@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from retrain.config.hints import SECRET
+from retrain.config.hints import is_secret
 from retrain.jsonable import Filled
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{([^{}]*)\}?")
@@ -56,7 +56,7 @@ def escaped(value: Any) -> Any:
 def _typed(found: str, text: str, path: str) -> Any:
     """The value of a key that is one variable."""
     section, _, key = path.rpartition(".")
-    if key.isdigit() or SECRET.search(key) or section.rpartition(".")[2] in _STRINGS:
+    if key.isdigit() or is_secret(key) or section.rpartition(".")[2] in _STRINGS:
         return Filled(found, text)
     if number := _TYPED.fullmatch(found):
         return float(found) if number[2] or number[3] else int(found)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+RANK = AliasChoices("r", "rank")
+"""The rank of LoRA is `r` on every backend; `rank`, its name on services, is accepted too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +28,21 @@ class AdamParams:
     """The largest norm of the gradient; 0 does not clip."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    """The size of the trained matrices, and the layers that get them."""
+class LoraConfig(BaseModel):
+    """Low-rank adapters (arXiv:2106.09685); they can be switched on or off per kind of layer."""
 
-    rank: int = 32
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    r: Annotated[int, Field(ge=1, validation_alias=RANK)] = 32
+    """The rank of the adapters; `rank` is another name of this key."""
     seed: int | None = None
-    """Of the initial matrices; None leaves it to the service."""
-    train_mlp: bool = True
-    train_attn: bool = True
+    """The seed of the initial adapters; by default train.seed."""
     train_unembed: bool = True
+    """Train the output layer."""
+    train_mlp: bool = True
+    """Train the feed-forward layers."""
+    train_attn: bool = True
+    """Train the attention layers."""
 
     def payload(self) -> dict[str, Any]:
-        """As JSON, without a seed when there is none."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """As JSON, without a seed when there is none: the service then draws one."""
+        return {"rank": self.r, **self.model_dump(exclude={"r"}, exclude_none=True)}

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from retrain.engine.losses import sequence_logprobs
 from retrain.engine.vllm.checks import PROBE, check_logprobs, probe_of
-from retrain.engine.vllm.client import Lora, VllmClient
+from retrain.engine.vllm.client import AdapterSlots as Lora
+from retrain.engine.vllm.client import VllmClient
 from retrain.engine.vllm.opening import Opening, open_vllm
 from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.weights import LoraWeights

@@ -28,7 +28,7 @@ from retrain.observe.naming import unused_folder
 from retrain.pipeline import train
 from retrain.pipeline.checkpoint import DATA, MANIFEST, MODEL, changes, copy, verified
 from retrain.rewarding import RewardCalculator, Scorer, WeightedReward
-from retrain.trainer.hooks import Gate, Hooks, Progress
+from retrain.trainer.hooks import Hooks, ResumePoint, StepPermits
 from retrain.types import Metrics
 
 P = ParamSpec("P")
@@ -103,11 +103,11 @@ class BaseTrainer(ABC):
     """Whether trainings print their progress."""
 
     def __init__(self) -> None:
-        self._progress = Progress()
+        self._progress = ResumePoint()
         self._hooks: Hooks | None = None
         self._busy = False
         self._reward_error: RewardError | None = None
-        self._stepping: tuple[Gate, asyncio.Task[TrainingResult]] | None = None
+        self._stepping: tuple[StepPermits, asyncio.Task[TrainingResult]] | None = None
 
     # --- training
 
@@ -122,7 +122,7 @@ class BaseTrainer(ABC):
         `close`. Raises RuntimeError when the run has ended.
         """
         if self._stepping is None:
-            gate = Gate()
+            gate = StepPermits()
             running = asyncio.create_task(self._train(Task(*task, **keys), gate), name="trainer")
             self._stepping = gate, running
         gate, running = self._stepping
@@ -197,7 +197,7 @@ class BaseTrainer(ABC):
                 f"{source} belongs to another training: {'; '.join(changed)}"
                 + ("" if any(c.startswith(MODEL) for c in changed) else "; strict=False accepts it")
             )
-        self._progress = Progress(saved.step, source)
+        self._progress = ResumePoint(saved.step, source)
 
     # --- state
 
@@ -222,7 +222,7 @@ class BaseTrainer(ABC):
 
     # --- the run
 
-    async def _train(self, task: Task, gate: Gate | None = None) -> TrainingResult:
+    async def _train(self, task: Task, gate: StepPermits | None = None) -> TrainingResult:
         if self._busy:
             raise RuntimeError(
                 f"this {type(self).__name__} is already training; wait until it is done, or make "
@@ -234,7 +234,7 @@ class BaseTrainer(ABC):
         finally:
             self._busy = False
 
-    async def _run(self, task: Task, gate: Gate | None) -> TrainingResult:
+    async def _run(self, task: Task, gate: StepPermits | None) -> TrainingResult:
         callbacks = Callbacks(task.callbacks or ())
         for name in ("max_steps", "max_epochs"):
             limit = getattr(task, name)

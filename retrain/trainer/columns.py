@@ -34,15 +34,11 @@ def mapping_of(
     rest = [name for name in columns if name not in mapping]
     if not {"prompt", "messages"} & {*mapping.values(), *rest}:
         mapping[_prompt_column(rest, columns, source)] = "prompt"
-    played = wanted == "rollouts"
-    target, names = ("answer", ANSWERS) if played else ("response", RESPONSES)
-    if wanted == "pairs" or {target, "answer"} & {*mapping.values()}:
-        return mapping
-    found = [name for name in names if name in rest and name not in mapping]
-    if names[0] in found:
-        found = [names[0]]
-    if len(found) == 1 or (found and not played):  # rollouts don't need an answer
-        mapping[_only(found, target, source)] = target
+    target = "answer" if wanted == "rollouts" else "response"
+    if wanted != "pairs" and not {target, "answer"} & {*mapping.values()}:
+        left = [name for name in rest if name not in mapping]
+        if column := _reply_column(left, target, source):
+            mapping[column] = target
     return mapping
 
 
@@ -77,6 +73,17 @@ def _prompt_column(rest: Sequence[str], columns: Sequence[str], source: str) -> 
             f"{', '.join(PROMPTS)}, or column_mapping={{'THEIR_COLUMN': 'prompt'}}"
         )
     return _only(usual, "prompt", source)
+
+
+def _reply_column(rest: Sequence[str], target: str, source: str) -> str | None:
+    """The column of the answer or the response; None for rollouts, which need no answer."""
+    names = ANSWERS if target == "answer" else RESPONSES
+    found = [name for name in names if name in rest]
+    if names[0] in found:
+        return names[0]
+    if not found or (len(found) > 1 and target == "answer"):
+        return None
+    return _only(found, target, source)
 
 
 def _only(found: Sequence[str], ours: str, source: str) -> str:

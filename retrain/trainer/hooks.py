@@ -23,7 +23,7 @@ from retrain.types import Metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ResumePoint:
     """How far training has come: where the next run starts."""
 
     step: int = 0
@@ -32,7 +32,7 @@ class Progress:
     """Of the last step."""
 
 
-class Gate:
+class StepPermits:
     """Makes the pipe wait before each step until `permits` is released."""
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class Hooks(Nested):
         trainer: RunFace,
         callbacks: Callbacks,
         *,
-        progress: Progress,
+        progress: ResumePoint,
         scored: bool,
-        gate: Gate | None = None,
+        gate: StepPermits | None = None,
     ) -> None:
         self._trainer = trainer
         self._callbacks = callbacks

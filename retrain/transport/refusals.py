@@ -129,16 +129,21 @@ def error_body(content: bytes) -> ErrorBody:
 def _from_json(body: Mapping[str, Any], text: str) -> ErrorBody:
     names = ("message", "error_message", "error", "detail")
     message = next((body[name] for name in names if body.get(name)), text)
-    # The service's code: `code`, or `error` where the message has a key of its own.
-    code = body.get("code") or body.get("error_code") or body.get("error")
     retryable = body.get("retryable")
     return ErrorBody(
         message if isinstance(message, str) else json.dumps(message),
-        str(code) if code and code is not message and isinstance(code, (str, int)) else "",
+        _code(body, message),
         retryable if isinstance(retryable, bool) else None,
         str(body.get("request_id") or ""),
         _asked_pause(body.get("details")),
     )
+
+
+def _code(body: Mapping[str, Any], message: Any) -> str:
+    """The service's code: `code`, or `error` where the message has a key of its own."""
+    code = body.get("code") or body.get("error_code") or body.get("error")
+    known = code is not message and isinstance(code, (str, int))
+    return str(code) if code and known else ""
 
 
 def _asked_pause(details: Any) -> float | None:

@@ -31,6 +31,9 @@ class RetryPolicy:
     """Seconds; the longest pause that doubling leads to."""
     total: float = 300.0
     """Seconds that all attempts of one call may take together."""
+    patient: frozenset[int | str | None] = frozenset()
+    """Statuses and codes of errors that use up no attempts and no time: only the caller's own
+    deadline ends the call."""
 
     def pause(self, attempt: int, asked: float | None = None) -> float:
         """Seconds to wait after attempt number `attempt` (from 0); `asked` is the service's."""
@@ -71,8 +74,11 @@ class RetryBudget:
         self.failures = 0
         self._policy = policy
         self._outlook = outlook
-        self._began = time.monotonic()
-        self._ends = self._began + (policy.total if outlook.reached else min(policy.total, SHORT))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began, total = time.monotonic(), self._policy.total
+        self._ends = self._began + (total if self._outlook.reached else min(total, SHORT))
 
     @property
     def left(self) -> float:
@@ -86,6 +92,9 @@ class RetryBudget:
         Raises `error` when the attempts or the time are used up, when the call can't succeed, or
         when it isn't `safe` to send it again.
         """
+        if self._policy.patient & {error.status, error.code}:
+            self._begin()
+            return 0.0 if error.code == "timeout" else self._policy.pause(3, error.retry_after)
         pause = self._policy.pause(self.failures, error.retry_after)
         self.failures += 1
         most = self._policy.attempts or math.inf

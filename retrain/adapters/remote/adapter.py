@@ -31,14 +31,14 @@ import anyio
 
 from retrain.adapters.base import Adapter, AdapterState
 from retrain.adapters.losses import run_loss
-from retrain.adapters.remote.datums import SUM, Average, Datum, shift
+from retrain.adapters.remote.datums import SUM, Average, Shifted, shift
 from retrain.adapters.remote.local import bring, in_process, keep, local_model
 from retrain.adapters.remote.options import RemoteOptions
 from retrain.adapters.remote.probe import Train, place_of
 from retrain.adapters.remote.published import (
+    LogprobSource,
     PublishedSampler,
-    Scorer,
-    Session,
+    ServingSession,
     logprobs_of,
     on_the_service,
 )
@@ -71,7 +71,7 @@ class Client(Protocol):
     """A session with the service."""
 
     def stop_retrying(self) -> None: ...
-    async def sampling_session(self, *, base_model: str) -> Scorer: ...
+    async def sampling_session(self, *, base_model: str) -> LogprobSource: ...
 
 
 class RemoteAdapter(Adapter):
@@ -101,7 +101,7 @@ class RemoteAdapter(Adapter):
         self._version = 0
         self._step = 0
         self._saved: str | None = None
-        self._reference: Scorer | None = None
+        self._reference: LogprobSource | None = None
         self._places: dict[str, tuple[bool, Average]] = {}
 
     async def __aenter__(self) -> Self:
@@ -197,7 +197,7 @@ class RemoteAdapter(Adapter):
         datums = []
         for row in sequences:
             zeros = [0.0] * (len(row) - 1)
-            datums.append(Datum(row[:-1], row[1:], [1.0] * len(zeros), zeros, zeros))
+            datums.append(Shifted(row[:-1], row[1:], [1.0] * len(zeros), zeros, zeros))
         with on_the_service():
             return [[0.0, *row] for row in await self._forward(datums)]
 
@@ -223,7 +223,7 @@ class RemoteAdapter(Adapter):
         """The model's context length on the service; None if the service doesn't report it."""
 
     @abstractmethod
-    async def _snapshot(self, version: int) -> Session:
+    async def _snapshot(self, version: int) -> ServingSession:
         """A session that samples the present weights; later steps don't change them."""
 
     @abstractmethod
@@ -236,7 +236,7 @@ class RemoteAdapter(Adapter):
 
     @abstractmethod
     async def _native(
-        self, loss: str, config: LossKeys, datums: Sequence[Datum], adam: AdamParams
+        self, loss: str, config: LossKeys, datums: Sequence[Shifted], adam: AdamParams
     ) -> tuple[list[list[float]] | None, Metrics]:
         """One step of a native loss; optim_step is submitted before the pass ends.
 
@@ -244,15 +244,15 @@ class RemoteAdapter(Adapter):
         """
 
     @abstractmethod
-    async def _forward(self, datums: Sequence[Datum]) -> list[list[float]]:
+    async def _forward(self, datums: Sequence[Shifted]) -> list[list[float]]:
         """The learner's log-prob of each target; raises AdapterError if the service omits them."""
 
     @abstractmethod
-    async def _backward(self, datums: Sequence[Datum], adam: AdamParams) -> Metrics:
+    async def _backward(self, datums: Sequence[Shifted], adam: AdamParams) -> Metrics:
         """One step up the gradient of sum(advantages x logprobs); returns the service's metrics."""
 
     @abstractmethod
-    def _requests(self, datums: Sequence[Datum], loss: str | None) -> Sequence[Sequence[Datum]]:
+    def _requests(self, datums: Sequence[Shifted], loss: str | None) -> Sequence[Sequence[Shifted]]:
         """The datums by the requests of a step, of a native loss or of `_backward` (None)."""
 
     # One optimizer step
@@ -272,12 +272,12 @@ class RemoteAdapter(Adapter):
         return self._places[loss]
 
     def _undone(
-        self, average: Average, datums: Sequence[Datum], loss: str | None
-    ) -> Sequence[Datum]:
+        self, average: Average, datums: Sequence[Shifted], loss: str | None
+    ) -> Sequence[Shifted]:
         """The datums to send, so that the service trains their sum."""
         return datums if average == SUM else average.undone(self._requests(datums, loss))
 
-    async def _theirs(self, batch: Batch, datums: Sequence[Datum], average: Average) -> Metrics:
+    async def _theirs(self, batch: Batch, datums: Sequence[Shifted], average: Average) -> Metrics:
         """The service computes the loss."""
         sent = self._undone(average, datums, batch.loss)
         try:
@@ -291,7 +291,7 @@ class RemoteAdapter(Adapter):
         trained = await valued(batch, logprobs, datums, self.config)
         return {**metrics, **trained.metrics, "loss": trained.loss}
 
-    async def _ours(self, batch: Batch, datums: Sequence[Datum], average: Average) -> Metrics:
+    async def _ours(self, batch: Batch, datums: Sequence[Shifted], average: Average) -> Metrics:
         """The loss is computed here, between a forward pass and the backward pass of dL/dlogp."""
         if row_of(batch.loss).reads == "pairs":
             datums = await self._with_reference(datums)
@@ -302,7 +302,7 @@ class RemoteAdapter(Adapter):
         metrics = await self._backward(self._undone(average, downhill, None), self._adam())
         return {**metrics, **trained.metrics, "loss": trained.loss}
 
-    async def _with_reference(self, datums: Sequence[Datum]) -> Sequence[Datum]:
+    async def _with_reference(self, datums: Sequence[Shifted]) -> Sequence[Shifted]:
         """The datums with log-probs under the untrained model added, unless all have them."""
         if all("reference_logprobs" in datum.streams for datum in datums):
             return datums
@@ -320,7 +320,7 @@ class RemoteAdapter(Adapter):
         other._model = await self._create(throwaway=True)
 
         async def train(
-            look: Datum, rows: Sequence[Datum], adam: AdamParams, apart: bool
+            look: Shifted, rows: Sequence[Shifted], adam: AdamParams, apart: bool
         ) -> Sequence[float]:
             other._most_rows = 1 if apart else sys.maxsize
             if rows and loss is not None:
@@ -372,10 +372,9 @@ class RemoteAdapter(Adapter):
         return self.options.base_model or own
 
     def _lora(self) -> LoraConfig:
-        keys = self.options.lora.model_dump()
-        wanted = LoraConfig(rank=keys.pop("r"), **keys)
+        wanted = self.options.lora
         seed = self.config.train.seed if wanted.seed is None else wanted.seed
-        return replace(wanted, seed=seed)
+        return wanted.model_copy(update={"seed": seed})
 
     def _load_tokenizer(self) -> Tokenizer:
         """That of the options, or else the model's: a folder or a Hugging Face id, which may be

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Datum:
+class Shifted:
     """One shifted training sequence; every stream has length T - 1."""
 
     inputs: Sequence[int]
@@ -57,7 +57,7 @@ class Average(NamedTuple):
     """`rows`, `tokens`, `trained`, or nothing."""
     of: str = "step"
 
-    def undone(self, requests: Sequence[Sequence[Datum]], unit: float = 1.0) -> list[Datum]:
+    def undone(self, requests: Sequence[Sequence[Shifted]], unit: float = 1.0) -> list[Shifted]:
         """The rows, with advantages multiplied by what the service divides by, in units."""
         totals = [sum(_size(row, self.rows) for row in part) for part in requests]
         pools = [sum(totals)] * len(totals) if self.of == "step" else totals
@@ -73,7 +73,7 @@ SUM = Average()
 """The protocols' own: no division."""
 
 
-def shift(sample: Sample) -> Datum:
+def shift(sample: Sample) -> Shifted:
     """The datum of one sample.
 
     Values become 0.0 where the mask is 0, so that a service without a mask trains the same tokens.
@@ -86,7 +86,7 @@ def shift(sample: Sample) -> Datum:
             "at least 2: one to predict from, and one to predict"
         )
     mask = [1.0 if kept else 0.0 for kept in sample.loss_mask[1:]]
-    return Datum(
+    return Shifted(
         inputs=list(sample.token_ids[:-1]),
         targets=list(sample.token_ids[1:]),
         mask=mask,
@@ -115,7 +115,7 @@ def chunks(
     return parts
 
 
-def _size(row: Datum, of: str) -> float:
+def _size(row: Shifted, of: str) -> float:
     return {"tokens": len(row.targets), "trained": sum(row.mask)}.get(of, 1.0)
 
 

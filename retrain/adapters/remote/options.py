@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-from retrain.adapters.base import RANK, AdapterOptions, Capabilities
+from retrain.adapters.base import Capabilities, OptimizerOptions
 from retrain.adapters.losses import custom_loss, loss_keys, run_loss
 from retrain.adapters.remote.schedule import Schedule
 from retrain.config import RunConfig
@@ -19,6 +19,7 @@ from retrain.config.paths import find_model
 from retrain.engine.models import local_tokenizer
 from retrain.errors import ConfigError, install_command
 from retrain.losses import LOSSES, check_keys, shared_name
+from retrain.protocols.training import LoraConfig
 from retrain.sampler import Tokenizer
 from retrain.transport.vendors import Vendor, checked_url
 
@@ -26,28 +27,8 @@ LOCAL_NEEDS = ("starlette", "torch", "transformers", "peft")
 """The libraries that the service inside this process imports."""
 
 
-class RemoteLora(BaseModel):
-    """Low-rank adapters (arXiv:2106.09685); they can be switched on or off per kind of layer."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-    r: Annotated[int, Field(ge=1, validation_alias=RANK)] = 32
-    """The rank of the adapters; `rank` is another name of this key."""
-    seed: int | None = None
-    """The seed of the initial adapters; by default train.seed."""
-    train_unembed: bool = True
-    """Train the output layer."""
-    train_mlp: bool = True
-    """Train the feed-forward layers."""
-    train_attn: bool = True
-    """Train the attention layers."""
-
-
-class RemoteOptions(AdapterOptions):
+class RemoteOptions(OptimizerOptions):
     """The keys of every remote backend."""
-
-    model_config = ConfigDict(allow_inf_nan=False)  # JSON has no such numbers
 
     extra: ClassVar[str] = "remote"
     vendor: ClassVar[Vendor]
@@ -57,24 +38,12 @@ class RemoteOptions(AdapterOptions):
     """`local`: a service inside this process; `hosted`: the vendor's service; or http(s)://host."""
     base_model: str | None = None
     """The service's name for the model, if it isn't `model`."""
-    lora: RemoteLora = RemoteLora()
+    lora: LoraConfig = LoraConfig()
     """The rank of the low-rank adapters, and the layers that get them."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """The learning rate of Adam, after the warm-up."""
+    """The learning rate, after the warm-up."""
     lr_scheduler: Schedule = "constant"
     """The schedule of the learning rate over train.total_train_steps."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises from 0."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Adam's decay of the mean of the gradients."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Adam's decay of the mean of the squared gradients. The vendors' SDKs use 0.95 by default."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam's term that prevents a division by zero."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """The coefficient of decoupled weight decay."""
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """The largest norm of the gradients; larger ones are scaled down. 0: no limit."""
     native_losses: frozenset[str] = frozenset()
     """Losses that the service computes. The others are computed on this machine and cost another
     forward pass. Remove the losses that your server lacks."""

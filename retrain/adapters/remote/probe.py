@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
-from retrain.adapters.remote.datums import SUM, Average, Datum
+from retrain.adapters.remote.datums import SUM, Average, Shifted
 from retrain.errors import AdapterError
 from retrain.losses import row_of
 from retrain.protocols.training import AdamParams
@@ -26,7 +26,7 @@ requests, ignores log-probs (p_learner / p_sampler is RATIO in negative rows, wh
 or clips gradients: the weights add up to -5, at a fifth of the rate."""
 AIM, SIGNAL, TRIES, TOLERANCE = 0.01, 20.0, 8, 1.2
 """The least change of log-probs by one row, and by their noise: larger ones are less linear."""
-Train = Callable[[Datum, Sequence[Datum], AdamParams, bool], Awaitable[Sequence[float]]]
+Train = Callable[[Shifted, Sequence[Shifted], AdamParams, bool], Awaitable[Sequence[float]]]
 """An update with rows, if any, in one request or one per row; then the first row's log-probs."""
 Throwaway = Callable[[str | None], AbstractAsyncContextManager[Train]]
 """A model that is trained with a loss of the service, or with those that are computed here."""
@@ -76,7 +76,7 @@ async def average_of(train: Train, ids: Sequence[int], ratio: float) -> Average:
     noise = math.dist(before, again[:PREFIX]) / PREFIX  # of the mean
     aim = max(AIM, SIGNAL * noise)
 
-    async def change(rows: Sequence[Datum], rate: float, apart: bool = False) -> float:
+    async def change(rows: Sequence[Shifted], rate: float, apart: bool = False) -> float:
         nonlocal before
         sent = [_known(row, before, ratio) for row in rows]
         earlier, before = before, await train(one, sent, AdamParams(rate, 0.0, 0.0, 1e3), apart)
@@ -107,13 +107,15 @@ async def average_of(train: Train, ids: Sequence[int], ratio: float) -> Average:
     raise AdapterError("it trains neither a sum over tokens nor an average that can be undone")
 
 
-def _row(ids: Sequence[int], size: int, mask: int, weight: float, i: int = 0, n: int = 1) -> Datum:
+def _row(
+    ids: Sequence[int], size: int, mask: int, weight: float, i: int = 0, n: int = 1
+) -> Shifted:
     kept, ids = [1.0] * mask + [0.0] * (size - mask), (list(ids) * size)[: size + 1]
     advantages = [weight * (at < PREFIX and at % n == i) for at in range(size)]
-    return Datum(ids[:-1], ids[1:], kept, [0.0] * size, advantages)
+    return Shifted(ids[:-1], ids[1:], kept, [0.0] * size, advantages)
 
 
-def _known(row: Datum, now: Sequence[float], ratio: float) -> Datum:
+def _known(row: Shifted, now: Sequence[float], ratio: float) -> Shifted:
     by = ratio if min(row.advantages) < 0 else 1.0
     old = [*(lp - math.log(by) for lp in now), *row.logprobs[PREFIX:]]
     return replace(row, logprobs=old, advantages=[a / by for a in row.advantages])

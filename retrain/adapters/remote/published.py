@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
-from retrain.errors import AdapterError
+from retrain.concurrency.sharing import Leases
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.transport.refusals import RemoteError
 from retrain.types import Completion, StopReason
 
-log = logging.getLogger(__name__)
-
+T = TypeVar("T")
 ABORTED = "abort"
 """The stop reason of a completion that the service cut short, such as by an engine reload."""
 SCORED_AT_ONCE = 64
 """Sequences that are scored at the same time."""
+GONE = 410
+"""The status of an error after which the same request may succeed, sampled anew."""
 TRIES = 3
-"""Attempts to sample a prompt whose completions are cut short."""
+"""Attempts at a request whose result the service loses or cuts short."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     """One sequence as a service's client returns it."""
 
     tokens: Sequence[int]
@@ -40,21 +40,23 @@ class Sampled:
     """`stop`, `length` or `abort` (the service cut it short)."""
 
 
-class Session(Protocol):
+class ServingSession(Protocol):
     """One set of weights on the service."""
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
-    ) -> Sequence[Sampled]: ...
+    ) -> Sequence[SampledTokens]: ...
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]: ...
     async def close(self) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Served:
-    session: Session
+    session: ServingSession
     version: int
-    in_flight: int = 0
+
+    def __str__(self) -> str:
+        return f"the sampling session of version {self.version}"
 
 
 class PublishedSampler:
@@ -63,74 +65,62 @@ class PublishedSampler:
     def __init__(self, tokenizer: Tokenizer, context_length: int) -> None:
         self._tokenizer = tokenizer
         self._context_length = context_length
-        self._now: _Served | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._served: Leases[_Served] = Leases(lambda served: served.session.close())
 
     async def sample(
         self, prompt_ids: list[int], params: SamplingParams, n: int = 1
     ) -> list[Completion]:
         """`n` completions; raises AdapterError when the service fails or cuts them short."""
-        for _ in range(TRIES):
-            with self._in_use() as served:
+
+        async def sample() -> list[Completion]:
+            with self._served.in_use() as served, on_the_service():
                 found = await served.session.sample(prompt_ids, params, n)
-            if not any(one.stop_reason == ABORTED for one in found):
-                return [self._completion(one, len(prompt_ids), served.version) for one in found]
-        raise AdapterError(f"the service cut the completions of a prompt short in {TRIES} attempts")
+            if any(one.stop_reason == ABORTED for one in found):
+                raise RemoteError("the service cut the completions short", status=GONE)
+            return [self._completion(one, len(prompt_ids), served.version) for one in found]
+
+        return await until_kept(sample)
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]:
         """Log-probs of given tokens under the present weights; None for the first."""
-        with self._in_use() as served:
+        with self._served.in_use() as served, on_the_service():
             return await served.session.compute_logprobs(token_ids)
 
-    def swap(self, session: Session, version: int) -> None:
+    def swap(self, session: ServingSession, version: int) -> None:
         """Sample from `session` from now on; its weights have this version."""
-        before, self._now = self._now, _Served(session, version)
-        if before is not None:
-            self._retire(before)
+        self._served.use(_Served(session, version))
 
     @contextmanager
     def pinned(self) -> Iterator[Self]:
         """A sampler of the present session, which is kept until the block ends."""
-        with self._in_use() as served:
+        with self._served.in_use() as served:
             kept = copy.copy(self)
-            kept._now = served
+            kept._served = Leases(lambda served: served.session.close())
+            kept._served.use(served)  # and none after it: it closes no session
             yield kept
 
     async def close(self) -> None:
         """Wait until every replaced session is closed; the client closes the present one."""
-        self._now = None
-        while self._closing:
-            await asyncio.wait(self._closing)
+        await self._served.freed()
 
-    @contextmanager
-    def _in_use(self) -> Iterator[_Served]:
-        """The present session; it is closed after the block if it was replaced meanwhile."""
-        served = self._now
-        if served is None:
-            raise AdapterError("can't sample: no weights are published yet")
-        served.in_flight += 1
-        try:
-            with on_the_service():
-                yield served
-        finally:
-            served.in_flight -= 1
-            self._retire(served)
-
-    def _retire(self, served: _Served) -> None:
-        """Close a session that was replaced and has nothing in flight."""
-        if served is self._now or served.in_flight:
-            return
-        closing = asyncio.create_task(_close(served.session), name="close a sampling session")
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-
-    def _completion(self, one: Sampled, prompt_length: int, version: int) -> Completion:
+    def _completion(self, one: SampledTokens, prompt_length: int, version: int) -> Completion:
         full = prompt_length + len(one.tokens) >= self._context_length
         reason: StopReason = "stop"
         if one.stop_reason == "length":
             reason = "context" if full else "length"
         text = self._tokenizer.decode(one.tokens, skip_special_tokens=True)
         return Completion(list(one.tokens), list(one.logprobs), text, reason, version)
+
+
+async def until_kept(request: Callable[[], Awaitable[T]]) -> T:
+    """The result of a request, which is made again if the service loses it or cuts it short."""
+    for _ in range(TRIES - 1):
+        try:
+            return await request()
+        except RemoteError as error:
+            if error.status != GONE:
+                raise
+    return await request()
 
 
 @contextmanager
@@ -163,25 +153,21 @@ def sampling_payload(params: SamplingParams) -> dict[str, Any]:
     return sent if params.seed is None else {**sent, "seed": params.seed}
 
 
-class Scorer(Protocol):
+class LogprobSource(Protocol):
     """Computes the log-probs of given tokens."""
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> Sequence[float | None]: ...
 
 
-async def logprobs_of(scorer: Scorer, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+async def logprobs_of(
+    scorer: LogprobSource, sequences: Sequence[Sequence[int]]
+) -> list[list[float]]:
     """The log-prob of each token, 0.0 for the first; `SCORED_AT_ONCE` requests at a time."""
     turns = asyncio.Semaphore(SCORED_AT_ONCE)
 
     async def score(token_ids: Sequence[int]) -> list[float]:
         async with turns:
-            return [lp or 0.0 for lp in await scorer.compute_logprobs(token_ids)]
+            found = await until_kept(lambda: scorer.compute_logprobs(token_ids))
+            return [lp or 0.0 for lp in found]
 
     return list(await asyncio.gather(*map(score, sequences)))
-
-
-async def _close(session: Session) -> None:
-    try:
-        await session.close()
-    except AdapterError as error:  # costs the service some memory and does not harm the run
-        log.warning("could not close a sampling session: %s", error)

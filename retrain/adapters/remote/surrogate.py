@@ -17,12 +17,14 @@ from itertools import chain
 from typing import Any
 
 from retrain.adapters.losses import custom_loss
-from retrain.adapters.remote.datums import Datum
+from retrain.adapters.remote.datums import Shifted
 from retrain.algorithms.functional import kl_k3
 from retrain.config import MismatchConfig, RunConfig
 from retrain.errors import AdapterError, ConfigError, NonFiniteError
 from retrain.losses import FLOATS, Formula, mismatch_weight, pair_rows, row_of, settings
 from retrain.types import Batch, Metrics
+
+Judgement = tuple[Any, Any]  # of `mismatch_weight`: a weight, and whether it is out of bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Surrogate:
 async def valued(
     batch: Batch,
     logprobs: Sequence[Sequence[float]],
-    datums: Sequence[Datum],
+    datums: Sequence[Shifted],
     config: RunConfig,
 ) -> Surrogate:
     """The batch's loss at the learner's log-probs, computed in a thread because Python is slow.
@@ -64,37 +66,54 @@ async def valued(
 
 
 def corrected(
-    rule: MismatchConfig, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
-) -> tuple[list[Datum], float]:
+    rule: MismatchConfig, logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]
+) -> tuple[list[Shifted], float]:
     """The datums with advantages weighted by `rule`, and the learner's log-probs as the old ones.
 
     Also the share of tokens, or of sequences, whose ratio is outside the bounds. The ratio of a
     sequence is the exponential of the mean of its log-ratios (GSPO, arXiv:2507.18071). Every datum
     has a trained token.
     """
-    weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
     gaps = [_log_ratios(learner, datum) for learner, datum in zip(logprobs, datums, strict=True)]
-    if rule.level == "token":
-        found = [[weigh(FLOATS.exp(gap)) for gap in own] for own in gaps]
-        judged = list(chain(*found))
-    else:
-        runs = [datum.run_id or row for row, datum in enumerate(datums)]
-        pooled: defaultdict[str | int, list[float]] = defaultdict(list)
-        for run, own in zip(runs, gaps, strict=True):
-            pooled[run] += own
-        of_run = {r: weigh(FLOATS.exp(math.fsum(own) / len(own))) for r, own in pooled.items()}
-        found = [[of_run[run]] * len(own) for run, own in zip(runs, gaps, strict=True)]
-        judged = list(of_run.values())
+    found, judged = _judgements(rule, gaps, datums)
     weighted = []
     for learner, datum, judgements in zip(logprobs, datums, found, strict=True):
-        weights = iter([weight for weight, _ in judgements])
-        tokens = zip(datum.advantages, datum.mask, strict=True)
-        credit = [a * next(weights) if kept else 0.0 for a, kept in tokens]
+        credit = _weighted(datum, [weight for weight, _ in judgements])
         weighted.append(replace(datum, logprobs=learner, advantages=credit))
     return weighted, sum(outside for _, outside in judged) / len(judged)
 
 
-def _log_ratios(learner: Sequence[float], datum: Datum) -> list[float]:
+def _judgements(
+    rule: MismatchConfig, gaps: Sequence[Sequence[float]], datums: Sequence[Shifted]
+) -> tuple[list[list[Judgement]], list[Judgement]]:
+    """That of each trained token, and of each token or sequence, as `rule` says."""
+    weigh = partial(mismatch_weight, FLOATS, rule.type, *rule.bounds)
+    if rule.level == "token":
+        found = [[weigh(FLOATS.exp(gap)) for gap in own] for own in gaps]
+        return found, list(chain(*found))
+    runs = [datum.run_id or row for row, datum in enumerate(datums)]
+    of_run = {run: weigh(ratio) for run, ratio in _sequence_ratios(runs, gaps).items()}
+    found = [[of_run[run]] * len(own) for run, own in zip(runs, gaps, strict=True)]
+    return found, list(of_run.values())
+
+
+def _weighted(datum: Shifted, weights: Sequence[float]) -> list[float]:
+    """The advantages, with one weight for each trained token."""
+    left, tokens = iter(weights), zip(datum.advantages, datum.mask, strict=True)
+    return [advantage * next(left) if kept else 0.0 for advantage, kept in tokens]
+
+
+def _sequence_ratios(
+    runs: Sequence[str | int], gaps: Sequence[Sequence[float]]
+) -> dict[str | int, float]:
+    """The ratio of each rollout, whose log-ratios may be those of several datums."""
+    pooled: defaultdict[str | int, list[float]] = defaultdict(list)
+    for run, own in zip(runs, gaps, strict=True):
+        pooled[run] += own
+    return {run: FLOATS.exp(math.fsum(own) / len(own)) for run, own in pooled.items()}
+
+
+def _log_ratios(learner: Sequence[float], datum: Shifted) -> list[float]:
     """log(p_learner / p_sampler) of each trained token."""
     rows = zip(learner, datum.logprobs, datum.mask, strict=True)
     return [lp - old for lp, old, kept in rows if kept]
@@ -103,7 +122,7 @@ def _log_ratios(learner: Sequence[float], datum: Datum) -> list[float]:
 def _custom(
     loss: Any,  # an engine.losses.CustomLoss, which names torch types
     logprobs: Sequence[Sequence[float]],
-    datums: Sequence[Datum],
+    datums: Sequence[Shifted],
 ) -> Surrogate:
     from retrain.engine.losses import custom_surrogate  # imports torch, for a user's own loss only
 
@@ -122,7 +141,7 @@ def surrogate(
     loss: str,
     config: Mapping[str, Any],  # the loss's own keys
     logprobs: Sequence[Sequence[float]],
-    datums: Sequence[Datum],
+    datums: Sequence[Shifted],
 ) -> Surrogate:
     """The loss `loss` of `datums`, where the learner gives the targets `logprobs`.
 
@@ -150,7 +169,7 @@ def surrogate(
 
 
 def _tokenwise(
-    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
+    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]
 ) -> tuple[float, list[list[float]], Metrics]:
     """The loss, dL/dlogp of each token, and the share of clipped tokens if the loss clips."""
     total: list[float] = []
@@ -176,7 +195,7 @@ def _tokenwise(
 
 
 def _pairwise(
-    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]
+    formula: Formula, logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]
 ) -> tuple[float, list[list[float]], Metrics]:
     """The loss, dL/dlogp of each token, the mean margin and the share of positive margins."""
     gains = [_gain(*row) for row in zip(logprobs, datums, strict=True)]
@@ -189,17 +208,15 @@ def _pairwise(
         total += weight * value
         slopes[chosen], slopes[rejected] = weight * slope, -weight * slope
         margins.append(margin)
-    gradients = [
-        [slope if kept else 0.0 for kept in datum.mask]
-        for slope, datum in zip(slopes, datums, strict=True)
-    ]
+    rows = zip(slopes, datums, strict=True)
+    gradients = [[slope * bool(kept) for kept in datum.mask] for slope, datum in rows]
     count = max(1, len(margins))
     positive = sum(margin > 0 for margin in margins)
     metrics = {"dpo/margin": math.fsum(margins) / count, "dpo/accuracy": positive / count}
     return total, gradients, metrics
 
 
-def _gain(learner: Sequence[float], datum: Datum) -> float:
+def _gain(learner: Sequence[float], datum: Shifted) -> float:
     if "reference_logprobs" not in datum.streams:
         raise ValueError("the batch lacks the stream 'reference_logprobs', which pairs need")
     reference = datum.streams["reference_logprobs"]
@@ -207,14 +224,14 @@ def _gain(learner: Sequence[float], datum: Datum) -> float:
     return math.fsum(lp - ref for lp, ref, kept in rows if kept)
 
 
-def _pair_id(row: int, datum: Datum) -> float:
+def _pair_id(row: int, datum: Shifted) -> float:
     ids = datum.streams.get("pair_ids")
     if ids is None:
         return row // 2
     return max((i for i, kept in zip(ids, datum.mask, strict=True) if kept), default=0.0)
 
 
-def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metrics:
+def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]) -> Metrics:
     """How far the learner is from the sampler, over the targets with mask 1.
 
     `kl/sampler_trainer` is the mean of r - 1 - log r (estimator k3 of
@@ -239,7 +256,7 @@ def _drift(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metr
     }
 
 
-def _reference_kl(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> Metrics:
+def _reference_kl(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]) -> Metrics:
     """The mean over trained tokens of the estimate k3 of KL(learner || reference), if known."""
     if not all("reference_logprobs" in datum.streams for datum in datums):
         return {}
@@ -251,7 +268,7 @@ def _reference_kl(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) 
     return {"kl/reference": math.fsum(distances) / max(1, len(distances))}
 
 
-def _check_lengths(logprobs: Sequence[Sequence[float]], datums: Sequence[Datum]) -> None:
+def _check_lengths(logprobs: Sequence[Sequence[float]], datums: Sequence[Shifted]) -> None:
     got, wanted = [len(row) for row in logprobs], [len(datum.targets) for datum in datums]
     if got != wanted:
         raise AdapterError(

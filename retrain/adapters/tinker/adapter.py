@@ -12,7 +12,7 @@ from typing import Any
 
 from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import LossKeys, RemoteAdapter, grad_norm
-from retrain.adapters.remote.datums import Datum
+from retrain.adapters.remote.datums import Shifted
 from retrain.adapters.tinker.client import TinkerClient
 from retrain.adapters.tinker.options import TinkerOptions
 from retrain.adapters.tinker.sampling import ServedWeights
@@ -74,7 +74,7 @@ class TinkerAdapter(RemoteAdapter):
         self._model = await self._client.load_model(path, timeout=self.config.deadlines.checkpoint)
 
     async def _native(
-        self, loss: str, config: LossKeys, datums: Sequence[Datum], adam: AdamParams
+        self, loss: str, config: LossKeys, datums: Sequence[Shifted], adam: AdamParams
     ) -> tuple[list[list[float]] | None, Metrics]:
         rows = [row(loss, datum) for datum in datums]
         output, stepped = await self._step_of(loss, loss_config(loss, config), rows, adam)
@@ -82,7 +82,7 @@ class TinkerAdapter(RemoteAdapter):
         metrics = {**service_metrics(output, needed=not complete), **stepped}
         return output.logprobs if complete else None, metrics
 
-    async def _forward(self, datums: Sequence[Datum]) -> list[list[float]]:
+    async def _forward(self, datums: Sequence[Shifted]) -> list[list[float]]:
         looking = await self._model.forward([weighted(datum, datum.mask) for datum in datums])
         output = await looking.result(self.config.deadlines.update)
         if not has_logprobs(output):
@@ -92,11 +92,11 @@ class TinkerAdapter(RemoteAdapter):
             )
         return output.logprobs
 
-    async def _backward(self, datums: Sequence[Datum], adam: AdamParams) -> Metrics:
+    async def _backward(self, datums: Sequence[Shifted], adam: AdamParams) -> Metrics:
         rows = [weighted(datum, datum.advantages) for datum in datums]
         return (await self._step_of("cross_entropy", {}, rows, adam))[1]
 
-    def _requests(self, datums: Sequence[Datum], loss: str | None) -> Sequence[Sequence[Datum]]:
+    def _requests(self, datums: Sequence[Shifted], loss: str | None) -> Sequence[Sequence[Shifted]]:
         return self._model.requests(datums, lambda one: row(loss or "cross_entropy", one).size)
 
     async def _step_of(
@@ -109,7 +109,7 @@ class TinkerAdapter(RemoteAdapter):
         return await passing.result(limit), grad_norm(await stepping.result(limit))
 
 
-def row(loss: str, datum: Datum) -> wire.Datum:
+def row(loss: str, datum: Shifted) -> wire.Datum:
     """The datum of a loss that the service computes; zero advantages take the place of a mask."""
     if loss == "cross_entropy":
         return weighted(datum, datum.advantages)
@@ -121,7 +121,7 @@ def row(loss: str, datum: Datum) -> wire.Datum:
     return wire.Datum(datum.inputs, inputs)
 
 
-def weighted(datum: Datum, weights: Sequence[float]) -> wire.Datum:
+def weighted(datum: Shifted, weights: Sequence[float]) -> wire.Datum:
     inputs = {
         "target_tokens": wire.Tensor(datum.targets, "int64"),
         "weights": wire.Tensor(weights),

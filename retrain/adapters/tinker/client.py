@@ -13,12 +13,13 @@ import os
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 from retrain.adapters.tinker.connection import (
-    Connection,
     Flags,
-    Kind,
+    JobKind,
+    TinkerConnection,
     Wire,
     json_object,
 )
@@ -96,7 +97,7 @@ class TinkerClient:
         )
         self._key = key
         self._renewal = asyncio.Lock()
-        self._connection = Connection(self._http, wire=wire, result_timeout=result_timeout)
+        self._connection = TinkerConnection(self._http, wire=wire, result_timeout=result_timeout)
         self._session: dict[str, Any] = {
             "tags": list(tags),
             "user_metadata": {},
@@ -114,12 +115,11 @@ class TinkerClient:
         return f"TinkerClient({self._http.url!r}, session_id={self.session_id!r})"
 
     async def __aenter__(self) -> Self:
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._http.close)
             await self._handshake()
             reply = await self._connection.post("create_session", self._session, "session_id")
-        except BaseException:
-            await self._http.close()
-            raise
+            stack.pop_all()
         self.session_id = reply["session_id"]
         for level, name in ((20, "info"), (30, "warning"), (40, "error")):
             if reply.get(f"{name}_message"):
@@ -212,9 +212,7 @@ class TinkerClient:
             for name in ("train_mlp", "train_attn", "train_unembed")
             if body.get(name) is not None
         }
-        return body["base_model"], LoraConfig(
-            rank=body.get("lora_rank") or LoraConfig().rank, **places
-        )
+        return body["base_model"], LoraConfig(r=body.get("lora_rank") or LoraConfig().r, **places)
 
     async def delete(self, path: str) -> None:
         """Delete saved weights; no error if they no longer exist."""
@@ -354,5 +352,5 @@ class TinkerClient:
         return model
 
 
-CREATE_MODEL: Kind[str] = Kind("CreateModel", lambda body: str(body["model_id"]))
-LOAD_MODEL: Kind[str] = Kind("LoadWeights", lambda body: str(body.get("model_id") or ""))
+CREATE_MODEL: JobKind[str] = JobKind("CreateModel", lambda body: str(body["model_id"]))
+LOAD_MODEL: JobKind[str] = JobKind("LoadWeights", lambda body: str(body.get("model_id") or ""))

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from retrain.adapters.tinker.limits import Backpressure
@@ -21,7 +21,7 @@ from retrain.errors import DeadlineError
 from retrain.protocols.tinker.messages import PROTOBUF
 from retrain.transport.client import Call, HttpClient
 from retrain.transport.refusals import RemoteError, error_body
-from retrain.transport.retries import NO_RETRY, RetryBudget
+from retrain.transport.retries import NO_RETRY
 
 if TYPE_CHECKING:
     import httpx
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 POLL_TIMEOUT = 45.0
 """Seconds; the service answers a poll within about 30."""
+PATIENT: frozenset[int | str | None] = frozenset({402, 429, "timeout"})
+"""No payment, no capacity, or a poll that the service held for longer than we waited: only the
+deadline of a job ends its polls."""
 REPORT_AFTER = 60.0
 """Seconds between two log lines about a job that is still waiting."""
 
@@ -57,7 +60,7 @@ class Flags:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind(Generic[T]):
+class JobKind(Generic[T]):
     """A kind of job: its name in the poll's header, and the decoders of its result."""
 
     name: str
@@ -73,7 +76,7 @@ class _Pending:
     reason: str = ""
 
 
-class Connection:
+class TinkerConnection:
     """What the objects of one client share."""
 
     def __init__(self, http: HttpClient, *, wire: Wire, result_timeout: float) -> None:
@@ -105,13 +108,13 @@ class Connection:
 
         return await self.http.send(_post(endpoint, payload, **rest), read)
 
-    async def submit(self, call: Call, kind: Kind[T]) -> Future[T]:
+    async def submit(self, call: Call, kind: JobKind[T]) -> Future[T]:
         """Submit a job. The call may be sent twice, so it needs a seq_id."""
         request_id = await self.http.send(call, lambda reply: str(json_object(reply)["request_id"]))
         return Future(self, request_id, kind)
 
     async def submit_json(
-        self, endpoint: str, payload: Mapping[str, Any], kind: Kind[T], **rest: Any
+        self, endpoint: str, payload: Mapping[str, Any], kind: JobKind[T], **rest: Any
     ) -> Future[T]:
         return await self.submit(_post(endpoint, payload, **rest), kind)
 
@@ -144,7 +147,7 @@ class Connection:
 class Future(Generic[T]):
     """A job that the service accepted. Await it for its result, any number of times."""
 
-    def __init__(self, connection: Connection, request_id: str, kind: Kind[T]) -> None:
+    def __init__(self, connection: TinkerConnection, request_id: str, kind: JobKind[T]) -> None:
         self.request_id = request_id
         self.queue_state = "active"
         """`active`, `paused_capacity` or `paused_rate_limit`, by the last poll."""
@@ -182,19 +185,13 @@ class Future(Generic[T]):
         return self._result[0]
 
     async def _wait(self, started: float) -> T:
-        budget: RetryBudget | None = None
         iteration = quick = 0
         while True:
             asked = time.monotonic()
-            try:
-                reply = await self._poll(iteration)
-            except RemoteError as error:
-                budget = budget or self._connection.http.retry_budget()
-                await self._outlast(error, budget)
-                continue
+            reply = await self._poll(iteration)
             if not isinstance(reply, _Pending):
                 return reply
-            budget, iteration = None, iteration + 1
+            iteration += 1
             self._report(reply, started)
             # A service that answers polls at once would be polled in a busy loop.
             quick = quick + 1 if time.monotonic() - asked < 0.05 else 0
@@ -215,21 +212,10 @@ class Future(Generic[T]):
             payload,
             headers=headers,
             timeout=POLL_TIMEOUT,
-            policy=NO_RETRY,
+            policy=replace(self._connection.http.policy, patient=PATIENT),
             accept=frozenset({400, 408}),
         )
         return await self._connection.http.send(call, self._read)
-
-    async def _outlast(self, error: RemoteError, budget: RetryBudget) -> None:
-        """Wait before the next poll; raises `error` when another poll can't succeed."""
-        if error.code == "timeout":
-            return  # the service held the poll for longer than we waited: no failure
-        if error.status in (402, 429):  # no payment, or no capacity: only the deadline ends it
-            pause = self._connection.http.policy.pause(3, error.retry_after)
-        else:
-            pause = budget.pause(error)
-        log.info("%s; polling again", error)
-        await asyncio.sleep(pause)
 
     def _read(self, response: httpx.Response) -> T | _Pending:
         if response.headers.get("content-type", "").startswith(PROTOBUF):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from retrain.protocols.tinker.values import Datum, ForwardBackwardOutput
+from retrain.protocols.tinker.values import Datum, ForwardBackwardOutput, Tensor
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -19,16 +19,20 @@ def check_data(data: Sequence[Datum]) -> None:
         if not count or not all(0 <= token < 2**31 for token in datum.tokens):
             raise ValueError(f"datum {number}: expected tokens, each an integer from 0 to 2^31 - 1")
         for name, tensor in datum.inputs.items():
-            if len(tensor.data) != math.prod(tensor.dimensions) or tensor.dimensions[0] != count:
-                raise ValueError(
-                    f"datum {number}: {name} has {len(tensor.data)} values of the shape "
-                    f"{tensor.dimensions}, expected {count} along the first dimension"
-                )
-            numbers = tensor.dtype == "float32"
-            if numbers and not all(-FLOAT32_MAX <= value <= FLOAT32_MAX for value in tensor.data):
-                raise ValueError(
-                    f"datum {number}: {name} contains a value that is not a finite float32"
-                )
+            if problem := _problem(tensor, count):
+                raise ValueError(f"datum {number}: {name} {problem}")
+
+
+def _problem(tensor: Tensor, count: int) -> str:
+    """Why a tensor can't be an input of `count` tokens; empty if it can."""
+    if len(tensor.data) != math.prod(tensor.dimensions) or tensor.dimensions[0] != count:
+        return (
+            f"has {len(tensor.data)} values of the shape {tensor.dimensions}, expected {count} "
+            "along the first dimension"
+        )
+    if tensor.dtype == "float32" and not all(abs(value) <= FLOAT32_MAX for value in tensor.data):
+        return "contains a value that is not a finite float32"
+    return ""
 
 
 def merge(parts: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:

@@ -1,8 +1,8 @@
 """One sampling session: completions and log-probs of the weights that it was created with.
 
-A sample does not change the model, so it is retried until its deadline: a submission that may have
-been lost is sent again with the same seq_id, which the service recognises, and a result that the
-service lost is sampled again.
+A sample does not change the model, so its submission is retried until its deadline: one that may
+have been lost is sent again with the same seq_id, which the service recognises. A result that the
+service lost is an error with status 410; `PublishedSampler` samples again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from retrain.adapters.remote.published import Sampled, sampling_payload
-from retrain.adapters.tinker.connection import Connection, Future, Kind
+from retrain.adapters.remote.published import SampledTokens, sampling_payload
+from retrain.adapters.tinker.connection import Future, JobKind, TinkerConnection
 from retrain.errors import AdapterError, DeadlineError
 from retrain.protocols.tinker import messages, payloads
 from retrain.protocols.tinker.values import SampledSequence, SampleResult
@@ -22,15 +22,13 @@ from retrain.sampler import SamplingParams, Tokenizer
 from retrain.transport.refusals import RemoteError
 from retrain.transport.retries import NO_RETRY, RetryBudget
 
-SAMPLE = Kind("Sample", payloads.sample_from_json, messages.decode_sample)
-LOST_RESULTS = 3
-"""Submissions of one sample, when the service keeps losing the result."""
+SAMPLE = JobKind("Sample", payloads.sample_from_json, messages.decode_sample)
 
 
 class SamplingClient:
     """Made by `TinkerClient.sampling_session`; any number of samples may run at once."""
 
-    def __init__(self, connection: Connection, session_id: str) -> None:
+    def __init__(self, connection: TinkerConnection, session_id: str) -> None:
         self.session_id = session_id
         self.snapshot: str | None = None
         """The path of weights that were saved only for this session; delete them with it."""
@@ -60,11 +58,13 @@ class SamplingClient:
             "topk_prompt_logprobs": 0,
             "topk_sample_logprobs": 0,
             "type": "sample",
+            "seq_id": next(self._seq_ids),
         }
         limit = self._connection.result_timeout if timeout is None else timeout
         try:
             async with asyncio.timeout(limit), self._connection.backpressure.in_flight.take():
-                return await self._until_done(payload, len(prompt))
+                future = await self._submit(payload, len(prompt))
+                return await future.result(math.inf)  # this deadline is running
         except TimeoutError as error:
             raise DeadlineError(
                 f"a sample of {self.session_id} was not done within {limit:g} s: the service is "
@@ -88,16 +88,6 @@ class SamplingClient:
         if len(logprobs) != len(tokens):
             raise AdapterError(f"got {len(logprobs)} log-probs for {len(tokens)} tokens")
         return logprobs
-
-    async def _until_done(self, payload: dict[str, Any], tokens: int) -> SampleResult:
-        for attempt in itertools.count(1):
-            future = await self._submit({**payload, "seq_id": next(self._seq_ids)}, tokens)
-            try:
-                return await future.result(math.inf)  # the caller's deadline is running
-            except RemoteError as error:
-                if error.status != 410 or attempt >= LOST_RESULTS:
-                    raise
-        raise AssertionError("unreachable: the loop above has no end")
 
     async def _submit(self, payload: dict[str, Any], tokens: int) -> Future[SampleResult]:
         """Submit the sample; the same request is sent again until the service accepts it."""
@@ -144,7 +134,7 @@ class ServedWeights:
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
-    ) -> list[Sampled]:
+    ) -> list[SampledTokens]:
         """`n` completions; raises AdapterError when one of them or its log-probs are missing."""
         result = await self._sampler.sample(prompt_ids, params, n=n, timeout=self._deadline)
         if len(result.sequences) != n:
@@ -163,7 +153,7 @@ class ServedWeights:
             await self._delete(self._sampler.snapshot)
 
 
-def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer) -> Sampled:
+def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer) -> SampledTokens:
     """The sequence up to and including its first stop."""
     if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
         raise AdapterError(
@@ -174,8 +164,8 @@ def cut(sequence: SampledSequence, params: SamplingParams, tokenizer: Tokenizer)
     completed = _completed(sequence.tokens, params.stop, tokenizer)
     end = min((*stops[:1], *completed), default=None)
     if end is None:
-        return Sampled(sequence.tokens, sequence.logprobs, sequence.stop_reason)
-    return Sampled(sequence.tokens[: end + 1], sequence.logprobs[: end + 1], "stop")
+        return SampledTokens(sequence.tokens, sequence.logprobs, sequence.stop_reason)
+    return SampledTokens(sequence.tokens[: end + 1], sequence.logprobs[: end + 1], "stop")
 
 
 def _completed(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> list[int]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from retrain.adapters.remote.datums import chunks
-from retrain.adapters.tinker.connection import Connection, Future, Kind
+from retrain.adapters.tinker.connection import Future, JobKind, TinkerConnection
 from retrain.adapters.tinker.data import check_data, merge
 from retrain.errors import AdapterError, ConfigError, install_command
 from retrain.protocols.tinker import messages, payloads
@@ -62,7 +62,7 @@ class Chunked:
 class TrainingClient:
     """Made by `TinkerClient.create_model` and `load_model`."""
 
-    def __init__(self, connection: Connection, model_id: str) -> None:
+    def __init__(self, connection: TinkerConnection, model_id: str) -> None:
         self.model_id = model_id
         self._connection = connection
         self._next = 1
@@ -142,14 +142,14 @@ class TrainingClient:
         kind = FORWARD if empty.forward_only else FORWARD_BACKWARD
         async with self._turn:
             futures: list[Future[ForwardBackwardOutput]] = []
-            for part in self.requests(data, lambda datum: datum.size, most_rows):
-                request = replace(empty, data=part)
-                try:
-                    futures.append(await self._submit(kind, self._pass_call(request)))
-                except BaseException:
-                    if futures and not self._broken and not empty.forward_only:
-                        self._broken = "only part of a batch was accepted"
-                    raise
+            parts = self.requests(data, lambda datum: datum.size, most_rows)
+            try:
+                for part in parts:
+                    call = self._pass_call(replace(empty, data=part))
+                    futures.append(await self._submit(kind, call))
+            finally:
+                if 0 < len(futures) < len(parts) and not empty.forward_only:
+                    self._broken = self._broken or "only part of a batch was accepted"
             return Chunked(futures)
 
     def _pass_call(self, request: ForwardBackward) -> Callable[[int], Call]:
@@ -173,7 +173,7 @@ class TrainingClient:
         return call
 
     async def _operation(
-        self, endpoint: str, payload: Mapping[str, Any], kind: Kind[T]
+        self, endpoint: str, payload: Mapping[str, Any], kind: JobKind[T]
     ) -> Future[T]:
         given = {name: value for name, value in payload.items() if value is not None}
         fixed = {**given, "model_id": self.model_id, "type": endpoint}
@@ -184,7 +184,7 @@ class TrainingClient:
         async with self._turn:
             return await self._submit(kind, call)
 
-    async def _submit(self, kind: Kind[T], build: Callable[[int], Call]) -> Future[T]:
+    async def _submit(self, kind: JobKind[T], build: Callable[[int], Call]) -> Future[T]:
         """Send one operation; the caller holds `_turn`."""
         if self._broken:
             raise AdapterError(
@@ -192,15 +192,14 @@ class TrainingClient:
                 "last checkpoint."
             )
         call = build(self._next)  # an OverflowError takes no id
+        self._broken = f"{kind.name} was interrupted while it was sent"
         try:
             future = await self._connection.submit(call, kind)
         except RemoteError as error:
-            if error.may_have_acted:
-                self._broken = f"it is unknown whether {kind.name} was accepted ({error})"
+            unknown = f"it is unknown whether {kind.name} was accepted ({error})"
+            self._broken = unknown if error.may_have_acted else ""
             raise
-        except BaseException:
-            self._broken = f"{kind.name} was interrupted while it was sent"
-            raise
+        self._broken = ""
         self._next += 1
         return future
 
@@ -224,12 +223,12 @@ def _nothing(body: Mapping[str, Any]) -> None:
     return None
 
 
-FORWARD_BACKWARD = Kind("ForwardBackward", payloads.output_from_json, messages.decode_output)
-FORWARD = Kind("Forward", payloads.output_from_json, messages.decode_output)
-OPTIM_STEP: Kind[Mapping[str, float]] = Kind("OptimStep", _metrics)
-SAVE_WEIGHTS: Kind[str] = Kind("SaveWeights", lambda body: str(body["path"]))
-SAVE_FOR_SAMPLER: Kind[SamplerWeights] = Kind(
+FORWARD_BACKWARD = JobKind("ForwardBackward", payloads.output_from_json, messages.decode_output)
+FORWARD = JobKind("Forward", payloads.output_from_json, messages.decode_output)
+OPTIM_STEP: JobKind[Mapping[str, float]] = JobKind("OptimStep", _metrics)
+SAVE_WEIGHTS: JobKind[str] = JobKind("SaveWeights", lambda body: str(body["path"]))
+SAVE_FOR_SAMPLER: JobKind[SamplerWeights] = JobKind(
     "SaveWeightsForSampler",
     lambda body: SamplerWeights(body.get("path"), body.get("sampling_session_id")),
 )
-LOAD_WEIGHTS: Kind[None] = Kind("LoadWeights", _nothing)
+LOAD_WEIGHTS: JobKind[None] = JobKind("LoadWeights", _nothing)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
 
-from retrain.adapters.base import RANK, AdapterOptions, Capabilities, Forecast
+from retrain.adapters.base import Capabilities, Forecast, OptimizerOptions
 from retrain.adapters.trl.keys import refusal
 from retrain.adapters.trl.memory import forecast
 from retrain.adapters.trl.plan import run_plan
@@ -19,6 +19,7 @@ from retrain.engine.ranks.contract import launched
 from retrain.engine.vllm.options import HEATS, LocalSamplerOptions, VllmOptions
 from retrain.errors import ConfigError
 from retrain.losses import LOSSES
+from retrain.protocols.training import RANK
 from retrain.sampler import Tokenizer
 
 Schedule = Literal[
@@ -64,32 +65,16 @@ class LoraOptions(BaseModel):
         return value
 
 
-class TrlOptions(AdapterOptions):
+class TrlOptions(OptimizerOptions):
     """`backend: {type: trl, ...}`: TRL's GRPOTrainer updates the weights on this machine."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     extra: ClassVar[str] = "trl"
     adapter: ClassVar[str] = "retrain.adapters.trl.adapter:TrlAdapter"
     follower: ClassVar[str] = "retrain.adapters.trl.follow:follow"
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    """The learning rate, after the warm-up."""
     lr_scheduler: Schedule = "constant"
     """The schedule of the learning rate over train.total_train_steps;
     `backend.args.lr_scheduler_kwargs` sets its parameters."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises from 0."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Adam's decay of the mean of the gradients."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Adam's decay of the mean of the squared gradients."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam's term that prevents a division by zero."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """The coefficient of decoupled weight decay."""
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """The largest norm of the gradients; larger ones are scaled down. 0: no limit."""
     lora: LoraOptions | None = None
     """Train low-rank adapters; by default the full weights are trained."""
     micro_batch_rows: Annotated[int, Field(ge=1)] | None = None

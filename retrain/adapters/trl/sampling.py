@@ -8,7 +8,7 @@ from typing import Any
 from retrain.adapters.trl.build import place_model
 from retrain.adapters.trl.options import TrlOptions
 from retrain.config import RunConfig
-from retrain.engine.vllm.client import Lora
+from retrain.engine.vllm.client import AdapterSlots
 from retrain.engine.vllm.opening import Opening, open_vllm
 from retrain.engine.vllm.options import VllmOptions
 from retrain.engine.vllm.sampler import VllmSampler
@@ -37,7 +37,7 @@ async def open_servers(
         scratch=scratch,
         logs=config.run_dir if config.run_dir and config.run_dir.is_dir() else scratch,
         base_dir=config.base_dir,
-        lora=Lora(options.lora.r, versions) if options.lora else None,
+        lora=AdapterSlots(options.lora.r, versions) if options.lora else None,
         tokens=config.rollout.max_sequence_length or 2,
         outage_seconds=config.deadlines.outage,
         publish_seconds=config.deadlines.publish,

@@ -13,11 +13,11 @@ from typing import Any
 
 from retrain.adapters.base import AdapterState
 from retrain.adapters.remote.adapter import LossKeys, RemoteAdapter, grad_norm
-from retrain.adapters.remote.datums import Datum, chunks
+from retrain.adapters.remote.datums import Shifted, chunks
 from retrain.adapters.weaver.client import WeaverClient
 from retrain.adapters.weaver.model import WeaverModel
 from retrain.adapters.weaver.options import WeaverOptions
-from retrain.adapters.weaver.sampling import SamplingSession
+from retrain.adapters.weaver.sampling import WeaverSession
 from retrain.adapters.weaver.wire import TrainingRow
 from retrain.protocols.training import AdamParams
 from retrain.types import Metrics
@@ -64,7 +64,7 @@ class WeaverAdapter(RemoteAdapter):
         suffix = self.base_model.rpartition(":")[2]
         return int(suffix) if suffix.isdigit() else None
 
-    async def _snapshot(self, version: int) -> SamplingSession:
+    async def _snapshot(self, version: int) -> WeaverSession:
         name = f"version_{version:06d}_{uuid.uuid4().hex[:8]}"
         exporting = await self._model.save_for_sampler(name, ttl_seconds=self.options.sampler_ttl)
         path = await exporting.result()
@@ -80,22 +80,22 @@ class WeaverAdapter(RemoteAdapter):
         await self._model.load_state(path)
 
     async def _native(
-        self, loss: str, config: LossKeys, datums: Sequence[Datum], adam: AdamParams
+        self, loss: str, config: LossKeys, datums: Sequence[Shifted], adam: AdamParams
     ) -> tuple[list[list[float]] | None, Metrics]:
         return await self._step_of(loss, datums, adam)
 
-    async def _forward(self, datums: Sequence[Datum]) -> list[list[float]]:
+    async def _forward(self, datums: Sequence[Shifted]) -> list[list[float]]:
         looks = [
             await self._model.forward(list(map(_target, part)))
             for part in self._requests(datums, None)
         ]
         return [row for look in looks for row in await look.result()]
 
-    async def _backward(self, datums: Sequence[Datum], adam: AdamParams) -> Metrics:
+    async def _backward(self, datums: Sequence[Shifted], adam: AdamParams) -> Metrics:
         return (await self._step_of("surrogate", datums, adam))[1]
 
     async def _step_of(
-        self, loss: str, datums: Sequence[Datum], adam: AdamParams
+        self, loss: str, datums: Sequence[Shifted], adam: AdamParams
     ) -> tuple[list[list[float]], Metrics]:
         """Log-probs and metrics of one step; optim_step is submitted before the passes end."""
         passes = [
@@ -106,12 +106,12 @@ class WeaverAdapter(RemoteAdapter):
         logprobs = [row for one in passes for row in await one.result()]
         return logprobs, grad_norm(await stepping.result())
 
-    def _requests(self, datums: Sequence[Datum], loss: str | None) -> list[list[Datum]]:
+    def _requests(self, datums: Sequence[Shifted], loss: str | None) -> list[list[Shifted]]:
         most = self.options.request_tokens, self._most_rows
         return chunks(datums, lambda datum: len(datum.inputs), *most)
 
 
-def _row(loss: str, datum: Datum) -> TrainingRow:
+def _row(loss: str, datum: Shifted) -> TrainingRow:
     """The row of a loss that the service computes; `surrogate` is minimised."""
     if loss == "surrogate":
         return _target(datum, surrogate_weights=[-weight for weight in datum.advantages])
@@ -122,5 +122,5 @@ def _row(loss: str, datum: Datum) -> TrainingRow:
     )
 
 
-def _target(datum: Datum, **inputs: Sequence[float]) -> TrainingRow:
+def _target(datum: Shifted, **inputs: Sequence[float]) -> TrainingRow:
     return TrainingRow(datum.inputs, {"target_tokens": datum.targets, **inputs})

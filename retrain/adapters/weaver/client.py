@@ -12,14 +12,14 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import retrain
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import PACE, Connection, Operation, clean_up, or_undo
+from retrain.adapters.weaver.connection import PACE, Operation, WeaverConnection, clean_up, or_undo
 from retrain.adapters.weaver.model import WeaverModel
-from retrain.adapters.weaver.sampling import SamplingSession
+from retrain.adapters.weaver.sampling import WeaverSession
 from retrain.protocols.training import LoraConfig
 from retrain.transport.client import HttpClient
 from retrain.transport.refusals import RemoteError
@@ -82,22 +82,22 @@ class WeaverClient:
         key = WEAVER.api_key(url, api_key)
         self._http = HttpClient(
             url,
-            headers={"User-Agent": f"retrain/{retrain.__version__}"},
+            headers={"User-Agent": f"retrain/{_release()}"},
             secrets={"X-WEAVER-API-KEY": key} if key else {},
             policy=policy,
             http=http,
             vendor=WEAVER,
         )
         self.session_id = ""
-        self._connection = Connection(self._http, deadline, pace, resend)
+        self._connection = WeaverConnection(self._http, deadline, pace, resend)
         self._session = {
             "tags": [],
             "user_metadata": dict(metadata or {}),
-            "sdk_version": f"retrain-{retrain.__version__}",
+            "sdk_version": f"retrain-{_release()}",
             **_scope(),
         }
         self._models: list[WeaverModel] = []
-        self._samplers: dict[str, SamplingSession] = {}
+        self._samplers: dict[str, WeaverSession] = {}
         self._model_seq = itertools.count(1)
         self._sampler_seq = itertools.count(1)
         self._beating: asyncio.Task[None] | None = None
@@ -106,13 +106,12 @@ class WeaverClient:
         return f"WeaverClient({self._http.url!r}, session={self.session_id!r})"
 
     async def __aenter__(self) -> Self:
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._http.close)
             self.session_id = await self._connection.call(
                 "POST", "sessions", self._session, wire.identifier
             )
-        except BaseException:
-            await self._http.close()
-            raise
+            stack.pop_all()
         self._beating = asyncio.create_task(self._beat(), name="weaver heartbeat")
         return self
 
@@ -121,7 +120,7 @@ class WeaverClient:
 
         Failures are only logged: the service ends a silent session by itself.
         """
-        made: list[SamplingSession | WeaverModel] = [
+        made: list[WeaverSession | WeaverModel] = [
             *self._samplers.values(),
             *self._models,
         ]
@@ -178,7 +177,7 @@ class WeaverClient:
         path: str | None = None,
         model: WeaverModel | None = None,
         base_model: str | None = None,
-    ) -> SamplingSession:
+    ) -> WeaverSession:
         """A session that samples the weights at `path`, or the untrained `base_model`.
 
         The session is ready when this returns: if the service loads the weights in the background,
@@ -194,20 +193,19 @@ class WeaverClient:
         session, loading = await or_undo(self._open(payload), lambda made: made[0].close())
         if loading is not None:
             what = "loading weights into a sampling session"
-            try:
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(lambda: clean_up(session.close()))
                 await Operation(self._connection, loading, lambda _: None, what=what).result()
-            except BaseException:
-                await clean_up(session.close())
-                raise
+                stack.pop_all()
         return session
 
     async def _open(
         self, payload: dict[str, Any]
-    ) -> tuple[SamplingSession, wire.OperationState | None]:
+    ) -> tuple[WeaverSession, wire.OperationState | None]:
         """A new session, and the operation that loads its weights, if there is one."""
         where = f"sessions/{self.session_id}/sampling-sessions"
         id, loading = await self._connection.call("POST", where, payload, wire.sampling_session)
-        session = SamplingSession(
+        session = WeaverSession(
             self._connection, id, forget=lambda id: self._samplers.pop(id, None)
         )
         self._samplers[session.id] = session
@@ -221,6 +219,14 @@ class WeaverClient:
             except RemoteError as error:
                 log.debug("heartbeat: %s", error)
             await asyncio.sleep(HEARTBEAT)
+
+
+def _release() -> str:
+    """The version of the installed package."""
+    try:
+        return version("retrain-rl")
+    except PackageNotFoundError:  # a checkout on the path of Python
+        return "unknown"
 
 
 def _scope() -> dict[str, str]:

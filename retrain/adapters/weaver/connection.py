@@ -50,7 +50,7 @@ class Operation(Generic[T]):
 
     def __init__(
         self,
-        connection: Connection,
+        connection: WeaverConnection,
         state: wire.OperationState,
         parse: Callable[[Any], T],
         *,
@@ -147,7 +147,7 @@ class Operation(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class WeaverConnection:
     """What the objects of one client share."""
 
     http: HttpClient

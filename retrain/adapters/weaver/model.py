@@ -4,7 +4,7 @@
   a complete and checked body, and calls are submitted one after another. Their results may be
   awaited later, so a pass and its optimizer step overlap (`_submit`).
 - A rejected call returns its `seq_id`. A call that the service may have executed does not, and is
-  sent again only to a service that recognises a repeated id (`Connection.resend`).
+  sent again only to a service that recognises a repeated id (`WeaverConnection.resend`).
 - Checkpoints have no `seq_id`: they wait until every earlier call is done (`_alone`).
 """
 
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any, Literal, TypeVar
 
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection, Operation
+from retrain.adapters.weaver.connection import Operation, WeaverConnection
 from retrain.protocols.training import AdamParams
 from retrain.transport.refusals import RemoteError, ignored
 
@@ -31,7 +31,7 @@ EXPORT_TTL = 3600
 class WeaverModel:
     """Made by `WeaverClient`. Every method raises RemoteError when the service refuses or fails."""
 
-    def __init__(self, connection: Connection, id: str, *, base_model: str) -> None:
+    def __init__(self, connection: WeaverConnection, id: str, *, base_model: str) -> None:
         self.id = id
         self.base_model = base_model
         self._connection = connection

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from retrain.adapters.remote.published import Sampled, sampling_payload
+from retrain.adapters.remote.published import SampledTokens, sampling_payload
 from retrain.adapters.weaver import wire
-from retrain.adapters.weaver.connection import Connection
+from retrain.adapters.weaver.connection import WeaverConnection
 from retrain.sampler import SamplingParams
 from retrain.transport.refusals import RemoteError, ignored
 
 
-class SamplingSession:
+class WeaverSession:
     """Made by `WeaverClient.sampling_session`; `close` deletes it."""
 
     def __init__(
-        self, connection: Connection, id: str, forget: Callable[[str], object] = lambda _: None
+        self,
+        connection: WeaverConnection,
+        id: str,
+        forget: Callable[[str], object] = lambda _: None,
     ) -> None:
         """`forget` is called with the id when the session is deleted."""
         self.id = id
@@ -27,7 +30,7 @@ class SamplingSession:
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int = 1
-    ) -> list[Sampled]:
+    ) -> list[SampledTokens]:
         """`n` sequences in the service's order, including empty ones.
 
         Raises RemoteError, with the code `malformed` when the service returns another number.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from retrain.adapters.remote.published import Sampled
+from retrain.adapters.remote.published import SampledTokens
 
 Json = Mapping[str, Any]  # an object as received
 
@@ -145,7 +145,7 @@ def metrics(response: Any) -> dict[str, float]:
     }
 
 
-def sequences(response: Any) -> list[Sampled]:
+def sequences(response: Any) -> list[SampledTokens]:
     """Every sequence of a sample, including empty ones: `n` samples stay `n`."""
     found = read(response, "sequences", read(read(response, "result"), "sequences"))
     if not isinstance(found, list):
@@ -153,12 +153,12 @@ def sequences(response: Any) -> list[Sampled]:
     return [_sequence(raw) for raw in found]
 
 
-def _sequence(raw: Any) -> Sampled:
+def _sequence(raw: Any) -> SampledTokens:
     tokens = [int(token) for token in read(raw, "tokens", [])]
     logprobs = _numbers(read(raw, "logprobs", []))
     if len(tokens) != len(logprobs):
         raise ValueError(f"a sequence has {len(tokens)} tokens but {len(logprobs)} logprobs")
-    return Sampled(tokens, logprobs, str(read(raw, "stop_reason", "stop")))
+    return SampledTokens(tokens, logprobs, str(read(raw, "stop_reason", "stop")))
 
 
 def prompt_logprobs(response: Any) -> list[float | None]:

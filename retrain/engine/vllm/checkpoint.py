@@ -67,6 +67,13 @@ class Manifest:
         Raises AdapterError if a weight is missing, unknown, or has another shape, or if tied
         weights differ (as after a LoRA on one of them) and the servers tie them.
         """
+        self._check(weights, heads=heads)
+        sent = {name: tensor for name, tensor in weights.items() if name not in self.tied}
+        again = self.tied if heads else {}
+        sent |= {name: weights.get(name, weights[original]) for name, original in again.items()}
+        return _as_in_checkpoints(self.skeleton, sent)
+
+    def _check(self, weights: Mapping[str, Tensor], *, heads: bool) -> None:
         wrong = self._problems(weights)
         if not heads:
             wrong["untied"] = [name for name in self.tied if self._differs(weights, name)]
@@ -75,11 +82,6 @@ class Manifest:
                 f"the trained weights don't fit the servers' model ({found}). The servers must "
                 "serve the `model` that is trained"
             )
-        sent = {name: tensor for name, tensor in weights.items() if name not in self.tied}
-        if heads:
-            for name, original in self.tied.items():
-                sent[name] = weights[name] if name in weights else weights[original]
-        return _as_in_checkpoints(self.skeleton, sent)
 
     def _problems(self, weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
         """Names by what is wrong with them."""
@@ -109,7 +111,7 @@ def _as_in_checkpoints(skeleton: Any, weights: dict[str, Tensor]) -> dict[str, T
     return dict(revert_weight_conversion(skeleton, weights))
 
 
-class Store:
+class WeightStore:
     """A private folder with the published versions; `folder` None is the memory or `scratch`.
 
     Its thread is a daemon, so that a disk that hangs does not keep the process alive.
@@ -153,9 +155,8 @@ class Store:
                 for path in (*draft.iterdir(), draft):
                     sync(path)
                 done = draft.rename(draft.with_suffix(""))
-            except BaseException:
-                shutil.rmtree(draft, ignore_errors=True)
-                raise
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)  # of an attempt that failed
             sync(home)
         except OSError as error:
             raise AdapterError(

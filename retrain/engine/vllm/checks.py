@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from retrain.engine.vllm.client import Facts, Lora, VllmClient
+from retrain.engine.vllm.client import AdapterSlots, Facts, VllmClient
 from retrain.engine.vllm.transfer import EXTENSION
 from retrain.errors import AdapterError, ConfigError
 from retrain.transport.refusals import RemoteError
@@ -61,7 +61,7 @@ class Needs:
     tokens: int = 2
     """The least context: of prompt and completion together."""
     dtype: str = "float32"
-    lora: Lora | None = None
+    lora: AdapterSlots | None = None
     """Of `adapter`."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The keys of the model's config.json."""
@@ -170,7 +170,7 @@ def _sizes(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {found[name]}, expected {wanted[name]}" for name in other)
 
 
-def _adapters(found: Lora | None, wanted: Lora) -> Iterator[str]:
+def _adapters(found: AdapterSlots | None, wanted: AdapterSlots) -> Iterator[str]:
     if found is None:
         yield (
             f"serves no adapters. Start it with --enable-lora --max-lora-rank {wanted.rank} "

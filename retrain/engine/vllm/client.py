@@ -41,7 +41,7 @@ Json = dict[str, Any]  # a JSON object, whose values depend on the endpoint
 
 
 @dataclass(frozen=True)
-class Lora:
+class AdapterSlots:
     """The adapters that a server can hold, or must."""
 
     rank: int
@@ -58,7 +58,7 @@ class Facts:
     context: int
     logprobs_mode: str
     cpu: bool
-    lora: Lora | None
+    lora: AdapterSlots | None
     """None: it takes no adapters."""
     extension: str
     """The class of its `--worker-extension-cls`."""
@@ -143,7 +143,7 @@ class VllmClient:
             int(model["max_model_len"]),
             str(model.get("logprobs_mode")),
             "cpu" in (device.get("device"), device.get("device_type")),
-            Lora(int(lora["max_lora_rank"]), int(lora["max_loras"])) if lora else None,
+            AdapterSlots(int(lora["max_lora_rank"]), int(lora["max_loras"])) if lora else None,
             str((config.get("parallel_config") or {}).get("worker_extension_cls")),
         )
 

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from retrain.concurrency.sharing import Capacity
 from retrain.engine.vllm.client import VllmClient
 from retrain.engine.vllm.publish import Publisher, PublishError
 from retrain.engine.vllm.routing import Router
@@ -30,34 +31,9 @@ State = Literal["up", "out", "gone"]
 SHORT = 20.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 """Seconds between two attempts to bring a server back."""
+ALL = 1 << 30
+"""Units of a gate: a request alone takes all of them, another one takes one."""
 log = logging.getLogger(__name__)
-
-
-class Gate:
-    """Lets requests through side by side, or one alone; in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @asynccontextmanager
-    async def through(self, *, alone: bool) -> AsyncIterator[None]:
-        """Waits for the others first, and lets no other through meanwhile, if it is `alone`."""
-        async with self._turn:
-            if alone:
-                await self._idle.wait()
-                yield
-                return
-            self._running += 1
-            self._idle.clear()
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
 
 
 @dataclass(eq=False)
@@ -67,7 +43,7 @@ class Member:
     number: int
     client: VllmClient
     process: VllmServer | None = None
-    gate: Gate | None = None
+    gate: Capacity | None = None
     """Of a server that takes adapters: vLLM 0.32 computes the logits of a scored prompt with the
     adapters of other requests of the batch, so a prompt must be scored alone."""
     state: State = "up"
@@ -149,7 +125,8 @@ class Fleet:
         """A request of `rows` at a server, `alone` if the server mustn't mix it with others."""
         self.router.rows[member.number] += rows
         try:
-            async with member.gate.through(alone=alone) if member.gate else nullcontext():
+            taken = ALL if alone else 1
+            async with member.gate.take(taken) if member.gate else nullcontext():
                 yield member.client
         finally:
             self.router.rows[member.number] -= rows

@@ -22,9 +22,9 @@ from torch import Tensor
 from retrain.concurrency.threads import DaemonPool
 from retrain.engine.vllm.checkpoint import parts, sent_type
 from retrain.engine.vllm.client import VllmClient
+from retrain.engine.vllm.delivery import Failures, Weights, WholeDelivery, while_alive
 from retrain.engine.vllm.options import is_loopback
 from retrain.engine.vllm.transfer import Bucket, address_towards, broadcast, join
-from retrain.engine.vllm.ways import Failures, Weights, WholeWay, while_alive
 
 BUCKET_BYTES = 256 << 20
 SECONDS = 60.0
@@ -34,7 +34,7 @@ GRACE = 10.0
 log = logging.getLogger(__name__)
 
 
-class GroupWay(WholeWay):
+class GroupDelivery(WholeDelivery):
     """Keeps the present weights, which must not change before the next `prepare`.
 
     NCCL connects the ranks if the weights are on a CUDA device, and gloo if not, or if NCCL failed.

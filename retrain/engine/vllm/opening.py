@@ -13,18 +13,19 @@ from typing import Any, TypeVar
 
 import torch
 
+from retrain.concurrency.sharing import Capacity
 from retrain.engine.limits import Limits
 from retrain.engine.sampler import eos_ids
-from retrain.engine.vllm.checkpoint import Store
+from retrain.engine.vllm.checkpoint import WeightStore
 from retrain.engine.vllm.checks import START, Needs, check_server, wait_until_up
-from retrain.engine.vllm.client import Facts, Lora, VllmClient
-from retrain.engine.vllm.fleet import Fleet, Gate, Member
-from retrain.engine.vllm.group import GroupWay
+from retrain.engine.vllm.client import AdapterSlots, Facts, VllmClient
+from retrain.engine.vllm.delivery import AdapterDelivery, Delivery, FolderDelivery
+from retrain.engine.vllm.fleet import ALL, Fleet, Member
+from retrain.engine.vllm.group import GroupDelivery
 from retrain.engine.vllm.options import VllmOptions, located
 from retrain.engine.vllm.publish import Publisher
 from retrain.engine.vllm.sampler import Seeds, VllmSampler
 from retrain.engine.vllm.server import Launch, VllmServer
-from retrain.engine.vllm.ways import AdapterWay, FolderWay, Way
 from retrain.errors import AdapterError, ConfigError
 from retrain.sampler import Tokenizer
 from retrain.transport.refusals import RemoteError
@@ -49,7 +50,7 @@ class Opening:
     logs: Path
     base_dir: Path = Path()
     """Relative paths of the options start here."""
-    lora: Lora | None = None
+    lora: AdapterSlots | None = None
     """The adapters that are published; None: all weights are."""
     service: bool = False
     """All weights are published even so, and requests may have seeds, which are sent; a server on
@@ -89,7 +90,7 @@ async def open_vllm(
         members = await _members(options, opening, stack)
         found = await _all([_checked(member, needs, opening.logs) for member in members])
         for member, facts in zip(members, found, strict=True):
-            member.gate = Gate() if facts.lora else None
+            member.gate = Capacity(ALL) if facts.lora else None
         fleet = Fleet(
             members,
             _publisher(options, opening),
@@ -195,12 +196,12 @@ def _processes(options: VllmOptions, opening: Opening) -> list[VllmServer]:
 
 def _publisher(options: VllmOptions, opening: Opening) -> Publisher:
     folder = None if options.folder is None else located(options.folder, opening.base_dir)
-    store = Store(folder, opening.scratch)
-    whole: Way = FolderWay(store, opening.folder, dtype=opening.dtype)
+    store = WeightStore(folder, opening.scratch)
+    whole: Delivery = FolderDelivery(store, opening.folder, dtype=opening.dtype)
     if options.way(lora=opening.lora is not None) == "group":
-        whole = GroupWay(opening.folder, dtype=opening.dtype)
+        whole = GroupDelivery(opening.folder, dtype=opening.dtype)
     return Publisher(
-        whole, AdapterWay(store), in_flight=options.in_flight, seconds=opening.publish_seconds
+        whole, AdapterDelivery(store), in_flight=options.in_flight, seconds=opening.publish_seconds
     )
 
 

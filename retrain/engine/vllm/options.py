@@ -7,6 +7,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Iterator
+from itertools import filterfalse
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -171,23 +172,19 @@ class VllmOptions(_Options):
                 f"python: {tried} is not a program; expected the Python of the environment with "
                 "vLLM, such as /path/to/env/bin/python"
             )
-        if self.folder is not None and not located(self.folder, base_dir).is_dir():
-            tried = " or ".join(map(str, places(str(self.folder), base_dir)))
-            yield f"folder: {tried} is not a folder; create it where every server can read it"
-        if self.folder is None and self.way(lora=lora) != "group":
-            for url in self.urls:
-                if not is_loopback(urllib.parse.urlsplit(url).hostname or ""):
-                    yield (
-                        f"folder: {url} is on another machine, which can't read this one's files; "
-                        "set it to a folder that both can read under the same path"
-                    )
         if self.publish == "adapter" and not lora:
             yield (
                 "publish: got 'adapter', but the full weights are trained; set backend.lora, or "
                 "publish to folder or group"
             )
-        if self.folder is not None and self.way(lora=lora) == "group":
-            yield "folder: has no effect because `publish` is group; remove it"
+        if self.folder is not None:
+            if not located(self.folder, base_dir).is_dir():
+                tried = " or ".join(map(str, places(str(self.folder), base_dir)))
+                yield f"folder: {tried} is not a folder; create it where every server can read it"
+            if self.way(lora=lora) == "group":
+                yield "folder: has no effect because `publish` is group; remove it"
+        elif self.way(lora=lora) != "group":
+            yield from map(_far, filterfalse(_is_here, self.urls))
 
     def missing(self, base_dir: Path) -> Iterator[str]:
         """What a server that the run starts would not find on this machine."""
@@ -215,6 +212,17 @@ def located(path: Path, base_dir: Path) -> Path:
 
 def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
+
+
+def _is_here(url: str) -> bool:
+    return is_loopback(urllib.parse.urlsplit(url).hostname or "")
+
+
+def _far(url: str) -> str:
+    return (
+        f"folder: {url} is on another machine, which can't read this one's files; set it to a "
+        "folder that both can read under the same path"
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from retrain.engine.vllm.client import VllmClient
+from retrain.engine.vllm.delivery import Delivery, Failures, Weights, each, while_alive
 from retrain.engine.vllm.options import InFlight
-from retrain.engine.vllm.ways import Failures, Way, Weights, each, while_alive
 from retrain.engine.weights import LoraWeights
 from retrain.errors import AdapterError
 
@@ -32,7 +32,7 @@ class PublishError(AdapterError):
 
 
 class Publisher:
-    """Publishes by one `way`, or adapters by another one; what happens to running requests
+    """Publishes by one `delivery`, or adapters by another; what happens to running requests
     meanwhile is `in_flight`.
 
     `seconds` limits the update of a server, its pause included. One call runs at a time.
@@ -40,16 +40,16 @@ class Publisher:
 
     def __init__(
         self,
-        way: Way,
-        adapters: Way | None = None,
+        delivery: Delivery,
+        adapters: Delivery | None = None,
         *,
         in_flight: InFlight = "recompute",
         seconds: float = 600.0,
     ) -> None:
-        self._way, self._adapters = way, adapters or way
+        self._delivery, self._adapters = delivery, adapters or delivery
         self._in_flight, self._seconds = in_flight, seconds
-        self._met: dict[Way, set[VllmClient]] = {}
-        """The servers that each way that has published knows."""
+        self._met: dict[Delivery, set[VllmClient]] = {}
+        """The servers that each delivery which has published knows."""
         self._resuming: set[asyncio.Task[None]] = set()
 
     async def publish(self, servers: Sequence[VllmClient], weights: Weights, version: int) -> None:
@@ -58,12 +58,12 @@ class Publisher:
         Raises PublishError if some servers failed; the others serve the weights. Raises
         AdapterError, and changes no server, if the weights don't fit the model or can't be written.
         """
-        way = self._adapters if isinstance(weights, LoraWeights) else self._way
-        met = self._met.get(way, set())
-        failures = await each([s for s in servers if s not in met], way.meet)
-        await way.prepare(weights, version)
-        self._met[way] = met | set(servers) - failures.keys()
-        failures |= await self._switch(way, [s for s in servers if s not in failures])
+        delivery = self._adapters if isinstance(weights, LoraWeights) else self._delivery
+        met = self._met.get(delivery, set())
+        failures = await each([s for s in servers if s not in met], delivery.meet)
+        await delivery.prepare(weights, version)
+        self._met[delivery] = met | set(servers) - failures.keys()
+        failures |= await self._switch(delivery, [s for s in servers if s not in failures])
         if failures:
             raise PublishError(failures)
 
@@ -74,8 +74,8 @@ class Publisher:
         """
         if not self._met:
             raise AdapterError(f"{server.url}: nothing is published yet")
-        for way, met in self._met.items():
-            failures = await each([server], way.meet) or await self._switch(way, [server])
+        for delivery, met in self._met.items():
+            failures = await each([server], delivery.meet) or await self._switch(delivery, [server])
             if failures:
                 raise PublishError(failures)
             met.add(server)
@@ -90,34 +90,34 @@ class Publisher:
             await asyncio.wait(self._resuming, timeout=RESUME_SECONDS)
         for task in self._resuming:
             task.cancel()
-        for way in {self._way, self._adapters}:
-            await way.close()
+        for delivery in {self._delivery, self._adapters}:
+            await delivery.close()
 
-    async def _switch(self, way: Way, servers: Sequence[VllmClient]) -> Failures:
+    async def _switch(self, delivery: Delivery, servers: Sequence[VllmClient]) -> Failures:
         if not servers:
             return {}
-        batches = [list(servers)] if way.together else [[server] for server in servers]
-        found = await asyncio.gather(*(self._update(way, batch) for batch in batches))
+        batches = [list(servers)] if delivery.together else [[server] for server in servers]
+        found = await asyncio.gather(*(self._update(delivery, batch) for batch in batches))
         return {server: error for failures in found for server, error in failures.items()}
 
-    async def _update(self, way: Way, servers: list[VllmClient]) -> Failures:
+    async def _update(self, delivery: Delivery, servers: list[VllmClient]) -> Failures:
         """Pause, deliver, and resume."""
         failures: Failures = {}
         unusable = set(servers)
         try:
             async with asyncio.timeout(self._seconds):
-                if way.pauses:
+                if delivery.pauses:
                     unusable = set()
                     failures = await each(servers, lambda server: server.pause(self._in_flight))
                 paused = [server for server in servers if server not in failures]
                 unusable = set(servers)
-                failures |= await way.deliver(paused)
+                failures |= await delivery.deliver(paused)
             unusable = set(failures)
         except TimeoutError:
             late = AdapterError(f"the weights did not arrive within {self._seconds:g} s")
             failures = {server: failures.get(server, late) for server in servers}
         finally:
-            if way.pauses:
+            if delivery.pauses:
                 failures |= await self._resume(servers, unusable)
         return failures
 

@@ -28,16 +28,20 @@ def completion_of(
             f"vLLM returned {len(ids)} tokens and {len(logprobs)} log-probs, expected the same "
             "number, at least one"
         )
-    reason: StopReason = "stop"
-    if choice["finish_reason"] == "length":
-        reason = "context" if full is not None and len(ids) >= full else "length"
-    elif choice["finish_reason"] != "stop":
-        raise AdapterError(f"vLLM ended a completion with {choice['finish_reason']!r}")
+    reason = _stop_reason(choice, full=full is not None and len(ids) >= full)
     versions = [version] * len(ids) if version is not None else versions_of(choice, len(ids))
     text = tokenizer.decode(ids, skip_special_tokens=True)
     oldest = min(versions)
     per_token = versions if max(versions) != oldest else ()
     return Completion(ids, logprobs, text, reason, oldest, per_token)
+
+
+def _stop_reason(choice: Json, *, full: bool) -> StopReason:
+    if choice["finish_reason"] == "length":
+        return "context" if full else "length"
+    if choice["finish_reason"] != "stop":
+        raise AdapterError(f"vLLM ended a completion with {choice['finish_reason']!r}")
+    return "stop"
 
 
 def versions_of(choice: Json, tokens: int) -> list[int]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from retrain.concurrency.sharing import Leases
 from retrain.engine.limits import Limits, check_params
 from retrain.engine.vllm.client import Json
+from retrain.engine.vllm.delivery import adapter_name
 from retrain.engine.vllm.fleet import Fleet
 from retrain.engine.vllm.options import HEATS
 from retrain.engine.vllm.replies import (
@@ -25,7 +25,6 @@ from retrain.engine.vllm.replies import (
     prompt_rows,
     sampled_row,
 )
-from retrain.engine.vllm.ways import adapter_name
 from retrain.errors import AdapterError
 from retrain.sampler import SamplingParams, Tokenizer
 from retrain.transport.refusals import RemoteError
@@ -42,71 +41,6 @@ ATTEMPTS = 5
 SCORED_AT_ONCE = 64
 """Sequences that are scored at the same time."""
 Seeds = Literal["ignore", "send", "reject"]
-log = logging.getLogger(__name__)
-
-
-class Adapters:
-    """The adapters of one sampler; `retire(version)` frees one at the servers."""
-
-    def __init__(self, retire: Callable[[int], Awaitable[None]]) -> None:
-        self._retire = retire
-        self._present: int | None = None
-        self._loaded: set[int] = set()
-        self._requests: Counter[int] = Counter()
-        """Requests in flight by version."""
-        self._retiring: set[asyncio.Task[None]] = set()
-
-    def add(self, version: int) -> None:
-        """Servers may have this version from here on, even if its publish fails."""
-        self._loaded.add(version)
-
-    def use(self, version: int) -> None:
-        """New requests use this version, which the servers have by now."""
-        before, self._present = self._present, version
-        if before is not None:
-            self._retire_unused(before)
-
-    @contextmanager
-    def in_use(self) -> Iterator[int]:
-        """The present version, whose adapter stays until the block ends.
-
-        Raises AdapterError if nothing is published yet.
-        """
-        version = self._present
-        if version is None:
-            raise AdapterError("can't sample: no weights are published yet")
-        self._requests[version] += 1
-        try:
-            yield version
-        finally:
-            self._requests[version] -= 1
-            self._retire_unused(version)
-
-    async def close(self, *, free: bool) -> None:
-        """With `free`, every adapter is retired; else what is under way is cancelled."""
-        if free:
-            self._present = None
-            for version in sorted(self._loaded):
-                self._retire_unused(version)
-        for task in () if free else self._retiring:
-            task.cancel()
-        if self._retiring:
-            await asyncio.wait(self._retiring)
-
-    def _retire_unused(self, version: int) -> None:
-        if version == self._present or self._requests[version] or version not in self._loaded:
-            return
-        self._loaded.discard(version)
-        del self._requests[version]
-        task = asyncio.create_task(self._free(version), name=f"free adapter {version}")
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
-
-    async def _free(self, version: int) -> None:
-        try:
-            await self._retire(version)
-        except AdapterError as error:  # costs a server some memory and does not harm the run
-            log.warning("could not free the adapter of version %d: %s", version, error)
 
 
 class VllmSampler:
@@ -135,7 +69,7 @@ class VllmSampler:
         self._version = 0
         self._published: set[int] = set()
         """Versions that servers may serve."""
-        self._adapters = Adapters(fleet.retire) if wants_lora else None
+        self._adapters: Leases[int] | None = Leases(fleet.retire) if wants_lora else None
         self._owns_fleet = True
 
     def beside(self) -> Self:
@@ -160,7 +94,7 @@ class VllmSampler:
         assert self._adapters is not None, "`wants_lora` says so"
         with self._adapters.in_use() as version:
             kept = copy.copy(self)
-            kept._adapters = Adapters(self.fleet.retire)  # it retires nothing: no `use` follows
+            kept._adapters = Leases(self.fleet.retire)  # it retires nothing: no `use` follows
             kept._adapters.use(version)
             yield kept
 
@@ -193,7 +127,11 @@ class VllmSampler:
     async def close(self) -> None:
         """End the run's own servers, or free this sampler's adapters if it is `beside` another."""
         if self._adapters is not None:
-            await self._adapters.close(free=not self._owns_fleet)
+            if self._owns_fleet:
+                self._adapters.cancel()
+                await self._adapters.freed()
+            else:
+                await self._adapters.close()
         if self._owns_fleet:
             await self.fleet.close()
 

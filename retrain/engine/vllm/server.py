@@ -23,7 +23,8 @@ from typing import Any
 
 from retrain.concurrency import children
 from retrain.concurrency.starting import announced
-from retrain.engine.vllm.client import Lora, VllmClient
+from retrain.config.hints import is_secret
+from retrain.engine.vllm.client import AdapterSlots, VllmClient
 from retrain.engine.vllm.transfer import EXTENSION
 from retrain.errors import AdapterError
 
@@ -36,10 +37,8 @@ NOTICE_SECONDS = 1.0
 END_SECONDS = 5.0
 """How long a server and its processes may take to end."""
 PYTHON = "Set backend.sampler.python to the Python of an environment with vLLM"
-SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-"""Names of variables that the server does not get, except vLLM's own."""
 NOT_PASSED = re.compile(r"PYTHON|VIRTUAL_ENV$|CONDA_|RETRAIN_")
-"""Variables of our own environment, which would mislead a server."""
+"""Variables of our own environment, which would mislead a server; it gets no secrets either."""
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 18
@@ -76,7 +75,7 @@ class Launch:
     model: str
     dtype: str = "auto"
     """As the trainer's: `float32`, `bfloat16` or `float16`."""
-    lora: Lora | None = None
+    lora: AdapterSlots | None = None
     devices: Sequence[int] = ()
     tensor_parallel: int = 1
     gpu_memory: float = 0.9
@@ -119,7 +118,8 @@ class Launch:
         kept = {
             name: value
             for name, value in children.plain_environment().items()
-            if name.startswith("VLLM_") or not (NOT_PASSED.match(name) or SECRETS.search(name))
+            if name.startswith("VLLM_")
+            or not (NOT_PASSED.match(name) or is_secret(name, perhaps=True))
         }
         kept |= {
             "PYTHONPATH": str(path),

@@ -115,11 +115,7 @@ class Review(Learner):
         batch["metadata"] = [row_of(t.prompt) for t in trajectories]
         try:
             changed, metrics = await call(self._pool, self._hook, batch)
-            rewards = [float(value) for value in changed["rewards"]]
-            if len(rewards) != len(trajectories) or not all(map(math.isfinite, rewards)):
-                raise ValueError(
-                    f"rewards: got {shown(rewards)}, expected {len(trajectories)} finite numbers"
-                )
+            rewards = _finite(changed["rewards"], len(trajectories))
             named = {f"environment/{name}": float(value) for name, value in metrics.items()}
         except Exception as error:
             raise blame(HOOK, error) from error
@@ -153,6 +149,13 @@ def _fields(returned: Any) -> EnvironmentReturn:
         )
     fields: list[Any] = [found.get(name) for name in names]
     return EnvironmentReturn(*fields)
+
+
+def _finite(values: Sequence[Any], count: int) -> list[float]:
+    rewards = [float(value) for value in values]
+    if len(rewards) != count or not all(map(math.isfinite, rewards)):
+        raise ValueError(f"rewards: got {shown(rewards)}, expected {count} finite numbers")
+    return rewards
 
 
 def _reward(rewards: Any) -> tuple[float, dict[str, float]]:

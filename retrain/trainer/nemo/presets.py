@@ -26,13 +26,13 @@ from retrain.trainer.columns import Wanted
 from retrain.trainer.data import Data, read_data
 from retrain.trainer.environments import environment_factory
 from retrain.trainer.nemo.environments import HOOK, MessageLogEnvironment, Review, takes_batch
-from retrain.trainer.nemo.scoring import NAME, Judge, as_calculator
+from retrain.trainer.nemo.scoring import NAME, RewardReader, as_calculator
 from retrain.trainer.nemo.settings import (
     DPOSettings,
     GRPOSettings,
+    PresetSettings,
     RLOOSettings,
-    Rollouts,
-    Settings,
+    RolloutLimits,
     SFTSettings,
     flat_keys,
 )
@@ -50,7 +50,7 @@ class PresetTrainer(BaseTrainer):
     model folder.
     """
 
-    settings_type: ClassVar[type[Settings]]
+    settings_type: ClassVar[type[PresetSettings]]
     wanted: ClassVar[Wanted] = "rollouts"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -192,9 +192,9 @@ class RewardTrainer(PresetTrainer):
         if task.environment is not None:
             return _played(task.environment, pool)
         limits, config = self._settings.limits, self._run_config()
-        assert isinstance(limits, Rollouts)
+        assert isinstance(limits, RolloutLimits)
         failed = self._reward_failed if limits.on_reward_error == "raise" else _counted
-        judge = Judge(limits.reward_weights, failed)
+        judge = RewardReader(limits.reward_weights, failed)
         scorer = one_reward(NAME, as_calculator(task.reward_fn, judge, pool), config)
         return {"scorer": scorer}, {"rewards": [{"type": NAME}]}
 
@@ -202,7 +202,7 @@ class RewardTrainer(PresetTrainer):
 class GRPOTrainer(RewardTrainer):
     """Group relative policy optimization (arXiv:2402.03300); config sections policy and grpo."""
 
-    settings_type: ClassVar[type[Settings]] = GRPOSettings
+    settings_type: ClassVar[type[PresetSettings]] = GRPOSettings
 
 
 class RLOOTrainer(RewardTrainer):
@@ -211,7 +211,7 @@ class RLOOTrainer(RewardTrainer):
     `algorithm={"loss": "reinforce"}` is the paper's loss.
     """
 
-    settings_type: ClassVar[type[Settings]] = RLOOSettings
+    settings_type: ClassVar[type[PresetSettings]] = RLOOSettings
 
 
 class ExampleTrainer(PresetTrainer):
@@ -239,7 +239,7 @@ class ExampleTrainer(PresetTrainer):
 class SFTTrainer(ExampleTrainer):
     """Supervised fine-tuning on demonstrations; config sections policy and sft."""
 
-    settings_type: ClassVar[type[Settings]] = SFTSettings
+    settings_type: ClassVar[type[PresetSettings]] = SFTSettings
     wanted: ClassVar[Wanted] = "demonstrations"
 
     @classmethod
@@ -260,7 +260,7 @@ class SFTTrainer(ExampleTrainer):
 class DPOTrainer(ExampleTrainer):
     """Direct preference optimization (arXiv:2305.18290); config sections policy and dpo."""
 
-    settings_type: ClassVar[type[Settings]] = DPOSettings
+    settings_type: ClassVar[type[PresetSettings]] = DPOSettings
     wanted: ClassVar[Wanted] = "pairs"
 
     @classmethod

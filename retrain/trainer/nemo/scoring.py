@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,6 +51,19 @@ def takes_row(function: Callable[..., Any]) -> bool:
     Raises TypeError when the function can't be called with (prompt, response) or (prompt, response,
     row), or when its third parameter is called `answer`.
     """
+    parameters = _signature(function).parameters.values()
+    third = [p for p in parameters if p.kind in _POSITIONAL][2:3]
+    passed = any(p.default is p.empty or p.default is None for p in third)
+    if passed and third[0].name in ("answer", "answers"):
+        raise TypeError(
+            f"{NAME}: the third argument is the row of the dataset, not its answer: call it `row` "
+            "and read row[...], or decorate the function with @retrain.reward, which calls it by "
+            f"name with any of {', '.join(NAMES)}"
+        )
+    return passed or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -62,16 +76,7 @@ def takes_row(function: Callable[..., Any]) -> bool:
             f"{NAME}: {name}{signature} can't be called with (prompt, response) or (prompt, "
             "response, row); write e.g. def reward_fn(prompt, response)"
         )
-    parameters = signature.parameters.values()
-    third = [p for p in parameters if p.kind in _POSITIONAL][2:3]
-    passed = any(p.default is p.empty or p.default is None for p in third)
-    if passed and third[0].name in ("answer", "answers"):
-        raise TypeError(
-            f"{NAME}: the third argument is the row of the dataset, not its answer: call it `row` "
-            "and read row[...], or decorate the function with @retrain.reward, which calls it by "
-            f"name with any of {', '.join(NAMES)}"
-        )
-    return passed or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return signature
 
 
 def _accepts(signature: inspect.Signature, count: int) -> bool:
@@ -83,7 +88,7 @@ def _accepts(signature: inspect.Signature, count: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class RewardReader:
     """Checks what a reward function returns."""
 
     weights: Mapping[str, float] | None
@@ -116,8 +121,14 @@ class Judge:
         self.failed(error)
         return error
 
-    def raised(self, trajectory: Trajectory, error: Exception) -> RewardError:
-        return self.error(trajectory, str(blame(NAME, error)).removeprefix(f"{NAME} "))
+    @contextmanager
+    def blaming(self, trajectory: Trajectory) -> Iterator[None]:
+        """Report what the user's code raises, with the rollout that it was to score."""
+        try:
+            yield
+        except Exception as error:
+            what = str(blame(NAME, error)).removeprefix(f"{NAME} ")
+            raise self.error(trajectory, what) from error
 
     def _sum(self, parts: Mapping[Any, Any], trajectory: Trajectory) -> Reward:
         if not parts or not _finite(*parts.values()):
@@ -148,22 +159,18 @@ class _Wrapped(RewardCalculator):
 class PairReward(_Wrapped, FunctionReward):
     """Calls `ask` for each rollout, in a thread unless it is async."""
 
-    def __init__(self, ask: Callable[[Trajectory], Any], judge: Judge, of: Any) -> None:
+    def __init__(self, ask: Callable[[Trajectory], Any], reader: RewardReader, of: Any) -> None:
         """`of` is the user's function or calculator that `ask` calls."""
 
         def judged(trajectory: Trajectory) -> Reward:
-            try:
+            with reader.blaming(trajectory):
                 returned = ask(trajectory)
-            except Exception as error:
-                raise judge.raised(trajectory, error) from error
-            return judge.verdict(returned, trajectory)
+            return reader.verdict(returned, trajectory)
 
         async def judged_later(trajectory: Trajectory) -> Reward:
-            try:
+            with reader.blaming(trajectory):
                 returned = await ask(trajectory)
-            except Exception as error:
-                raise judge.raised(trajectory, error) from error
-            return judge.verdict(returned, trajectory)
+            return reader.verdict(returned, trajectory)
 
         asynchronous = getattr(of, "is_async", False) or is_async(of) or is_async(ask)
         super().__init__(judged_later if asynchronous else judged, NAME)
@@ -179,11 +186,11 @@ class GroupReward(_Wrapped):
     def __init__(
         self,
         ask: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Any]]],
-        judge: Judge,
+        reader: RewardReader,
         of: Any = None,
     ) -> None:
         self._ask = ask
-        self._judge = judge
+        self._reader = reader
         self.of = of
 
     async def calculate(self, trajectory: Trajectory) -> Reward:
@@ -191,28 +198,26 @@ class GroupReward(_Wrapped):
         return reward
 
     async def calculate_group(self, group: Sequence[Trajectory]) -> Sequence[Reward]:
-        try:
+        with self._reader.blaming(group[0]):
             returned = await self._ask(group)
-        except Exception as error:
-            raise self._judge.raised(group[0], error) from error
         try:
             pairs = list(zip(returned, group, strict=True))
         except (TypeError, ValueError):
             what = f"returned {shown(returned)}, expected a list of {len(group)} rewards"
-            raise self._judge.error(group[0], what) from None
-        return [self._judge.verdict(one, trajectory) for one, trajectory in pairs]
+            raise self._reader.error(group[0], what) from None
+        return [self._reader.verdict(one, trajectory) for one, trajectory in pairs]
 
 
 def as_calculator(
-    function: Callable[..., Any] | RewardCalculator, judge: Judge, pool: DaemonPool
+    function: Callable[..., Any] | RewardCalculator, reader: RewardReader, pool: DaemonPool
 ) -> RewardCalculator:
     """A reward function as the pipe calls it. Raises TypeError for a wrong signature."""
     if isinstance(function, FunctionReward):
-        return PairReward(function.call, judge, function)
+        return PairReward(function.call, reader, function)
     if isinstance(function, RewardCalculator):
         if compares(function):
-            return GroupReward(function.calculate_group, judge, function)
-        return PairReward(function.calculate, judge, function)
+            return GroupReward(function.calculate_group, reader, function)
+        return PairReward(function.calculate, reader, function)
     row = takes_row(function)
 
     def arguments(trajectory: Trajectory) -> list[Any]:
@@ -224,8 +229,8 @@ def as_calculator(
         return await call(pool, function, *columns)
 
     if getattr(function, "batched", False):
-        return GroupReward(on_columns, judge)
-    return PairReward(lambda trajectory: function(*arguments(trajectory)), judge, function)
+        return GroupReward(on_columns, reader)
+    return PairReward(lambda trajectory: function(*arguments(trajectory)), reader, function)
 
 
 def _finite(*values: Any) -> bool:

@@ -68,7 +68,7 @@ class SFTPolicy(Policy):
     learning_rate: Rate = 2e-5
 
 
-class Limits(Section):
+class RunLimits(Section):
     """`max_num_steps` limits the optimizer steps, `max_num_epochs` the passes over the rows.
 
     Both count from the beginning of training, and the first limit that is reached ends it. Without
@@ -86,11 +86,11 @@ class Limits(Section):
         return {}
 
 
-class Rollouts(Limits):
+class RolloutLimits(RunLimits):
     batch: ClassVar[str] = "num_prompts_per_step"
     num_prompts_per_step: Count = 32
     num_generations_per_prompt: Annotated[int, Field(ge=2)] = 16
-    """Rollouts per prompt. At least 2, since their rewards are compared."""
+    """RolloutLimits per prompt. At least 2, since their rewards are compared."""
     max_rollout_turns: Count | None = None
     reward_weights: dict[str, FiniteFloat] | None = None
     """Weights of the numbers in a dict that `reward_fn` returns; None for the plain sum."""
@@ -101,7 +101,7 @@ class Rollouts(Limits):
         return {"group_size": self.num_generations_per_prompt}
 
 
-class GRPO(Rollouts):
+class GRPOSection(RolloutLimits):
     normalize_rewards: bool = True
     """Divide by the standard deviation of the group."""
     use_leave_one_out_baseline: bool = True
@@ -115,11 +115,11 @@ class GRPO(Rollouts):
         }
 
 
-class SFT(Limits):
+class SFTSection(RunLimits):
     batch_size: Count = 32
 
 
-class DPO(Limits):
+class DPOSection(RunLimits):
     batch_size: Count = 32
     """Pairs per step."""
     beta: Rate = 0.1
@@ -131,7 +131,7 @@ class DPO(Limits):
         return {"beta": self.beta, **_given({"pair_by": self.pair_by})}
 
 
-class Settings(Section):
+class PresetSettings(Section):
     """What all presets have. A subclass adds a section with the name of its algorithm."""
 
     own: ClassVar[str] = ""
@@ -154,8 +154,8 @@ class Settings(Section):
     train: Any = None
 
     @property
-    def limits(self) -> Limits:
-        section: Limits = getattr(self, self.own)
+    def limits(self) -> RunLimits:
+        section: RunLimits = getattr(self, self.own)
         return section
 
     def run_mapping(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Settings(Section):
             "backend": {"type": "trl", "learning_rate": self.policy.learning_rate, **decay},
             "train": {"seed": limits.seed, "groups_per_step": getattr(limits, limits.batch)},
         }
-        if isinstance(limits, Rollouts):
+        if isinstance(limits, RolloutLimits):
             turns = _given({"max_turns": limits.max_rollout_turns})
             preset["sampling"] = {"max_tokens": length}
             preset["rollout"] = {"max_sequence_length": length, **turns}
@@ -209,32 +209,32 @@ class Settings(Section):
                 yield f"{path}: set twice; remove it and use {home}"
 
 
-PASSED_ON = tuple(name for name in Settings.model_fields if name not in ("policy", "data"))
+PASSED_ON = tuple(name for name in PresetSettings.model_fields if name not in ("policy", "data"))
 """Sections and keys of a retrain YAML."""
 
 
-class GRPOSettings(Settings):
+class GRPOSettings(PresetSettings):
     own: ClassVar[str] = "grpo"
-    grpo: GRPO = GRPO()
+    grpo: GRPOSection = GRPOSection()
 
 
-class RLOOSettings(Settings):
+class RLOOSettings(PresetSettings):
     own: ClassVar[str] = "rloo"
-    rloo: Rollouts = Rollouts()
+    rloo: RolloutLimits = RolloutLimits()
 
 
-class SFTSettings(Settings):
+class SFTSettings(PresetSettings):
     own: ClassVar[str] = "sft"
     policy: SFTPolicy
-    sft: SFT = SFT()
+    sft: SFTSection = SFTSection()
 
 
-class DPOSettings(Settings):
+class DPOSettings(PresetSettings):
     own: ClassVar[str] = "dpo"
-    dpo: DPO = DPO()
+    dpo: DPOSection = DPOSection()
 
 
-def flat_keys(settings: type[Settings]) -> dict[str, str]:
+def flat_keys(settings: type[PresetSettings]) -> dict[str, str]:
     """The keywords of `from_pretrained`, each with its dotted path in the nested config."""
     section = settings.model_fields[settings.own].annotation
     assert section is not None

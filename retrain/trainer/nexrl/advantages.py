@@ -54,16 +54,20 @@ def compute_grpo_advantage_for_trajectories(
     for (kind, name), members in groups.items():
         own = [rewards[index] for index in members]
         check_finite(own, str(name))
-        runs = None
-        if use_run_ids and kind == "group_id":
-            ids = [made[index].get("run_id") for index in members]
-            runs = [("own", i) if run is None else ("run", run) for i, run in enumerate(ids)]
+        segmented = use_run_ids and kind == "group_id"
+        runs = _run_ids([made[index] for index in members]) if segmented else None
         credit = group_relative(own, eps=eps, run_ids=runs)
         for index, advantage in zip(members, credit, strict=True):
             made[index]["advantage"] = advantage
     if logger is not None:
         logger.debug("advantages of %d trajectories in %d groups", len(made), len(groups))
     return made
+
+
+def _run_ids(members: Sequence[Trajectory]) -> list[tuple[str, Hashable]]:
+    """The rollout of each trajectory; one without a `run_id` is a rollout of its own."""
+    ids = [one.get("run_id") for one in members]
+    return [("own", index) if run is None else ("run", run) for index, run in enumerate(ids)]
 
 
 def reward_of(trajectory: Mapping[str, Any], index: int) -> float:

@@ -16,7 +16,7 @@ from retrain.errors import ConfigError, DeadlineError, RunError
 from retrain.trainer.nexrl.metrics import floats, log_rollout_metrics
 from retrain.trainer.nexrl.pool import ActivityTracker, Pool, WeightSyncController
 from retrain.trainer.nexrl.service import TrainingService
-from retrain.trainer.nexrl.settings import Section, Settings, read_settings
+from retrain.trainer.nexrl.settings import RecipeSection, RecipeSettings, read_settings
 from retrain.trainer.nexrl.trajectory import Trajectory, as_trajectories
 from retrain.types import Metrics
 
@@ -38,8 +38,8 @@ class BaseTrainer(ABC):
         `self._config` is its `trainer:` section, with attribute and item access. Raises ConfigError
         with every problem of the config.
         """
-        self.settings: Settings = read_settings(config)
-        self._config: Section = self.settings.section
+        self.settings: RecipeSettings = read_settings(config)
+        self._config: RecipeSection = self.settings.section
         self._check_algorithm_keys()
         self.service: TrainingService = self._make_service(self.settings)
         """The backend: opened on first use."""
@@ -124,7 +124,7 @@ class BaseTrainer(ABC):
     def _run(self) -> None:
         try:
             self._main_loop()
-        except BaseException as error:  # noqa: BLE001 - wait() and stop() raise it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - wait() and stop() raise it
             self._failure = error
 
     def _main_loop(self) -> None:
@@ -151,7 +151,7 @@ class BaseTrainer(ABC):
 
     # --- the backend
 
-    def _make_service(self, settings: Settings) -> TrainingService:
+    def _make_service(self, settings: RecipeSettings) -> TrainingService:
         return TrainingService(settings.run)
 
     @property

@@ -43,6 +43,13 @@ class _Twin(UserDict[str, Any]):
             del self.other.data[self._names[name]]
 
 
+def _used_columns(anchor: Tensor, mask: Any, pad_token_id: int) -> list[int]:
+    """The columns that are no padding in some row; the first one if there is none."""
+    if not isinstance(mask, Tensor) or mask.shape != anchor.shape:
+        mask = anchor != pad_token_id
+    return torch.nonzero((mask > 0).any(dim=0)).flatten().tolist() or [0]
+
+
 def _stripped(
     side: Literal["left", "right"],
     batch: Batch,
@@ -58,10 +65,7 @@ def _stripped(
     """
     require(batch, (anchor_field, *(fields or ())))
     anchor = batch.values[anchor_field]
-    mask = batch.values.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.shape != anchor.shape:
-        mask = anchor != pad_token_id
-    used = torch.nonzero((mask > 0).any(dim=0)).flatten().tolist() or [0]
+    used = _used_columns(anchor, batch.values.get("attention_mask"), pad_token_id)
     kept = slice(used[0], None) if side == "left" else slice(used[-1] + 1)
     done = batch.copy()
     for name in batch.values if fields is None else fields:
@@ -137,14 +141,17 @@ def padding_data(batch: Batch, pad_token_id: int = 0) -> Batch:
     values.setdefault("attention_mask", [[1] * len(row) for row in values["input_ids"]])
     for name, value in list(values.items()):
         if isinstance(value, list) and value and isinstance(value[0], list | tuple | Tensor):
-            rows = [torch.as_tensor(row) for row in value]
-            if any(row.is_floating_point() for row in rows):
-                rows = [row.float() for row in rows]
-            fill = pad_token_id if name == "input_ids" else 0
-            values[name] = torch.nn.utils.rnn.pad_sequence(rows, True, fill)
+            values[name] = _padded(value, pad_token_id if name == "input_ids" else 0)
     if "position_ids" not in values:
         values["position_ids"] = compute_position_id_with_mask(values["attention_mask"])
     return padded
+
+
+def _padded(value: Sequence[Any], fill: int) -> Tensor:
+    rows = [torch.as_tensor(row) for row in value]
+    if any(row.is_floating_point() for row in rows):
+        rows = [row.float() for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(rows, True, fill)
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:

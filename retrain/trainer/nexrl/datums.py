@@ -59,10 +59,7 @@ def samples_of_datums(
         tokens, mask = list(datum["tokens"]), [int(on > 0) for on in datum["loss_mask"]]
         credit = [1.0] * sum(mask) if weighted else _credit(datum, index, sum(mask))
         on_tokens = iter(credit)
-        facts = datum.get("metadata") or {}
-        group = str(facts.get("group_id", facts.get("run_id", f"datum {index}")))
-        # Without a group_id, run_id names the prompt: then each datum is a rollout.
-        rollout = facts.get("run_id", index) if "group_id" in facts else index
+        group, rollout = _names(datum.get("metadata") or {}, index)
         logprobs, versions = datum.get("logprobs"), datum.get("versions")
         samples.append(
             Sample(
@@ -76,6 +73,16 @@ def samples_of_datums(
             )
         )
     return samples
+
+
+def _names(facts: Mapping[str, Any], index: int) -> tuple[str, Any]:
+    """The prompt and the rollout of datum `index`.
+
+    Without a group_id, run_id names the prompt: then each datum is a rollout.
+    """
+    if "group_id" in facts:
+        return str(facts["group_id"]), facts.get("run_id", index)
+    return str(facts.get("run_id", f"datum {index}")), index
 
 
 def masked(values: Sequence[float], mask: Sequence[int], otherwise: float = 0.0) -> list[float]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 from retrain.errors import ConfigError
 from retrain.trainer.nexrl.datums import masked, samples_of_datums
 from retrain.trainer.nexrl.service import TrainingService
-from retrain.trainer.nexrl.settings import Backend, Settings, read_settings
+from retrain.trainer.nexrl.settings import Backend, RecipeSettings, read_settings
 from retrain.types import Sample
 
 OPTIONS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
@@ -41,7 +41,7 @@ class ServiceHolder(TrainingService):
         settings = read_settings({"train_service": {"backend": self.backend, "url": url}})
         super().__init__(settings.run)
 
-    def adopt(self, settings: Settings) -> None:
+    def adopt(self, settings: RecipeSettings) -> None:
         """Use a trainer's settings, except for the URL.
 
         Does nothing if the holder is in use. Raises ConfigError for settings of another backend.

@@ -25,17 +25,26 @@ def log_rollout_metrics(
     numbered = enumerate(trajectories)
     rewards = [reward_of(one, index) for index, one in numbered if one.get("reward") is not None]
     metrics |= {f"{prefix}reward_{name}": value for name, value in _spread(rewards).items()}
+    metrics |= {f"{prefix}{name}": fmean(values) for name, values in _scores(trajectories).items()}
+    metrics |= _lengths(trajectories)
+    return metrics
+
+
+def _scores(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The numbers in `score`, by name."""
     scores: dict[str, list[float]] = {}
     for one in trajectories:
         for name, value in dict(one.get("score") or {}).items():
             if isinstance(value, int | float):
                 scores.setdefault(name, []).append(float(value))
-    metrics |= {f"{prefix}{name}": fmean(values) for name, values in scores.items()}
+    return scores
+
+
+def _lengths(trajectories: Sequence[Mapping[str, Any]]) -> Metrics:
     masks = [one["loss_mask"] for one in trajectories if one.get("loss_mask") is not None]
     trained = [float(sum(mask)) for mask in masks]
     rest = [len(mask) - count for mask, count in zip(masks, trained, strict=True)]
-    for where, lengths in (("response_length", trained), ("prompt_length", rest)):
-        metrics |= {f"{where}/{k}": v for k, v in _spread(lengths).items() if k != "std"}
+    metrics = _without_std("response_length", trained) | _without_std("prompt_length", rest)
     if cut := [float(one["is_truncated"]) for one in trajectories if "is_truncated" in one]:
         metrics["response_length/truncated"] = fmean(cut)
     return metrics
@@ -54,9 +63,13 @@ def log_grpo_metrics(
     spread = _spread([float(one["advantage"]) for one in trajectories if "advantage" in one])
     metrics["critic/grpo_num_groups"] = float(len(groups))
     metrics["critic/grpo_flat_groups"] = float(stds.count(0.0))
-    metrics |= {f"critic/grpo_std/{k}": v for k, v in _spread(stds).items() if k != "std"}
+    metrics |= _without_std("critic/grpo_std", stds)
     metrics |= {f"critic/advantage_{k}": v for k, v in spread.items() if k in ("mean", "std")}
     return metrics
+
+
+def _without_std(name: str, values: Sequence[float]) -> Metrics:
+    return {f"{name}/{k}": value for k, value in _spread(values).items() if k != "std"}
 
 
 def floats(metrics: Mapping[str, Any]) -> Metrics:

@@ -16,7 +16,7 @@ from retrain.trainer.nexrl.base import BaseTrainer
 from retrain.trainer.nexrl.datums import convert_trajectories_to_datums
 from retrain.trainer.nexrl.holders import HOLDERS, Holder, ServiceHolder
 from retrain.trainer.nexrl.metrics import log_grpo_metrics, log_rollout_metrics
-from retrain.trainer.nexrl.settings import Settings, as_section
+from retrain.trainer.nexrl.settings import RecipeSettings, as_section
 from retrain.trainer.nexrl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class RemoteApiTrainer(BaseTrainer):
     ) -> list[Trajectory]:
         """Set `advantage` (or `token_advantages`) on the trajectories, and add to `metrics`."""
 
-    def _make_service(self, settings: Settings) -> ServiceHolder:
+    def _make_service(self, settings: RecipeSettings) -> ServiceHolder:
         """The holder of the config's backend and url; `set_service_holder` replaces it."""
         backend, url = settings.service.backend, settings.service.url
         if backend not in HOLDERS:

@@ -19,7 +19,7 @@ from retrain.config.plugins import Kind, find_plugin
 from retrain.errors import ConfigError
 from retrain.trainer.nexrl import remote
 from retrain.trainer.nexrl.base import BaseTrainer
-from retrain.trainer.nexrl.settings import Section, algorithm_of, as_section
+from retrain.trainer.nexrl.settings import RecipeSection, algorithm_of, as_section
 
 KIND = Kind("trainer", BaseTrainer)
 CUSTOM = "trainer.custom_trainer_module_path"
@@ -47,7 +47,7 @@ def select_trainer(config: Mapping[str, Any]) -> type[BaseTrainer]:
     return _automatic(section)
 
 
-def _automatic(section: Section) -> type[BaseTrainer]:
+def _automatic(section: RecipeSection) -> type[BaseTrainer]:
     """The built-in trainer for the backend and the algorithm."""
     algorithm = algorithm_of(section)
     if algorithm not in ("grpo", "cross_entropy"):

@@ -264,7 +264,7 @@ class TrainingService:
                 self.attach(opened, asyncio.get_running_loop())
                 started.set_result(None)
                 await self._closing.wait()
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             if started.done():
                 raise
             started.set_exception(error)

@@ -42,7 +42,7 @@ TRAINER_KEYS = (
 )
 
 
-class Section(Fields):
+class RecipeSection(Fields):
     """A section of a config: `section.key`, `section["key"]` and `section.get("key", default)`."""
 
     _title = "config"
@@ -93,18 +93,18 @@ class TrainService(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RecipeSettings:
     """A trainer's config, validated."""
 
-    section: Section
+    section: RecipeSection
     """A trainer's `_config`: the keys of `trainer:`, with `algorithm`."""
     service: TrainService
     run: RunConfig
     """The run that the config describes; `prompts` is a placeholder if the config has none."""
 
 
-def as_section(config: Mapping[str, Any], base_dir: str | Path | None = None) -> Section:
-    """A trainer's config as a Section: of a `trainer:` section, or of a whole file with one.
+def as_section(config: Mapping[str, Any], base_dir: str | Path | None = None) -> RecipeSection:
+    """A trainer's config as a RecipeSection: of a `trainer:` section, or of a whole file with one.
 
     `algorithm` is always there. Raises ConfigError for anything that is not a mapping.
     """
@@ -113,17 +113,17 @@ def as_section(config: Mapping[str, Any], base_dir: str | Path | None = None) ->
             f"a trainer's config: got a {type(config).__name__}, expected a mapping (a dict, an "
             "omegaconf DictConfig, ...)"
         )
-    plain: Section = _plain(config)
-    trainer = plain.pop("trainer", None) or Section()
+    plain: RecipeSection = _plain(config)
+    trainer = plain.pop("trainer", None) or RecipeSection()
     algorithm = {**(plain.get("algorithm") or {}), **(trainer.get("algorithm") or {})}
-    section = Section({**plain, **trainer, "algorithm": Section(algorithm)})
-    if base_dir is None and isinstance(config, Section):
+    section = RecipeSection({**plain, **trainer, "algorithm": RecipeSection(algorithm)})
+    if base_dir is None and isinstance(config, RecipeSection):
         base_dir = config.base_dir
     object.__setattr__(section, "base_dir", Path(base_dir).resolve() if base_dir else None)
     return section
 
 
-def read_settings(config: Mapping[str, Any]) -> Settings:
+def read_settings(config: Mapping[str, Any]) -> RecipeSettings:
     """The settings of a trainer. Raises ConfigError with every problem."""
     section = as_section(config)
     problems: list[str] = []
@@ -138,23 +138,19 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return Settings(section, service, run)
+    return RecipeSettings(section, service, run)
 
 
-def algorithm_of(section: Section) -> str:
+def algorithm_of(section: RecipeSection) -> str:
     """`algorithm.type`; without it `cross_entropy` or `grpo`, by the loss."""
     config = (section.get("train_service") or {}).get("config") or {}
     by_loss = "cross_entropy" if config.get("loss_fn") == "cross_entropy" else "grpo"
     return str(section.algorithm.get("type") or by_loss)
 
 
-def _run_mapping(section: Section, service: TrainService) -> dict[str, Any]:
+def _run_mapping(section: RecipeSection, service: TrainService) -> dict[str, Any]:
     """The mapping of a RunConfig. Unknown keys are kept: RunConfig's checks report them."""
-    loss = service.config.loss_fn
-    if loss is None and algorithm_of(section) == "cross_entropy":
-        loss = "cross_entropy"
-    elif loss is None:
-        loss = "ppo" if service.backend == "self-hosted" else "importance_sampling"
+    loss = service.config.loss_fn or _loss_of(algorithm_of(section), service.backend)
     supervised, row = loss == "cross_entropy", row_of(loss)
     average = None if row.normalises_itself else row.normalisation
     steps = section.get("total_train_steps")
@@ -176,6 +172,13 @@ def _run_mapping(section: Section, service: TrainService) -> dict[str, Any]:
     }
 
 
+def _loss_of(algorithm: str, backend: Backend) -> str:
+    """The loss of a recipe that names none."""
+    if algorithm == "cross_entropy":
+        return algorithm
+    return "ppo" if backend == "self-hosted" else "importance_sampling"
+
+
 def _backend(service: TrainService, defaults: Mapping[str, float]) -> dict[str, Any]:
     """The `backend:` section of a retrain YAML."""
     given = service.config.model_dump(exclude=LOSS_KEYS, exclude_none=True)
@@ -190,7 +193,7 @@ def _backend(service: TrainService, defaults: Mapping[str, float]) -> dict[str, 
 def _plain(value: Any) -> Any:
     """Mappings as Sections with string keys, sequences as lists."""
     if isinstance(value, Mapping):
-        return Section({str(key): _plain(inner) for key, inner in value.items()})
+        return RecipeSection({str(key): _plain(inner) for key, inner in value.items()})
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_plain(inner) for inner in value]
     return value

@@ -1,4 +1,4 @@
-"""The ways by which weights reach servers: LoRA adapters, and folders. `group.py` is the third."""
+"""How weights reach servers: as LoRA adapters or as folders; `group.py` is a third delivery."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from retrain.engine.vllm.checkpoint import Manifest, Store, nbytes, write_adapter, write_model
+from retrain.engine.vllm.checkpoint import Manifest, WeightStore, nbytes, write_adapter, write_model
 from retrain.engine.vllm.client import Facts, Json, VllmClient
 from retrain.engine.vllm.transfer import EXTENSION
 from retrain.engine.weights import LoraWeights
@@ -33,7 +33,7 @@ def adapter_name(version: int) -> str:
     return f"policy-v{version}"
 
 
-class Way(ABC):
+class Delivery(ABC):
     """Gives weights to servers; `Publisher` calls it, one call at a time."""
 
     pauses: ClassVar[bool] = True
@@ -96,7 +96,7 @@ async def while_alive(server: VllmClient, call: Coroutine[Any, Any, T]) -> T:
         calling.cancel()
 
 
-class AdapterWay(Way):
+class AdapterDelivery(Delivery):
     """Each version is an adapter with a name of its own, so that no server needs to pause.
 
     Version 0 is one too: on a CPU, rows of the base model that share a batch with rows of adapters
@@ -105,7 +105,7 @@ class AdapterWay(Way):
 
     pauses = False
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._folders: dict[int, Path] = {}
 
@@ -117,7 +117,7 @@ class AdapterWay(Way):
                     await server.unload_lora(name)
 
     async def prepare(self, weights: Weights, version: int) -> None:
-        assert isinstance(weights, LoraWeights), "`Publisher` gives all weights to another way"
+        assert isinstance(weights, LoraWeights), "`Publisher` gives all weights to another delivery"
         size = sum(nbytes(tensor, None) for tensor in weights.tensors.values())
         fill = partial(write_adapter, weights=weights)
         self._folders[version] = await self._store.write(adapter_name(version), size, fill)
@@ -144,7 +144,7 @@ class AdapterWay(Way):
         self._store.close()
 
 
-class WholeWay(Way):
+class WholeDelivery(Delivery):
     """Gives all weights of the model, and labels them by their version."""
 
     def __init__(self, model: str, dtype: torch.dtype | None) -> None:
@@ -179,10 +179,10 @@ class WholeWay(Way):
         return self._manifest.complete(weights, heads=heads), {**self._manifest.config, **untied}
 
 
-class FolderWay(WholeWay):
+class FolderDelivery(WholeDelivery):
     """Each version is a folder that servers reload while they are paused."""
 
-    def __init__(self, store: Store, model: str, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, store: WeightStore, model: str, *, dtype: torch.dtype | None = None) -> None:
         super().__init__(model, dtype)
         self._store = store
         self._folder: Path | None = None
