@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -124,12 +124,11 @@ def in_run_dir(config: RunConfig, *, resume: bool) -> Iterator[RunConfig]:
 
     claims = config.run_dir is None and not resume
     config = _with_run_dir(config, resume=resume)
-    try:
-        yield config
-    except BaseException:
+    with ExitStack() as failed:
         if claims and config.run_dir is not None:
-            unclaim(config.run_dir)
-        raise
+            failed.callback(unclaim, config.run_dir)
+        yield config
+        failed.pop_all()
 
 
 def _with_run_dir(config: RunConfig, *, resume: bool) -> RunConfig:

@@ -31,7 +31,6 @@ class Interrupts:
         self.asked = False
         """Whether there was a signal."""
         self._task, self._announce, self._code = task, announce, code
-        self._process = os.getpid()
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -50,10 +49,6 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            signal.signal(number, signal.SIG_DFL)  # a worker that user code forked
-            os.kill(os.getpid(), number)
-            return
         if number == signal.SIGINT and frame and debugging(frame):
             raise KeyboardInterrupt  # the debugger returns to its prompt
         if self.asked:
