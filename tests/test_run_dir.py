@@ -612,7 +612,7 @@ def with_journal(path: Path, line: dict[str, Any]) -> None:
 
 
 def test_a_row_with_any_values_is_written_and_not_consumed() -> None:
-    rollouts = group("ok", "ok", answer=10**5000)
+    rollouts = group("ok", "ok", answer=10**400)
     values = iter([1, 2])
     metadata = {"values": values, "odd": {None: 1}, "m": math.nan}
     rollouts.trajectories = [
@@ -622,7 +622,7 @@ def test_a_row_with_any_values_is_written_and_not_consumed() -> None:
     for line in with_fate(encoded(rollouts), 1):
         written = json.loads(line, object_pairs_hook=unique)
         assert written["nonfinite"] == {"metadata.m": "nan", "reward": "inf"}
-        assert written["answer"] == hex(10**5000)
+        assert written["answer"] == 10**400
     assert list(values) == [1, 2]
 
 
